@@ -15,7 +15,10 @@ from setuptools import find_packages, setup
 # here.
 PACKAGES = [
     *find_packages(include=["para_core", "para_core.*"]),
-    *[f"para_core.{name}" for name in find_packages(include=["adapters", "adapters.*", "fleet", "fleet.*", "cli"])],
+    *[
+        f"para_core.{name}"
+        for name in find_packages(include=["adapters", "adapters.*", "fleet", "fleet.*", "cli"])
+    ],
     "para_core.kernels",
 ]
 

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import :mod:`para_core.adapters.api` at the first access to a public name, and return the value of ``name``.
+    """Import :mod:`para_core.adapters.api` at the first access to a public name, and return the value of
+    ``name``.
 
     ``para_core plan`` reads the stored counts of this package without importing torch.
     """

@@ -24,31 +24,33 @@ class Adapter:
     Args:
         transformer (`str`): Name of the transformer class. The adapter also applies to its subclasses.
         pipelines (`str`): Names of its pipelines as users know them, for messages.
-        plan (`Plan`, *optional*): What is sharded and gathered. If text can be sharded, the plan shards it, as the
-            segment ``text``. Defaults to the plan that the class publishes (``_cp_plan``).
-        complete (`Callable`, *optional*): ``complete(plan, module)`` returns the plan of one module, for a plan that
-            depends on the module's config.
-        text (`"shard"` or `"replicate"`, defaults to `"shard"`): The faster treatment of text tokens, used by default.
-        blocks (`CachedBlocks`, *optional*): The block stack, for First Block Cache and stages. Without it both are
-            refused.
+        plan (`Plan`, *optional*): What is sharded and gathered. If text can be sharded, the plan shards it,
+            as the segment ``text``. Defaults to the plan that the class publishes (``_cp_plan``).
+        complete (`Callable`, *optional*): ``complete(plan, module)`` returns the plan of one module, for a
+            plan that depends on the module's config.
+        text (`"shard"` or `"replicate"`, defaults to `"shard"`): The faster treatment of text tokens, used by
+            default.
+        blocks (`CachedBlocks`, *optional*): The block stack, for First Block Cache and stages. Without it
+            both are refused.
         uncached (`str`, *optional*): Reason why the blocks cannot be cached, for a message.
-        tensor (`TensorPlan`, *optional*): What tensor parallelism shards. Defaults to the plan that the class publishes
-            (``_tp_plan``).
-        frames (`Frames`, *optional*): Which dim of the input holds the frames, if the model turns a video into tokens
-            itself. PipeFusion then splits the input into patches of whole frames.
-        empty_text (`bool`, defaults to `True`): Whether the model accepts a text without tokens. Then only PipeFusion's
-            first patch carries the text; otherwise each patch carries all of it.
-        fills (`tuple[str, str]`, *optional*): Name and value of an argument that marks a call which only stores keys
-            and values, for the calls of all CFG branches to read. Every rank along ``batch`` runs such a call.
-        called_outside (`tuple[str, ...]`): Names of modules in blocks that the model also calls outside of their block.
-            Their weights are not sharded by FSDP2, and stages are refused.
-        refused_pipelines (`dict[str, str]`): Reasons why some pipelines of the model cannot run on several ranks, by
-            the name of an attribute that only these pipelines have.
+        tensor (`TensorPlan`, *optional*): What tensor parallelism shards. Defaults to the plan that the class
+            publishes (``_tp_plan``).
+        frames (`Frames`, *optional*): Which dim of the input holds the frames, if the model turns a video
+            into tokens itself. PipeFusion then splits the input into patches of whole frames.
+        empty_text (`bool`, defaults to `True`): Whether the model accepts a text without tokens. Then only
+            PipeFusion's first patch carries the text; otherwise each patch carries all of it.
+        fills (`tuple[str, str]`, *optional*): Name and value of an argument that marks a call which only
+            stores keys and values, for the calls of all CFG branches to read. Every rank along ``batch`` runs
+            such a call.
+        called_outside (`tuple[str, ...]`): Names of modules in blocks that the model also calls outside of
+            their block. Their weights are not sharded by FSDP2, and stages are refused.
+        refused_pipelines (`dict[str, str]`): Reasons why some pipelines of the model cannot run on several
+            ranks, by the name of an attribute that only these pipelines have.
         steps_with_copies (`bool`, defaults to `False`): Whether one of its pipelines steps with copies of its
             scheduler, one for each frame (diffusion forcing).
         threshold (`float`, defaults to `0.05`): Default threshold of First Block Cache.
-        threshold_source (`str`, defaults to `"diffusers' FirstBlockCacheConfig"`): Source that recommends this
-            threshold.
+        threshold_source (`str`, defaults to `"diffusers' FirstBlockCacheConfig"`): Source that recommends
+            this threshold.
     """
 
     transformer: str

@@ -20,7 +20,9 @@ def closest_supported(*names: str) -> str:
 
 def closest_cached(*names: str) -> str:
     """Return the five names closest to ``names`` among what First Block Cache supports, as one string for messages."""
-    return _closest([(adapter.transformer, adapter.pipelines) for adapter in ADAPTERS if adapter.blocks], names)
+    return _closest(
+        [(adapter.transformer, adapter.pipelines) for adapter in ADAPTERS if adapter.blocks], names
+    )
 
 
 def _closest(kinds: Sequence[tuple[str, str]], names: Sequence[str]) -> str:

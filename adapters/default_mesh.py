@@ -38,10 +38,11 @@ class MeshChoice:
 
 
 def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None) -> GuidedMesh:
-    """Return the dims of ``mesh`` and the position of this rank on them. None stands for the default mesh of all ranks.
+    """Return the dims of ``mesh`` and the position of this rank on them. None stands for the default mesh of
+    all ranks.
 
-    ``owner`` is the pipeline or model that the mesh is for, and ``weights`` how its weights will be sharded on it.
-    Without a mesh this is a collective call.
+    ``owner`` is the pipeline or model that the mesh is for, and ``weights`` how its weights will be sharded
+    on it. Without a mesh this is a collective call.
 
     Raises:
         TypeError, ValueError: ``mesh`` is not a mesh of para_core.
@@ -93,7 +94,8 @@ def _choose(device_type: str, owner: Any, weights: str | None) -> MeshChoice:
             # The pipeline's class may be the user's own. The error is raised on all ranks.
             chosen = [error]
     if shares:
-        # All ranks use the choice of rank 0, because other ranks may have other devices and would predict differently.
+        # All ranks use the choice of rank 0, because other ranks may have other devices and would predict
+        # differently.
         dist.broadcast_object_list(chosen, src=0, group=_cpu_group())
     choice: MeshChoice | Exception = chosen[0]
     if isinstance(choice, Exception):
@@ -103,7 +105,9 @@ def _choose(device_type: str, owner: Any, weights: str | None) -> MeshChoice:
 
 def _cpu_group() -> ProcessGroup:
     """Return a gloo group of all ranks, for CPU tensors. Every rank must call this function."""
-    return find_or_make_group("para_core: choice of a mesh", list(range(dist.get_world_size())), backend="gloo")
+    return find_or_make_group(
+        "para_core: choice of a mesh", list(range(dist.get_world_size())), backend="gloo"
+    )
 
 
 def _ranks_per_host() -> int | None:
@@ -140,4 +144,6 @@ def _make(device_type: str, choice: MeshChoice) -> DeviceMesh:
             device_type,
             ", ".join(f"max_{name}_dim_size={size}" for name, size in sizes.items() if name != "ulysses"),
         )
-    return init_context_parallel_mesh(device_type, **{f"max_{name}_dim_size": size for name, size in sizes.items()})
+    return init_context_parallel_mesh(
+        device_type, **{f"max_{name}_dim_size": size for name, size in sizes.items()}
+    )

@@ -1,4 +1,6 @@
-"""Kinds of denoisers that are no transformers. A kind is a file that nobody imports, and a line of ``KINDS``."""
+"""Kinds of denoisers that are no transformers.
+A kind is a file that nobody imports, and a line of ``KINDS``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class DenoiserRun(Protocol):
     """The handler of the calls of one denoiser on several ranks."""
 
     mesh: GuidedMesh
-    # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again then.
+    # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again
+    # then.
     inputs_verified: bool
 
     def apply(self) -> None:
@@ -37,8 +40,8 @@ class DenoiserRun(Protocol):
 class MakeRun(Protocol):
     """Return the handler that will run ``module`` over ``mesh``. Changes nothing yet.
 
-    ``require_equal`` is called with the named arguments of each call, and raises if ranks differ. ``batched`` says
-    whether samples are sharded over ``batch``.
+    ``require_equal`` is called with the named arguments of each call, and raises if ranks differ. ``batched``
+    says whether samples are sharded over ``batch``.
     """
 
     def __call__(
@@ -62,11 +65,12 @@ class DenoiserKind:
         make_run: Returns the handler of its calls.
         why_no_stages: Why its blocks cannot be distributed over stages.
         pipelines: Names of the pipelines with such a denoiser, for messages, by the name of its class.
-        has_class: Whether the components of a pipeline that is not loaded yet, classes by name, contain a denoiser of
-            this kind. Raises ``TypeError``, which names the pipeline, if its class is not supported.
-        check_parallelize, check_parallel_call, check_cache: The checks of the kind in these phases. The arguments are
-            the pipeline or module and the module, and the mesh if it is known; the module, its name in messages and
-            the object that is called; the pipeline or module and the module.
+        has_class: Whether the components of a pipeline that is not loaded yet, classes by name, contain a
+            denoiser of this kind. Raises ``TypeError``, which names the pipeline, if its class is not
+            supported.
+        check_parallelize, check_parallel_call, check_cache: The checks of the kind in these phases. The
+            arguments are the pipeline or module and the module, and the mesh if it is known; the module, its
+            name in messages and the object that is called; the pipeline or module and the module.
     """
 
     name: str

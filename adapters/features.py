@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Packages whose ``PROVIDES`` names the module of each function that other rooms may ask for. Imported at first use.
+# Packages whose ``PROVIDES`` names the module of each function that other rooms may ask for. Imported at
+# first use.
 FEATURES: tuple[str, ...] = (
     "para_core.adapters.planner",
 )  # fmt: skip

@@ -48,15 +48,21 @@ def check_has_transformer(owner: Any, module: Any) -> None:
 def check_component_classes(pipeline: str, components: Mapping[str, Any]) -> None:
     """Refuse a pipeline before it is loaded, given the classes of its components in the index of its folder.
 
-    The transformers and the UNet of the loaded pipeline are checked again, with what their instances say. Without any
-    components nothing is refused.
+    The transformers and the UNet of the loaded pipeline are checked again, with what their instances say.
+    Without any components nothing is refused.
     """
-    transformers = {name: cls for name, cls in components.items() if name in USUAL_NAMES or is_transformer_class(cls)}
+    transformers = {
+        name: cls for name, cls in components.items() if name in USUAL_NAMES or is_transformer_class(cls)
+    }
     for cls in transformers.values():
         names = [base.__name__ for base in cls.__mro__]
-        adapter = next((adapter for name in names for adapter in ADAPTERS if adapter.transformer == name), None)
+        adapter = next(
+            (adapter for name in names for adapter in ADAPTERS if adapter.transformer == name), None
+        )
         if getattr(cls, "_cp_plan", None) is None and (adapter is None or adapter.plan is None):
-            reason = next((REFUSED[name] for name in names if name in REFUSED), "no plan describes what it shards")
+            reason = next(
+                (REFUSED[name] for name in names if name in REFUSED), "no plan describes what it shards"
+            )
             raise TypeError(
                 f"{pipeline} is not supported: {cls.__name__} has no plan, because {reason}. The closest names of "
                 f"those that are supported: {closest_supported(pipeline, cls.__name__)}."
@@ -119,7 +125,9 @@ def check_class_has_plan(owner: Any, module: nn.Module, adapter: Adapter | None)
 
 
 def require_plan(owner: Any, module: nn.Module, adapter: Adapter | None, text: Text | None = None) -> Plan:
-    """Return the plan of :func:`plan_for`. Raise ``TypeError``, which names the pipeline ``owner``, without one."""
+    """Return the plan of :func:`plan_for`.
+    Raise ``TypeError``, which names the pipeline ``owner``, without one.
+    """
     plan = plan_for(module, text, adapter)
     if plan is None:
         raise TypeError(
@@ -137,7 +145,8 @@ def require_plan(owner: Any, module: nn.Module, adapter: Adapter | None, text: T
 def check_model_not_replaced(called: Any, module: nn.Module, name: str) -> None:
     """Refuse a transformer that replaced the one that was parallelized.
 
-    Raise ``RuntimeError`` unless ``called``, the component that the pipeline calls, is ``module``, compiled or not.
+    Raise ``RuntimeError`` unless ``called``, the component that the pipeline calls, is ``module``, compiled
+    or not.
     """
     if uncompiled(called) is not module:
         raise RuntimeError(
@@ -160,7 +169,9 @@ def check_pipeline_of_model(owner: Any, module: nn.Module, adapter: Adapter | No
     adapter = adapter_for(module, adapter)
     if adapter is None:
         return
-    reason = next((reason for name, reason in adapter.refused_pipelines.items() if hasattr(owner, name)), None)
+    reason = next(
+        (reason for name, reason in adapter.refused_pipelines.items() if hasattr(owner, name)), None
+    )
     if reason is not None:
         raise refusal(
             TypeError,

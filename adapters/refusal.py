@@ -8,9 +8,10 @@ Kind = TypeVar("Kind", bound=Exception)
 
 
 def refusal(kind: type[Kind], reason: str, instead: str) -> Kind:
-    """Return an exception of class ``kind`` whose message is ``reason``, then ``instead``, both whole sentences.
+    """Return an exception of class ``kind`` whose message is ``reason``, then ``instead``, both whole
+    sentences.
 
-    docs/refusals.md shows ``instead``, which says what to do. A check may raise without this function if the message
-    is one sentence that says why, followed by sentences that all say what to do.
+    docs/refusals.md shows ``instead``, which says what to do. A check may raise without this function if the
+    message is one sentence that says why, followed by sentences that all say what to do.
     """
     return kind(f"{reason} {instead}")

@@ -26,9 +26,9 @@ from para_core.plans.region import mesh_of_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 
 _DESCRIBE_BLOCKS = "pass adapter=Adapter(transformer='…', pipelines='…', blocks=CachedBlocks(...))."
-# Usual names of the components that denoise. Wan 2.2 has two, for the two parts of its schedule, and Ideogram 4 has one
-# for each CFG branch. A component with such a name counts as a transformer whatever its class: a class without a plan
-# is then refused with a reason, or described by adapter=.
+# Usual names of the components that denoise. Wan 2.2 has two, for the two parts of its schedule, and Ideogram
+# 4 has one for each CFG branch. A component with such a name counts as a transformer whatever its class: a
+# class without a plan is then refused with a reason, or described by adapter=.
 USUAL_NAMES = ("transformer", "transformer_2", "unconditional_transformer")
 _CLASSES = frozenset(adapter.transformer for adapter in ADAPTERS)
 # Component name of the decoder of LTX-2.5, which is a diffusion model over pixels.
@@ -36,10 +36,12 @@ DIFFUSION_DECODER = "diffusion_decoder"
 
 
 def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | None = None) -> Plan | None:
-    """Return the plan of ``module``: its adapter's, or else the one that its class publishes (``_cp_plan``), or None.
+    """Return the plan of ``module``: its adapter's, or else the one that its class publishes (``_cp_plan``),
+    or None.
 
-    ``text`` says whether the plan shards or replicates text tokens; None for the faster way. ``adapter`` has priority
-    over the library's. Raises ``ValueError`` if ``text`` is unknown, or the text of this model cannot be sharded.
+    ``text`` says whether the plan shards or replicates text tokens; None for the faster way. ``adapter`` has
+    priority over the library's. Raises ``ValueError`` if ``text`` is unknown, or the text of this model
+    cannot be sharded.
     """
     if text not in (None, "shard", "replicate"):
         raise ValueError(f"text is {text!r}; expected 'shard', 'replicate', or None for the faster one.")
@@ -64,7 +66,8 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
 
 
 def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
-    """Return the tensor plan of ``module``: its adapter's, or else the one that its class publishes (``_tp_plan``).
+    """Return the tensor plan of ``module``: its adapter's, or else the one that its class publishes
+    (``_tp_plan``).
 
     None if there is neither, and for classes without an adapter.
     """
@@ -81,7 +84,8 @@ def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
 
 
 def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | None:
-    """Return the adapter for the class of ``module``, or for the nearest of its base classes; None if there is none.
+    """Return the adapter for the class of ``module``, or for the nearest of its base classes; None if there
+    is none.
 
     ``adapter`` has priority over the library's for the same class.
     """
@@ -89,12 +93,14 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
     if adapter is not None:
         candidates.insert(0, adapter)
     names = [cls.__name__ for cls in type(module).__mro__]
-    return next((candidate for name in names for candidate in candidates if candidate.transformer == name), None)
+    return next(
+        (candidate for name in names for candidate in candidates if candidate.transformer == name), None
+    )
 
 
 def planned_class(module: nn.Module, adapter: Adapter | None = None) -> type:
-    """Return the class whose code the plan of ``module`` describes: that of the adapter, or the one that publishes a
-    plan; the class of ``module`` itself if there is neither.
+    """Return the class whose code the plan of ``module`` describes: that of the adapter, or the one that
+    publishes a plan; the class of ``module`` itself if there is neither.
     """
     adapter, classes = adapter_for(module, adapter), original_class(module).__mro__
     if adapter is not None and adapter.plan is not None:
@@ -111,18 +117,23 @@ def require_adapter(module: nn.Module, adapter: Adapter | None = None) -> Adapte
 
 
 def require_blocks(module: nn.Module, adapter: Adapter | None = None) -> CachedBlocks:
-    """Return the block stack that the adapter for ``module`` describes. Raise ``TypeError`` if there is none."""
+    """Return the block stack that the adapter for ``module`` describes.
+    Raise ``TypeError`` if there is none.
+    """
     blocks = require_adapter(module, adapter).blocks
     if blocks is None:
-        raise TypeError(f"no adapter describes the blocks of {original_class(module).__name__}: {_DESCRIBE_BLOCKS}")
+        raise TypeError(
+            f"no adapter describes the blocks of {original_class(module).__name__}: {_DESCRIBE_BLOCKS}"
+        )
     return blocks
 
 
 def transformers_of(pipe: Any) -> dict[str, nn.Module]:
     """Return the transformers of ``pipe`` by component name, without the wrappers of ``torch.compile``.
 
-    These are the modules under one of the usual names, and, under any name, modules whose class has an adapter or
-    publishes a plan. Text encoders, VAEs, ControlNets and UNets have neither. A module under two names has one entry.
+    These are the modules under one of the usual names, and, under any name, modules whose class has an
+    adapter or publishes a plan. Text encoders, VAEs, ControlNets and UNets have neither. A module under two
+    names has one entry.
     """
     # A pipeline that is an nn.Module keeps its components in ``_modules``; properties have usual names.
     attributes = {**getattr(pipe, "__dict__", {}), **getattr(pipe, "_modules", {})}
@@ -131,7 +142,10 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
         if name in USUAL_NAMES or not isinstance(part, nn.Module):
             continue
         module = uncompiled(part)
-        if is_transformer_class(type(wrapped_model(module) or module)) or getattr(module, "_cp_plan", None) is not None:
+        if (
+            is_transformer_class(type(wrapped_model(module) or module))
+            or getattr(module, "_cp_plan", None) is not None
+        ):
             others.append(name)
     modules: dict[str, nn.Module] = {}
     for name in (*USUAL_NAMES, *sorted(others)):
@@ -142,10 +156,11 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def wrapped_model(wrapper: Any) -> nn.Module | None:
-    """Return the model inside ``wrapper``, a module such as ``DistributedDataParallel``; None if it is no wrapper.
+    """Return the model inside ``wrapper``, a module such as ``DistributedDataParallel``; None if it is no
+    wrapper.
 
-    Wrappers for training keep the model in their attribute ``module``, and may be nested. A class that is not torch's
-    counts as a wrapper only if the class of the model is supported.
+    Wrappers for training keep the model in their attribute ``module``, and may be nested. A class that is not
+    torch's counts as a wrapper only if the class of the model is supported.
     """
     inner: Any = wrapper
     while not _is_known_class(inner):
@@ -167,7 +182,8 @@ def _is_known_class(module: nn.Module) -> bool:
 
 
 def require_kind(kind: Literal["pipeline", "model"], instance: Any, other: str) -> None:
-    """Raise ``TypeError`` if ``instance`` is a model and a pipeline is expected, or it is no model and one is expected.
+    """Raise ``TypeError`` if ``instance`` is a model and a pipeline is expected, or it is no model and one is
+    expected.
 
     ``other`` completes the message: what to call with an object of the other kind.
     """
@@ -175,7 +191,9 @@ def require_kind(kind: Literal["pipeline", "model"], instance: Any, other: str) 
         kind_given = "None"
         if instance is not None:
             kind_given = f"a {type(instance).__name__}"
-        raise TypeError(f"expected a {kind}, got {kind_given}. Pass the object that from_pretrained(...) returned.")
+        raise TypeError(
+            f"expected a {kind}, got {kind_given}. Pass the object that from_pretrained(...) returned."
+        )
     if isinstance(instance, type):
         raise TypeError(
             f"expected a {kind}, got the class {instance.__name__}. Pass the object that "

@@ -10,11 +10,12 @@ class VaeAdapter:
     """Description of one autoencoder class, ``vae``.
 
     Args:
-        encode, decode: Names of the methods to parallelize, which take and return images ``[..., H, W]``. Each is the
-            innermost method inside which all decisions by the image's size are made, such as whether to tile. Methods
-            around it may only split the batch (slicing). ``encode`` is None for a class that only decodes.
-        tiled: Names of the methods that split an image into tiles, run the encoder or decoder on each tile, and blend
-            the results; empty without tiling.
+        encode, decode: Names of the methods to parallelize, which take and return images ``[..., H, W]``.
+            Each is the innermost method inside which all decisions by the image's size are made, such as
+            whether to tile. Methods around it may only split the batch (slicing). ``encode`` is None for a
+            class that only decodes.
+        tiled: Names of the methods that split an image into tiles, run the encoder or decoder on each tile,
+            and blend the results; empty without tiling.
         only_tiled: Whether the class always tiles.
         why_not_tiles: Why the tiles cannot be distributed over ranks; empty if they can.
         windows: Whether it is a diffusion decoder whose attention is limited to a window around each pixel.
@@ -47,9 +48,9 @@ class UnetAdapter:
     Args:
         unet (`str`): Name of the class.
         pipelines (`str`, *optional*): Names of the pipelines that use it, for error messages.
-        images (`tuple[str, ...]`): Arguments ``[..., H, W]`` that are sharded along H, or along W if W is larger. The
-            rows of the first are split over the ranks. Another argument is split in the same proportion if its number
-            of rows is a multiple of the first's, and is passed whole otherwise.
+        images (`tuple[str, ...]`): Arguments ``[..., H, W]`` that are sharded along H, or along W if W is
+            larger. The rows of the first are split over the ranks. Another argument is split in the same
+            proportion if its number of rows is a multiple of the first's, and is passed whole otherwise.
     """
 
     unet: str

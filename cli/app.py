@@ -73,7 +73,10 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _commands(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", metavar="", callback=_show_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Show the version.", metavar="", callback=_show_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Run diffusion transformers on several devices with the exact results of one."""

@@ -101,7 +101,9 @@ def _require_new_file(path: Path | None) -> None:
         return
     require_file(path)
     if path.exists():
-        raise FileExistsError(f"{path} exists, and is not overwritten. Use another file with --out, or delete it.")
+        raise FileExistsError(
+            f"{path} exists, and is not overwritten. Use another file with --out, or delete it."
+        )
 
 
 def _read_request(model: Model, common: dict[str, Any], prompt: str, seed: int) -> Request:
@@ -131,7 +133,9 @@ def _print(figures: dict[str, Any], console: Console) -> None:
     ranks = [[_format_number(rank[key], unit) for key, unit in columns.values()] for rank in figures["ranks"]]
     _print_table(["rank", *columns], [[str(index), *cells] for index, cells in enumerate(ranks)], console)
     if figures["recipe"]["compile"] != "no":
-        console.print("Launches are those of eager code, which a compiled graph has fewer of.", soft_wrap=True)
+        console.print(
+            "Launches are those of eager code, which a compiled graph has fewer of.", soft_wrap=True
+        )
     if figures["check"] is not None:
         console.print("\n".join(describe_check(figures["check"])), markup=False, soft_wrap=True)
 
@@ -139,7 +143,9 @@ def _print(figures: dict[str, Any], console: Console) -> None:
 def _make_title(figures: dict[str, Any]) -> str:
     mesh = " × ".join(f"{name} {size}" for name, size in figures["mesh"].items() if size > 1)
     request = figures["request"]
-    sizes = [str(request[name]) for name in ("width", "height", "num_frames") if request.get(name) is not None]
+    sizes = [
+        str(request[name]) for name in ("width", "height", "num_frames") if request.get(name) is not None
+    ]
     parts = [figures["pipeline"]]
     if sizes:
         parts.append(" × ".join(sizes))

@@ -116,7 +116,9 @@ def make_task(
     problems = sorted([*problems, *starmap(Problem, reasons.items())], key=lambda problem: problem.number)
     accepted = [line for line in unfinished if line.number not in reasons]
     disk = require_room(folder, [line.request for line in accepted], model.kind)
-    return GenerationTask(model, recipe, accepted, finished, problems, folder, chosen, disk, ranks, replicas, room)
+    return GenerationTask(
+        model, recipe, accepted, finished, problems, folder, chosen, disk, ranks, replicas, room
+    )
 
 
 def _find_memory_problems(
@@ -286,7 +288,9 @@ def show_plan(task: GenerationTask) -> None:
         "compile": recipe.compile,
         "weights": _describe_weights(recipe),
         "text encoders": recipe.encoders_placement,
-        "in host memory": {"blocks": "blocks", "model": "what does not run"}.get(recipe.offload or "", "nothing"),
+        "in host memory": {"blocks": "blocks", "model": "what does not run"}.get(
+            recipe.offload or "", "nothing"
+        ),
         "VAE": _describe_vae(recipe),
         "dtype": recipe.dtype,
         "LoRA": ", ".join(recipe.lora) or "none",

@@ -20,7 +20,14 @@ SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 # Names that the command line accepts in place of an option's own name.
 ALIASES = {"attention-backend": "backend"}
 # The value of a flag whose second name, such as no-vae, has one of these values.
-_OPPOSITE_VALUES = {"true": "false", "yes": "false", "on": "false", "false": "true", "no": "true", "off": "true"}
+_OPPOSITE_VALUES = {
+    "true": "false",
+    "yes": "false",
+    "on": "false",
+    "false": "true",
+    "no": "true",
+    "off": "true",
+}
 # Options that a file cannot set.
 _COMMAND_LINE_ONLY = ("help",)
 
@@ -57,7 +64,9 @@ def read_config(context: typer.Context, values: Sequence[str] | None) -> list[st
     in_files = defaults.pop("config", [])
     for value in in_files:
         if is_option_file(value):
-            raise typer.BadParameter(f"config is {value!r} in a file of options; expected the configs of a model.")
+            raise typer.BadParameter(
+                f"config is {value!r} in a file of options; expected the configs of a model."
+            )
     context.default_map = {**(context.default_map or {}), **defaults}
     configs = others or in_files
     if len(configs) > 1:
@@ -134,7 +143,9 @@ def _read_default(
         return {parameter.name: texts}
     if target.negated:
         if texts[0].lower() not in _OPPOSITE_VALUES:
-            raise typer.BadParameter(f"{path} has {texts[0]!r:.60} for {key}, a flag; expected true or false.")
+            raise typer.BadParameter(
+                f"{path} has {texts[0]!r:.60} for {key}, a flag; expected true or false."
+            )
         return {parameter.name: _OPPOSITE_VALUES[texts[0].lower()]}
     return {parameter.name: texts[0]}
 

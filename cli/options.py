@@ -88,7 +88,12 @@ class CallOptions:
         Raises:
             typer.BadParameter: Two options set the same field.
         """
-        named: dict[str, Any] = {"size": self.size, "steps": self.steps, "frames": self.frames, "image": self.image}
+        named: dict[str, Any] = {
+            "size": self.size,
+            "steps": self.steps,
+            "frames": self.frames,
+            "image": self.image,
+        }
         named |= {"guidance_scale": self.guidance, "negative_prompt": self.negative_prompt, **others}
         common = {name: value for name, value in named.items() if value is not None}
         fields = read_fields(self.set_)
@@ -130,7 +135,9 @@ class PlanOptions(RecipeOptions):
 def _parameters_of_recipe(has: Callable[[Command], bool]) -> list[Parameter]:
     """Return a parameter for each field of a recipe for which ``has`` its command, in the order of the help."""
     commands = [(declaration, declaration.option.command) for declaration in declarations(Recipe)]
-    declared = [(declaration, command) for declaration, command in commands if command is not None and has(command)]
+    declared = [
+        (declaration, command) for declaration, command in commands if command is not None and has(command)
+    ]
     parameters: list[Parameter] = []
     for declaration, command in sorted(declared, key=lambda each: each[1].panel):
         parameters.append(_parameter(declaration, command))

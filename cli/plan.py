@@ -32,7 +32,9 @@ def plan(
     model: Annotated[str, option("Published name (--list), folder or Hub name.", "NAME")] = "FLUX.1-dev",
     ranks: Annotated[int, option("Number of devices.", "N")] = 1,
     device: Annotated[str, option("Such as 4090, or name,GB,TFLOPs,link.", "NAME")] = "H100",
-    link: Annotated[str | None, option("nvlink, pcie or GB/s. Default: usual for the device.", "NAME")] = None,
+    link: Annotated[
+        str | None, option("nvlink, pcie or GB/s. Default: usual for the device.", "NAME")
+    ] = None,
     per_host: Annotated[int | None, option("Devices per host. Default: 8, for a GB200 72.", "N")] = None,
     size: Annotated[str | None, option("Width x height: 1024x768. Default: published.", "WxH")] = None,
     frames: Annotated[int | None, option("Frames of a video.", "N")] = None,
@@ -40,14 +42,16 @@ def plan(
     pipeline: Annotated[str | None, option("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE)] = None,
     compile_: Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE, "--compile")] = "whole",
     dtype: Annotated[str, option("auto, bfloat16 or float16.", "TYPE", PIPELINE)] = "auto",
-    weights: Annotated[str | None, option("replicate, fsdp or tensor. Default: any.", "HOW", PIPELINE)] = None,
+    weights: Annotated[
+        str | None, option("replicate, fsdp or tensor. Default: any.", "HOW", PIPELINE)
+    ] = None,
     offload: Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)] = None,
     choices: options.PlanOptions,
     mesh: Annotated[str, option("Largest sizes: batch=2,ring=2. Default: any.", "DIMS", RANKS)] = "",
     memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)] = None,
-    trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)] = (
-        False
-    ),
+    trust_remote_code: Annotated[
+        bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)
+    ] = (False),
     json_: Annotated[bool, flag("--json", "Print all predictions as JSON.")] = False,
     list_: Annotated[bool, flag("--list", "List the published models and the devices.")] = False,
     config: options.Config = None,
@@ -167,7 +171,9 @@ def _find_published(model: str, pipeline: str | None, sizes: dict[str, Any]) -> 
     return workload_of(model, **sizes), repository
 
 
-def _describe(model: str, pipeline: str | None, configs: str | None, *, trust_remote_code: bool, debug: bool) -> Model:
+def _describe(
+    model: str, pipeline: str | None, configs: str | None, *, trust_remote_code: bool, debug: bool
+) -> Model:
     """Return the description of a model that is not published, from its configs.
 
     Raise FileNotFoundError if its configs cannot be read, and ValueError if the class or the configs do not fit.
@@ -280,7 +286,9 @@ def _make_command(
         # Of $HOST, the shell puts in one of the hosts.
         ranks = f"--nnodes={hosts} --nproc_per_node={predictions.ranks // hosts}"
         start = f"torchrun {ranks} --rdzv-backend=c10d --rdzv-endpoint=$HOST:29400 -m para_core generate"
-    if compile_ == "whole" and (row.shape.fsdp or row.placement.resident is not None or row.placement.takes_turns):
+    if compile_ == "whole" and (
+        row.shape.fsdp or row.placement.resident is not None or row.placement.takes_turns
+    ):
         compile_ = "blocks"
     named: dict[str, Any] = {"model": model}
     if "prompt" in fields:

@@ -101,7 +101,9 @@ class Bars(Progress):
     ``shown``.
     """
 
-    def __init__(self, prompts: int, *, shown: bool = True, steps: bool = True, unit: str = "prompts") -> None:
+    def __init__(
+        self, prompts: int, *, shown: bool = True, steps: bool = True, unit: str = "prompts"
+    ) -> None:
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         super().__init__(
             TextColumn("{task.description:<12}"),

@@ -72,7 +72,9 @@ def serve(
     out: Annotated[
         Path, option("Folder of asynchronous videos.", "DIR", INPUT, parser=options.read_folder)
     ] = _VIDEO_FOLDER,
-    encoded_prompts: Annotated[float, option("For encoded prompts, in host memory.", "GB", LIMITS, min=0)] = 1,
+    encoded_prompts: Annotated[
+        float, option("For encoded prompts, in host memory.", "GB", LIMITS, min=0)
+    ] = 1,
     loras: Annotated[Path | None, option("Folder of LoRAs that requests may name.", "DIR", PIPELINE)] = None,
     max_loras: Annotated[int, option("LoRAs of requests that stay loaded.", "N", LIMITS, min=1)] = 4,
     warmup: Annotated[list[str] | None, option("Generate this size before serving.", "WxH", INPUT)] = None,
@@ -111,7 +113,9 @@ def serve(
 
     quiet(debug)
     pipeline = checks.describe_model(model, checked)
-    pipeline = replace(pipeline, others=tuple(pipelines_for(checked.selection.home, images=not pipeline.edits)))
+    pipeline = replace(
+        pipeline, others=tuple(pipelines_for(checked.selection.home, images=not pipeline.edits))
+    )
     if loras is not None and not pipeline.takes_loras:
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     delivery = Delivery(choose_format(pipeline, format_), fps)
@@ -171,14 +175,18 @@ def _read_api_key(variable: str, host: str) -> str | None:
     """Return the API key in this environment variable, or None. Raise BadParameter if ``host`` needs one."""
     api_key = os.environ.get(variable) or None
     if api_key is None and host not in _LOOPBACK:
-        raise typer.BadParameter(f"--host {host} is reachable from other hosts: set {variable} to an API key.")
+        raise typer.BadParameter(
+            f"--host {host} is reachable from other hosts: set {variable} to an API key."
+        )
     return api_key
 
 
 def _read_level(name: str) -> int:
     """Return the level of the log with this name. Raise BadParameter if there is none."""
     if name.lower() not in _LOG_LEVELS:
-        raise typer.BadParameter(f"--log-level {name}: expected {', '.join(_LOG_LEVELS[:-1])} or {_LOG_LEVELS[-1]}.")
+        raise typer.BadParameter(
+            f"--log-level {name}: expected {', '.join(_LOG_LEVELS[:-1])} or {_LOG_LEVELS[-1]}."
+        )
     return logging.getLevelNamesMapping()[name.upper()]
 
 
@@ -251,7 +259,9 @@ def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
         ("--offload", recipe.offload, None),
     ):
         if value != needed:
-            raise typer.BadParameter(f"--loras with {name} {value}: LoRAs of requests need layers that can change.")
+            raise typer.BadParameter(
+                f"--loras with {name} {value}: LoRAs of requests need layers that can change."
+            )
 
 
 @dataclass(frozen=True)

@@ -31,4 +31,6 @@ def require_new_traces(folder: Path, ranks: int) -> None:
     for path in (trace_path(folder, rank) for rank in local_ranks):
         require_file(path)
         if path.exists():
-            raise FileExistsError(f"{path} exists, and is not overwritten. Use another folder with --profile.")
+            raise FileExistsError(
+                f"{path} exists, and is not overwritten. Use another folder with --profile."
+            )

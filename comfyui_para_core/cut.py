@@ -28,8 +28,13 @@ def by_name(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     """Return the arguments of a call of the bound ``method`` by name, those of its ``**kwargs`` too."""
     signature = inspect.signature(method)
     bound = signature.bind(*args, **kwargs).arguments
-    rest = [name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
-    return {**{name: value for name, value in bound.items() if name not in rest}, **bound.get("".join(rest), {})}
+    rest = [
+        name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD
+    ]
+    return {
+        **{name: value for name, value in bound.items() if name not in rest},
+        **bound.get("".join(rest), {}),
+    }
 
 
 def use_cut(model: nn.Module) -> None:
@@ -37,7 +42,11 @@ def use_cut(model: nn.Module) -> None:
     cls = type(model)
     method = method_of(cls)
     if method != "forward":
-        namespace = {"forward": getattr(cls, method), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        namespace = {
+            "forward": getattr(cls, method),
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
         namespace[_ORIGINAL] = cls
         model.__class__ = type(cls.__name__, (cls,), namespace)
 

@@ -42,12 +42,17 @@ class LoadOnRanks:
                     {"default": 2, "min": 1, "max": 64, "tooltip": "Number of GPUs, one process for each."},
                 ),
                 "mesh": ("STRING", {"default": AUTOMATIC, "tooltip": _MESH_TIP}),
-                "cache": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 2.0, "step": 0.01, "tooltip": _CACHE_TIP}),
+                "cache": (
+                    "FLOAT",
+                    {"default": 0.0, "min": 0.0, "max": 2.0, "step": 0.01, "tooltip": _CACHE_TIP},
+                ),
                 "weights": (list(WEIGHTS), {"tooltip": _WEIGHTS_TIP}),
             }
         }
 
-    def load(self, unet_name: str, weight_dtype: str, ranks: int, mesh: str, cache: float, weights: str) -> tuple[Any]:
+    def load(
+        self, unet_name: str, weight_dtype: str, ranks: int, mesh: str, cache: float, weights: str
+    ) -> tuple[Any]:
         """Return a MODEL whose diffusion model computes on ``ranks`` processes, which start when it is first used."""
         import folder_paths
         import torch
@@ -60,10 +65,16 @@ class LoadOnRanks:
 
         options: dict[str, Any] = {}
         if weight_dtype != "default":
-            options["dtype"] = getattr(torch, "float8_e5m2" if weight_dtype == "fp8_e5m2" else "float8_e4m3fn")
+            options["dtype"] = getattr(
+                torch, "float8_e5m2" if weight_dtype == "fp8_e5m2" else "float8_e4m3fn"
+            )
         if weight_dtype == "fp8_e4m3fn_fast":
             options["fp8_optimizations"] = True
-        return (load_remote(folder_paths.get_full_path_or_raise("diffusion_models", unet_name), options, settings),)
+        return (
+            load_remote(
+                folder_paths.get_full_path_or_raise("diffusion_models", unet_name), options, settings
+            ),
+        )
 
 
 class CloseRanks:
@@ -76,7 +87,10 @@ class CloseRanks:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
-            "required": {"model": ("MODEL",), "samples": ("LATENT", {"tooltip": "Passed on after the ranks ended."})}
+            "required": {
+                "model": ("MODEL",),
+                "samples": ("LATENT", {"tooltip": "Passed on after the ranks ended."}),
+            }
         }
 
     def close(self, model: Any, samples: Any) -> tuple[Any]:

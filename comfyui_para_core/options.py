@@ -23,9 +23,22 @@ _INSIDE = ("patches", "patches_replace")
 # Kinds of wrappers and callbacks that ComfyUI calls outside of the diffusion model, or just around it.
 _OUTSIDE = frozenset(
     {
-        *("outer_sample", "prepare_sampling", "sampler_sample", "predict_noise", "calc_cond_batch", "apply_model"),
+        *(
+            "outer_sample",
+            "prepare_sampling",
+            "sampler_sample",
+            "predict_noise",
+            "calc_cond_batch",
+            "apply_model",
+        ),
         "diffusion_model",
-        *("on_clone", "on_deepclone_multigpu", "on_match_multigpu_clones", "on_load_after", "on_detach_after"),
+        *(
+            "on_clone",
+            "on_deepclone_multigpu",
+            "on_match_multigpu_clones",
+            "on_load_after",
+            "on_detach_after",
+        ),
         *("on_cleanup", "on_pre_run", "on_prepare_state", "on_apply_hooks", "on_register_all_hook_patches"),
         *("on_inject_model", "on_eject_model"),
     }
@@ -53,13 +66,19 @@ def sent_options(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key} has {', '.join(sorted(set(functions)))}. {_WAY_OUT}"
             )
     for kind in ("wrappers", "callbacks"):
-        unknown = [name for name, functions in (options.get(kind) or {}).items() if functions and name not in _OUTSIDE]
+        unknown = [
+            name
+            for name, functions in (options.get(kind) or {}).items()
+            if functions and name not in _OUTSIDE
+        ]
         if unknown:
             raise NotOnRanks(
                 f"this workflow sets {kind} of the kind {', '.join(map(repr, unknown))}; expected kinds that ComfyUI "
                 f"calls outside of the diffusion model. {_WAY_OUT}"
             )
-    unknown = [key for key, value in options.items() if key not in {*SENT, *LOCAL, *_INSIDE} and value is not None]
+    unknown = [
+        key for key, value in options.items() if key not in {*SENT, *LOCAL, *_INSIDE} and value is not None
+    ]
     if unknown:
         named = ", ".join(f"{key!r} ({_origin(options[key])})" for key in unknown)
         raise NotOnRanks(
@@ -117,7 +136,9 @@ def require_supported(patcher: Any) -> None:
     ):
         names = [str(name) for name in getattr(patcher, attribute, None) or {}]
         if names:
-            raise NotOnRanks(f"this workflow {what}, which does not reach the ranks: {', '.join(names)}. {_WAY_OUT}")
+            raise NotOnRanks(
+                f"this workflow {what}, which does not reach the ranks: {', '.join(names)}. {_WAY_OUT}"
+            )
     if "multigpu" in getattr(patcher, "additional_models", {}):
         raise NotOnRanks(
             "this workflow gives a model on ranks to ComfyUI's own MultiGPU node; expected one of them: the ranks "

@@ -17,7 +17,15 @@ from .cut import original_of, use_cut
 
 # Arguments of constructors that count blocks.
 _DEPTHS = (
-    *("depth", "depth_single_blocks", "num_layers", "n_layers", "num_blocks", "num_single_layers", "n_double_layers"),
+    *(
+        "depth",
+        "depth_single_blocks",
+        "num_layers",
+        "n_layers",
+        "num_blocks",
+        "num_single_layers",
+        "n_double_layers",
+    ),
     *("num_dit_layers", "num_double_stream_layers", "num_refiner_layers", "n_refiner_layers", "patch_depth"),
 )
 _BLOCKS = 2
@@ -65,14 +73,18 @@ def _proposed(base: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Adapter
 
 
 def _small_copy(base: Any, cls: type) -> nn.Module:
-    config = {key: value for key, value in base.model_config.unet_config.items() if key not in ("dtype", "device")}
+    config = {
+        key: value for key, value in base.model_config.unet_config.items() if key not in ("dtype", "device")
+    }
     for key in _DEPTHS:
         if isinstance(config.get(key), int):
             config[key] = min(config[key], _BLOCKS)
     create = {"dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
     parameters = sum(x.numel() for x in cls(**config, device="meta", **create).parameters())
     if parameters > _MOST_PARAMETERS:
-        raise ValueError(f"a copy with {_BLOCKS} blocks has {parameters:,} parameters, more than {_MOST_PARAMETERS:,}.")
+        raise ValueError(
+            f"a copy with {_BLOCKS} blocks has {parameters:,} parameters, more than {_MOST_PARAMETERS:,}."
+        )
     small: nn.Module = cls(**config, device="cpu", **create).float().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in small.parameters():

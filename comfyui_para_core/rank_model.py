@@ -63,7 +63,9 @@ class RankModel:
         model = self.patcher.model
         for name in patches:
             self.patcher.patch_weight_to_device(name, device_to=self.patcher.load_device)
-            comfy.utils.set_attr_param(model, name, comfy.utils.get_attr(model, name).to(self.patcher.offload_device))
+            comfy.utils.set_attr_param(
+                model, name, comfy.utils.get_attr(model, name).to(self.patcher.offload_device)
+            )
 
     def _read_again(self) -> None:
         patches = self.patcher.patches
@@ -126,7 +128,10 @@ class RankModel:
         if adapter is None and (settings.ranks > 1 or settings.cache):
             if self.ready:
                 self._read_again()
-            adapter, self.forms = propose_on_small_model(self.patcher.model, self.model, inputs), forms_of(inputs)
+            adapter, self.forms = (
+                propose_on_small_model(self.patcher.model, self.model, inputs),
+                forms_of(inputs),
+            )
         device = self.patcher.load_device.type
         if settings.cache and (adapter is None or adapter.blocks is None):
             raise ValueError(
@@ -138,7 +143,9 @@ class RankModel:
             mesh = init_context_parallel_mesh(device, **sizes)
             parallelize_transformer(self.model, mesh=mesh, adapter=adapter)
         if settings.cache and adapter is not None and adapter.blocks is not None:
-            warnings.filterwarnings("ignore", message=f".*{_copy_inputs.__name__}", category=ForeignCodeWarning)
+            warnings.filterwarnings(
+                "ignore", message=f".*{_copy_inputs.__name__}", category=ForeignCodeWarning
+            )
             keep_inputs_of_blocks(self.model, adapter.blocks)
             apply_cache(self.model, adapter.blocks, residual_diff_threshold=settings.cache)
         if self.in_parts:
@@ -171,7 +178,12 @@ def require_runnable(cls: type, settings: Settings) -> None:
             f"{cls.__name__} ({recorded.models}) cannot run on several ranks, or with a cache: {recorded.refused} Set "
             "ranks to 1 and cache to 0, or use ComfyUI's own loader."
         )
-    if recorded is not None and recorded.adapter is not None and settings.cache and recorded.adapter.blocks is None:
+    if (
+        recorded is not None
+        and recorded.adapter is not None
+        and settings.cache
+        and recorded.adapter.blocks is None
+    ):
         raise ValueError(
             f"cache is {settings.cache}, and {cls.__name__} ({recorded.models}) does something between its blocks that "
             "cannot be skipped; expected 0 for this model."
@@ -187,7 +199,9 @@ def require_runnable(cls: type, settings: Settings) -> None:
 def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Raise ValueError if ``inputs`` has an argument with which the plan of the class was not compared with ComfyUI."""
     # A None or an empty list is what a model gets if the workflow has no such condition.
-    given = {name for name, value in inputs.items() if value is not None and not (_is_list(value) and not value)}
+    given = {
+        name for name, value in inputs.items() if value is not None and not (_is_list(value) and not value)
+    }
     unknown = sorted(given - {*recorded.arguments, "transformer_options", *IGNORED})
     if unknown:
         raise ValueError(
@@ -206,7 +220,11 @@ def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[st
 
 def forms_of(inputs: Mapping[str, Any]) -> dict[str, str]:
     """Return for each argument that is given what decides how a model treats it: dims of tensors, and plain values."""
-    return {name: _form(value) for name, value in inputs.items() if name != "transformer_options" and value is not None}
+    return {
+        name: _form(value)
+        for name, value in inputs.items()
+        if name != "transformer_options" and value is not None
+    }
 
 
 def _form(value: Any) -> str:
@@ -216,7 +234,11 @@ def _form(value: Any) -> str:
         return str({key: _form(entry) for key, entry in value.items()})
     if isinstance(value, (list, tuple)):
         return str(sorted({_form(entry) for entry in value}))
-    return type(value).__name__ if isinstance(value, (int, float)) and not isinstance(value, bool) else repr(value)
+    return (
+        type(value).__name__
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        else repr(value)
+    )
 
 
 # Conditions that ComfyUI gives to every model, and that only its ControlNets read.

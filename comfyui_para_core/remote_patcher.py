@@ -71,7 +71,9 @@ def _cut_model(model: Any, ranks: Ranks) -> None:
 def _patcher_of(model: Any) -> Any:
     """Return the patcher, with its LoRAs, for which a sampler uses ``model``. Raise RuntimeError outside of one."""
     if model.current_patcher is None:
-        raise RuntimeError("the model was called outside of a sampler; expected a sampler node, which prepares it.")
+        raise RuntimeError(
+            "the model was called outside of a sampler; expected a sampler node, which prepares it."
+        )
     return model.current_patcher
 
 
@@ -158,7 +160,9 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         self.patch_model(device_to)
         return int(self.model.model_loaded_weight_memory - before)
 
-    def partially_unload(self, device_to: Any, memory_to_free: int = 0, force_patch_weights: bool = False) -> int:
+    def partially_unload(
+        self, device_to: Any, memory_to_free: int = 0, force_patch_weights: bool = False
+    ) -> int:
         """Return 0: a part of the weights cannot be freed. ComfyUI then calls :meth:`detach`."""
         return 0
 

@@ -28,12 +28,20 @@ _COMMON: dict[str, Spec] = {
     "steps": ("INT", {"default": 28, "min": 1, "max": 1000}),
     "seed": (
         "INT",
-        {"default": _RANDOM_SEED, "min": _RANDOM_SEED, "max": 2**63 - 1, "tooltip": "-1: another one for each run."},
+        {
+            "default": _RANDOM_SEED,
+            "min": _RANDOM_SEED,
+            "max": 2**63 - 1,
+            "tooltip": "-1: another one for each run.",
+        },
     ),
 }
 _OPTIONAL: dict[str, Spec] = {
     "negative_prompt": ("STRING", {"multiline": True, "default": ""}),
-    "guidance_scale": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 100.0, "tooltip": "0: the pipeline's default."}),
+    "guidance_scale": (
+        "FLOAT",
+        {"default": 0.0, "min": 0.0, "max": 100.0, "tooltip": "0: the pipeline's default."},
+    ),
     "lora": ("STRING", {"default": "", "tooltip": "A name that the server knows, or name:scale."}),
     "more": ("STRING", {"default": "", "tooltip": 'Other fields as JSON: {"max_sequence_length": 256}.'}),
 }
@@ -115,10 +123,14 @@ def _fields(inputs: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise RuntimeError(f"more is no JSON: {error}") from None
     if not isinstance(others, dict):
-        raise RuntimeError(f'more is {more[:80]!r}; expected a JSON object, such as {{"max_sequence_length": 256}}.')
+        raise RuntimeError(
+            f'more is {more[:80]!r}; expected a JSON object, such as {{"max_sequence_length": 256}}.'
+        )
     for name in others.keys() & {*fields, "width", "height"}:
         inputs_for = "width and height" if name in ("size", "width", "height") else name
-        raise RuntimeError(f"more has {name!r}, which the input {inputs_for} of this node sets: expected one of them.")
+        raise RuntimeError(
+            f"more has {name!r}, which the input {inputs_for} of this node sets: expected one of them."
+        )
     return {**fields, **others}
 
 
@@ -195,7 +207,9 @@ def generate(
         with error:
             raise RuntimeError(_message(error)) from None
     except urllib.error.URLError as error:
-        raise RuntimeError(f"{server} cannot be reached: {error.reason}. Is para_core serve running?") from None
+        raise RuntimeError(
+            f"{server} cannot be reached: {error.reason}. Is para_core serve running?"
+        ) from None
     if not files:
         raise RuntimeError(f"{server} ended the connection before the result.")
     return files, seeds[0]
@@ -214,7 +228,11 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"the server answered {error.code} {error.reason}."
 
 
-NODE_CLASS_MAPPINGS = {"ParaCoreTextToImage": TextToImage, "ParaCoreEditImage": EditImage, "ParaCoreVideo": Video}
+NODE_CLASS_MAPPINGS = {
+    "ParaCoreTextToImage": TextToImage,
+    "ParaCoreEditImage": EditImage,
+    "ParaCoreVideo": Video,
+}
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParaCoreTextToImage": "Text to image (para_core server)",
     "ParaCoreEditImage": "Edit image (para_core server)",

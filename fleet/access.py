@@ -38,13 +38,17 @@ class Access:
     async def require(self, http: HttpRequest) -> None:
         """Raise RequestError if the request may not use the server, or its headers are too large or malformed."""
         if sum(len(name) + len(value) for name, value in http.headers.raw) > _MAX_HEADER_BYTES:
-            raise RequestError(431, "headers_too_large", f"the headers have more than {_MAX_HEADER_BYTES} bytes.")
+            raise RequestError(
+                431, "headers_too_large", f"the headers have more than {_MAX_HEADER_BYTES} bytes."
+            )
         hosts = http.headers.getlist("host")
         host = None
         if len(hosts) == 1:
             host = _HOST_PATTERN.fullmatch(hosts[0])
         if host is None:
-            raise RequestError(400, "invalid_host", "expected one Host header with a host name and an optional port.")
+            raise RequestError(
+                400, "invalid_host", "expected one Host header with a host name and an optional port."
+            )
         if self._keys:
             # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1, so
             # encoding as Latin-1 restores the bytes that the client sent.
@@ -87,7 +91,8 @@ def public_address(http: HttpRequest) -> str:
     server's own scheme, Host header or path counts.
     """
     scheme, host, prefix = (
-        http.headers.get(f"x-forwarded-{name}", "").split(",")[0].strip() for name in ("proto", "host", "prefix")
+        http.headers.get(f"x-forwarded-{name}", "").split(",")[0].strip()
+        for name in ("proto", "host", "prefix")
     )
     prefix = prefix.rstrip("/")
     # The path below which an application has mounted this one. http.base_url has only that of the application.

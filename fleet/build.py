@@ -26,7 +26,13 @@ from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.classical import load_classical, load_controlnets, pipeline_class
 from para_core.fleet.encode_first import EncodeFirst
-from para_core.fleet.modular import describe_modular, has_modular_index, is_modular, load_modular, open_modular
+from para_core.fleet.modular import (
+    describe_modular,
+    has_modular_index,
+    is_modular,
+    load_modular,
+    open_modular,
+)
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe, find_tiny_flux
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.fleet.selection import select_pipeline
@@ -67,7 +73,9 @@ def find_model(
     cls = getattr(diffusers, selection.pipeline, None)
     if cls is None:
         version = diffusers.__version__
-        raise ValueError(f"model {name!r} is for {selection.pipeline}, which diffusers {version} does not have.")
+        raise ValueError(
+            f"model {name!r} is for {selection.pipeline}, which diffusers {version} does not have."
+        )
     check_component_classes(selection.pipeline, component_classes(selection.index.content))
     model = replace(describe(name, cls, defaults), config=config, controlnet=tuple(controlnet))
     return replace(model, multiple=multiple_of_model(model))
@@ -98,7 +106,12 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         weights, options["vae"] = None, False
     if recipe.offload == "blocks" and not recipe.places_encoders:
         options["text_encoders"] = "offload"
-    if weights is not None and not recipe.lora and recipe.config is None and not has_modular_index(recipe.model):
+    if (
+        weights is not None
+        and not recipe.lora
+        and recipe.config is None
+        and not has_modular_index(recipe.model)
+    ):
         mesh = mesh or init_context_parallel_mesh(device)
         with _reporting_components(recipe):
             pipe = from_pretrained_sharded(
@@ -176,7 +189,9 @@ def build_unmodified(recipe: Recipe) -> Any:
     offload: Offload | None = None
     if recipe.moves_weights and device == "cuda":
         offload = "model"
-    pipe = _load_whole(replace(recipe.without_placements, weights="replicate", offload=offload), None, device, None)
+    pipe = _load_whole(
+        replace(recipe.without_placements, weights="replicate", offload=offload), None, device, None
+    )
     if offload is not None:
         pipe.enable_model_cpu_offload(device=device)
     if not is_modular(pipe):
@@ -194,7 +209,9 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
     if weights is not None:
         early = None
     if recipe.config is None and has_modular_index(recipe.model):
-        pipe = load_modular(recipe.model, dtype=dtype, quantize=early, trust_remote_code=recipe.trust_remote_code)
+        pipe = load_modular(
+            recipe.model, dtype=dtype, quantize=early, trust_remote_code=recipe.trust_remote_code
+        )
     else:
         with _reporting_components(recipe):
             pipe = load_classical(recipe, dtype=dtype, quantize=early)
@@ -232,7 +249,9 @@ def _reporting_components(recipe: Recipe) -> AbstractContextManager[None]:
     home = recipe.config or recipe.model
     index = DiffusionPipeline.load_config(home)
     # An entry is a pair of library and class, of None if the pipeline lacks the component.
-    components = [key for key, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is not None]
+    components = [
+        key for key, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is not None
+    ]
     return reporting_components(home, components)
 
 
@@ -276,7 +295,9 @@ def _compile(pipe: Any, how: Compile) -> None:
         return
     transformers = transformers_of(pipe)
     if not transformers:
-        raise ValueError(f"compile is {how!r}, but {original_class(pipe).__name__} has no transformer; expected 'no'.")
+        raise ValueError(
+            f"compile is {how!r}, but {original_class(pipe).__name__} has no transformer; expected 'no'."
+        )
     report("the transformer is compiled at its first call of each size, which takes minutes")
     for name, transformer in transformers.items():
         module: Any = transformer

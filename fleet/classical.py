@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from para_core.adapters.weights.features import require_quantizer
-from para_core.fleet.model_files import GGUF, is_single_file, kind_of_file, read_config, read_index, weight_names
+from para_core.fleet.model_files import (
+    GGUF,
+    is_single_file,
+    kind_of_file,
+    read_config,
+    read_index,
+    weight_names,
+)
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in
 from para_core.fleet.recipe import Recipe
@@ -31,7 +38,9 @@ def check_ranks(model: Model, ranks: int) -> None:
     if ranks == 1 or model.modular:
         return
     transformer = class_in(read_index(model.config or model.name).content, "transformer")
-    if transformer == "SD3Transformer2DModel" and hasattr(getattr(diffusers, model.pipeline), "set_pag_applied_layers"):
+    if transformer == "SD3Transformer2DModel" and hasattr(
+        getattr(diffusers, model.pipeline), "set_pag_applied_layers"
+    ):
         raise TypeError(
             f"ranks is {ranks}, and {model.pipeline} runs on one: its perturbed attention masks image tokens by their "
             "number, which is that of one rank. Use --ranks 1, or a class without perturbed attention."

@@ -40,7 +40,9 @@ class Ranks(Protocol):
     def start(self) -> None:
         """Load the object on all ranks, unless they hold it. Raise what loading raises, RanksEnded if a rank ends."""
 
-    def call(self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None) -> Any:
+    def call(
+        self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None
+    ) -> Any:
         """Call a method of the object on all ranks, and return the first rank's result.
 
         With a ``listener`` the method gets a :class:`~para_core.launcher.link.Link` as ``link``: the listener is called
@@ -107,10 +109,14 @@ class LaunchedRanks:
             return
         self._call(_load_quietly, (self._debug,), None, None)
 
-    def call(self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None) -> Any:
+    def call(
+        self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None
+    ) -> Any:
         return self._call(method, args, listener, ticket)
 
-    def _call(self, function: Any, args: tuple[Any, ...], listener: Listener | None, ticket: Ticket | None) -> Any:
+    def _call(
+        self, function: Any, args: tuple[Any, ...], listener: Listener | None, ticket: Ticket | None
+    ) -> Any:
         try:
             return self._state.call(ticket or Ticket(), function, args, {}, listener=listener)
         except Exception as error:
@@ -165,7 +171,9 @@ class OwnRank:
             self._agreement = dist.new_group(backend="gloo", timeout=_AGREEMENT)
         self._loaded = self._load()
 
-    def call(self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None) -> Any:
+    def call(
+        self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None
+    ) -> Any:
         self._calls += 1
         ticket = ticket or Ticket()
         keywords: dict[str, Link] = {}
@@ -193,7 +201,9 @@ class OwnRank:
         self._loaded = None
 
 
-def open_ranks(load: Callable[[], Any], ranks: int, *, timeout: float, debug: bool = False) -> LaunchedRanks | OwnRank:
+def open_ranks(
+    load: Callable[[], Any], ranks: int, *, timeout: float, debug: bool = False
+) -> LaunchedRanks | OwnRank:
     """Return ``ranks`` new processes, or this process if there is one rank, or torchrun started it. Starts nothing."""
     if ranks == 1 or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return OwnRank(load)

@@ -32,7 +32,9 @@ class RequestCancelled(RuntimeError):
 class RequestError(Exception):
     """Raised to refuse a request. Holds the error response: HTTP status, code for programs, message for people."""
 
-    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.headers = status, code, dict(headers or {})
 

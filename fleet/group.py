@@ -163,7 +163,9 @@ class Replica(replica.Replica):
             self._placement = None
 
     async def generate_batch(
-        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] = lambda event: None
+        self,
+        batch: Sequence[tuple[str, Request]],
+        progress: Callable[[int | Output], None] = lambda event: None,
     ) -> list[Result | RequestFailed | RequestCancelled]:
         """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
 
@@ -267,7 +269,10 @@ def require_cluster(options: ReplicaOptions, replicas: int) -> None:
                 f"{has.get(kind, 0):g}: use fewer (--replicas, --ranks), or add nodes with ray start."
             )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fit = sum(min(int(node.get(kind, 0) // (each * options.ranks)) for kind, each in bundle.items()) for node in nodes)
+    fit = sum(
+        min(int(node.get(kind, 0) // (each * options.ranks)) for kind, each in bundle.items())
+        for node in nodes
+    )
     if not options.spread and fit < replicas:
         kind = next(reversed(bundle))
         raise ValueError(
@@ -303,7 +308,9 @@ def connect(cpus: int, *, debug: bool) -> bool:
             ray.init(**options)
         except ConnectionError as error:
             if address := os.environ.get("RAY_ADDRESS"):
-                raise RuntimeError(f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there.") from error
+                raise RuntimeError(
+                    f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there."
+                ) from error
             # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
             _start(address="local", **here)
     finally:

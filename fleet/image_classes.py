@@ -37,7 +37,16 @@ def classes_with_images(pipeline: str) -> tuple[str, ...]:
 
 
 # Names of the fields by which clients send an image: those of OpenAI's API, and those of pipelines.
-_IMAGE_FIELDS = ("image", "images", "input_image", "input_images", "input_reference", "mask", "mask_image", "image[]")
+_IMAGE_FIELDS = (
+    "image",
+    "images",
+    "input_image",
+    "input_images",
+    "input_reference",
+    "mask",
+    "mask_image",
+    "image[]",
+)
 
 
 def is_image_field(name: str) -> bool:
@@ -50,7 +59,8 @@ def explain_refused_image(model: Model) -> str:
     classes = model.others or classes_with_images(model.pipeline)
     if not classes:
         return (
-            f"{model.pipeline} takes no image, and diffusers has no class of its family that does. Send a prompt alone."
+            f"{model.pipeline} takes no image, and diffusers has no class of its family that does. Send a "
+            "prompt alone."
         )
     return (
         f"{model.pipeline} takes no image, and {' or '.join(classes)} would: load the model with one of these "

@@ -27,7 +27,9 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
             )
         return image.convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{len(data)} bytes are not a readable image; expected a PNG, JPEG or WebP file.") from error
+        raise ValueError(
+            f"{len(data)} bytes are not a readable image; expected a PNG, JPEG or WebP file."
+        ) from error
 
 
 def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] | None) -> tuple[bytes, ...]:

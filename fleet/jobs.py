@@ -33,7 +33,9 @@ class Metrics:
         self.requests = Counter("requests", "Ended requests by outcome.", ["outcome"], **names)
         self.steps = Counter("steps", "Denoising steps; its rate is steps per second.", **names)
         buckets = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-        self.seconds = Histogram("request_seconds", "Seconds from accepting to answering.", buckets=buckets, **names)
+        self.seconds = Histogram(
+            "request_seconds", "Seconds from accepting to answering.", buckets=buckets, **names
+        )
         self.deaths = Counter("replica_deaths", "Requests whose replica died.", **names)
 
 
@@ -47,7 +49,9 @@ class Job:
     task: asyncio.Future[Result] = field(init=False)  # of the result, after retries
     # Of the current try. Its exception is one of para_core.fleet.failures.
     answer: asyncio.Future[Result] = field(init=False)
-    events: asyncio.Queue[int | Output | None] = field(default_factory=asyncio.Queue)  # see progress; None is the end
+    events: asyncio.Queue[int | Output | None] = field(
+        default_factory=asyncio.Queue
+    )  # see progress; None is the end
     steps_done: int = 0
     cancelled: bool = False
     first_rank: Any = None  # the Ray actor that runs the request and can cancel it, if any
@@ -94,7 +98,10 @@ class Jobs:
     """
 
     def __init__(
-        self, replicas: Replicas, options: ServerOptions, fits: Callable[[Sequence[Request]], bool] = lambda _: True
+        self,
+        replicas: Replicas,
+        options: ServerOptions,
+        fits: Callable[[Sequence[Request]], bool] = lambda _: True,
     ) -> None:
         self._replicas, self._options, self._fits = replicas, options, fits
         self._free = replicas.count
@@ -131,9 +138,13 @@ class Jobs:
         """
         self.require_room()
         if id_ in self._jobs:
-            raise RequestError(409, "invalid_id", f"X-Request-Id {id_!r} is in use by a request that waits or runs.")
+            raise RequestError(
+                409, "invalid_id", f"X-Request-Id {id_!r} is in use by a request that waits or runs."
+            )
         if self._start is not None:
-            logger.info("request %s is the first, %.1f s after the start", id_, time.monotonic() - self._start)
+            logger.info(
+                "request %s is the first, %.1f s after the start", id_, time.monotonic() - self._start
+            )
             self._start = None
         logger.debug("request %s: accepted, seed %d, %d before it", id_, request.seed, len(self._jobs))
         job = self._jobs[id_] = Job(id_, request, self.metrics)
@@ -157,7 +168,10 @@ class Jobs:
             self._context.copy().run(self._replicas.cancel, job)
 
     async def wait(
-        self, job: Job, disconnected: Callable[[], Awaitable[bool]] | None = None, seconds: float = float("inf")
+        self,
+        job: Job,
+        disconnected: Callable[[], Awaitable[bool]] | None = None,
+        seconds: float = float("inf"),
     ) -> Result:
         """Wait for a job at most ``seconds``, and return its result. The caller then calls :meth:`end`.
 
@@ -240,7 +254,11 @@ class Jobs:
         if self._options.max_batch > 1 and key is not None:
             for job in list(self._waiting):
                 together = [*(other.request for other in batch), job.request]
-                if len(batch) < self._options.max_batch and batch_key(job.request) == key and self._fits(together):
+                if (
+                    len(batch) < self._options.max_batch
+                    and batch_key(job.request) == key
+                    and self._fits(together)
+                ):
                     self._waiting.remove(job)
                     batch.append(job)
         return batch

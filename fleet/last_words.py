@@ -38,7 +38,9 @@ class LastWords:
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="para_core_rank_")
         # The files stay open until the process ends, because a signal handler cannot open any.
-        self._files: list[Any] = [(Path(self.folder) / name).open("w") for name in (_CRASH_FILE, *_OTHER_SIGNALS)]
+        self._files: list[Any] = [
+            (Path(self.folder) / name).open("w") for name in (_CRASH_FILE, *_OTHER_SIGNALS)
+        ]
         faulthandler.enable(self._files[0], all_threads=False)
         for name, file in zip(_OTHER_SIGNALS, self._files[1:], strict=True):
             number = getattr(signal, name)

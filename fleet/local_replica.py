@@ -15,7 +15,13 @@ from functools import partial
 from typing import Any
 
 from para_core.fleet.engine import LaunchedRanks, OwnRank
-from para_core.fleet.failures import RanksEnded, ReplicaDied, RequestCancelled, RequestFailed, describe_exception
+from para_core.fleet.failures import (
+    RanksEnded,
+    ReplicaDied,
+    RequestCancelled,
+    RequestFailed,
+    describe_exception,
+)
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions, load_rank
@@ -134,7 +140,9 @@ class LocalReplica(Replica):
         return await self._thread.run(partial(self._ranks.call, method, *args, **options))
 
     async def generate_batch(
-        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] = lambda event: None
+        self,
+        batch: Sequence[tuple[str, Request]],
+        progress: Callable[[int | Output], None] = lambda event: None,
     ) -> list[Result | RequestFailed | RequestCancelled]:
         async with self._turn:
             outcomes = await self._run(batch, progress)

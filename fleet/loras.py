@@ -24,9 +24,13 @@ class LoadedLoras:
     loaded. ``encoded_prompts`` is cleared when the LoRA changes, if LoRAs are loaded into text encoders.
     """
 
-    def __init__(self, pipe: Any, recipe: Recipe, keep: int, encoded_prompts: EncodedPrompts | None = None) -> None:
+    def __init__(
+        self, pipe: Any, recipe: Recipe, keep: int, encoded_prompts: EncodedPrompts | None = None
+    ) -> None:
         self._pipe, self._keep, self._encoded_prompts = pipe, max(1, keep), encoded_prompts
-        self._scales_of_recipe = {f"lora_{index}": read_lora(text)[1] for index, text in enumerate(recipe.lora)}
+        self._scales_of_recipe = {
+            f"lora_{index}": read_lora(text)[1] for index, text in enumerate(recipe.lora)
+        }
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._active: Lora | None = None
         self.loads = 0
@@ -49,7 +53,9 @@ class LoadedLoras:
             self._pipe.disable_lora()
         self._active = lora
         encoders = text_encoders_of(self._pipe).values()
-        if self._encoded_prompts is not None and any(getattr(module, "peft_config", None) for module in encoders):
+        if self._encoded_prompts is not None and any(
+            getattr(module, "peft_config", None) for module in encoders
+        ):
             self._encoded_prompts.clear()
 
     def _load(self, lora: Lora) -> str:
@@ -105,7 +111,9 @@ class LoraFolder:
         for path in (self._folder / f"{name}.safetensors", self._folder / name):
             if _NAME_PATTERN.fullmatch(name) and self._is_lora(path) and abs(scale) < float("inf"):
                 return Lora(str(path.resolve()), scale)
-        raise ValueError(f"no lora {text[:80]!r} is served; expected one of {', '.join(self.names()) or 'none'}.")
+        raise ValueError(
+            f"no lora {text[:80]!r} is served; expected one of {', '.join(self.names()) or 'none'}."
+        )
 
     def _is_lora(self, path: Path) -> bool:
         is_file = path.suffix == ".safetensors" and path.is_file()

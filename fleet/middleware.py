@@ -143,7 +143,9 @@ def _log(scope: Scope, record: HttpRecord, status: int, seconds: float, *, debug
         reason = f", {word}: {record.reason or 'no reason was given'}"
     route = escape_unprintable(f"{scope['method']} {scope['path']}")
     number = status or "no status"
-    logger.log(level, "request %s: %s, %s, %.3f s%s", record.id_, route, number, seconds, escape_unprintable(reason))
+    logger.log(
+        level, "request %s: %s, %s, %.3f s%s", record.id_, route, number, seconds, escape_unprintable(reason)
+    )
 
 
 def escape_unprintable(text: str) -> str:

@@ -200,13 +200,17 @@ def kind_of_file(path: str) -> SingleFile:
     if Path(path).suffix == GGUF:
         with Path(path).open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise ValueError(f"model {path!r} is no GGUF file: it does not begin with 'GGUF'. Download it again.")
+                raise ValueError(
+                    f"model {path!r} is no GGUF file: it does not begin with 'GGUF'. Download it again."
+                )
         return "transformer"
     names = weight_names(path)
     if not names:
         raise ValueError(f"model {path!r} is a safetensors file with no weights. Download it again.")
     if any(".lora_" in name or name.startswith("lora_") for name in names):
-        raise ValueError(f"model {path!r} has the weights of a LoRA. Give it as --lora, and its base as --model.")
+        raise ValueError(
+            f"model {path!r} has the weights of a LoRA. Give it as --lora, and its base as --model."
+        )
     if any(name.startswith(_PREFIXES_OF_PIPELINES) for name in names):
         return "pipeline"
     return "transformer"

@@ -52,7 +52,9 @@ def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
 
     pipeline = str(ModularPipeline.load_config(name).get("_class_name"))
     if not hasattr(diffusers, pipeline):
-        raise ValueError(f"model {name!r} is for {pipeline}, which diffusers {diffusers.__version__} does not have.")
+        raise ValueError(
+            f"model {name!r} is for {pipeline}, which diffusers {diffusers.__version__} does not have."
+        )
     try:
         own_code = "auto_map" in ModularPipelineBlocks.load_config(name)
     except (OSError, ValueError):
@@ -77,7 +79,9 @@ def describe_modular(name: str, pipe: Any) -> Model:
     output = _output_of(blocks)
     if output is None:
         outputs = ", ".join(x.name for x in blocks.outputs)
-        raise ValueError(f"model {name!r} ({pipeline.__name__}) generates {outputs}; expected images or videos.")
+        raise ValueError(
+            f"model {name!r} ({pipeline.__name__}) generates {outputs}; expected images or videos."
+        )
     inputs = {x.name: x for x in blocks.inputs if _can_be_given(x)}
     fields = {key: x.default for key, x in inputs.items()}
     for key, guider in guiders_of(pipe).items():
@@ -85,7 +89,9 @@ def describe_modular(name: str, pipe: Any) -> Model:
     needed = [key for key, x in inputs.items() if x.required and x.default is None]
     for key in needed:
         if "video" in key:
-            raise ValueError(f"model {name!r} ({pipeline.__name__}) needs {key!r}, a video, which cannot be given.")
+            raise ValueError(
+                f"model {name!r} ({pipeline.__name__}) needs {key!r}, a video, which cannot be given."
+            )
     model = Model(
         name,
         pipeline.__name__,
@@ -140,7 +146,8 @@ def load_modular(
     names = [
         part
         for part in pipe.pretrained_component_names
-        if pipe.get_component_spec(part).pretrained_model_name_or_path is not None and getattr(pipe, part, None) is None
+        if pipe.get_component_spec(part).pretrained_model_name_or_path is not None
+        and getattr(pipe, part, None) is None
     ]
     with _muting_block_errors():
         for index, part in enumerate(names):
@@ -166,10 +173,16 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     blocks, guiders = _blocks(pipe), guiders_of(pipe)
     inputs = {x.name for x in blocks.inputs}
     output = _output_of(blocks)
-    scales = {guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None}
+    scales = {
+        guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None
+    }
     # An input of the blocks without an argument gets its default from diffusers.
     fields = {name: value for name, value in arguments.items() if name in inputs}
-    with ExitStack() as stack, _muting_block_errors(), _calling_back(pipe, arguments.get("callback_on_step_end")):
+    with (
+        ExitStack() as stack,
+        _muting_block_errors(),
+        _calling_back(pipe, arguments.get("callback_on_step_end")),
+    ):
         for name, scale in scales.items():
             guider = getattr(pipe, name)
             stack.callback(setattr, guider, "guidance_scale", guider.guidance_scale)

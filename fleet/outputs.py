@@ -148,7 +148,9 @@ def require_name(name: str | None) -> None:
         ValueError: ``name`` is none, for example because it has a folder.
     """
     if name is not None and not _NAME_PATTERN.fullmatch(name):
-        raise ValueError(f"name is {name!r}; expected the beginning of a file name, such as 'cat', without a folder.")
+        raise ValueError(
+            f"name is {name!r}; expected the beginning of a file name, such as 'cat', without a folder."
+        )
 
 
 def compute_digest(request: Request, recipe: Recipe, kind: Kind) -> str:

@@ -39,7 +39,9 @@ class Model:
     fields: Mapping[str, Any]
     kind: Kind
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields, if they differ from the pipeline's
-    annotations: Mapping[str, Any] = field(default_factory=dict)  # types of the parameters, as far as they are known
+    annotations: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # types of the parameters, as far as they are known
     modular: bool = False
     takes_loras: bool = True
     required: tuple[str, ...] = ()  # image fields that every request must set
@@ -121,7 +123,9 @@ def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
     )
 
 
-def describe_call(name: str, pipeline: str, parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> Model:
+def describe_call(
+    name: str, pipeline: str, parameters: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Model:
     """Return the description of a model by the parameters of its pipeline's call and their defaults, without types.
 
     Raises:
@@ -133,8 +137,12 @@ def describe_call(name: str, pipeline: str, parameters: Mapping[str, Any], defau
         kind = "video"
     elif any(key in fields for key in _AUDIO_PARAMETERS):
         raise ValueError(f"model {name!r} ({pipeline}) generates audio; expected images or videos.")
-    model = Model(name, pipeline, fields, kind, {key: value for key, value in defaults.items() if key in fields})
-    return replace(model, required=tuple(key for key in model.images if _is_required(key, pipeline, fields[key])))
+    model = Model(
+        name, pipeline, fields, kind, {key: value for key, value in defaults.items() if key in fields}
+    )
+    return replace(
+        model, required=tuple(key for key in model.images if _is_required(key, pipeline, fields[key]))
+    )
 
 
 # Fields for images whose default is None, although every call of such a class needs them: classes that are named for

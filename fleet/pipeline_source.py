@@ -132,17 +132,23 @@ def read_pipeline(name: str) -> PipelineSource | None:
     cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     functions = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
     inherited = [read_pipeline(base.id) for base in cls.bases if isinstance(base, ast.Name)]
-    base = next((source for source in inherited if source is not None), PipelineSource(name, {}, (), (), {}, ()))
+    base = next(
+        (source for source in inherited if source is not None), PipelineSource(name, {}, (), (), {}, ())
+    )
     components, positional, required = base.components, base.positional, base.required
     if "__init__" in functions:
         optional = _read_optional_components(cls)
         parameters = _read_parameters(functions["__init__"])
         components = {parameter.arg: _unparse_annotation(parameter) for parameter in parameters}
-        positional = tuple(parameter.arg for parameter, default in parameters.items() if default is Parameter.empty)
+        positional = tuple(
+            parameter.arg for parameter, default in parameters.items() if default is Parameter.empty
+        )
         required = tuple(parameter for parameter in positional if parameter not in optional)
     call, divisors = base.call, base.divisors
     if "__call__" in functions:
-        call = {parameter.arg: default for parameter, default in _read_parameters(functions["__call__"]).items()}
+        call = {
+            parameter.arg: default for parameter, default in _read_parameters(functions["__call__"]).items()
+        }
         checks = [functions[function] for function in ("check_inputs", "__call__") if function in functions]
         divisors = tuple(divisor for function in checks for divisor in _find_divisors(function))
     return PipelineSource(name, components, positional, required, call, divisors)
@@ -154,7 +160,10 @@ def _read_parameters(function: ast.FunctionDef) -> dict[ast.arg, Any]:
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     defaults += arguments.defaults
-    pairs = [*zip(positional, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    pairs = [
+        *zip(positional, defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
     return {parameter: _evaluate_default(default) for parameter, default in pairs[1:]}
 
 
@@ -177,7 +186,9 @@ def _read_optional_components(cls: ast.ClassDef) -> list[str]:
     for node in cls.body:
         if not isinstance(node, ast.Assign):
             continue
-        if any(isinstance(target, ast.Name) and target.id == "_optional_components" for target in node.targets):
+        if any(
+            isinstance(target, ast.Name) and target.id == "_optional_components" for target in node.targets
+        ):
             return [item.value for item in ast.walk(node) if isinstance(item, ast.Constant)]  # type: ignore[misc]
     return []
 
@@ -279,7 +290,9 @@ def advised_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
     return [source for source in fitting_pipelines(index) if set(_OWN_WEIGHTS.findall(source.name)) <= inputs]
 
 
-def require_pipeline(name: str, model: str, index: Mapping[str, Any], others: Sequence[str] = ()) -> PipelineSource:
+def require_pipeline(
+    name: str, model: str, index: Mapping[str, Any], others: Sequence[str] = ()
+) -> PipelineSource:
     """Return the description of the class ``name`` for the weights of ``model``, a folder with this index.
 
     ``others`` names the components that come from elsewhere, such as a ControlNet.

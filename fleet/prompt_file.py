@@ -65,7 +65,9 @@ def read_prompts(
                     f'it is {text.strip()[:40]!r}; expected an object such as {{"prompt": "a red circle"}}.'
                 )
             values = merge_fields(common, values, model)
-            request = make_request(values, model, seed=seed + number - 1, read_image=read_image, schema=schema)
+            request = make_request(
+                values, model, seed=seed + number - 1, read_image=read_image, schema=schema
+            )
         except json.JSONDecodeError as error:
             problems.append(Problem(number, f"it is not JSON: {error.msg} at column {error.colno}."))
         except RecursionError:

@@ -29,7 +29,9 @@ class ReplicaOptions:
 
     ranks: int = 1  # each takes one GPU if the hosts have any
     spread: bool = False  # whether ranks may be on several nodes instead of one
-    room: float | None = None  # bytes that a rank may hold, weights included; None for the memory of its device
+    room: float | None = (
+        None  # bytes that a rank may hold, weights included; None for the memory of its device
+    )
     prompt_bytes: int = 0  # of host memory for cached outputs of text encoders; 0 disables the cache
     loras: int = 0  # largest number of LoRAs of requests that stay loaded; 0 refuses requests with a LoRA
     warmup: tuple[Request, ...] = ()  # requests that a replica of a server generates before it is ready
@@ -88,7 +90,9 @@ class Rank:
                 self._loras.use(lora)
             elif lora is not None:
                 raise ValueError("this replica takes no LoRA of a request.")
-            return generate_batch(self._pipe, requests, self._recipe, Watch(link.push, link.cancelled, link.push))
+            return generate_batch(
+                self._pipe, requests, self._recipe, Watch(link.push, link.cancelled, link.push)
+            )
 
     @contextmanager
     def _releasing_memory(self) -> Iterator[None]:
@@ -124,7 +128,9 @@ class Rank:
         self._encoder.restore_encoders()
 
 
-def load_rank(recipe: Recipe, options: ReplicaOptions, *, encode_first: bool = False, debug: bool = False) -> Rank:
+def load_rank(
+    recipe: Recipe, options: ReplicaOptions, *, encode_first: bool = False, debug: bool = False
+) -> Rank:
     """Return a new :class:`Rank` in this process, whose libraries are quiet unless ``debug``."""
     quiet(debug)
     return Rank(recipe, options, encode_first=encode_first)

@@ -61,7 +61,9 @@ class RankActor:
     def open_store(self, host: str) -> int:
         """Open the TCP store of the replica on the first rank, and return its port on ``host``."""
         timeout = timedelta(seconds=self._recipe.timeout)
-        self._store = TCPStore(host, 0, self._options.ranks, is_master=True, timeout=timeout, wait_for_workers=False)
+        self._store = TCPStore(
+            host, 0, self._options.ranks, is_master=True, timeout=timeout, wait_for_workers=False
+        )
         return int(self._store.port)
 
     def join(self, host: str, port: int) -> None:
@@ -73,7 +75,9 @@ class RankActor:
         timeout = timedelta(seconds=self._recipe.timeout)
         if self._options.ranks > 1:
             store = self._store or TCPStore(host, port, self._options.ranks, is_master=False, timeout=timeout)
-            dist.init_process_group(store=store, rank=self._number, world_size=self._options.ranks, timeout=timeout)
+            dist.init_process_group(
+                store=store, rank=self._number, world_size=self._options.ranks, timeout=timeout
+            )
         with handled_by(self._log):
             self._rank = Rank(self._recipe, self._options)
 
@@ -96,7 +100,9 @@ class RankActor:
         The call ends early only if all requests are cancelled. If it raises, every request has failed.
         """
         if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # The device is set per thread, and Ray may call this method in any thread.
+            torch.cuda.set_device(
+                0
+            )  # The device is set per thread, and Ray may call this method in any thread.
         ids = [id_ for id_, _ in batch]
         requests = [request for _, request in batch]
 
@@ -116,7 +122,9 @@ class RankActor:
         except RequestCancelled as error:
             return [Answer(error, self._steps_done.get(id_, 0)) for id_ in ids]
         except Exception as error:
-            return [Answer(RequestFailed(describe_exception(error)), self._steps_done.get(id_, 0)) for id_ in ids]
+            return [
+                Answer(RequestFailed(describe_exception(error)), self._steps_done.get(id_, 0)) for id_ in ids
+            ]
         finally:
             for id_ in ids:
                 self._steps_done.pop(id_, None)

@@ -90,7 +90,9 @@ class Recipe(PipelineChoices):
             raise ValueError(f"cache is {self.cache!r}; expected a threshold of at least 0, or 'default'.")
         check_names(self)
         if not 0 < self.timeout < _LONGEST_TIMEOUT:
-            raise ValueError(f"timeout is {self.timeout:g} s; expected a positive number of seconds, at most a year.")
+            raise ValueError(
+                f"timeout is {self.timeout:g} s; expected a positive number of seconds, at most a year."
+            )
         if self.weights == "tensor" and "tensor" not in dict(self.mesh):
             raise ValueError(
                 "weights are 'tensor', but the mesh has no tensor dim; expected a size, such as --mesh tensor=2."
@@ -169,7 +171,9 @@ def _check_host_memory(recipe: Recipe) -> None:
     offload = recipe.offload
     if offload == "model":
         for name, placement in recipe.placements.items():
-            raise ValueError(f"{name} is {placement!r} with offload 'model', which moves all weights; leave one out.")
+            raise ValueError(
+                f"{name} is {placement!r} with offload 'model', which moves all weights; leave one out."
+            )
     if recipe.resident_blocks is not None and offload != "blocks":
         raise ValueError(
             f"resident_blocks is {recipe.resident_blocks} with offload {offload!r}, where no block waits in host "
@@ -282,7 +286,9 @@ def check_options_of_model(model: Model, recipe: Recipe) -> None:
         ValueError: The pipeline loads no LoRAs, or is modular and cannot move its components as a whole.
     """
     if recipe.lora and not model.takes_loras:
-        raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")
+        raise ValueError(
+            f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out."
+        )
     require_loras(recipe)
     if recipe.offload == "model" and model.modular:
         raise ValueError(

@@ -52,7 +52,9 @@ class Replica(ABC):
 
     @abstractmethod
     async def generate_batch(
-        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] = lambda event: None
+        self,
+        batch: Sequence[tuple[str, Request]],
+        progress: Callable[[int | Output], None] = lambda event: None,
     ) -> list[Result | RequestFailed | RequestCancelled]:
         """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
 

@@ -37,7 +37,9 @@ def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequen
         devices: Sequence[int] | None = None
         if has_gpus:
             devices = range(number * options.ranks, (number + 1) * options.ranks)
-        replicas.append(LocalReplica(recipe, options, name, devices=devices, env=env, own_process=own_process))
+        replicas.append(
+            LocalReplica(recipe, options, name, devices=devices, env=env, own_process=own_process)
+        )
     return replicas
 
 

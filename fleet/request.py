@@ -44,7 +44,9 @@ class Delivery:
 
     format_: str = "png"
     fps: int = 16  # of videos
-    quality: int | None = None  # of JPEG and WebP images, 0 to 100; by default JPEG has 95, and WebP is lossless
+    quality: int | None = (
+        None  # of JPEG and WebP images, 0 to 100; by default JPEG has 95, and WebP is lossless
+    )
     partial_images: int = 0  # number of previews that are sent while the request runs
     url: bool = False  # whether a server's response has URLs of the files instead of the files as base64
     stream: bool = False  # whether the response is a stream of server-sent events
@@ -71,7 +73,9 @@ class Request:
     @property
     def digest(self) -> str:
         """16 hex digits that identify in all processes what the request generates, however that is delivered."""
-        images = {name: [hashlib.sha256(data).hexdigest() for data in files] for name, files in self.images.items()}
+        images = {
+            name: [hashlib.sha256(data).hexdigest() for data in files] for name, files in self.images.items()
+        }
         decisive = [self.fields, self.seed, images, *filter(None, [self.lora])]
         text = json.dumps(decisive, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -166,7 +170,8 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
     fields["seed"] = (Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None, None)
     # "auto" is valid too, because OpenAI's clients send it to let the server choose the size.
     size = Annotated[
-        str, Field(pattern=f"{_SIZE_PATTERN.pattern}|^auto$", description="width x height in pixels: 1024x768")
+        str,
+        Field(pattern=f"{_SIZE_PATTERN.pattern}|^auto$", description="width x height in pixels: 1024x768"),
     ]
     fields.setdefault("size", (size | None, None))
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -306,7 +311,11 @@ def make_request(
 
 
 def request_from(
-    values: Mapping[str, Any], model: Model, *, seed: int = 0, read_image: Callable[[str], bytes] | None = None
+    values: Mapping[str, Any],
+    model: Model,
+    *,
+    seed: int = 0,
+    read_image: Callable[[str], bytes] | None = None,
 ) -> Request:
     """Return the request for fields that pydantic has validated.
 
@@ -408,7 +417,9 @@ def call_arguments(request: Request) -> dict[str, Any]:
 
 
 # Fields with one string in each request of a batch. In the batch's call they are lists of strings.
-_TEXT_FIELDS = tuple(f"{name}{number}" for name in ("prompt", "negative_prompt") for number in ("", "_2", "_3", "_4"))
+_TEXT_FIELDS = tuple(
+    f"{name}{number}" for name in ("prompt", "negative_prompt") for number in ("", "_2", "_3", "_4")
+)
 
 
 def batch_key(request: Request) -> str | None:
@@ -416,7 +427,9 @@ def batch_key(request: Request) -> str | None:
 
     None if the request must run alone: it has images, previews, several results or no prompt.
     """
-    texts = {name: value for name, value in request.fields.items() if name in _TEXT_FIELDS and value is not None}
+    texts = {
+        name: value for name, value in request.fields.items() if name in _TEXT_FIELDS and value is not None
+    }
     one_each = all(isinstance(value, str) for value in texts.values()) and request.results == 1
     if not one_each or request.images or request.delivery.partial_images or "prompt" not in texts:
         return None

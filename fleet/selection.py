@@ -23,7 +23,9 @@ class Selection:
     home: str  # folder or repository with the configs
     index: Index
     pipeline: str  # name of the class
-    source: PipelineSource | None  # None for a modular pipeline, or a class that the installed diffusers lacks
+    source: (
+        PipelineSource | None
+    )  # None for a modular pipeline, or a class that the installed diffusers lacks
 
     @property
     def needs_prompt(self) -> bool:
@@ -57,7 +59,11 @@ def select_pipeline(
         subject = "model"
     index = read_index(home, subject=subject)
     if index.modular:
-        for name, value in (("pipeline", pipeline), ("controlnet", next(iter(controlnet), None)), ("config", config)):
+        for name, value in (
+            ("pipeline", pipeline),
+            ("controlnet", next(iter(controlnet), None)),
+            ("config", config),
+        ):
             if value is not None:
                 raise ValueError(
                     f"{name} is {value!r}, and {home!r} is a modular pipeline, which loads as the class of its "
@@ -96,11 +102,15 @@ def _require_controlnets(names: Sequence[str], source: PipelineSource, index: In
                 f"{source.name} takes."
             )
     if len(names) > 1 and not source.takes_several_controlnets:
-        raise ValueError(f"controlnet has {len(names)} values, and {source.name} takes one ControlNet; expected one.")
+        raise ValueError(
+            f"controlnet has {len(names)} values, and {source.name} takes one ControlNet; expected one."
+        )
 
 
 def _classes_with(controlnet: str, index: Index) -> list[str]:
-    return [source.name for source in fitting_pipelines(index.content) if controlnet in source.single_controlnets]
+    return [
+        source.name for source in fitting_pipelines(index.content) if controlnet in source.single_controlnets
+    ]
 
 
 def pipelines_for(home: str, *, images: bool) -> list[str]:

@@ -52,7 +52,9 @@ class Server:
         ending: Whether requests are being cut because the process ends. Set by the creator of the server.
     """
 
-    def __init__(self, replicas: Replicas, model: Model, options: ServerOptions, *, send_id: bool = True) -> None:
+    def __init__(
+        self, replicas: Replicas, model: Model, options: ServerOptions, *, send_id: bool = True
+    ) -> None:
         self._replicas, self._model, self._options = replicas, model, options
         self._jobs = Jobs(replicas, options, self._fits)
         # The latest results whose requests asked for a URL instead of the data.
@@ -85,7 +87,9 @@ class Server:
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         self.app.add_middleware(HeadAsGet)
-        self.app.add_middleware(RequestLog, path=options.request_log, send_id=send_id, ending=lambda: self.ending)
+        self.app.add_middleware(
+            RequestLog, path=options.request_log, send_id=send_id, ending=lambda: self.ending
+        )
 
     def set_memory(self, memory: Memory | None) -> None:
         """Limit the pixels of results by the predicted memory of a rank. None sets no such limit."""
@@ -97,7 +101,10 @@ class Server:
         return len(self._jobs)
 
     def _fits(self, requests: Sequence[Request]) -> bool:
-        return sum(estimated_pixels(request, self._model.kind) for request in requests) <= self._options.most_pixels
+        return (
+            sum(estimated_pixels(request, self._model.kind) for request in requests)
+            <= self._options.most_pixels
+        )
 
     def _add_routes(self) -> None:
         guard = [Depends(Access(self._options.api_key, self._options.cors).require)]
@@ -232,7 +239,10 @@ class Server:
             stored = self._stored
             stored[job.id_] = result.outputs
             stored.move_to_end(job.id_)
-            while len(stored) > 1 and sum(len(x.data) for outputs in stored.values() for x in outputs) > _STORED_BYTES:
+            while (
+                len(stored) > 1
+                and sum(len(x.data) for outputs in stored.values() for x in outputs) > _STORED_BYTES
+            ):
                 stored.popitem(last=False)
         return result
 
@@ -305,7 +315,9 @@ def _id_of(http: HttpRequest) -> str:
     """Return the id of a request to generate. Raise RequestError (409) if the client sent an id that cannot be used."""
     sent = http.headers.get("x-request-id")
     if sent and not ID.fullmatch(sent):
-        raise RequestError(409, "invalid_id", f"X-Request-Id {sent[:64]!r} is not 1 to 64 of A-Z a-z 0-9 _ -.")
+        raise RequestError(
+            409, "invalid_id", f"X-Request-Id {sent[:64]!r} is not 1 to 64 of A-Z a-z 0-9 _ -."
+        )
     return record_of(http.scope).id_
 
 

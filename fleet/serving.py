@@ -114,7 +114,9 @@ class ReplicaDeployment:
         while True:
             try:
                 if await self._replica.alive():
-                    await serve.get_deployment_handle("Front", APP).replica_lives.remote(self._id, self._memory)
+                    await serve.get_deployment_handle("Front", APP).replica_lives.remote(
+                        self._id, self._memory
+                    )
                 elif not self._busy:
                     await self._replica.stop()
                     await self._ensure_running()
@@ -220,7 +222,9 @@ def start(
     group.connect(replica_options.ranks * replicas, debug=debug)
     group.require_cluster(replica_options, replicas)
     if {APP, REPLICAS} & serve.status().applications.keys():
-        raise RuntimeError("this Ray cluster runs a para_core server already: stop it, or use another cluster.")
+        raise RuntimeError(
+            "this Ray cluster runs a para_core server already: stop it, or use another cluster."
+        )
     try:
         serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
         deployment = serve.deployment(ReplicaDeployment, name="Replicas").options(
@@ -239,7 +243,9 @@ def start(
         )
         # The front starts before the replicas, so that it can answer 503 while they load.
         handle = serve.run(front.bind(model, options, replicas, log_level), name=APP, route_prefix="/")
-        reader = LogReader(lambda position: handle.read_log.remote(position).result(timeout_s=_ANSWER_SECONDS))
+        reader = LogReader(
+            lambda position: handle.read_log.remote(position).result(timeout_s=_ANSWER_SECONDS)
+        )
         _require_answer(host, port)
         try:
             serve.run(deployment.bind(recipe, replica_options, log_level), name=REPLICAS, route_prefix=None)
@@ -260,7 +266,9 @@ def _wait_until_ready(count_ready: Callable[[], int], replicas: int) -> bool:
     deadline = time.monotonic() + _READY_SECONDS
     while (ready := count_ready()) < replicas:
         if time.monotonic() > deadline:
-            logger.warning("%d of %d replicas are ready %g s after all loaded", ready, replicas, _READY_SECONDS)
+            logger.warning(
+                "%d of %d replicas are ready %g s after all loaded", ready, replicas, _READY_SECONDS
+            )
             return False
         time.sleep(_REPORT_SECONDS / 4)
     return True

@@ -60,7 +60,8 @@ class Videos:
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 record = json.loads(path.read_bytes())
                 is_record = (
-                    _ID_PATTERN.fullmatch(record["id"]) and {"status", "created_at", "expires_at"} <= record.keys()
+                    _ID_PATTERN.fullmatch(record["id"])
+                    and {"status", "created_at", "expires_at"} <= record.keys()
                 )
                 if is_record and path.stem == record["id"]:
                     self._records[record["id"]] = record
@@ -100,7 +101,9 @@ class Videos:
         except OSError as error:
             del self._records[id_], self._running[id_]
             self._jobs.end(job)
-            raise RequestError(507, "disk", f"{self._folder} cannot be written to: {error.strerror}.") from None
+            raise RequestError(
+                507, "disk", f"{self._folder} cannot be written to: {error.strerror}."
+            ) from None
         task = asyncio.ensure_future(self._finish(job, record))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -128,7 +131,9 @@ class Videos:
     async def list(self, after: str | None = None, limit: int = 20, order: str = "desc") -> dict[str, Any]:
         """List the videos that run or are kept, by time of creation: at most ``limit``, beginning after ``after``."""
         self._delete_expired()
-        ids = sorted(self._records, key=lambda id_: (self._records[id_]["created_at"], id_), reverse=order != "asc")
+        ids = sorted(
+            self._records, key=lambda id_: (self._records[id_]["created_at"], id_), reverse=order != "asc"
+        )
         if after is not None:
             if after not in ids:
                 raise RequestError(404, "not_found", f"no video {after[:64]!r} exists (any more).")
@@ -137,7 +142,12 @@ class Videos:
         ends: dict[str, str | None] = {"first_id": None, "last_id": None}
         if page:
             ends = {"first_id": page[0], "last_id": page[-1]}
-        return {"object": "list", "data": [self._get(id_) for id_ in page], "has_more": len(ids) > len(page), **ends}
+        return {
+            "object": "list",
+            "data": [self._get(id_) for id_ in page],
+            "has_more": len(ids) > len(page),
+            **ends,
+        }
 
     async def content(self, video_id: str, index: int = 0) -> FileResponse:
         """Fetch a file of a finished video: number ``index``, from 0, if the request generated several."""
@@ -186,10 +196,14 @@ class Videos:
         now = int(time.time())
         record |= {"completed_at": now, "expires_at": int(now + 3600 * self._options.keep_hours), **changes}
         if record.get("error") is None:
-            logger.info("video %s: completed, %d s after it was requested", record["id"], now - record["created_at"])
+            logger.info(
+                "video %s: completed, %d s after it was requested", record["id"], now - record["created_at"]
+            )
         else:
             reason = escape_unprintable(record["error"]["message"])
-            logger.warning("video %s: failed, %d s after: %s", record["id"], now - record["created_at"], reason)
+            logger.warning(
+                "video %s: failed, %d s after: %s", record["id"], now - record["created_at"], reason
+            )
         if record["id"] in self._records:
             try:
                 self._write(record)

@@ -62,7 +62,9 @@ def without_weights(model: Model, dtype: torch.dtype) -> Any:
         components[name] = value
         if isinstance(value, list) and len(value) == 2:
             components[name] = _make_component(dtype, home, name, *value)
-    nets = [_make_component(dtype, name, "", "diffusers", _class_of_config(name)) for name in model.controlnet]
+    nets = [
+        _make_component(dtype, name, "", "diffusers", _class_of_config(name)) for name in model.controlnet
+    ]
     if len(nets) == 1:
         components[CONTROLNET] = nets[0]
     elif nets:
@@ -129,7 +131,9 @@ def _make_component(dtype: torch.dtype, model: str, name: str, library: str | No
     import diffusers
     import transformers
 
-    kind: Any = getattr({"diffusers": diffusers, "transformers": transformers}.get(library or ""), cls or "", None)
+    kind: Any = getattr(
+        {"diffusers": diffusers, "transformers": transformers}.get(library or ""), cls or "", None
+    )
     if library == "diffusers" and kind is not None:
         config, make = kind.load_config(model, subfolder=name or None), kind.from_config
     elif kind is not None and issubclass(kind, torch.nn.Module):

@@ -159,16 +159,25 @@ def make_metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -
         "cache": cache,
         "seconds": round(seconds, 3),
         "device": device,
-        "versions": {"para_core": __version__, "torch": torch.__version__, "diffusers": diffusers.__version__},
+        "versions": {
+            "para_core": __version__,
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+        },
     }
 
 
-def make_step_callback(pipe: Any, watch: Watch, previews: Previews | None = None) -> dict[str, Callable[..., Any]]:
+def make_step_callback(
+    pipe: Any, watch: Watch, previews: Previews | None = None
+) -> dict[str, Callable[..., Any]]:
     """Return ``{"callback_on_step_end": function}``. The function calls the functions of ``watch`` after each step.
 
     Return an empty dict if the pipeline's call has no such parameter.
     """
-    if not is_modular(pipe) and _CALLBACK_ARGUMENT not in inspect.signature(original_class(pipe).__call__).parameters:
+    if (
+        not is_modular(pipe)
+        and _CALLBACK_ARGUMENT not in inspect.signature(original_class(pipe).__call__).parameters
+    ):
         return {}
     mesh = mesh_of(pipe)
 

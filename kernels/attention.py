@@ -1,4 +1,5 @@
-"""Attention forward in Triton for sm_80 and later, which can continue a partial result: the operator and its launch.
+"""Attention forward in Triton for sm_80 and later, which can continue a partial result: the operator and its
+launch.
 
 The kernel itself is in :mod:`para_core.kernels.attention_kernel`.
 """
@@ -51,8 +52,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`para_core.kernels.attention_reference.attention` in one launch, without a gradient.
 
-    The dtypes are float16, bfloat16 and float32, head dims at most 256. Query, key and value are copied only if the
-    stride of their last dim is not 1. ``out`` and ``lse`` can be passed to the backward of PyTorch's own kernels.
+    The dtypes are float16, bfloat16 and float32, head dims at most 256. Query, key and value are copied only
+    if the stride of their last dim is not 1. ``out`` and ``lse`` can be passed to the backward of PyTorch's
+    own kernels.
 
     Raises:
         TypeError: If the dtypes differ or are not supported.
@@ -90,7 +92,11 @@ def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Non
             f"head dims are {query.shape[-1]} and {value.shape[-1]}; expected at most {LARGEST_HEAD_DIM}. "
             "scaled_dot_product_attention has no limit."
         )
-    if query.shape[1] % max(1, key.shape[1]) or query.shape[-1] != key.shape[-1] or key.shape[:3] != value.shape[:3]:
+    if (
+        query.shape[1] % max(1, key.shape[1])
+        or query.shape[-1] != key.shape[-1]
+        or key.shape[:3] != value.shape[:3]
+    ):
         raise ValueError(
             f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; expected "
             "[B, H, S_q, D], [B, H_kv, S_k, D] and [B, H_kv, S_k, D_v] with H a multiple of H_kv."
@@ -118,11 +124,13 @@ def _launch(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def launch(config: Config, call: KernelCall, *, out: Tensor, lse: Tensor, rounded: RoundedKeys | None = None) -> None:
+def launch(
+    config: Config, call: KernelCall, *, out: Tensor, lse: Tensor, rounded: RoundedKeys | None = None
+) -> None:
     """Launch the kernel with the block sizes of ``config``, and write the results to ``out`` and ``lse``.
 
-    With ``rounded``, keys in 8 bits, the kernel reads these instead of the keys of ``call``, and also rounds queries.
-    Without it attention is exact.
+    With ``rounded``, keys in 8 bits, the kernel reads these instead of the keys of ``call``, and also rounds
+    queries. Without it attention is exact.
     """
     if out.numel() == 0 and lse.numel() == 0:
         return
@@ -186,8 +194,8 @@ def _constant_of(mask: Tensor | None) -> str:
 def stride_unit(strides: Sequence[Sequence[int]]) -> int:
     """Return the number of elements in whose multiples the kernel gets its strides.
 
-    Triton loads several elements at once only if it knows a divisor of the strides. It detects multiples of 16 itself,
-    but a stride of 72 must be passed as 9 units of 8, or Triton would load element by element.
+    Triton loads several elements at once only if it knows a divisor of the strides. It detects multiples of
+    16 itself, but a stride of 72 must be passed as 9 units of 8, or Triton would load element by element.
 
     >>> stride_unit([[4096, 128]]), stride_unit([[72 * 24, 72]])
     (1, 8)
@@ -202,7 +210,8 @@ def _strides(x: Tensor) -> list[int]:
 
 
 def split_head_dim(dim: int, *, least: int = 16) -> tuple[int, int]:
-    """Split a head dim into one or two blocks, powers of 2 of at least ``least``. The second is smaller, or 0 for none.
+    """Split a head dim into one or two blocks, powers of 2 of at least ``least``. The second is smaller, or 0
+    for none.
 
     >>> [split_head_dim(dim) for dim in (8, 64, 80, 96, 120, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]

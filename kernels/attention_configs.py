@@ -1,12 +1,13 @@
 """Block sizes of the attention kernel: one row of a table per kind of GPU and head dim.
 
-They are a table rather than candidates of ``triton.autotune``, although no row was measured on a device, because a
-choice by timing would cost more than it gains:
+They are a table rather than candidates of ``triton.autotune``, although no row was measured on a device,
+because a choice by timing would cost more than it gains:
 
-- Another tile size adds the same numbers in another order. Ranks that time for themselves may choose differently, so
-  text tokens that each rank holds a copy of would differ from rank to rank, and an image from one start to the next.
-- The autotuner times each candidate at the first call with a new key, and waits for the device after each. In a ring
-  the other ranks wait as well, and the collectives in flight distort the times.
+- Another tile size adds the same numbers in another order. Ranks that time for themselves may choose
+  differently, so text tokens that each rank holds a copy of would differ from rank to rank, and an image from
+  one start to the next.
+- The autotuner times each candidate at the first call with a new key, and waits for the device after each. In
+  a ring the other ranks wait as well, and the collectives in flight distort the times.
 - It cannot time inside the capture of a CUDA graph, so a first call there would fail.
 """
 
@@ -23,7 +24,8 @@ MaskKind = Literal["none", "bytes", "bits"]
 
 
 class KernelCall(NamedTuple):
-    """The arguments of one launch of the attention kernel; see :func:`para_core.kernels.attention_reference.attention`.
+    """The arguments of one launch of the attention kernel; see
+    :func:`para_core.kernels.attention_reference.attention`.
 
     ``out_so_far`` and ``lse_so_far`` are ``so_far``, and ``shift`` is ``query_offset - key_offset``.
     """
@@ -58,11 +60,12 @@ class Config(NamedTuple):
         block_m (`int`): Number of queries per program.
         block_n (`int`): Number of keys per tile.
         num_warps (`int`): Number of warps per program.
-        num_stages (`int`): Number of tiles of keys and values in shared memory: one in use, the others being loaded.
-        split_values (`bool`): Whether values with more dims than ``block_m`` are computed in two blocks. Needed on GPUs
-            with ``mma.sync`` (8.x), where Triton distributes a product with more columns than rows over warps by
-            columns. Each warp would then compute the softmax of every row, and its part of q·kᵀ might be smaller than
-            one instruction.
+        num_stages (`int`): Number of tiles of keys and values in shared memory: one in use, the others being
+            loaded.
+        split_values (`bool`): Whether values with more dims than ``block_m`` are computed in two blocks.
+            Needed on GPUs with ``mma.sync`` (8.x), where Triton distributes a product with more columns than
+            rows over warps by columns. Each warp would then compute the softmax of every row, and its part of
+            q·kᵀ might be smaller than one instruction.
     """
 
     block_m: int
@@ -72,9 +75,10 @@ class Config(NamedTuple):
     split_values: bool = False
 
 
-# Block sizes by kind of GPU and head dim. Another head dim uses the row of the next larger one. These are the largest
-# tiles that the compiler keeps in registers (in causal calls, and in calls that continue a partial result, which need
-# the most registers), with as many stages as fit in shared memory. Tiles of head dim 256 spill some registers.
+# Block sizes by kind of GPU and head dim. Another head dim uses the row of the next larger one. These are the
+# largest tiles that the compiler keeps in registers (in causal calls, and in calls that continue a partial
+# result, which need the most registers), with as many stages as fit in shared memory. Tiles of head dim 256
+# spill some registers.
 TABLE: Mapping[int, Mapping[int, Config]] = {
     80: {
         64: Config(128, 64, 4, 3),
@@ -102,8 +106,8 @@ TABLE: Mapping[int, Mapping[int, Config]] = {
         256: Config(128, 64, 8, 2),
     },
 }
-# Tensor cores do not compute exact float32, so its products take many registers. With fewer warps, tens of KB would
-# spill.
+# Tensor cores do not compute exact float32, so its products take many registers. With fewer warps, tens of KB
+# would spill.
 FLOAT32 = Config(32, 32, 8, 1)
 FLOAT32_WIDE = Config(32, 32, 16, 1)  # for head dims above 128
 # The smallest tiles, for the small tensors that tests pass to Triton's interpreter.
@@ -128,7 +132,9 @@ def config_for(call: KernelCall, *, eight_bits: bool = False) -> Config:
     num_ranges = 0
     if call.key_ranges is not None:
         num_ranges = call.key_ranges.shape[1]
-    return fit_inputs(row_of_device(query.device.index), head_dim, mask=mask, ranges=num_ranges, eight_bits=eight_bits)
+    return fit_inputs(
+        row_of_device(query.device.index), head_dim, mask=mask, ranges=num_ranges, eight_bits=eight_bits
+    )
 
 
 def mask_kind(mask: Tensor | None) -> MaskKind:
@@ -147,8 +153,10 @@ def fit_inputs(
     Args:
         arch: A row of ``TABLE``.
         head_dim: The larger head dim of queries and values.
-        mask: Kind of a mask that has a row per query. ``"none"`` if there is no mask, or one row for all queries.
-        ranges: Number of key ranges per sample. One needs comparisons; several need a second loop and more registers.
+        mask: Kind of a mask that has a row per query. ``"none"`` if there is no mask, or one row for all
+            queries.
+        ranges: Number of key ranges per sample. One needs comparisons; several need a second loop and more
+            registers.
         eight_bits: Whether keys are in 8 bits. A program then holds scores both as integers and as floats.
     """
     row_dim = row_of_dim(head_dim)
@@ -158,15 +166,15 @@ def fit_inputs(
     elif ranges:
         config = limit_tile(config, 32)
     if mask != "none":
-        # With more warps each has fewer queries and needs fewer registers. 16 queries per warp is the minimum of the
-        # matrix instructions.
+        # With more warps each has fewer queries and needs fewer registers. 16 queries per warp is the minimum
+        # of the matrix instructions.
         config = config._replace(num_warps=max(config.num_warps, config.block_m // 16))
     if mask == "bits":
         # A mask of bits needs few registers and almost no shared memory.
         config = limit_tile(config, 32 if is_wide else 64)
     elif mask == "bytes":
-        # A mask of bytes is loaded byte by byte, because its rows may begin at any byte and tiles at any key. The
-        # scores then exist in two register layouts at once, so tiles must be smaller.
+        # A mask of bytes is loaded byte by byte, because its rows may begin at any byte and tiles at any key.
+        # The scores then exist in two register layouts at once, so tiles must be smaller.
         config = limit_tile(config, 16 if is_wide else 32)._replace(num_stages=2)
     if eight_bits:
         config = limit_tile(config, 32 if is_wide else 64)
@@ -180,14 +188,17 @@ def limit_tile(config: Config, block_n: int) -> Config:
 
 @lru_cache
 def row_of_device(index: int) -> int:
-    """Return the row of ``TABLE`` for the CUDA device ``index``. Raises ``RuntimeError`` like :func:`row_of`."""
+    """Return the row of ``TABLE`` for the CUDA device ``index``.
+    Raises ``RuntimeError`` like :func:`row_of`.
+    """
     return row_of(*torch.cuda.get_device_capability(index))
 
 
 def row_of(major: int, minor: int) -> int:
     """Return the row of ``TABLE`` for a compute capability.
 
-    Ada (8.9) and GeForce Blackwell (12.x) use the row of 8.6, because they have its shared memory and instructions.
+    Ada (8.9) and GeForce Blackwell (12.x) use the row of 8.6, because they have its shared memory and
+    instructions.
 
     >>> [row_of(8, 0), row_of(8, 7), row_of(8, 9), row_of(9, 0), row_of(10, 3), row_of(12, 0)]
     [80, 86, 86, 90, 100, 86]

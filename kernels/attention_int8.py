@@ -1,10 +1,11 @@
 """Attention with 8-bit queries and keys in Triton, which is not exact.
 
-The reference is :mod:`para_core.kernels.attention_int8_reference`. There are three launches: the mean of the keys, the
-rounding of the keys, and the kernel of exact attention. In this mode that kernel rounds queries when it reads them,
-multiplies integers, and corrects lse for the subtracted mean. So masks, ranges, offsets and continuation work as in
-exact attention. Each token and head has its own scale, unlike SageAttention (arXiv:2410.02367), which has one per block
-of tokens, so tiles need not be aligned to blocks. The product of weights and values is computed in 16 bits.
+The reference is :mod:`para_core.kernels.attention_int8_reference`. There are three launches: the mean of the
+keys, the rounding of the keys, and the kernel of exact attention. In this mode that kernel rounds queries
+when it reads them, multiplies integers, and corrects lse for the subtracted mean. So masks, ranges, offsets
+and continuation work as in exact attention. Each token and head has its own scale, unlike SageAttention
+(arXiv:2410.02367), which has one per block of tokens, so tiles need not be aligned to blocks. The product of
+weights and values is computed in 16 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def round_keys_kernel(
     key, mean, rounded, scales, step_kb, step_kh, step_k, num_heads, num_keys, width,
     ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Subtract ``mean`` from the keys and round them to 8 bits. ``mean``, ``rounded`` and ``scales`` are contiguous."""
+    """Subtract ``mean`` from the keys and round them to 8 bits.
+    ``mean``, ``rounded`` and ``scales`` are contiguous.
+    """
     blocks = tl.cdiv(num_keys, ROWS)
     of_head = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -93,7 +96,9 @@ def attention(
 
 
 def round_keys(key: Tensor) -> RoundedKeys:
-    """Subtract from ``key`` ``[B, H_kv, S_k, D]`` its mean over dim 2, and round to 8 bits. S_k is at least 1."""
+    """Subtract from ``key`` ``[B, H_kv, S_k, D]`` its mean over dim 2, and round to 8 bits.
+    S_k is at least 1.
+    """
     batch, heads, num_keys, width = key.shape
     if key.stride(-1) != 1:
         key = key.contiguous()
@@ -106,7 +111,9 @@ def round_keys(key: Tensor) -> RoundedKeys:
     grid = (triton.cdiv(num_keys, block["ROWS"]) * batch * heads,)
     numbers = (*key.stride()[:3], heads, num_keys, width)
     with torch.cuda.device_of(key):
-        round_keys_kernel[grid](key, rounded.mean, rounded.key, rounded.scales, *numbers, **block, num_warps=NUM_WARPS)
+        round_keys_kernel[grid](
+            key, rounded.mean, rounded.key, rounded.scales, *numbers, **block, num_warps=NUM_WARPS
+        )
     return rounded
 
 

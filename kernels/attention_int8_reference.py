@@ -27,12 +27,14 @@ def attention(
     out_dtype: torch.dtype | None = None,
     smooth: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`para_core.kernels.attention_reference.attention` with queries and keys rounded to int8. Not exact.
+    """Compute :func:`para_core.kernels.attention_reference.attention` with queries and keys rounded to int8.
+    Not exact.
 
-    First the mean of each head's keys, masked ones included, is subtracted unless ``smooth`` is False. That adds the
-    same number to all scores of a query, which softmax ignores. Without it, channels that are far from zero for all
-    keys would take up most of the 8-bit range. ``lse`` is computed for the original scores, so results over different
-    keys, with different means, can be merged. Inputs are float16 or bfloat16. Weights and values are not rounded.
+    First the mean of each head's keys, masked ones included, is subtracted unless ``smooth`` is False. That
+    adds the same number to all scores of a query, which softmax ignores. Without it, channels that are far
+    from zero for all keys would take up most of the 8-bit range. ``lse`` is computed for the original scores,
+    so results over different keys, with different means, can be merged. Inputs are float16 or bfloat16.
+    Weights and values are not rounded.
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -62,7 +64,8 @@ def attention(
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x`` ``[..., D]`` rounded to int8, and the scale ``[...]`` of each row: its largest absolute value / 127.
+    """Return ``x`` ``[..., D]`` rounded to int8, and the scale ``[...]`` of each row: its largest absolute
+    value / 127.
 
     >>> round_rows(torch.tensor([[127.0, -63.4, 0.5]]))
     (tensor([[127, -63,   1]], dtype=torch.int8), tensor([1.]))

@@ -1,19 +1,21 @@
-"""Kernel of attention forward, which can continue a partial result; :mod:`para_core.kernels.attention` launches it.
+"""Kernel of attention forward, which can continue a partial result; :mod:`para_core.kernels.attention`
+launches it.
 
-One program computes BLOCK_M queries of one head. It visits the keys in tiles of BLOCK_N with an online softmax
-(FlashAttention-2, arXiv:2307.08691). The softmax has base 2: scores are multiplied by log2(e), so that a weight takes
-one ``ex2`` instruction.
+One program computes BLOCK_M queries of one head. It visits the keys in tiles of BLOCK_N with an online
+softmax (FlashAttention-2, arXiv:2307.08691). The softmax has base 2: scores are multiplied by log2(e), so
+that a weight takes one ``ex2`` instruction.
 
-- Tiles in which every query sees every key come first and need no comparisons of positions. Tiles at a causal diagonal,
-  at the end of the keys or at the end of a range come last. Tiles that no query sees are not visited.
-- ``so_far`` initializes the online softmax: its out is the accumulator, its lse the maximum, and the weights sum to 1.
-  So a ring step is one launch that reads and writes the float32 partial result once.
-- The sizes of Triton's blocks are powers of 2. Any other head dim is split into two blocks (96 = 64 + 32), which costs
-  a quarter less than one block of 128.
-- A bool mask is read as bytes, or as bits with 32 keys per word. A mask that is equal for all queries is read once per
-  tile.
-- With EIGHT_BITS (:mod:`para_core.kernels.attention_int8`), which is not exact, keys are int8, queries are rounded
-  here, and the mean that was subtracted from the keys is added back to lse.
+- Tiles in which every query sees every key come first and need no comparisons of positions. Tiles at a causal
+  diagonal, at the end of the keys or at the end of a range come last. Tiles that no query sees are not
+  visited.
+- ``so_far`` initializes the online softmax: its out is the accumulator, its lse the maximum, and the weights
+  sum to 1. So a ring step is one launch that reads and writes the float32 partial result once.
+- The sizes of Triton's blocks are powers of 2. Any other head dim is split into two blocks (96 = 64 + 32),
+  which costs a quarter less than one block of 128.
+- A bool mask is read as bytes, or as bits with 32 keys per word. A mask that is equal for all queries is read
+  once per tile.
+- With EIGHT_BITS (:mod:`para_core.kernels.attention_int8`), which is not exact, keys are int8, queries are
+  rounded here, and the mean that was subtracted from the keys is added back to lse.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from para_core.kernels.eight_bits import to_int8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Numbers of a float mask are raised to at least this one: finfo.min times log2(e) would be -inf, so a row that has only
-# such numbers would see no key.
+# Numbers of a float mask are raised to at least this one: finfo.min times log2(e) would be -inf, so a row
+# that has only such numbers would see no key.
 _LOWEST = tl.constexpr(-2.0e38)
 
 
@@ -39,9 +41,11 @@ def _tiles(
     IN_RANGES: tl.constexpr, NEGATIVE: tl.constexpr, EIGHT_BITS: tl.constexpr, COMPARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add keys ``first`` … ``last - 1`` to the online softmax, and return its state ``(acc, acc_rest, total, peak)``.
+    """Add keys ``first`` … ``last - 1`` to the online softmax, and return its state ``(acc, acc_rest, total,
+    peak)``.
 
-    COMPARED: whether a tile may contain keys that some queries must not see, so that positions must be compared.
+    COMPARED: whether a tile may contain keys that some queries must not see, so that positions must be
+        compared.
     """
     columns = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, D)
@@ -55,7 +59,9 @@ def _tiles(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if D_REST > 0:
             more = D + tl.arange(0, D_REST)
-            k = _load(k_tile + more[None, :], inside[:, None], more[None, :] < D_END, COMPARED, D_END < D + D_REST)
+            k = _load(
+                k_tile + more[None, :], inside[:, None], more[None, :] < D_END, COMPARED, D_END < D + D_REST
+            )
             # Pass out_dtype, because Triton 3.6 otherwise assumes a float32 result, also for integers.
             scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee", out_dtype=scores.dtype)
         # With 8 bits, score_scale is per row, because it includes the scale of each query.
@@ -79,7 +85,11 @@ def _tiles(
                         MASK_HAS_ROWS, IN_RANGES, BLOCK_N,
                     )  # fmt: skip
                 else:
-                    at = mask_head + tl.cast(start, tl.int64) * step_mask_keys + (columns * step_mask_keys)[None, :]
+                    at = (
+                        mask_head
+                        + tl.cast(start, tl.int64) * step_mask_keys
+                        + (columns * step_mask_keys)[None, :]
+                    )
                     if MASK_HAS_ROWS:
                         at += rows.to(tl.int64)[:, None] * step_mask_rows
                         exists = inside[None, :] & (rows < num_queries)[:, None]
@@ -104,12 +114,20 @@ def _tiles(
             shrink = tl.exp2(peak - origin)
 
         total = total * shrink + tl.sum(weights, 1)
-        v = _load(v_tile + value_dims[None, :], inside[:, None], value_dims[None, :] < V_END, COMPARED, V_END < V)
+        v = _load(
+            v_tile + value_dims[None, :], inside[:, None], value_dims[None, :] < V_END, COMPARED, V_END < V
+        )
         weights = weights.to(v.dtype)
         acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
         if V_REST > 0:
             more_v = V + tl.arange(0, V_REST)
-            v = _load(v_tile + more_v[None, :], inside[:, None], more_v[None, :] < V_END, COMPARED, V_END < V + V_REST)
+            v = _load(
+                v_tile + more_v[None, :],
+                inside[:, None],
+                more_v[None, :] < V_END,
+                COMPARED,
+                V_END < V + V_REST,
+            )
             acc_rest = tl.dot(weights, v, acc_rest * shrink[:, None], input_precision="ieee")
         peak = new_peak
     return acc, acc_rest, total, peak
@@ -119,8 +137,8 @@ def _tiles(
 def _rounded(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr):
     """Round queries to int8.
 
-    Returns the two blocks of rounded queries, the scale of each query's scores, and the number that each query's scores
-    lack because ``mean`` was subtracted from the keys.
+    Returns the two blocks of rounded queries, the scale of each query's scores, and the number that each
+    query's scores lack because ``mean`` was subtracted from the keys.
     """
     dims = tl.arange(0, D)
     x = x.to(tl.float32)
@@ -131,7 +149,8 @@ def _rounded(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr
         x_rest = x_rest.to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(x_rest), 1))
         lost += tl.sum(x_rest * tl.load(mean + more, mask=more < D_END, other=0.0)[None, :], 1)
-    # An integer cannot be NaN. If a row is not finite, ``lost`` is NaN, so adding 0 · lost makes the row's scale NaN.
+    # An integer cannot be NaN. If a row is not finite, ``lost`` is NaN, so adding 0 · lost makes the row's
+    # scale NaN.
     step = tl.maximum(largest, 1e-30) / 127 + 0.0 * lost
     x = to_int8(x / step[:, None])
     if D_REST > 0:
@@ -144,10 +163,11 @@ def _bits(
     words, step_rows, step_words, rows, num_queries, start, last,
     HAS_ROWS: tl.constexpr, ANY_START: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of a mask of bits, keys ``start`` to ``start + BLOCK_N - 1``, as 0 or 1: ``[rows or 1, BLOCK_N]``.
+    """Return a tile of a mask of bits, keys ``start`` to ``start + BLOCK_N - 1``, as 0 or 1: ``[rows or 1,
+    BLOCK_N]``.
 
-    Groups of 32 keys that begin at ``last`` or later load nothing, and give 0. ANY_START: whether ``start`` may be
-    other than a multiple of 32. Each word of 32 keys is then loaded twice, otherwise once.
+    Groups of 32 keys that begin at ``last`` or later load nothing, and give 0. ANY_START: whether ``start``
+    may be other than a multiple of 32. Each word of 32 keys is then loaded twice, otherwise once.
     """
     groups = tl.arange(0, BLOCK_N // 32)
     at = words + (start // 32 + groups).to(tl.int64)[None, :] * step_words
@@ -193,10 +213,11 @@ def attention_kernel(
 ):  # fmt: skip
     """Compute BLOCK_M queries of one head per program.
 
-    ``step_*`` are strides in elements; those of query, key, value, out_so_far and out are in units of UNIT elements.
-    Last dims have stride 1. The D_END dims of query and key are read in two blocks of D and D_REST dims, the V_END dims
-    of value in blocks of V and V_REST. With CAUSAL, query i sees keys up to i + shift. With NEGATIVE the scale is
-    ``-score_scale``. With EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and key_mean ``[B, H_kv, D_END]``, float32.
+    ``step_*`` are strides in elements; those of query, key, value, out_so_far and out are in units of UNIT
+    elements. Last dims have stride 1. The D_END dims of query and key are read in two blocks of D and D_REST
+    dims, the V_END dims of value in blocks of V and V_REST. With CAUSAL, query i sees keys up to i + shift.
+    With NEGATIVE the scale is ``-score_scale``. With EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and
+    key_mean ``[B, H_kv, D_END]``, float32.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
@@ -214,8 +235,8 @@ def attention_kernel(
     value_dims = tl.arange(0, V)
     more_v = V + tl.arange(0, V_REST if V_REST > 0 else V)
     lse_rows = (sample * HEADS + head) * num_queries + rows
-    # Load the partial result before the queries, so that both can pass through the same shared memory, one after the
-    # other. Loaded after the queries, the partial result would need shared memory of its own.
+    # Load the partial result before the queries, so that both can pass through the same shared memory, one
+    # after the other. Loaded after the queries, the partial result would need shared memory of its own.
     if CONTINUES:
         peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
@@ -224,7 +245,9 @@ def attention_kernel(
         acc = acc * total[:, None]
         acc_rest = acc
         if V_REST > 0:
-            acc_rest = _load(s_rows + more_v[None, :], row_exists, more_v[None, :] < V_END, True, V_END < V + V_REST)
+            acc_rest = _load(
+                s_rows + more_v[None, :], row_exists, more_v[None, :] < V_END, True, V_END < V + V_REST
+            )
             acc_rest = acc_rest * total[:, None]
     else:
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -248,7 +271,9 @@ def attention_kernel(
     if EIGHT_BITS:
         of_head = sample * (HEADS // GROUP) + key_head
         k_scales = key_scales + of_head * num_keys
-        q, q_rest, score_scale, lost = _rounded(q, q_rest, key_mean + of_head * D_END, score_scale, D, D_REST, D_END)
+        q, q_rest, score_scale, lost = _rounded(
+            q, q_rest, key_mean + of_head * D_END, score_scale, D, D_REST, D_END
+        )
     if NEGATIVE:
         lost = -lost
     v_head = value + (sample * step_vb + key_head * step_vh) * UNIT
@@ -259,8 +284,8 @@ def attention_kernel(
     if CONTINUES:
         peak -= lost
 
-    # If there are no ranges, a single range holds all keys. For a single range the number of iterations is the constant
-    # 1, so no loop is left at run time, because a loop around those over tiles takes registers.
+    # If there are no ranges, a single range holds all keys. For a single range the number of iterations is
+    # the constant 1, so no loop is left at run time, because a loop around those over tiles takes registers.
     for index in range(num_ranges if MANY_RANGES else 1):
         first = 0
         last = num_keys
@@ -286,12 +311,16 @@ def attention_kernel(
     o_rows = out + (sample * step_ob + head * step_oh + rows.to(tl.int64)[:, None] * step_o) * UNIT
     acc = acc / total[:, None]
     tl.store(
-        o_rows + value_dims[None, :], acc.to(out.dtype.element_ty), mask=row_exists & (value_dims[None, :] < V_END)
+        o_rows + value_dims[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=row_exists & (value_dims[None, :] < V_END),
     )
     if V_REST > 0:
         acc_rest = acc_rest / total[:, None]
         tl.store(
-            o_rows + more_v[None, :], acc_rest.to(out.dtype.element_ty), mask=row_exists & (more_v[None, :] < V_END)
+            o_rows + more_v[None, :],
+            acc_rest.to(out.dtype.element_ty),
+            mask=row_exists & (more_v[None, :] < V_END),
         )
     lse_out = tl.where(empty, float("-inf"), (peak + tl.log2(total) + lost) * LN_2)
     tl.store(lse + lse_rows, lse_out, mask=rows < num_queries)

@@ -1,4 +1,6 @@
-"""Reference of the attention kernel, in plain PyTorch. A call covers some keys, and can continue an earlier call."""
+"""Reference of the attention kernel, in plain PyTorch.
+A call covers some keys, and can continue an earlier call.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ def attention(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention over ``key``. With ``so_far``, merge the result with earlier attention over other keys.
+    """Compute attention over ``key``. With ``so_far``, merge the result with earlier attention over other
+    keys.
 
-    A key is visible to a query if ``mask``, ``is_causal`` and ``key_ranges`` all permit it. Sums are in float32 or
-    float64.
+    A key is visible to a query if ``mask``, ``is_causal`` and ``key_ranges`` all permit it. Sums are in
+    float32 or float64.
 
     Args:
         query: ``[B, H, S_q, D]``, of any strides; ``[B, S_q, H, D]`` memory is as fast.
@@ -39,16 +42,19 @@ def attention(
             ``[B, H, S_q, S_k]``; or int32, a bool mask packed by :func:`pack_bits`, with 32 keys per word.
         is_causal: Query i sees key j if ``j + key_offset <= i + query_offset``.
         query_offset, key_offset: Position of the first query and of the first key in the whole sequence.
-        key_ranges: ``[B or 1, R, 2]``, int32: each sample has R ranges ``(start, end)``, ascending and disjoint, within
-            S_k, and sees the keys ``start <= j < end`` of each. See :func:`ranges_of_lengths`.
+        key_ranges: ``[B or 1, R, 2]``, int32: each sample has R ranges ``(start, end)``, ascending and
+            disjoint, within S_k, and sees the keys ``start <= j < end`` of each. See
+            :func:`ranges_of_lengths`.
         scale: Scale of the scores; ``1 / sqrt(D)`` if None.
         so_far: ``out`` ``[B, H, S_q, D_v]`` and ``lse`` ``[B, H, S_q]`` over other keys, float32.
-        out_dtype: Dtype of ``out``; that of ``query`` if None. Use float32 if another call continues from the result.
+        out_dtype: Dtype of ``out``; that of ``query`` if None. Use float32 if another call continues from the
+            result.
 
     Returns:
-        ``out`` ``[B, H, S_q, D_v]``, with ``[B, S_q, H, D_v]`` memory, and ``lse`` ``[B, H, S_q]``, natural log,
-        float32 (float64 for float64 input). A row that sees no key gives 0 and -inf. A row whose scores are all as low
-        as ``finfo.min`` gives the mean of the values, like ``scaled_dot_product_attention``, and a finite lse.
+        ``out`` ``[B, H, S_q, D_v]``, with ``[B, S_q, H, D_v]`` memory, and ``lse`` ``[B, H, S_q]``, natural
+        log, float32 (float64 for float64 input). A row that sees no key gives 0 and -inf. A row whose scores
+        are all as low as ``finfo.min`` gives the mean of the values, like ``scaled_dot_product_attention``,
+        and a finite lse.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
@@ -81,14 +87,17 @@ def attention(
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Pack bools ``[..., S_k]`` into int32 ``[..., ceil(S_k / 32)]``; key j is bit ``j % 32`` of word ``j // 32``.
+    """Pack bools ``[..., S_k]`` into int32 ``[..., ceil(S_k / 32)]``; key j is bit ``j % 32`` of word ``j //
+    32``.
 
     >>> pack_bits(torch.arange(34) % 32 < 2).tolist()
     [3, 3]
     """
     bits = F.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32)).to(torch.int32)
     # Each bit is in one term only, so the sum equals the bitwise or. Bit 31 is the sign of the int32.
-    words: Tensor = (bits << torch.arange(32, device=mask.device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    words: Tensor = (bits << torch.arange(32, device=mask.device, dtype=torch.int32)).sum(
+        -1, dtype=torch.int32
+    )
     return words
 
 
@@ -100,7 +109,9 @@ def unpack_bits(words: Tensor, num_keys: int) -> Tensor:
 
 
 def in_float32(mask: Tensor) -> Tensor:
-    """Return a float64 mask in float32, other masks unchanged. Finite numbers below float32's range remain finite."""
+    """Return a float64 mask in float32, other masks unchanged.
+    Finite numbers below float32's range remain finite.
+    """
     if mask.dtype != torch.float64:
         return mask
     return mask.clamp(min=torch.finfo(torch.float32).min).float().masked_fill_(mask == -inf, -inf)

@@ -20,19 +20,23 @@ def is_capturing() -> bool:
 
 
 def new_table(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it. Can be recorded in a CUDA graph."""
+    """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it.
+    Can be recorded in a CUDA graph.
+    """
     if is_capturing():
-        # While a CUDA graph records, copying from pageable host memory is not allowed, so fill each number on the
-        # device. Filling is slower, but happens only if the first call is inside a capture.
+        # While a CUDA graph records, copying from pageable host memory is not allowed, so fill each number on
+        # the device. Filling is slower, but happens only if the first call is inside a capture.
         return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpack[Key]], Tensor]:
-    """Decorate ``make(*key)`` to keep the tensors of the last ``MOST_TABLES`` keys. A key must include the device.
+    """Decorate ``make(*key)`` to keep the tensors of the last ``MOST_TABLES`` keys. A key must include the
+    device.
 
-    A tensor that is made during the capture of a CUDA graph is not kept, because the graph's memory pool will reuse its
-    memory. A kept tensor that a captured graph reads is never dropped, because each replay reads it again.
+    A tensor that is made during the capture of a CUDA graph is not kept, because the graph's memory pool will
+    reuse its memory. A kept tensor that a captured graph reads is never dropped, because each replay reads it
+    again.
     """
     tables: dict[Hashable, Tensor] = {}
     recorded: dict[Hashable, Tensor] = {}
@@ -49,7 +53,8 @@ def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpa
                 table = tables.pop(key, None)
                 capturing = is_capturing()
                 if table is None:
-                    # Leave inference mode, because autograd cannot save an inference tensor for a later backward.
+                    # Leave inference mode, because autograd cannot save an inference tensor for a later
+                    # backward.
                     with torch.inference_mode(False):
                         table = make(*key)
                     if capturing:

@@ -26,8 +26,8 @@ def to_e4m3(x):
     amount = bits & 0x7FFFFFFF
     # Keep 3 of the 23 mantissa bits, and change the bias of the exponent from 127 to 7.
     normal = ((amount + 0x7FFFF + ((amount >> 20) & 1)) >> 20) - (120 << 3)
-    # Numbers below 2^-6 are subnormal in float8, with a spacing of 2^-9. float32 numbers near 2^14 have the same
-    # spacing, so adding 2^14 rounds to it.
+    # Numbers below 2^-6 are subnormal in float8, with a spacing of 2^-9. float32 numbers near 2^14 have the
+    # same spacing, so adding 2^14 rounds to it.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     eight = tl.where(amount < 0x3C800000, small, normal)
     eight = tl.where(amount < 0x7F800000, eight, 0x7F)

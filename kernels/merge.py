@@ -1,7 +1,7 @@
 """Merge partial attention results in one launch; the reference is :mod:`para_core.kernels.merge_reference`.
 
-One program merges some rows of one head. It reads out and lse of both sides once and writes the result once, optionally
-in place. Bytes per row, with e bytes per element: D · (e_a + e_b + e_out) + 12.
+One program merges some rows of one head. It reads out and lse of both sides once and writes the result once,
+optionally in place. Bytes per row, with e bytes per element: D · (e_a + e_b + e_out) + 12.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements that a program reads per side: 16 for each of its 128 threads, which are two 16-byte loads in 16-bit dtypes.
+# Elements that a program reads per side: 16 for each of its 128 threads, which are two 16-byte loads in
+# 16-bit dtypes.
 _ELEMENTS = 2048
 NUM_WARPS = 4
 
@@ -23,7 +24,8 @@ def merge_kernel(
     lse_b_batch, lse_b_head, lse_b_row, lse_batch, lse_head, lse_row,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # Use a single grid dim, because the other grid dims are limited to 65535 programs. Blocks of rows vary fastest.
+    # Use a single grid dim, because the other grid dims are limited to 65535 programs. Blocks of rows vary
+    # fastest.
     blocks = tl.cdiv(num_rows, ROWS)
     of_batch_and_head = tl.program_id(0) // blocks
     batch = (of_batch_and_head // num_heads).to(tl.int64)
@@ -34,8 +36,12 @@ def merge_kernel(
     inside = is_row[:, None] & (column < width)[None, :]
 
     minus_infinity = float("-inf")
-    of_a = tl.load(lse_a + batch * lse_a_batch + head * lse_a_head + row * lse_a_row, mask=is_row, other=minus_infinity)
-    of_b = tl.load(lse_b + batch * lse_b_batch + head * lse_b_head + row * lse_b_row, mask=is_row, other=minus_infinity)
+    of_a = tl.load(
+        lse_a + batch * lse_a_batch + head * lse_a_head + row * lse_a_row, mask=is_row, other=minus_infinity
+    )
+    of_b = tl.load(
+        lse_b + batch * lse_b_batch + head * lse_b_head + row * lse_b_row, mask=is_row, other=minus_infinity
+    )
     peak = tl.maximum(of_a, of_b)
     # -inf minus -inf is NaN, so give rows without a key finite numbers here; their result is set below.
     empty = peak == minus_infinity

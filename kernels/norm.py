@@ -1,10 +1,10 @@
 """Group norm over sharded rows, in three launches; the reference is :mod:`para_core.kernels.norm_reference`.
 
-The statistics take two launches: one for chunks of each group, and one that merges the chunks. Each thread keeps a
-running mean and the sum of squared deviations from this mean (Welford), and the sums of two threads are merged pairwise
-(Chan), so numbers far from zero do not lose precision. There are no atomics, so the order of additions depends on the
-shape only. The third launch normalizes; each of its programs merges the statistics of all ranks. Each element is read
-twice and written once.
+The statistics take two launches: one for chunks of each group, and one that merges the chunks. Each thread
+keeps a running mean and the sum of squared deviations from this mean (Welford), and the sums of two threads
+are merged pairwise (Chan), so numbers far from zero do not lose precision. There are no atomics, so the order
+of additions depends on the shape only. The third launch normalizes; each of its programs merges the
+statistics of all ranks. Each element is read twice and written once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-# BLOCK: elements of a tile. STEPS: number of tiles that a program of the statistics reads one after the other.
+# BLOCK: elements of a tile. STEPS: number of tiles that a program of the statistics reads one after the
+# other.
 BLOCK = 1024
 STEPS = 16
 # Channels per tile of the normalizing launch, if channels are the last dim in memory.
@@ -33,8 +34,8 @@ def moments_kernel(
     chunk, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x += (group // groups) * batch_step + (group % groups) * group_step
     channel = tl.arange(0, CHANNELS)[:, None].to(tl.int64)
-    # Subtract the first element of the group from all elements. Elements far from zero are usually close to each other,
-    # so the differences are small and keep their precision.
+    # Subtract the first element of the group from all elements. Elements far from zero are usually close to
+    # each other, so the differences are small and keep their precision.
     origin = tl.load(x).to(tl.float32)
     count = tl.zeros((CHANNELS, SIZE), tl.float32)
     mean = tl.zeros((CHANNELS, SIZE), tl.float32)
@@ -42,7 +43,10 @@ def moments_kernel(
     for i in range(STEPS):
         element = chunk.to(tl.int64) * (SIZE * STEPS) + i * SIZE + tl.arange(0, SIZE)[None, :]
         inside = (channel < channels) & (element < size)
-        number = tl.load(x + channel * channel_step + element * step, mask=inside, other=0.0).to(tl.float32) - origin
+        number = (
+            tl.load(x + channel * channel_step + element * step, mask=inside, other=0.0).to(tl.float32)
+            - origin
+        )
         count += tl.where(inside, 1.0, 0.0)
         apart = number - mean
         mean += tl.where(inside, apart / (i + 1), 0.0)
@@ -115,7 +119,8 @@ def normalize_kernel(
     inside = exists[:, None] & (element < size)
     channel = channel[:, None].to(tl.int64)
     number = tl.load(x + batch * batch_step + channel * channel_step + element * step, mask=inside, other=0.0)
-    # Subtract the mean before scaling: number * scale + shift would lose precision if numbers are far from zero.
+    # Subtract the mean before scaling: number * scale + shift would lose precision if numbers are far from
+    # zero.
     number = (number.to(tl.float32) - mean[:, None]) * scale[:, None]
     if HAS_BIAS:
         number += tl.load(bias + channel, mask=exists[:, None], other=0.0).to(tl.float32)
@@ -143,13 +148,26 @@ def moments(x: Tensor, groups: int) -> Tensor:
         x, parts, size, channels, *whole, channel_step, step, **block, STEPS=STEPS, num_warps=NUM_WARPS
     )
     merge_kernel[(batch * groups,)](
-        x, parts, statistics, num_chunks, *whole, BLOCK=BLOCK, STEPS=triton.cdiv(num_chunks, BLOCK), num_warps=NUM_WARPS
+        x,
+        parts,
+        statistics,
+        num_chunks,
+        *whole,
+        BLOCK=BLOCK,
+        STEPS=triton.cdiv(num_chunks, BLOCK),
+        num_warps=NUM_WARPS,
     )
     return statistics
 
 
 def normalized(
-    x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    of_ranks: Tensor,
+    shares: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> Tensor:
     """Compute :func:`para_core.kernels.norm_reference.normalized` for floats of 16 and 32 bits."""
     x, of_ranks, shares = evenly_spaced(x), of_ranks.contiguous(), shares.contiguous()

@@ -14,7 +14,8 @@ def moments(x: Tensor, groups: int) -> Tensor:
         groups: Number of groups, a divisor of C.
 
     Returns:
-        Float32, or float64 for float64 input. The variance is divided by the number of elements (``correction=0``).
+        Float32, or float64 for float64 input. The variance is divided by the number of elements
+        (``correction=0``).
     """
     if x.is_cpu and x.dtype in (torch.float32, torch.float64):
         return torch.stack(_moments_on_cpu(x, groups))
@@ -24,8 +25,8 @@ def moments(x: Tensor, groups: int) -> Tensor:
     dims = tuple(range(2, grouped.ndim))
     if grouped.dtype in (torch.float32, torch.float64):
         return torch.stack(torch.var_mean(grouped, dims, correction=0))
-    # For 16-bit dtypes, avoid a float32 copy of the input. E[x²] - E[x]² in float32 has an error far below the
-    # precision of 16 bits.
+    # For 16-bit dtypes, avoid a float32 copy of the input. E[x²] - E[x]² in float32 has an error far below
+    # the precision of 16 bits.
     count = grouped[0, 0].numel()
     mean = torch.sum(grouped, dims, dtype=torch.float32) / count
     square = torch.linalg.vector_norm(grouped, 2, dims, dtype=torch.float32).square() / count
@@ -33,26 +34,33 @@ def moments(x: Tensor, groups: int) -> Tensor:
 
 
 def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the variance and the mean of each group, ``[B, groups]``. ``torch.var_mean``, which is not vectorized on
-    CPUs, and a sum over a group whose channels are last in memory take twelve times as long as reducing channels first.
+    """Return the variance and the mean of each group, ``[B, groups]``. ``torch.var_mean``, which is not
+    vectorized on CPUs, and a sum over a group whose channels are last in memory take twelve times as long as
+    reducing channels first.
     """
     dims = tuple(range(2, x.ndim))
     mean = x.mean(dims)
     apart = x - mean.view(*mean.shape, *[1] * len(dims))
-    # The computed mean has a rounding error. Correct it, because the error matters for the deviations if numbers are
-    # far from zero.
+    # The computed mean has a rounding error. Correct it, because the error matters for the deviations if
+    # numbers are far from zero.
     off = apart.mean(dims)
     # Use mean(), whose sum is pairwise: vector_norm's sum of 100,000 squares has a relative error of 1e-5.
     var = (apart.square_().mean(dims) - off.square()).unflatten(1, (groups, -1))
     mean = (mean + off).unflatten(1, (groups, -1))
     of_groups = mean.mean(-1)
-    # The variance of a group is the mean, over its channels, of the channel's variance plus the squared distance of the
-    # channel's mean.
+    # The variance of a group is the mean, over its channels, of the channel's variance plus the squared
+    # distance of the channel's mean.
     return (var + (mean - of_groups[..., None]).square()).mean(-1), of_groups
 
 
 def normalized(
-    x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    of_ranks: Tensor,
+    shares: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> Tensor:
     """Return the group norm of this rank's rows, given the statistics of all ranks; in the dtype of ``x``.
 
@@ -66,8 +74,8 @@ def normalized(
     """
     shares = shares[:, None, None]
     mean = (shares * of_ranks[:, 1]).sum(0)
-    # The variance over all ranks is the weighted sum of each rank's variance plus the squared distance of the rank's
-    # mean.
+    # The variance over all ranks is the weighted sum of each rank's variance plus the squared distance of the
+    # rank's mean.
     var = (shares * (of_ranks[:, 0] + (of_ranks[:, 1] - mean).square())).sum(0)
     rstd = torch.rsqrt(var + eps)
     per_channel = x.shape[1] // groups

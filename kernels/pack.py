@@ -1,9 +1,9 @@
 """Pack and unpack the tensors that ranks send to each other, in one launch each for any number of ranks.
 
-The reference is :mod:`para_core.kernels.pack_reference`. One program copies some rows ``[D]`` of one head of one
-region. Each element is read once and written once. If nothing is rounded, the kernel copies integers of the same size,
-whatever the dtype. Rounding to 8 bits takes no further launch, because a program holds whole rows in registers and can
-compute their largest absolute values.
+The reference is :mod:`para_core.kernels.pack_reference`. One program copies some rows ``[D]`` of one head of
+one region. Each element is read once and written once. If nothing is rounded, the kernel copies integers of
+the same size, whatever the dtype. Rounding to 8 bits takes no further launch, because a program holds whole
+rows in registers and can compute their largest absolute values.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _copy_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    # Computing the width as a product tells the compiler that it is a multiple of UNIT, so that UNIT elements are
-    # copied at once.
+    # Computing the width as a product tells the compiler that it is a multiple of UNIT, so that UNIT elements
+    # are copied at once.
     width = units * UNIT
     token = tl.load(region + 1)
     num_tokens = tl.load(region + 2)
@@ -88,8 +88,8 @@ def _read_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constex
     tl.store(x, (number * scale[:, None]).to(x.dtype.element_ty), mask=inside)
 
 
-# These arguments differ between ranks. Triton would otherwise compile the kernel again if one of them is 1 or a
-# multiple of 16, which could happen on one rank in the middle of a run, while the others wait.
+# These arguments differ between ranks. Triton would otherwise compile the kernel again if one of them is 1 or
+# a multiple of 16, which could happen on one rank in the middle of a run, while the others wait.
 @triton.jit(do_not_specialize=["num_blocks", "most_heads", "batch", "x_width", "y_width", "z_width"])
 def pack_kernel(
     x, y, z, buffer, regions, num_blocks, most_heads, batch, x_width, y_width, z_width,
@@ -154,7 +154,9 @@ def _launch(
     eight_bits: torch.dtype | None,
 ) -> None:
     if len(tensors) > MOST_TENSORS:
-        raise ValueError(f"{len(tensors)} tensors; expected at most {MOST_TENSORS}. Pack the others in another call.")
+        raise ValueError(
+            f"{len(tensors)} tensors; expected at most {MOST_TENSORS}. Pack the others in another call."
+        )
     batch = tensors[0].shape[0]
     rows = batch * max([region.tokens for region in regions], default=0)
     most_heads = max([region.heads for region in regions], default=0)

@@ -1,7 +1,7 @@
 """Reference, in plain PyTorch: pack the tensors for other ranks into one flat buffer, and unpack them.
 
-Tensors are sent unchanged, or rounded to 8 bits, which is not exact. With rounding, each token and head ``[D]`` becomes
-D numbers of ``torch.int8`` or ``torch.float8_e4m3fn``, followed by a float32 scale.
+Tensors are sent unchanged, or rounded to 8 bits, which is not exact. With rounding, each token and head
+``[D]`` becomes D numbers of ``torch.int8`` or ``torch.float8_e4m3fn``, followed by a float32 scale.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 class CopyRegion(NamedTuple):
     """Some heads of some tokens of a tensor ``[B, H, S, D]``, and their position in a flat buffer.
 
-    The buffer holds the region as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample. The first row
-    is at ``offset``, and rows begin ``step`` elements apart, which may leave space for other regions. If rounded to 8
-    bits, a head takes D + 4 bytes. ``tensor`` is the index of the tensor, ``token`` and ``head`` are the first ones.
+    The buffer holds the region as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample. The
+    first row is at ``offset``, and rows begin ``step`` elements apart, which may leave space for other
+    regions. If rounded to 8 bits, a head takes D + 4 bytes. ``tensor`` is the index of the tensor, ``token``
+    and ``head`` are the first ones.
     """
 
     tensor: int
@@ -42,10 +43,11 @@ def pack(
     Args:
         tensors: ``[B, H, S, D]``, of any strides and one dtype. B is equal for all, D may differ.
         regions: Regions that do not overlap in the buffer.
-        buffer: Flat and contiguous; uint8 if tensors are rounded. Elements outside all regions are not changed.
-        to: Dtype to round to: int8 (halves upwards) or float8_e4m3fn (halves to even); None to copy. The scale of a
-            token and head is its largest absolute value divided by the largest number of ``to``, or 1 if it is 0. If an
-            element is not finite, all of its token and head become NaN.
+        buffer: Flat and contiguous; uint8 if tensors are rounded. Elements outside all regions are not
+            changed.
+        to: Dtype to round to: int8 (halves upwards) or float8_e4m3fn (halves to even); None to copy. The
+            scale of a token and head is its largest absolute value divided by the largest number of ``to``,
+            or 1 if it is 0. If an element is not finite, all of its token and head become NaN.
     """
     for region in regions:
         rows = _in_tensor(region, tensors)
@@ -64,8 +66,8 @@ def unpack(
         buffer: A buffer that :func:`pack` filled.
         regions: Regions that do not overlap in the tensors.
         tensors: ``[B, H, S, D]``. Elements outside all regions are not changed.
-        of: The dtype to which :func:`pack` rounded; None if it did not. With rounding the tensors may have any
-            floating-point dtype.
+        of: The dtype to which :func:`pack` rounded; None if it did not. With rounding the tensors may have
+            any floating-point dtype.
     """
     for region in regions:
         rows = _in_buffer(region, tensors, buffer, of)
@@ -76,7 +78,9 @@ def unpack(
 
 
 def _round(x: Tensor, to: torch.dtype) -> Tensor:
-    """Round ``x`` ``[…, D]`` to ``to``. Return the numbers and scale of each row as bytes: ``[…, D + 4]``, uint8."""
+    """Round ``x`` ``[…, D]`` to ``to``.
+    Return the numbers and scale of each row as bytes: ``[…, D + 4]``, uint8.
+    """
     if not x.numel():
         return x.new_empty(*x.shape[:-1], x.shape[-1] + SCALE_BYTES, dtype=torch.uint8)
     largest = x.abs().amax(-1, keepdim=True).float().nan_to_num(torch.inf, torch.inf)
@@ -103,7 +107,9 @@ def _in_tensor(region: CopyRegion, tensors: Sequence[Tensor]) -> Tensor:
     return rows.permute(2, 0, 1, 3)
 
 
-def _in_buffer(region: CopyRegion, tensors: Sequence[Tensor], buffer: Tensor, rounded_to: torch.dtype | None) -> Tensor:
+def _in_buffer(
+    region: CopyRegion, tensors: Sequence[Tensor], buffer: Tensor, rounded_to: torch.dtype | None
+) -> Tensor:
     """Return the region as a view of the buffer, ``[tokens, B, heads, D]``, or D + 4 if rounded."""
     batch, _, _, width = tensors[region.tensor].shape
     if rounded_to is not None:

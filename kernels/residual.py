@@ -1,12 +1,12 @@
 """Change and forecast of residuals in Triton; the reference is :mod:`para_core.kernels.residual_reference`.
 
-The change of a residual takes two launches: sums per chunk, and the sum over chunks. There are no atomics, and chunks
-have the same length on every GPU, so the order of additions, and with it every bit of the result, depends on the number
-of elements only. The launches move 2 · e bytes per element of e bytes, and 16 per chunk. Sums and differences are in
-float32.
+The change of a residual takes two launches: sums per chunk, and the sum over chunks. There are no atomics,
+and chunks have the same length on every GPU, so the order of additions, and with it every bit of the result,
+depends on the number of elements only. The launches move 2 · e bytes per element of e bytes, and 16 per
+chunk. Sums and differences are in float32.
 
-A forecast of up to 3 residuals is one launch, and is rounded once. The launch moves (2 + residuals) · e bytes per
-element.
+A forecast of up to 3 residuals is one launch, and is rounded once. The launch moves (2 + residuals) · e bytes
+per element.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-# Elements that a program holds at once. In 16-bit dtypes a thread then loads 8 elements, 16 bytes, of each tensor.
+# Elements that a program holds at once. In 16-bit dtypes a thread then loads 8 elements, 16 bytes, of each
+# tensor.
 BLOCK = 1024
 # Number of blocks that a program sums one after the other.
 STEPS = 16
@@ -27,7 +28,9 @@ MOST_RESIDUALS = 3
 
 
 @triton.jit
-def change_kernel(now, before, sums, num_elements, now_batch, before_batch, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+def change_kernel(
+    now, before, sums, num_elements, now_batch, before_batch, BLOCK: tl.constexpr, STEPS: tl.constexpr
+):
     chunk, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start = chunk.to(tl.int64) * BLOCK * STEPS
     changed = tl.zeros((BLOCK,), tl.float32)
@@ -59,7 +62,9 @@ def add_up_kernel(sums, totals, num_chunks, BLOCK: tl.constexpr, STEPS: tl.const
 
 
 @triton.jit
-def forecast_kernel(entry, x, y, z, out, of_x, of_y, of_z, num_elements, RESIDUALS: tl.constexpr, BLOCK: tl.constexpr):
+def forecast_kernel(
+    entry, x, y, z, out, of_x, of_y, of_z, num_elements, RESIDUALS: tl.constexpr, BLOCK: tl.constexpr
+):
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = element < num_elements
     total = tl.load(entry + element, mask=inside).to(tl.float32)
@@ -84,17 +89,26 @@ def change(now: Tensor, before: Tensor) -> Tensor:
     num_chunks = triton.cdiv(num_elements, BLOCK * STEPS)
     sums = totals.new_empty(batch, num_chunks, 2)
     change_kernel[(num_chunks, batch)](
-        now, before, sums, num_elements, now.stride(0), before.stride(0), BLOCK=BLOCK, STEPS=STEPS, num_warps=NUM_WARPS
+        now,
+        before,
+        sums,
+        num_elements,
+        now.stride(0),
+        before.stride(0),
+        BLOCK=BLOCK,
+        STEPS=STEPS,
+        num_warps=NUM_WARPS,
     )
-    # Triton 3.6's interpreter supports only constant ranges, so the number of steps is a compile-time constant. One
-    # step covers 16.8 million elements, so the kernel is hardly ever compiled again.
+    # Triton 3.6's interpreter supports only constant ranges, so the number of steps is a compile-time
+    # constant. One step covers 16.8 million elements, so the kernel is hardly ever compiled again.
     steps = triton.cdiv(num_chunks, BLOCK)
     add_up_kernel[(batch,)](sums, totals, num_chunks, BLOCK=BLOCK, STEPS=steps, num_warps=NUM_WARPS)
     return totals
 
 
 def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Compute :func:`para_core.kernels.residual_reference.forecast` for floats of 16 and 32 bits, up to 3 residuals.
+    """Compute :func:`para_core.kernels.residual_reference.forecast` for floats of 16 and 32 bits, up to 3
+    residuals.
 
     Raises:
         ValueError: If there are more than 3 residuals.

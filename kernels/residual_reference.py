@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def change(now: Tensor, before: Tensor) -> Tensor:
-    """Return Σ|now - before| and Σ|before| of each sample. First Block Cache compares their ratio with its threshold.
+    """Return Σ|now - before| and Σ|before| of each sample. First Block Cache compares their ratio with its
+    threshold.
 
     Equal inputs give equal bits, so that ranks with equal inputs make the same decision to skip blocks.
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _here = Path(__file__).parent
 if not (_here / "adapters").is_dir():
-    # In a checkout, the folders adapters/, kernels/, fleet/ and cli/ are siblings of this one, so their parent must be
-    # searched too. An installation moves them into this folder.
+    # In a checkout, the folders adapters/, kernels/, fleet/ and cli/ are siblings of this one, so their
+    # parent must be searched too. An installation moves them into this folder.
     __path__.append(str(_here.parent))  # noqa: F405
 
 # Public names of para_core.launcher, with the modules that define them.
@@ -32,8 +32,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"para_core.launcher.{_OF_LAUNCH[name]}"), name)
         globals()[name] = value
         return value
-    # Do not write `from para_core import api` here: that statement looks up the attribute "api" and so calls this
-    # function again, without end.
+    # Do not write `from para_core import api` here: that statement looks up the attribute "api" and so calls
+    # this function again, without end.
     api = importlib.import_module("para_core.api")
     public = {name: value for name, value in vars(api).items() if not name.startswith("_")}
     globals().update(public, __all__=sorted(public))

@@ -33,7 +33,8 @@ def main() -> None:
 
 
 def _end_at_once_on_signals() -> None:
-    """Let Ctrl-C and SIGTERM end this process with one sentence, until a command has something to end or to keep.
+    """Let Ctrl-C and SIGTERM end this process with one sentence, until a command has something to end or to
+    keep.
 
     A library that is being imported may swallow a KeyboardInterrupt, or turn it into another exception.
     """

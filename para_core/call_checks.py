@@ -1,4 +1,6 @@
-"""Checks of the calls of a parallel model. A check is a module that nobody imports, and a line of ``CHECKS``."""
+"""Checks of the calls of a parallel model.
+A check is a module that nobody imports, and a line of ``CHECKS``.
+"""
 
 from __future__ import annotations
 

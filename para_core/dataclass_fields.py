@@ -1,7 +1,8 @@
-"""Read and replace fields of dataclasses and named tuples, nested in each other and in lists, tuples and dicts.
+"""Read and replace fields of dataclasses and named tuples, nested in each other and in lists, tuples and
+dicts.
 
-A field is named by its path: ``"video.x"`` is the field ``x`` of the argument ``video``. A dataclass that is also a
-mapping, such as a ``ModelOutput`` of diffusers, counts as a mapping.
+A field is named by its path: ``"video.x"`` is the field ``x`` of the argument ``video``. A dataclass that is
+also a mapping, such as a ``ModelOutput`` of diffusers, counts as a mapping.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def _is_named_tuple(value: Any) -> bool:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """Return the fields of ``value``, which :func:`has_fields`, by name. Fields that are not set are left out."""
+    """Return the fields of ``value``, which :func:`has_fields`, by name.
+    Fields that are not set are left out.
+    """
     if _is_named_tuple(value):
         names = value._fields
     else:
@@ -34,7 +37,8 @@ def fields_of(value: Any) -> dict[str, Any]:
 def with_fields(value: Any, changes: Mapping[str, Any]) -> Any:
     """Return a copy of ``value``, which :func:`has_fields`, with the fields ``changes``.
 
-    ``__init__`` and ``__post_init__`` do not run, because they may derive other attributes from the changed fields.
+    ``__init__`` and ``__post_init__`` do not run, because they may derive other attributes from the changed
+    fields.
     """
     if _is_named_tuple(value):
         return value._replace(**changes)
@@ -54,7 +58,8 @@ def like_sequence(value: Sequence[Any], items: Iterable[Any]) -> Any:
 
 
 def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of ``value`` in which the field ``path`` is replaced by ``change(field)``. A None is not changed.
+    """Return a copy of ``value`` in which the field ``path`` is replaced by ``change(field)``. A None is not
+    changed.
 
     With an empty path this is ``change(value)``. A field may also be an entry of a dict.
 
@@ -87,7 +92,9 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     ``function(leaf)``.
     """
     if has_fields(value):
-        return with_fields(value, {name: map_leaves(function, field) for name, field in fields_of(value).items()})
+        return with_fields(
+            value, {name: map_leaves(function, field) for name, field in fields_of(value).items()}
+        )
 
     def map_leaf(leaf: Any) -> Any:
         if has_fields(leaf):

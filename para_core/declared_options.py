@@ -4,10 +4,12 @@ A field has a type, a default and an :class:`Option`, which says in words what t
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
-        placement: Annotated[Literal["replicate", "first"] | None, Option(10, "Where the weights are.")] = None
+        placement: Annotated[Literal["replicate", "first"] | None, Option(10, "Where the weights are.")] =
+            None
 
-:func:`check_options` validates values by these types, :func:`takes_options` makes the fields the keyword arguments of a
-function, and :func:`declarations` lists them for the command line and for the tables of pages. Imports no torch.
+:func:`check_options` validates values by these types, :func:`takes_options` makes the fields the keyword
+arguments of a function, and :func:`declarations` lists them for the command line and for the tables of pages.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ import types
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 Keywords = ParamSpec("Keywords")
 Options = TypeVar("Options")
@@ -57,14 +70,16 @@ class Option:
 
     Args:
         order: Where lists have the option: signatures, ``--help`` and tables are sorted by this number.
-        help: What the option does, in Markdown. The table of a page shows the first sentence, docstrings show all.
+        help: What the option does, in Markdown. The table of a page shows the first sentence, docstrings show
+            all.
         default: The default in words for the table of a page. Empty to show the value itself.
         form: The values in words for docstrings and tables, in Markdown. Empty to derive it from the type.
         page: The section of a page in ``docs/`` that explains the option, relative to that folder.
         expected: What a valid value is, for error messages. Empty to derive it from the type.
         none: What None does, for error messages, such as ``"to leave them as they are"``.
         at_least, at_most: Limits of a number.
-        is_checked: Whether :func:`check_options` checks the type. If not, the function that takes the option does.
+        is_checked: Whether :func:`check_options` checks the type. If not, the function that takes the option
+            does.
         needs_ranks: Whether the option does something on several ranks only.
         command: The option of ``para_core``. None if the command has none.
     """
@@ -184,7 +199,9 @@ def _declarations(options: Any) -> tuple[Declaration, ...]:
         for option in notes:
             if isinstance(option, Option):
                 others = tuple(member for member in members if member is not types.NoneType)
-                declared.append(Declaration(field.name, others, len(others) < len(members), field.default, option))
+                declared.append(
+                    Declaration(field.name, others, len(others) < len(members), field.default, option)
+                )
     return tuple(sorted(declared, key=lambda declaration: declaration.option.order))
 
 
@@ -208,7 +225,9 @@ def check_names(options: Any) -> None:
     for declaration in declarations(type(options)):
         value = getattr(options, declaration.name)
         if declaration.choices and isinstance(value, str) and value not in declaration.choices:
-            raise ValueError(f"{declaration.name} is {value!r}; expected one of {', '.join(declaration.choices)}.")
+            raise ValueError(
+                f"{declaration.name} is {value!r}; expected one of {', '.join(declaration.choices)}."
+            )
 
 
 def values_of(options: Any, declared_by: type[Any]) -> dict[str, Any]:
@@ -225,11 +244,13 @@ class OptionsFunction(Protocol[Keywords]):
 def takes_options(
     options: Callable[Keywords, Options],
 ) -> Callable[[Callable[[Any, Options], Any]], OptionsFunction[Keywords]]:
-    """Return a decorator that makes the fields of the dataclass ``options`` the keyword arguments of a function.
+    """Return a decorator that makes the fields of the dataclass ``options`` the keyword arguments of a
+    function.
 
-    The decorated function takes a subject, such as a pipeline, and an instance of ``options``; it returns the subject.
-    Type checkers see the keyword arguments, because they are those of the dataclass. So do :func:`help` and editors:
-    the signature is built from the fields, and ``{options}`` in the docstring is replaced by their descriptions.
+    The decorated function takes a subject, such as a pipeline, and an instance of ``options``; it returns the
+    subject. Type checkers see the keyword arguments, because they are those of the dataclass. So do
+    :func:`help` and editors: the signature is built from the fields, and ``{options}`` in the docstring is
+    replaced by their descriptions.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Options:
@@ -250,7 +271,9 @@ def takes_options(
             return function(bound.arguments.pop(subject.name), options(**bound.arguments))  # type: ignore[call-arg]
 
         declared = declarations(options)  # type: ignore[arg-type]
-        signature = inspect.Signature([subject, *map(_parameter, declared)], return_annotation=subject.annotation)
+        signature = inspect.Signature(
+            [subject, *map(_parameter, declared)], return_annotation=subject.annotation
+        )
         call.__signature__ = signature  # type: ignore[attr-defined]
         call.__doc__ = _describe(function.__doc__ or "", declared)
         return call
@@ -271,7 +294,9 @@ def shows_options(options: type[Any], **defaults: Any) -> Callable[[Function], F
     def show(function: Function) -> Function:
         signature = inspect.signature(function)
         others = [
-            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not parameter.VAR_KEYWORD
         ]
         parameters = [*others, *map(_parameter, shown)]
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -302,7 +327,9 @@ def _parameter(declaration: Declaration) -> inspect.Parameter:
     annotation = " | ".join(_type_name(member) for member in declaration.members)
     if declaration.is_optional:
         annotation += " | None"
-    return inspect.Parameter(declaration.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        declaration.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def _type_name(member: Any) -> str:

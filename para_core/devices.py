@@ -1,4 +1,6 @@
-"""Speed and memory of devices, and of the links between them, from data sheets. Imports no torch at import time."""
+"""Speed and memory of devices, and of the links between them, from data sheets.
+Imports no torch at import time.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Device:
         memory (`float`): Bytes of device memory.
         bandwidth (`float`): Peak bytes of memory read or written per second.
         link (`str`): Name of the link to other devices of the same host, a key of ``LINKS``.
-        of_products, of_attention (`float`): Shares of ``products`` that large matrix products and attention reach.
+        of_products, of_attention (`float`): Shares of ``products`` that large matrix products and attention
+            reach.
         host_bandwidth (`float`): Bytes per second of a copy from pinned host memory.
     """
 
@@ -55,7 +58,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between ranks. A message of n bytes takes ``latency + n / bandwidth`` seconds (alpha-beta model).
+    """A connection between ranks. A message of n bytes takes ``latency + n / bandwidth`` seconds (alpha-beta
+    model).
 
     Args:
         latency (`float`): Seconds per message.
@@ -121,8 +125,9 @@ _DEVICES = (
 DEVICES = {device.name: device for device in _DEVICES}
 
 # NCCL reaches 80 % of a line's rate (https://github.com/NVIDIA/nccl-tests/issues/212). GeForce cards have no
-# peer-to-peer access, so they copy through the host (issues/74). The all-to-all of NVLink 5 follows from a table of
-# https://github.com/NVIDIA/TensorRT-LLM (blog25, on Wan 2.2), InfiniBand's latency from nccl-tests/issues/214.
+# peer-to-peer access, so they copy through the host (issues/74). The all-to-all of NVLink 5 follows from a
+# table of https://github.com/NVIDIA/TensorRT-LLM (blog25, on Wan 2.2), InfiniBand's latency from
+# nccl-tests/issues/214.
 LINKS = {
     link.name: link
     for link in (
@@ -160,14 +165,16 @@ _USUAL_WORDS = {
 _EDITION = {"blackwell", "workstation", "edition"}
 _GIGABYTES = re.compile(r"(\d+)gb")
 # Words that are often written without a space before or after them.
-_JOINED = re.compile(r"(nvidia|geforce|rtx|pro(?=\d)|sxm\d?|pcie|nvl\b|(?<=\d)ada\b|(?<=[a-z]\d\d\d)(?=\d+gb))")
+_JOINED = re.compile(
+    r"(nvidia|geforce|rtx|pro(?=\d)|sxm\d?|pcie|nvl\b|(?<=\d)ada\b|(?<=[a-z]\d\d\d)(?=\d+gb))"
+)
 
 
 def device_named(name: str | Device, *, memory: float | None = None) -> Device:
     """Return the device with this name from the table, or the one that ``"name,GB,TFLOPs,link"`` describes.
 
-    ``name`` may be a name that CUDA reports, and be spelt as users do. ``memory``, the bytes that the device reports,
-    replaces that of the table.
+    ``name`` may be a name that CUDA reports, and be spelt as users do. ``memory``, the bytes that the device
+    reports, replaces that of the table.
 
     >>> device_named("NVIDIA H100 80GB HBM3").name, device_named("NVIDIA A100-SXM4-40GB").name
     ('H100', 'A100 40GB')
@@ -178,7 +185,8 @@ def device_named(name: str | Device, *, memory: float | None = None) -> Device:
 
     Raises:
         TypeError: ``name`` is neither a string nor a :class:`Device` (which is returned unchanged).
-        ValueError: The table does not have this device, or has only other variants of it, or a figure is no number.
+        ValueError: The table does not have this device, or has only other variants of it, or a figure is no
+            number.
     """
     if isinstance(name, Device):
         return name
@@ -230,8 +238,8 @@ def _unknown_variant(device: Device, words: set[str], memory: float | None) -> s
     unknown = sorted(more - set(sizes))
     if unknown:
         return f", and the table knows no {device.name} with {' '.join(unknown)!r}"
-    # Accept a difference of up to 10 %, because a name may state more memory than a GPU reports: a B200 is sold with
-    # 192 GB and has 180 GB.
+    # Accept a difference of up to 10 %, because a name may state more memory than a GPU reports: a B200 is
+    # sold with 192 GB and has 180 GB.
     if memory is None and any(abs(size * 1e9 / device.memory - 1) > 0.1 for size in sizes.values()):
         return f", and the table's {device.name} has {device.memory / 1e9:.0f} GB"
     return ""
@@ -291,7 +299,8 @@ def _require_figure(text: str, figure: str, unit: str) -> float:
 
 
 def gpu_at_hand(device: torch.device | None = None) -> Device:
-    """Return the figures of a GPU of this process, by default the current one, with the memory that the GPU reports.
+    """Return the figures of a GPU of this process, by default the current one, with the memory that the GPU
+    reports.
 
     Raises:
         ValueError: The table does not have this GPU.
@@ -302,14 +311,16 @@ def gpu_at_hand(device: torch.device | None = None) -> Device:
     index: torch.device | int | None = device
     if index is None:
         index = torch.cuda.current_device()
-    return device_named(torch.cuda.get_device_name(index), memory=torch.cuda.get_device_properties(index).total_memory)
+    return device_named(
+        torch.cuda.get_device_name(index), memory=torch.cuda.get_device_properties(index).total_memory
+    )
 
 
 def link_named(name: str | Link | None, device: Device) -> Link:
     """Return the link with this name from the table; for None, the usual link of ``device``.
 
-    ``"nvlink"`` and ``"pcie"`` without a number mean the generation that ``device`` has. A number means the gigabytes
-    per second that a device sends.
+    ``"nvlink"`` and ``"pcie"`` without a number mean the generation that ``device`` has. A number means the
+    gigabytes per second that a device sends.
 
     >>> link_named("11", DEVICES["L20"]).bandwidth
     11000000000.0

@@ -1,8 +1,8 @@
 """Check a machine in one minute: versions, backends, attention over the ranks, links, host and memory.
 
-Run it as ``python -m para_core.doctor``, or on several ranks as ``torchrun --nproc_per_node=4 -m para_core.doctor``.
-Rank 0 prints a table, and with --output writes it as JSON. A check that raises is reported as broken, with its error,
-and the next check runs. Each check is a collective call.
+Run it as ``python -m para_core.doctor``, or on several ranks as ``torchrun --nproc_per_node=4 -m
+para_core.doctor``. Rank 0 prints a table, and with --output writes it as JSON. A check that raises is
+reported as broken, with its error, and the next check runs. Each check is a collective call.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class DoctorReport:
 
     def table(self) -> str:
         width = max(len(finding.name) for finding in self.findings)
-        lines = [f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.result}" for finding in self.findings]
+        lines = [
+            f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.result}" for finding in self.findings
+        ]
         advice = [f"- {finding.name}: {finding.advice}" for finding in self.findings if finding.advice]
         if not advice:
             return "\n".join([*lines, "", "Nothing to change."])
@@ -133,7 +135,9 @@ def versions(ranks: Ranks, report: DoctorReport) -> None:
             continue
     text = ", ".join(f"{name} {version}" for name, version in own.items())
     every = ranks.gather(own)
-    different = sorted({name for other in every for name in {*other, *own} if other.get(name) != own.get(name)})
+    different = sorted(
+        {name for other in every for name in {*other, *own} if other.get(name) != own.get(name)}
+    )
     if not different:
         return report.add("versions", text)
     rank = next(rank for rank, other in enumerate(every) if other != own)
@@ -214,9 +218,13 @@ def speed(ranks: Ranks, report: DoctorReport) -> None:
     query = torch.randn(1, 8, tokens, 128, device=ranks.device, dtype=ranks.dtype)
     products = 2.0 * size**3 / seconds_of(lambda: matrix @ matrix, ranks.device, repeats=3)
     attention = 4.0 * query.numel() * tokens
-    attention /= seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device, repeats=3)
+    attention /= seconds_of(
+        lambda: F.scaled_dot_product_attention(query, query, query), ranks.device, repeats=3
+    )
     products, attention = min(ranks.gather((products, attention)))
-    text = f"{products / 1e12:.3g} TFLOP/s in products, {attention / 1e12:.3g} in attention, on the slowest rank"
+    text = (
+        f"{products / 1e12:.3g} TFLOP/s in products, {attention / 1e12:.3g} in attention, on the slowest rank"
+    )
     device, advice = ranks.known_device(), ""
     if device is not None and products < 0.6 * device.product_speed:
         usual = f"{device.product_speed / 1e12:.0f} TFLOP/s"
@@ -245,7 +253,9 @@ def exactness(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
     """Check attention over all ranks, which divide neither tokens nor heads, against float64 on one device."""
     generator = torch.Generator().manual_seed(0)
     tokens, heads = 64 * ranks.size + 1, ranks.size + 1
-    exact_qkv = [torch.randn(1, heads, tokens, 64, generator=generator, dtype=torch.float64) for _ in range(3)]
+    exact_qkv = [
+        torch.randn(1, heads, tokens, 64, generator=generator, dtype=torch.float64) for _ in range(3)
+    ]
     exact = _attend(exact_qkv)
     qkv = [x.to(ranks.device, ranks.dtype) for x in exact_qkv]
     with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
@@ -317,7 +327,8 @@ def advice_on_bandwidth(bandwidth: float, device: Device | None) -> str:
 
 
 def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
-    """Return the latency (seconds of a small exchange) and the bytes per second of a large one, on the slowest rank.
+    """Return the latency (seconds of a small exchange) and the bytes per second of a large one, on the
+    slowest rank.
 
     In a ring step each rank sends to the next rank only. Otherwise the exchange is an all-to-all.
     """
@@ -334,15 +345,17 @@ def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
         result = torch.empty(sum(incoming), dtype=torch.uint8, device=ranks.device)
         dist.barrier(dim.group)
         return seconds_of(
-            lambda: dist.all_to_all_single(result, data, incoming, outgoing, group=dim.group), ranks.device, repeats=5
+            lambda: dist.all_to_all_single(result, data, incoming, outgoing, group=dim.group),
+            ranks.device,
+            repeats=5,
         )
 
     large = 1 << 20
     if ranks.device.type == "cuda":
         large = 64 << 20
     latency, seconds = (max(ranks.gather(timed(sent))) for sent in (1024, large))
-    # Subtract the latency only if it is clearly smaller than the measured time, because noise could otherwise make the
-    # difference negative.
+    # Subtract the latency only if it is clearly smaller than the measured time, because noise could otherwise
+    # make the difference negative.
     if seconds > 2 * latency:
         seconds -= latency
     return latency, large / seconds
@@ -352,7 +365,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m para_core.doctor``, and return the exit code: 1 if a check is broken, else 0."""
     parser = argparse.ArgumentParser(prog="python -m para_core.doctor", description=__doc__)
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--ring", type=int, help="size of the ring mesh dim; the remaining ranks go to ulysses")
+    parser.add_argument(
+        "--ring", type=int, help="size of the ring mesh dim; the remaining ranks go to ulysses"
+    )
     parser.add_argument("--cpu", action="store_true", help="use the CPU and gloo")
     options = parser.parse_args(arguments)
     # Reject a wrong path now, before the checks, which take a minute.
@@ -365,11 +380,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bool = False) -> int:
-    """Run all checks, print the table, and write the results as JSON to ``out``. Return 1 if a check is broken, else 0.
+    """Run all checks, print the table, and write the results as JSON to ``out``. Return 1 if a check is
+    broken, else 0.
 
     Args:
-        ring: Size of the ``ring`` mesh dim; the remaining ranks form ``ulysses``. Defaults to 2 for an even number of
-            at least 4 ranks, else 1.
+        ring: Size of the ``ring`` mesh dim; the remaining ranks form ``ulysses``. Defaults to 2 for an even
+            number of at least 4 ranks, else 1.
         cpu: Whether to use the CPU and gloo although there is a GPU.
 
     Raises:
@@ -411,8 +427,8 @@ def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
         advice = "launch it with torchrun to measure what connects ranks"
         report.findings.append(Finding("mesh", "one rank", advice=advice))
         return report
-    # With an even number of at least 4 ranks, a ring of 2 gives both mesh dims several ranks, so that both are
-    # measured.
+    # With an even number of at least 4 ranks, a ring of 2 gives both mesh dims several ranks, so that both
+    # are measured.
     if ring is None:
         ring = 1
         if ranks.size >= 4 and ranks.size % 2 == 0:
@@ -427,7 +443,9 @@ def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
 
 
 def _try(report: DoctorReport, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return ``check(*args, **kwargs)``. If it raises, add a broken finding to ``report``, and return None."""
+    """Return ``check(*args, **kwargs)``.
+    If it raises, add a broken finding to ``report``, and return None.
+    """
     try:
         return check(*args, **kwargs)
     except Exception as error:

@@ -1,7 +1,7 @@
 """Recognise exceptions of torch and Ray: by type if the library has a type for the case, else by message.
 
-The messages are those of torch 2.11, 2.13 and 2.15 and of Ray 2.5x. tests/test_foreign_errors.py has an example of
-each.
+The messages are those of torch 2.11, 2.13 and 2.15 and of Ray 2.5x. tests/test_foreign_errors.py has an
+example of each.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from para_core.torch_internals import TorchDynamoException
 
 # The RuntimeError of gloo contains one of these if a collective times out, or if another rank's process ends.
 _LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe")
-# The RuntimeError of gloo contains one of these if an earlier collective of the same group has failed in this way.
+# The RuntimeError of gloo contains one of these if an earlier collective of the same group has failed in this
+# way.
 _CLOSED = ("pair closure", "connection closed", "connection reset")
-# The first alternative, with the lengths, is flex_attention's message before torch 2.15. The second is the message
-# since then, and ends before the lengths.
-_MASK_LENGTHS = r"block_mask was created for (?:\S+.*?kv_len=\d+|a (?:smaller|larger) length than you're using it for)"
+# The first alternative, with the lengths, is flex_attention's message before torch 2.15. The second is the
+# message since then, and ends before the lengths.
+_MASK_LENGTHS = (
+    r"block_mask was created for (?:\S+.*?kv_len=\d+|a (?:smaller|larger) length than you're using it for)"
+)
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -56,8 +59,8 @@ def is_data_dependent(error: BaseException) -> bool:
 
 def mask_length_mismatch(error: BaseException | None) -> str | None:
     """Return flex_attention's message if ``error`` says that a block mask has the wrong lengths; else None."""
-    # The type does not identify this error: flex_attention raises a ValueError before torch 2.15 and a RuntimeError
-    # since then, and in a graph Dynamo raises its own exception.
+    # The type does not identify this error: flex_attention raises a ValueError before torch 2.15 and a
+    # RuntimeError since then, and in a graph Dynamo raises its own exception.
     if not isinstance(error, Exception):
         return None
     compared = re.search(_MASK_LENGTHS, str(error), re.DOTALL)
@@ -74,7 +77,9 @@ def sizes_that_differ(error: BaseException) -> set[int]:
 
 
 def is_slow_start_of_ray(error: BaseException) -> bool:
-    """Whether Ray gave up because a Ray node did not start in time. Ray raises a plain ``Exception`` for this."""
+    """Whether Ray gave up because a Ray node did not start in time.
+    Ray raises a plain ``Exception`` for this.
+    """
     return type(error) is Exception and _says(error, ("timed out",))
 
 

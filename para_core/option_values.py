@@ -1,4 +1,6 @@
-"""The values of options that are names. Imports no torch, so that a command can validate its options at once."""
+"""The values of options that are names.
+Imports no torch, so that a command can validate its options at once.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from typing import Literal, get_args
 # Backends of local attention.
 Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8", "flash3", "flash4", "sage"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# Approximate backends, each with the exact backend that replaces it in calls that require a gradient (None: PyTorch
-# chooses). An approximate backend is used only if the user names it.
+# Approximate backends, each with the exact backend that replaces it in calls that require a gradient (None:
+# PyTorch chooses). An approximate backend is used only if the user names it.
 EXACT_FORM: Mapping[Backend, Backend | None] = {"triton-int8": "triton", "sage": None}
 
-# Keys reach the queries of other ring ranks in one of three ways: they are passed on from neighbour to neighbour
-# ("alltoall"), gathered at once ("allgather"), or the ranks form a grid, in which queries are sent along rows and keys
-# along columns ("2d").
+# Keys reach the queries of other ring ranks in one of three ways: they are passed on from neighbour to
+# neighbour ("alltoall"), gathered at once ("allgather"), or the ranks form a grid, in which queries are sent
+# along rows and keys along columns ("2d").
 RotateMethod = Literal["alltoall", "allgather", "2d"]
 ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
 

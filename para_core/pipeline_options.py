@@ -1,8 +1,9 @@
 """The options of a parallel pipeline that are names, numbers and switches, for Python, recipes and commands.
 
-``parallelize_pipe`` takes them as keyword arguments, a ``Recipe`` has them as fields, ``para_core`` as options, and the
-pages list them. Options whose value is an object of Python are declared in ``adapters/parallel/options.py``, and those
-of loading a pipeline in ``fleet/recipe.py``. Imports no torch, so that a command can validate its options at once.
+``parallelize_pipe`` takes them as keyword arguments, a ``Recipe`` has them as fields, ``para_core`` as
+options, and the pages list them. Options whose value is an object of Python are declared in
+``adapters/parallel/options.py``, and those of loading a pipeline in ``fleet/recipe.py``. Imports no torch, so
+that a command can validate its options at once.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class AttentionChoices:
 
     @property
     def backends(self) -> tuple[Backend | None, ...]:
-        """The backends of local attention and of attention to another sequence. None stands for the choice of SDPA."""
+        """The backends of local attention and of attention to another sequence.
+        None stands for the choice of SDPA.
+        """
         if isinstance(self.backend, AttentionSchedule):
             return (*self.backend.backends, self.cross_backend)
         return (self.backend, self.cross_backend)

@@ -1,6 +1,8 @@
-"""Progress of what takes long before the first step, as records of one logger: loading, sharding, compiling, warm-up.
+"""Progress of what takes long before the first step, as records of one logger: loading, sharding, compiling,
+warm-up.
 
-Nothing is shown unless a handler is attached. Records of a counted phase have the attributes ``done`` and ``total``.
+Nothing is shown unless a handler is attached. Records of a counted phase have the attributes ``done`` and
+``total``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# Suffixes of weight files. Repositories hold the same weights in several formats, so only the largest format counts.
+# Suffixes of weight files. Repositories hold the same weights in several formats, so only the largest format
+# counts.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 # This logger of diffusers says "Loaded NAME as CLASS from …" after each component of a pipeline.
 DIFFUSERS = "diffusers.pipelines.pipeline_utils"
@@ -53,7 +56,9 @@ def readable_bytes(count: float) -> str:
 
 
 def component_bytes(folder: Path | None) -> dict[str, int]:
-    """Return the bytes of weights by subfolder of a pipeline's folder. Subfolders without weights are left out."""
+    """Return the bytes of weights by subfolder of a pipeline's folder.
+    Subfolders without weights are left out.
+    """
     sizes: dict[str, int] = {}
     if folder is None:
         return sizes
@@ -114,7 +119,8 @@ def counts_components() -> bool:
 
 @contextmanager
 def reporting_components(name: str, components: Sequence[str]) -> Iterator[None]:
-    """Inside this context, in which diffusers loads model ``name``, report each of its components once it is loaded.
+    """Inside this context, in which diffusers loads model ``name``, report each of its components once it is
+    loaded.
 
     The order of loading differs from process to process: diffusers keeps the names in a set.
     """

@@ -1,10 +1,11 @@
 """All private names of torch that para_core uses.
 
-The names were read in torch 2.11, 2.13 and 2.15. Comments say how these versions differ. tests/test_torch_internals.py
-has a test for each name, which says what fails without it, and a test that no other module uses a private name of
-torch. Nothing here changes torch.
+The names were read in torch 2.11, 2.13 and 2.15. Comments say how these versions differ.
+tests/test_torch_internals.py has a test for each name, which says what fails without it, and a test that no
+other module uses a private name of torch. Nothing here changes torch.
 
-Classes and functions that appear in graphs are aliases, not wrappers, because Dynamo recognises them by identity.
+Classes and functions that appear in graphs are aliases, not wrappers, because Dynamo recognises them by
+identity.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# The functions below use private names from torch/distributed/distributed_c10d.py, which manages process groups.
+# The functions below use private names from torch/distributed/distributed_c10d.py, which manages process
+# groups.
 
 
 def process_groups() -> list[ProcessGroup]:
@@ -54,21 +56,27 @@ def is_registered(group: ProcessGroup | None) -> bool:
 
 
 def new_process_group(
-    name: str, ranks: Sequence[int], *, description: str, backend: str | None = None, timeout: timedelta | None = None
+    name: str,
+    ranks: Sequence[int],
+    *,
+    description: str,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> ProcessGroup:
-    """Return a new process group of ``ranks``. Only these ranks call this function, and they find each other by
-    ``name``.
+    """Return a new process group of ``ranks``. Only these ranks call this function, and they find each other
+    by ``name``.
 
-    ``torch.distributed.new_group(use_local_synchronization=True)`` has two problems. It derives the group's name from
-    the number of groups (torch 2.11, 2.13) or of calls (2.15) that a process has made, so ranks with different numbers
-    wait for each other forever. And if the default group has a bound device (``init_process_group(device_id=...)``), it
-    creates an NCCL group by ncclCommSplit, a collective over all ranks of the default group. The group of this function
-    instead connects its members at the first use.
+    ``torch.distributed.new_group(use_local_synchronization=True)`` has two problems. It derives the group's
+    name from the number of groups (torch 2.11, 2.13) or of calls (2.15) that a process has made, so ranks
+    with different numbers wait for each other forever. And if the default group has a bound device
+    (``init_process_group(device_id=...)``), it creates an NCCL group by ncclCommSplit, a collective over all
+    ranks of the default group. The group of this function instead connects its members at the first use.
 
     Args:
         ranks: Global ranks, including this one.
         description: Description of the group, for logs.
-        backend, timeout: As in ``new_group``. Default to the backend of the default group, and torch's timeout for it.
+        backend, timeout: As in ``new_group``. Default to the backend of the default group, and torch's
+            timeout for it.
     """
     c10d: Any = dist.distributed_c10d
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
@@ -76,7 +84,9 @@ def new_process_group(
     timeout = timeout or c10d._get_default_timeout(backend)
     members = sorted(ranks)
     if dist.get_rank() not in members:
-        raise ValueError(f"rank {dist.get_rank()} cannot make a group of ranks {members}: it is not one of them.")
+        raise ValueError(
+            f"rank {dist.get_rank()} cannot make a group of ranks {members}: it is not one of them."
+        )
     group: ProcessGroup
     group, _ = c10d._new_process_group_helper(
         len(members),
@@ -100,8 +110,8 @@ def _nccl_options_without_split(backend: str, timeout: timedelta) -> Any:
         return None
 
     class Options(dist.ProcessGroupNCCL.Options):
-        # torch 2.11 and 2.13 set this attribute to the group to split. The property ignores the value, so the C++
-        # options keep None.
+        # torch 2.11 and 2.13 set this attribute to the group to split. The property ignores the value, so the
+        # C++ options keep None.
         split_from = property(lambda self: None, lambda self, group: None)
 
     options = Options()
@@ -113,7 +123,9 @@ def _nccl_options_without_split(backend: str, timeout: timedelta) -> Any:
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of ``group`` for tensors on ``device``. Raise ``RuntimeError`` for an unsupported device."""
+    """Return the backend of ``group`` for tensors on ``device``.
+    Raise ``RuntimeError`` for an unsupported device.
+    """
     return group._get_backend(device)
 
 
@@ -123,7 +135,9 @@ def group_devices(group: ProcessGroup) -> list[torch.device]:
 
 
 def group_timeout(group: ProcessGroup, device: torch.device | None = None) -> timedelta:
-    """Return the timeout of the collectives of ``group``. ``device`` defaults to one that the group supports."""
+    """Return the timeout of the collectives of ``group``.
+    ``device`` defaults to one that the group supports.
+    """
     timeout: timedelta = backend_of(group, device or group_devices(group)[0]).options._timeout
     return timeout
 
@@ -136,7 +150,9 @@ def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def group_named(name: str) -> ProcessGroup:
-    """Return the process group with this ``group_name``. Graphs contain the names of groups instead of the groups."""
+    """Return the process group with this ``group_name``.
+    Graphs contain the names of groups instead of the groups.
+    """
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     group: ProcessGroup = resolve(name)
     return group
@@ -159,10 +175,12 @@ def default_store() -> Any:
 
 
 def abort_groups(groups: Sequence[ProcessGroup]) -> None:
-    """Abort the collectives of ``groups`` on this rank, and unregister the groups. Other ranks are not informed."""
+    """Abort the collectives of ``groups`` on this rank, and unregister the groups.
+    Other ranks are not informed.
+    """
     backends = [backend_of(group, device) for group in groups for device in group_devices(group)]
-    # Abort NCCL groups together, as torch does when it aborts all groups, because aborting one communicator may wait
-    # for kernels of another one (pytorch#119797).
+    # Abort NCCL groups together, as torch does when it aborts all groups, because aborting one communicator
+    # may wait for kernels of another one (pytorch#119797).
     together = next((backend for backend in backends if backend.name() == "nccl"), None)
     if together is not None:
         together._group_start()
@@ -179,7 +197,8 @@ WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 # The names below are those for modes and tensor subclasses, from torch/overrides.py and
 # torch/utils/_python_dispatch.py.
 
-# Inside the first context, neither modes nor subclasses intercept torch functions. Inside the second, only modes do.
+# Inside the first context, neither modes nor subclasses intercept torch functions. Inside the second, only
+# modes do.
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # A tensor subclass that intercepts no functions has this __torch_function__.
@@ -219,10 +238,11 @@ def schema_of(operator: Any) -> Any:
 
 
 def call_kernel(operator: Any, device: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the kernel of ``operator`` for a device type (``"cpu"``, ``"cuda"`` or ``"meta"``), without autograd.
+    """Call the kernel of ``operator`` for a device type (``"cpu"``, ``"cuda"`` or ``"meta"``), without
+    autograd.
 
-    A dispatch mode calls this after it has handled a call of ``operator``. The mode does not see the call again, but
-    sees the operators that the kernel calls.
+    A dispatch mode calls this after it has handled a call of ``operator``. The mode does not see the call
+    again, but sees the operators that the kernel calls.
     """
     key = getattr(torch._C.DispatchKey, {"cuda": "CUDA", "meta": "Meta"}.get(device, "CPU"))
     return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
@@ -253,8 +273,8 @@ scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 NORMALIZING_FUNCTIONS = (torch._softmax, torch._log_softmax, torch._safe_softmax, torch._masked_softmax)
 # Returns the number of the backend (SDPBackend) that scaled_dot_product_attention would choose.
 fused_sdp_choice = torch._fused_sdp_choice
-# Return whether sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) allow a backend. Unlike the public functions
-# that call them, Dynamo treats them as constants.
+# Return whether sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) allow a backend. Unlike the public
+# functions that call them, Dynamo treats them as constants.
 flash_sdp_enabled = torch._C._get_flash_sdp_enabled
 efficient_sdp_enabled = torch._C._get_mem_efficient_sdp_enabled
 cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
@@ -269,9 +289,9 @@ is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 def no_frame_of_its_own(function: _Function) -> _Function:
     """Keep Dynamo from compiling ``function``, or functions that it calls, on their own. Return ``function``.
 
-    Dynamo may still trace them as a part of other code. This is for ``__torch_function__`` of modes: after a graph
-    break Dynamo compiles each frame that runs, and has no guard on which attribute of a tensor was requested from a
-    mode. In torch 2.13, ``x.requires_grad`` then returned ``x.shape``.
+    Dynamo may still trace them as a part of other code. This is for ``__torch_function__`` of modes: after a
+    graph break Dynamo compiles each frame that runs, and has no guard on which attribute of a tensor was
+    requested from a mode. In torch 2.13, ``x.requires_grad`` then returned ``x.shape``.
     """
     eval_frame = torch._C._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
@@ -290,8 +310,8 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-# Returns the innermost torch.autograd.graph.saved_tensors_hooks. If a checkpoint made these hooks, a cell of their
-# closure contains a CheckpointFrame.
+# Returns the innermost torch.autograd.graph.saved_tensors_hooks. If a checkpoint made these hooks, a cell of
+# their closure contains a CheckpointFrame.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 CheckpointFrame = torch.utils.checkpoint._CheckpointFrame
 
@@ -311,14 +331,16 @@ def all_saved_tensors_hooks() -> list[Any]:
     return hooks
 
 
-# In this dict, the value of FORWARD_AD_LEVEL is the number of entered forward_ad.dual_level contexts minus one. Each
-# attention call reads it from the dict, because a function call would cost more.
+# In this dict, the value of FORWARD_AD_LEVEL is the number of entered forward_ad.dual_level contexts minus
+# one. Each attention call reads it from the dict, because a function call would cost more.
 forward_ad_globals = vars(forward_ad)
 FORWARD_AD_LEVEL = "_current_level"
 
 
 def version_of(x: Tensor) -> int:
-    """Return how often ``x`` was changed in place. Raise ``RuntimeError`` for inference tensors, which do not count."""
+    """Return how often ``x`` was changed in place.
+    Raise ``RuntimeError`` for inference tensors, which do not count.
+    """
     return x._version
 
 
@@ -337,8 +359,8 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 # The names below are those of torch.func, from torch/_functorch.
 
-# This function returns the innermost transform of torch.func that is running, or None. The transform's key() is a
-# TransformType.
+# This function returns the innermost transform of torch.func that is running, or None. The transform's key()
+# is a TransformType.
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 TransformType = torch._C._functorch.TransformType
 is_transform_tensor = torch._C._functorch.is_functorch_wrapped_tensor
@@ -350,22 +372,24 @@ DisableTransforms = torch._C._DisableFuncTorch
 
 # The names below are those of torch.compile, from torch/_dynamo and torch/_guards.py.
 
-# TracingContext and CompileContext describe what is being traced. A TraceId identifies one compilation of a frame.
+# TracingContext and CompileContext describe what is being traced. A TraceId identifies one compilation of a
+# frame.
 TracingContext = torch._guards.TracingContext
 CompileContext = torch._guards.CompileContext
 TraceId = torch._guards.TraceId
 # Dynamo raises exceptions of this base class for code that it cannot trace.
 TorchDynamoException = torch._dynamo.exc.TorchDynamoException
-# Inside a higher-order operator, this calls a function and permits its side effects, which Dynamo would refuse.
+# Inside a higher-order operator, this calls a function and permits its side effects, which Dynamo would
+# refuse.
 without_side_effect_checks = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
 
 
-# This marks a function so that Dynamo traces its operators but not its Python code. Since torch 2.15 there is a public
-# function, torch.compiler.nonstrict_trace.
+# This marks a function so that Dynamo traces its operators but not its Python code. Since torch 2.15 there is
+# a public function, torch.compiler.nonstrict_trace.
 nonstrict_trace: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._dynamo.nonstrict_trace
-# torch.compile sets these attributes: the first on the module that it returns, the second on a module compiled in
-# place, and the third on a compiled function. The value of the third is the bound method that was compiled, or (torch
-# 2.15) a function.
+# torch.compile sets these attributes: the first on the module that it returns, the second on a module
+# compiled in place, and the third on a compiled function. The value of the third is the bound method that was
+# compiled, or (torch 2.15) a function.
 ORIGINAL_MODULE = "_orig_mod"
 COMPILED_CALL = "_compiled_call_impl"
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
@@ -375,26 +399,29 @@ def compile_context(compiled: Any) -> Any:
     """Return the settings, such as ``fullgraph``, of a function that torch.compile returned; None for others."""
     if not hasattr(compiled, ORIGINAL_CALLABLE):
         return None
-    # The closure of the compiled function refers to the object with the settings (torch/_dynamo/eval_frame.py,
-    # _TorchDynamoContext.__call__).
+    # The closure of the compiled function refers to the object with the settings
+    # (torch/_dynamo/eval_frame.py, _TorchDynamoContext.__call__).
     return inspect.getclosurevars(compiled).nonlocals.get("self")
 
 
 # The names below are those of modules, from torch/nn/modules/module.py.
 
-# SUBMODULES is the attribute of a module that holds its submodules. CALL_WITH_HOOKS is the method that runs hooks and
-# forward; Module.__call__ and Module.compile look it up by name.
+# SUBMODULES is the attribute of a module that holds its submodules. CALL_WITH_HOOKS is the method that runs
+# hooks and forward; Module.__call__ and Module.compile look it up by name.
 SUBMODULES = "_modules"
 CALL_WITH_HOOKS = "_call_impl"
 # The attributes of a module that hold its forward hooks.
 FORWARD_PRE_HOOKS = "_forward_pre_hooks"
 FORWARD_HOOKS = "_forward_hooks"
-# This function parses the arguments of Module.to, and returns the device, dtype, non_blocking and memory format.
+# This function parses the arguments of Module.to, and returns the device, dtype, non_blocking and memory
+# format.
 parse_to = torch._C._nn._parse_to
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the dict of the parameters of ``module`` itself. Assigning to it replaces one without any checks."""
+    """Return the dict of the parameters of ``module`` itself.
+    Assigning to it replaces one without any checks.
+    """
     return module._parameters
 
 
@@ -408,7 +435,8 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_hooks.values())
 
 
-# The names below are those for nested containers, from torch/utils/_pytree.py, because torch has no public pytree.
+# The names below are those for nested containers, from torch/utils/_pytree.py, because torch has no public
+# pytree.
 
 pytree = torch.utils._pytree
 tree_flatten = torch.utils._pytree.tree_flatten
@@ -421,11 +449,12 @@ tree_unflatten = torch.utils._pytree.tree_unflatten
 
 
 class SpareDispatchKey:
-    """A dispatch key that torch does not use. Its kernels intercept operators in threads that turn the key on.
+    """A dispatch key that torch does not use. Its kernels intercept operators in threads that turn the key
+    on.
 
-    The first use registers ``kernels``, by (namespace, name) of their operator, for the whole process, with a fallback
-    that lets all other operators skip the key. If this build of torch does not have the key, or other code has
-    registered anything under it, nothing is registered and the key is not available.
+    The first use registers ``kernels``, by (namespace, name) of their operator, for the whole process, with a
+    fallback that lets all other operators skip the key. If this build of torch does not have the key, or
+    other code has registered anything under it, nothing is registered and the key is not available.
     """
 
     def __init__(self, name: str, kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> None:
@@ -434,7 +463,8 @@ class SpareDispatchKey:
         self._tried = False
         self._key: Any = None
         self._keys: Any = None
-        # Keep references to the libraries, because torch removes a library's kernels when the library is deleted.
+        # Keep references to the libraries, because torch removes a library's kernels when the library is
+        # deleted.
         self._libraries: list[torch.library.Library] = []
 
     def is_available(self) -> bool:
@@ -477,10 +507,11 @@ class SpareDispatchKey:
 
 
 def queued_cuda_seed() -> tuple[Any, int] | None:
-    """Return the seed for CUDA that waits until CUDA is initialized, and an object that is new after each seeding.
+    """Return the seed for CUDA that waits until CUDA is initialized, and an object that is new after each
+    seeding.
 
-    Return None if there is none. ``torch.manual_seed`` and ``torch.cuda.manual_seed`` queue a function with the seed in
-    its closure (torch/cuda/__init__.py, ``_lazy_call``; the same in torch 2.11, 2.13 and 2.15).
+    Return None if there is none. ``torch.manual_seed`` and ``torch.cuda.manual_seed`` queue a function with
+    the seed in its closure (torch/cuda/__init__.py, ``_lazy_call``; the same in torch 2.11, 2.13 and 2.15).
     """
     calls = torch.cuda._lazy_seed_tracker.get_calls()
     if torch.cuda.is_initialized() or not calls:

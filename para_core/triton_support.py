@@ -16,8 +16,8 @@ from torch import Tensor
 
 # The kernels support these dtypes.
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-# Triton supports GPUs of this compute capability and newer ones, according to its README. On older GPUs the first
-# launch fails to compile, for example for bfloat16.
+# Triton supports GPUs of this compute capability and newer ones, according to its README. On older GPUs the
+# first launch fails to compile, for example for bfloat16.
 LEAST_CAPABILITY = (8, 0)
 # Look for Triton at import, because Dynamo cannot trace find_spec.
 _HAS_TRITON = find_spec("triton") is not None
@@ -38,14 +38,20 @@ def is_interpreting() -> bool:
 def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | None:
     """Return the module ``para_core.kernels.<name>``, or None if its kernels cannot run here.
 
-    They cannot run if Triton is not installed, if there is no C compiler (which Triton needs for its launchers), or if
-    the compute capability of ``device`` is below ``LEAST_CAPABILITY``. The result is cached.
+    They cannot run if Triton is not installed, if there is no C compiler (which Triton needs for its
+    launchers), or if the compute capability of ``device`` is below ``LEAST_CAPABILITY``. The result is
+    cached.
 
     Args:
         name: Name of the module.
-        device: The device on which the kernels will run; None if the device is not known yet, and is then not checked.
+        device: The device on which the kernels will run; None if the device is not known yet, and is then not
+            checked.
     """
-    if device is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if (
+        device is not None
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY
+    ):
         return None
     if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang")))):
         return None
@@ -70,7 +76,8 @@ def are_floats(*tensors: Tensor) -> bool:
 def needs_plain(*tensors: Tensor) -> bool:
     """Whether to use plain PyTorch instead of a Triton kernel for ``tensors``.
 
-    This is so on a CPU, while a graph is traced (because compilers fuse plain operators), and if a gradient is needed.
+    This is so on a CPU, while a graph is traced (because compilers fuse plain operators), and if a gradient
+    is needed.
     """
     if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
         return True

@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 import warnings
 
-# Frames of these packages may be between the user's code and the warning, so the warning names the innermost frame
-# outside of them.
-_LIBRARIES = frozenset({"para_core", "torch", "diffusers", "transformers", "accelerate", "contextlib", "functools"})
+# Frames of these packages may be between the user's code and the warning, so the warning names the innermost
+# frame outside of them.
+_LIBRARIES = frozenset(
+    {"para_core", "torch", "diffusers", "transformers", "accelerate", "contextlib", "functools"}
+)
 
 
 class ParaCoreWarning(UserWarning):

@@ -42,7 +42,8 @@ missing = [[index for index in range(len(PROMPTS)) if not (options.output / f"{i
 dist.broadcast_object_list(missing)
 if dist.get_rank() == 0:
     print(
-        f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}: images {missing[0]} are to be generated", flush=True
+        f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}: images {missing[0]} are to be generated",
+        flush=True,
     )
 for index in missing[0]:
     generator = torch.Generator().manual_seed(index)

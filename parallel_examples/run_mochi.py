@@ -14,7 +14,9 @@ from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pi
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="genmo/mochi-1-preview", help="a name on the Hub, or a folder")
-parser.add_argument("--size", type=int, nargs=3, default=(480, 848, 85), help="height, width, frames (6 k + 1)")
+parser.add_argument(
+    "--size", type=int, nargs=3, default=(480, 848, 85), help="height, width, frames (6 k + 1)"
+)
 options = parser.parse_args()
 
 device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

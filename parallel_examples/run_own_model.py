@@ -24,5 +24,7 @@ with torch.no_grad():
             y = cp.gather(model(cp.shard(x, dim=1)), dim=1)
         if dist.get_rank() == 0:
             error = (y - expected).norm() / expected.norm()
-            print(f"ring {mesh['ring'].size()} × ulysses {mesh['ulysses'].size()}: relative difference {error:.1e}")
+            print(
+                f"ring {mesh['ring'].size()} × ulysses {mesh['ulysses'].size()}: relative difference {error:.1e}"
+            )
 dist.destroy_process_group()

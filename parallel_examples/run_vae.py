@@ -15,7 +15,9 @@ from para_core.adapters import parallelize_vae
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("image", help="a file; its sides are rounded down to multiples of 8 pixels")
-parser.add_argument("--model", default="black-forest-labs/FLUX.1-dev", help="a repository or folder that has a vae/")
+parser.add_argument(
+    "--model", default="black-forest-labs/FLUX.1-dev", help="a repository or folder that has a vae/"
+)
 options = parser.parse_args()
 
 device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

@@ -15,8 +15,12 @@ from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", default="Wan-AI/Wan2.1-T2V-14B-Diffusers", help="a name on the Hub, or a folder")
-parser.add_argument("--size", type=int, nargs=3, default=(480, 832, 81), help="height, width, frames (4 k + 1)")
+parser.add_argument(
+    "--model", default="Wan-AI/Wan2.1-T2V-14B-Diffusers", help="a name on the Hub, or a folder"
+)
+parser.add_argument(
+    "--size", type=int, nargs=3, default=(480, 832, 81), help="height, width, frames (4 k + 1)"
+)
 options = parser.parse_args()
 
 device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

@@ -30,7 +30,8 @@ Ranks = GuidedMesh | SequenceMesh
 _MAX_CHARACTERS = 60
 
 
-# Arguments whose names contain one of these words say what is generated, if they are no numbers. Others say how.
+# Arguments whose names contain one of these words say what is generated, if they are no numbers. Others say
+# how.
 _OF_IMAGE = ("prompt", "image", "latents", "generator", "mask", "video", "audio", "embeds")
 # The texts of numbers, bools and of values that are absent.
 _NUMBER = re.compile(r"-?\d|True|False|nan|-?inf")
@@ -53,12 +54,12 @@ def require_equal(
 ) -> None:
     """Raise on every rank if ``values()`` differs between ranks.
 
-    Every rank of ``mesh`` must call this function, and makes the call ``what``. Before ``values``, which returns
-    arguments and state by name, ``check`` is called, which raises if this rank cannot take part.
+    Every rank of ``mesh`` must call this function, and makes the call ``what``. Before ``values``, which
+    returns arguments and state by name, ``check`` is called, which raises if this rank cannot take part.
 
     Raises:
-        ValueError: If a value differs between two ranks. ``explain`` returns the message, from the texts of the values
-            of each rank, by name.
+        ValueError: If a value differs between two ranks. ``explain`` returns the message, from the texts of
+            the values of each rank, by name.
         TypeError, ValueError, RuntimeError: What ``check`` or ``values`` raised on one rank.
     """
     local: Record | Exception
@@ -96,7 +97,8 @@ def difference_of_pipeline_calls(pipeline: str, records: list[Record]) -> str:
 
 
 class PendingRecord:
-    """A short text for each of ``values`` that is not None, by name; devices compute those of tensors meanwhile.
+    """A short text for each of ``values`` that is not None, by name; devices compute those of tensors
+    meanwhile.
 
     Holds copies: a value may change before :meth:`wait` is called.
     """
@@ -137,7 +139,8 @@ def check_equal(
 ) -> None:
     """Raise ``ValueError`` on every rank if records differ; see :func:`check_consistent`, also for ``call``.
 
-    ``stages`` has the fields of ``local`` that only the ranks of one pipeline stage have in common, with that stage.
+    ``stages`` has the fields of ``local`` that only the ranks of one pipeline stage have in common, with that
+    stage.
     """
     own = [0, 0]
     checked: Signature | Exception
@@ -146,7 +149,10 @@ def check_equal(
     else:
         checked = signature({name: text for name, text in local.items() if name not in stages})
         of_stage = json.dumps({name: local[name] for name in stages}).encode()
-        own = [max(stages.values(), default=0), int.from_bytes(blake2b(of_stage, digest_size=7).digest(), "big")]
+        own = [
+            max(stages.values(), default=0),
+            int.from_bytes(blake2b(of_stage, digest_size=7).digest(), "big"),
+        ]
     rows = check_consistent(checked, mesh, own, explain=explain, call=call)
     first_of: dict[int, int] = {}
     for rank, (stage, digits) in enumerate(rows):
@@ -202,7 +208,8 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
             shape = getattr(value, "size", None)
         yield f"{type(value).__name__} {shape} {_hash(value.tobytes())}"
     else:
-        # Callbacks and other objects have no values to compare between processes, so compare their class only.
+        # Callbacks and other objects have no values to compare between processes, so compare their class
+        # only.
         yield f"a {type(value).__name__}"
 
 

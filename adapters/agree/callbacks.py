@@ -1,8 +1,9 @@
-"""Run the callbacks of a pipeline's call, and raise on all ranks if they have not the same effect on all ranks.
+"""Run the callbacks of a pipeline's call, and raise on all ranks if they have not the same effect on all
+ranks.
 
-After each callback the ranks exchange a few numbers over the CPU. The LoRAs, and the values of tensors that a callback
-changed, follow in the next exchange, after the next callback or at the end of the call: meanwhile the device computes
-their fingerprints, and the host need not wait for the step that runs.
+After each callback the ranks exchange a few numbers over the CPU. The LoRAs, and the values of tensors that a
+callback changed, follow in the next exchange, after the next callback or at the end of the call: meanwhile
+the device computes their fingerprints, and the host need not wait for the step that runs.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ _WAY_OUT = (
 
 
 @contextmanager
-def replace_callbacks(kwargs: Mapping[str, Any], slot: Slot, run: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+def replace_callbacks(
+    kwargs: Mapping[str, Any], slot: Slot, run: Callable[..., Any]
+) -> Iterator[dict[str, Any]]:
     """Replace each callback in ``kwargs`` by ``run(callback, *args, **kwargs)`` inside the ``with`` block.
 
-    ``kwargs`` are those of a pipeline's call; callbacks are those whose names begin with ``callback``. Yields the
-    keyword arguments to call the pipeline with. ``slot`` is the slot of a callback that is an object.
+    ``kwargs`` are those of a pipeline's call; callbacks are those whose names begin with ``callback``. Yields
+    the keyword arguments to call the pipeline with. ``slot`` is the slot of a callback that is an object.
     """
     wrapped = dict(kwargs)
     with ExitStack() as stack:
@@ -59,14 +62,16 @@ class CheckedCallbacks:
 
     def __init__(self, pipe: Any, mesh: GuidedMesh) -> None:
         self._pipe, self._mesh = pipe, mesh
-        # The values of tensors before and after the last callback, and the LoRAs after it, until they are compared.
+        # The values of tensors before and after the last callback, and the LoRAs after it, until they are
+        # compared.
         self._pending: tuple[PendingRecord, PendingRecord, PendingRecord] | None = None
 
     def run(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return ``callback(*args, **kwargs)``, after all ranks have run their callback.
 
-        Raises ``RuntimeError`` if the callback raised on another rank, and ``ValueError`` if its effect differs. If
-        only values of tensors or LoRAs differ, the next call of this method or of :meth:`finish` raises that.
+        Raises ``RuntimeError`` if the callback raised on another rank, and ``ValueError`` if its effect
+        differs. If only values of tensors or LoRAs differ, the next call of this method or of :meth:`finish`
+        raises that.
         """
         inputs = materialize(_tensors(args))
         before = PendingRecord(_values_of(inputs))
@@ -75,7 +80,9 @@ class CheckedCallbacks:
         except Exception as error:
             # Raise the error of the callback, even if no other rank answers.
             with suppress(RuntimeError):
-                check_consistent(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
+                check_consistent(
+                    RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh
+                )
             raise
         outputs = {**inputs, **materialize(_tensors((result,)))}
         scale = getattr(self._pipe, "_guidance_scale", None)
@@ -91,7 +98,8 @@ class CheckedCallbacks:
         regions = {name: (region_of(module), module) for name, module in transformers_of(self._pipe).items()}
         planned = {name: (region, module) for name, (region, module) in regions.items() if region is not None}
         state |= {
-            f"changes of code inside pipe.{name}": region.check.new_code() for name, (region, _) in planned.items()
+            f"changes of code inside pipe.{name}": region.check.new_code()
+            for name, (region, _) in planned.items()
         }
         self._compare(state)
         # A callback may have set other attention processors or hooks.
@@ -126,7 +134,8 @@ def _values_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return the tensors among ``values`` by name.
 
-    A callback takes and returns its tensors in a dict, or as separate arguments in the deprecated form of callbacks.
+    A callback takes and returns its tensors in a dict, or as separate arguments in the deprecated form of
+    callbacks.
     """
     named = {f"argument {index}": value for index, value in enumerate(values)}
     for value in values:
@@ -136,4 +145,6 @@ def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:
 
 
 def _explain(records: list[Record]) -> str:
-    return f"the effect of a callback differs between ranks. {'; '.join(differing_fields(records))}. {_WAY_OUT}"
+    return (
+        f"the effect of a callback differs between ranks. {'; '.join(differing_fields(records))}. {_WAY_OUT}"
+    )

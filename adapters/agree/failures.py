@@ -1,11 +1,12 @@
 """Find out which rank does not answer, and why, when a collective times out.
 
-The time-out of a collective does not say which rank is missing. So the ranks exchange their process ids and hosts in
-advance (:func:`places_of_all`), and a rank that leaves a call with an exception writes the reason into torch's store. A
-rank whose collective timed out signs in at the store and names the ranks that do not (:func:`why_no_answer`).
+The time-out of a collective does not say which rank is missing. So the ranks exchange their process ids and
+hosts in advance (:func:`places_of_all`), and a rank that leaves a call with an exception writes the reason
+into torch's store. A rank whose collective timed out signs in at the store and names the ranks that do not
+(:func:`why_no_answer`).
 
-The store is reached over the same network, which may have failed: its calls run in a thread that is abandoned after
-``_PATIENCE`` seconds.
+The store is reached over the same network, which may have failed: its calls run in a thread that is abandoned
+after ``_PATIENCE`` seconds.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from para_core.distributed.late_ranks import Unanswered, ask_store
 from para_core.distributed.mesh import GuidedMesh
 from para_core.foreign_errors import is_lost_connection
 
-# Seconds to wait for the other ranks to sign in. A few are enough: the first rank whose collective times out closes its
-# connections, which ends the collectives of the other ranks too.
+# Seconds to wait for the other ranks to sign in. A few are enough: the first rank whose collective times out
+# closes its connections, which ends the collectives of the other ranks too.
 _PATIENCE = 4.0
 _INTERVAL = 0.05
 _REASON_CHARACTERS = 2000
@@ -42,14 +43,20 @@ def _own_rank() -> int:
 
 
 def places_of_all(mesh: GuidedMesh) -> Places:
-    """Return the process id and host of each rank of ``mesh``, by global rank. A collective call with one exchange."""
+    """Return the process id and host of each rank of ``mesh``, by global rank.
+    A collective call with one exchange.
+    """
     own = {"rank": _own_rank(), "place": f"process {os.getpid()} on host {socket.gethostname()}"}
     return {record["rank"]: record["place"] for record in exchange(own, mesh)}
 
 
 def leave_reason(token: str, reason: str) -> None:
     """Store why this rank leaves the call ``token``, unless a rank has stored a reason before."""
-    ask_store(lambda store: store.compare_set(_key(token, "reason"), "", reason[:_REASON_CHARACTERS]), None, _PATIENCE)
+    ask_store(
+        lambda store: store.compare_set(_key(token, "reason"), "", reason[:_REASON_CHARACTERS]),
+        None,
+        _PATIENCE,
+    )
 
 
 def why_no_answer(token: str, places: Places) -> str:
@@ -64,8 +71,8 @@ def why_no_answer(token: str, places: Places) -> str:
 def _call_roll(store: Any, token: str, places: Places) -> str:
     """Sign in at the store and wait up to ``_PATIENCE`` seconds for the other ranks.
 
-    Returns a text for the message: the reason that a rank has stored; or the ranks that did not sign in; or, if all of
-    them did, that the exchange took longer than the time-out.
+    Returns a text for the message: the reason that a rank has stored; or the ranks that did not sign in; or,
+    if all of them did, that the exchange took longer than the time-out.
     """
     store.set(_key(token, f"here/{_own_rank()}"), "")
     deadline = time.monotonic() + _PATIENCE
@@ -95,9 +102,10 @@ def _key(token: str, name: str) -> str:
 def share_reasons(token: str, places: Places) -> Iterator[None]:
     """Report an exception of the ``with`` block to the other ranks, and explain a time-out by their reports.
 
-    An exception on this rank is stored as its reason for leaving the call ``token``, and raised again. If a collective
-    of this rank times out or loses its connection, ``RuntimeError`` is raised instead: it names the ranks of ``places``
-    that do not answer, and the reason. With NCCL a time-out ends the process (docs/several_nodes.md).
+    An exception on this rank is stored as its reason for leaving the call ``token``, and raised again. If a
+    collective of this rank times out or loses its connection, ``RuntimeError`` is raised instead: it names
+    the ranks of ``places`` that do not answer, and the reason. With NCCL a time-out ends the process
+    (docs/several_nodes.md).
     """
     try:
         yield

@@ -1,7 +1,8 @@
 """Find the LoRAs on a pipeline's models, and describe them by values that ranks compare.
 
-The weights are read in every call, by a digest that the device computes. Nothing cheaper is sound: peft exchanges a
-LoRA by writes through ``.data``, which leave object, address and version counter of a weight as they were.
+The weights are read in every call, by a digest that the device computes. Nothing cheaper is sound: peft
+exchanges a LoRA by writes through ``.data``, which leave object, address and version counter of a weight as
+they were.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def describe_loras(pipe: Any) -> dict[str, Any]:
 def describe_loras_of_model(name: str, model: nn.Module) -> dict[str, Any]:
     """Return settings and weights of the LoRAs of ``model``, by names for messages; nothing if it has none.
 
-    The settings are a text: active adapters and scales. The weights are a digest on their device, so this does not wait
-    for it. Left out are weights that are sharded, offloaded by accelerate, or fused into the model, because not every
-    rank could compare these. With stages only the ranks of one stage have the LoRA weights of its blocks in common.
+    The settings are a text: active adapters and scales. The weights are a digest on their device, so this
+    does not wait for it. Left out are weights that are sharded, offloaded by accelerate, or fused into the
+    model, because not every rank could compare these. With stages only the ranks of one stage have the LoRA
+    weights of its blocks in common.
     """
     layers = lora_layers(model)
     if not layers:
@@ -62,7 +64,11 @@ def lora_layers(model: nn.Module) -> list[Any]:
     # peft lists its adapters in peft_config, so without an entry there the modules need not be searched.
     if not getattr(model, "peft_config", None):
         return []
-    return [module for module in model.modules() if hasattr(module, "adapter_layer_names") and hasattr(module, "merge")]
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "adapter_layer_names") and hasattr(module, "merge")
+    ]
 
 
 def lora_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -97,7 +103,10 @@ def _scales_of(layers: list[Any]) -> list[Tensor]:
 def _weights_of(layers: list[Any]) -> list[nn.Parameter]:
     """Return the weights of all adapters of ``layers``."""
     return [
-        weight for layer in layers for name in layer.adapter_layer_names for weight in getattr(layer, name).parameters()
+        weight
+        for layer in layers
+        for name in layer.adapter_layer_names
+        for weight in getattr(layer, name).parameters()
     ]
 
 

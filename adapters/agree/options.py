@@ -18,18 +18,20 @@ from para_core.distributed.mesh import GuidedMesh, all_ranks, guided_mesh, requi
 def require_equal_options(
     function: str, mesh: DeviceMesh | ProcessGroup | GuidedMesh | None, options: Mapping[str, object]
 ) -> Iterator[None]:
-    """Return a context manager for the checks of ``options``, which ``function`` was called with and may be invalid.
+    """Return a context manager for the checks of ``options``, which ``function`` was called with and may be
+    invalid.
 
-    Every rank of ``mesh`` must enter the context, before anything that depends on an option is sent. If an option, or
-    the device type or a size of ``mesh``, differs between ranks, every rank raises ``ValueError``. An exception in the
-    ``with`` block is raised on every rank as well. With a :class:`GuidedMesh`, nothing is exchanged, because it comes
-    from a caller that has compared the options and raises on every rank.
+    Every rank of ``mesh`` must enter the context, before anything that depends on an option is sent. If an
+    option, or the device type or a size of ``mesh``, differs between ranks, every rank raises ``ValueError``.
+    An exception in the ``with`` block is raised on every rank as well. With a :class:`GuidedMesh`, nothing is
+    exchanged, because it comes from a caller that has compared the options and raises on every rank.
     """
     if isinstance(mesh, GuidedMesh):
         yield
         return
     ranks = _ranks_of(mesh)
-    # A function has no value to compare between processes, but a name. ``describe`` returns the class of a callback.
+    # A function has no value to compare between processes, but a name. ``describe`` returns the class of a
+    # callback.
     names = {name: getattr(value, "__qualname__", value) for name, value in options.items()}
     record = {"mesh": _text_of(mesh), **{name: describe(value) for name, value in names.items()}}
 
@@ -44,8 +46,8 @@ def require_equal_options(
 def _ranks_of(mesh: DeviceMesh | ProcessGroup | None) -> GuidedMesh:
     """Return the ranks of ``mesh`` by groups that they share even if each of them has passed another mesh.
 
-    If the mesh has all ranks, this is the default group, because the groups of its dims depend on their sizes. So is it
-    for None, which stands for all ranks, and for other types, which are refused later.
+    If the mesh has all ranks, this is the default group, because the groups of its dims depend on their
+    sizes. So is it for None, which stands for all ranks, and for other types, which are refused later.
     """
     world = all_ranks()
     if mesh == dist.GroupMember.NON_GROUP_MEMBER:

@@ -17,12 +17,14 @@ _TOKEN_BYTES = 16
 
 @contextmanager
 def share_random_state(mesh: GuidedMesh) -> Iterator[str]:
-    """Set the default generators of all ranks to the state of the first rank's generators, inside the ``with`` block.
+    """Set the default generators of all ranks to the state of the first rank's generators, inside the
+    ``with`` block.
 
-    Afterwards the other ranks get their own state back. Yields a random token of this call, equal on all ranks.
+    Afterwards the other ranks get their own state back. Yields a random token of this call, equal on all
+    ranks.
     """
-    # Use the current accelerator and not the device of the mesh: diffusers draws on the pipeline's device, and a gloo
-    # mesh of type cpu may serve a pipeline on an accelerator.
+    # Use the current accelerator and not the device of the mesh: diffusers draws on the pipeline's device,
+    # and a gloo mesh of type cpu may serve a pipeline on an accelerator.
     accelerator = None
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
@@ -33,7 +35,9 @@ def share_random_state(mesh: GuidedMesh) -> Iterator[str]:
     if device_module is not None:
         own.append(device_module.get_rng_state())
     token = torch.frombuffer(bytearray(os.urandom(_TOKEN_BYTES)), dtype=torch.uint8)
-    shared: list[Tensor] = list(broadcast_bytes(torch.cat([token, *own]), mesh).split([_TOKEN_BYTES, *map(len, own)]))
+    shared: list[Tensor] = list(
+        broadcast_bytes(torch.cat([token, *own]), mesh).split([_TOKEN_BYTES, *map(len, own)])
+    )
     torch.set_rng_state(shared[1].clone())
     if device_module:
         device_module.set_rng_state(shared[2].clone())

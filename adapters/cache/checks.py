@@ -22,7 +22,8 @@ from para_core.instance.private_class import original_class
 
 
 def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> None:
-    """Run the checks before a cache with ``options`` is applied to ``model``. The first check that fails raises.
+    """Run the checks before a cache with ``options`` is applied to ``model``. The first check that fails
+    raises.
 
     ``options=None`` leaves out the checks that need them.
     """

@@ -49,7 +49,8 @@ class PipelineCache:
         self._tracker = SchedulerTracker()
         # By transformer: the names of its positional parameters.
         self._parameters: dict[str, tuple[str, ...]] = {}
-        # The name of this pipeline's filling of a transformer's slot; pipelines with other caches may share the model.
+        # The name of this pipeline's filling of a transformer's slot; pipelines with other caches may share
+        # the model.
         self._name = str(id(self))
         # The attributes below belong to the generation that is running.
         self._pipe: Any = None
@@ -59,10 +60,11 @@ class PipelineCache:
         self._warnings = WarningLog()
 
     def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
-        """Use ``caches``, by component name, from the next generation on. If this fails, the previous caches stay.
+        """Use ``caches``, by component name, from the next generation on. If this fails, the previous caches
+        stay.
 
-        The hook of a model that gets a new cache is kept, so graphs that were compiled with it stay valid. ``adapter``
-        is the one that the user passed, or None.
+        The hook of a model that gets a new cache is kept, so graphs that were compiled with it stay valid.
+        ``adapter`` is the one that the user passed, or None.
         """
         before = self.caches
         adapters = [adapter_for(cache.module, adapter) for cache in caches.values()]
@@ -119,10 +121,11 @@ class PipelineCache:
         for name, cache in self.caches.items():
             cache.reset()
             cache.readings.clear()
-            # Attach the cache's hooks again before the first CFG branch is identified: another pipeline that shares the
-            # model and has other first_blocks may have replaced them since the last generation.
+            # Attach the cache's hooks again before the first CFG branch is identified: another pipeline that
+            # shares the model and has other first_blocks may have replaced them since the last generation.
             cache.attach()
-            # A compiled component has the slot, not the module inside it, so that the hook runs outside the graph.
+            # A compiled component has the slot, not the module inside it, so that the hook runs outside the
+            # graph.
             component = getattr(pipe, name)
             if not is_filled(component, Slot.CACHE, self._name):
                 run = partial(self._run_model, name)
@@ -143,7 +146,9 @@ class PipelineCache:
         for cache in self.caches.values():
             cache.reset()
 
-    def _run_model(self, name: str, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_model(
+        self, name: str, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         if torch.compiler.is_compiling() or not self._tracker.active:
             return call(module, *args, **kwargs)
         if self._in_callback or self._thread != get_ident():
@@ -172,7 +177,8 @@ class PipelineCache:
         Every rank calls this for every call, so that all ranks number the branches in the same order.
         """
         plain = uncompiled(module)
-        # A callback may have removed the caches with their hooks. The rest of the generation then runs without them.
+        # A callback may have removed the caches with their hooks. The rest of the generation then runs
+        # without them.
         name = next((name for name, cache in self.caches.items() if cache.module is plain), None)
         if name is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
             return
@@ -200,7 +206,8 @@ class PipelineCache:
         return CacheReport(rows_of(readings), rules, forecasts, dropped)
 
     def _warn_of_transformer(self, name: str, cache: BlockCache) -> None:
-        """Warn if the ended generation skipped no step or every step, or had residuals that are zero or not finite.
+        """Warn if the ended generation skipped no step or every step, or had residuals that are zero or not
+        finite.
 
         Each kind of warning appears once until the caches or thresholds change.
         """
@@ -225,7 +232,9 @@ class PipelineCache:
         if not decisions or threshold == 0.0:
             return
         differences = [
-            row.difference for row in decisions if row.difference is not None and math.isfinite(row.difference)
+            row.difference
+            for row in decisions
+            if row.difference is not None and math.isfinite(row.difference)
         ]
         ranging = "no difference was finite"
         if differences:

@@ -37,24 +37,27 @@ def apply_cache_on_pipe(
     per_transformer: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> Pipeline:
-    """Skip most transformer blocks of ``pipe`` at steps at which its first-block residual changes little. Not exact.
+    """Skip most transformer blocks of ``pipe`` at steps at which its first-block residual changes little. Not
+    exact.
 
-    The first block always runs. If its residual differs from that of the last computed step by less than the threshold
-    (mean|change| / mean|last|), the other blocks are skipped, and a forecast of their residual is added instead.
+    The first block always runs. If its residual differs from that of the last computed step by less than the
+    threshold (mean|change| / mean|last|), the other blocks are skipped, and a forecast of their residual is
+    added instead.
 
-    Calling this function again replaces the settings; :func:`remove_cache_from_pipe` undoes it. It can be combined with
-    :func:`parallelize_pipe`, ``torch.compile``, offload and LoRA, in any order. On a parallel pipeline every rank calls
-    it, and an error on one rank raises on all of them. After an error the pipeline has the cache that it had before, or
-    none.
+    Calling this function again replaces the settings; :func:`remove_cache_from_pipe` undoes it. It can be
+    combined with :func:`parallelize_pipe`, ``torch.compile``, offload and LoRA, in any order. On a parallel
+    pipeline every rank calls it, and an error on one rank raises on all of them. After an error the pipeline
+    has the cache that it had before, or none.
 
     Args:
         pipe (`DiffusionPipeline`): A pipeline with a supported transformer.
-        adapter (`Adapter`, *optional*): The adapter of a transformer that is not supported. It has priority over the
-            library's adapter for the same class.
-        per_transformer (`Mapping[str, Mapping[str, Any]]`, *optional*): Options of single transformers by component
-            name, which override ``options``: ``{"transformer_2": {"residual_diff_threshold": 0.1}}`` for Wan 2.2.
-        **options: The options of ``para_core.CacheOptions``. ``residual_diff_threshold`` defaults to the threshold of
-            the adapter, which is valid for ``rule="first_block"`` only.
+        adapter (`Adapter`, *optional*): The adapter of a transformer that is not supported. It has priority
+            over the library's adapter for the same class.
+        per_transformer (`Mapping[str, Mapping[str, Any]]`, *optional*): Options of single transformers by
+            component name, which override ``options``: ``{"transformer_2": {"residual_diff_threshold":
+            0.1}}`` for Wan 2.2.
+        **options: The options of ``para_core.CacheOptions``. ``residual_diff_threshold`` defaults to the
+            threshold of the adapter, which is valid for ``rule="first_block"`` only.
 
     Returns:
         ``pipe`` itself.
@@ -84,9 +87,14 @@ def apply_cache_on_pipe(
 
 
 def _resolve(
-    pipe: Any, adapter: Adapter | None, per_transformer: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
+    pipe: Any,
+    adapter: Adapter | None,
+    per_transformer: Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Any],
 ) -> dict[str, BlockCache]:
-    """Validate the options and return a cache for each transformer of ``pipe``, by component name. Changes nothing."""
+    """Validate the options and return a cache for each transformer of ``pipe``, by component name.
+    Changes nothing.
+    """
     models = models_to_check(pipe, adapter)
     for model in models:
         check_cache(model)
@@ -123,7 +131,8 @@ def apply_cache_on_transformer(
     """Apply First Block Cache to a diffusers transformer that your own denoising loop calls. Not exact.
 
     Like :func:`para_core.apply_cache`, with the block stack and the default threshold of the adapter. Call
-    ``para_core.reset_cache(transformer)`` before each generation. ``para_core.remove_cache(transformer)`` undoes it.
+    ``para_core.reset_cache(transformer)`` before each generation. ``para_core.remove_cache(transformer)``
+    undoes it.
 
     Args:
         transformer (`nn.Module`): A supported transformer. It may be compiled.
@@ -163,7 +172,8 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
     caching = caching_of(pipe)
     if caching is not None:
         caching.remove(pipe)
-        # Unwrap the pipeline last: if removal fails before, a second call still finds the caches and removes the rest.
+        # Unwrap the pipeline last: if removal fails before, a second call still finds the caches and removes
+        # the rest.
         empty_slot(pipe, Slot.CACHE)
     return pipe
 
@@ -171,10 +181,12 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
 def cache_report(pipe: Any) -> CacheReport:
     """Return a report of the cache's decision at each step of the last generation of ``pipe``.
 
-    It is a `CacheReport` to ``print``, ``.plot(path)`` or ``.to_json(path)``, with the steps of this rank; it has none
-    before the first generation. Raises ``ValueError`` if the pipeline has no cache.
+    It is a `CacheReport` to ``print``, ``.plot(path)`` or ``.to_json(path)``, with the steps of this rank; it
+    has none before the first generation. Raises ``ValueError`` if the pipeline has no cache.
     """
     caching = caching_of(pipe)
     if caching is None:
-        raise ValueError(f"this {original_class(pipe).__name__} has no cache: call apply_cache_on_pipe(pipe) first.")
+        raise ValueError(
+            f"this {original_class(pipe).__name__} has no cache: call apply_cache_on_pipe(pipe) first."
+        )
     return caching.report()

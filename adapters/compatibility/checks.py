@@ -1,8 +1,8 @@
 """The checks of a denoiser, by phase: before it is parallelized, and before each parallel call.
 
-A check is a function that raises if the model has a feature or an option that para_core cannot combine with what the
-user asks for. It is defined next to that feature. The first line of its docstring, "Refuse …", names the combination;
-docs/refusals.md is made from these lines.
+A check is a function that raises if the model has a feature or an option that para_core cannot combine with
+what the user asks for. It is defined next to that feature. The first line of its docstring, "Refuse …", names
+the combination; docs/refusals.md is made from these lines.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class CheckedModel:
         module: The denoiser; None if the pipeline has none.
         component: Path of ``module`` in the pipeline; empty without a pipeline.
         adapter: Adapter that the user passed; None without one.
-        applied: Ranks over which the tokens or rows of ``module`` were sharded when it was parallelized; None before
-            that, or if they are not sharded.
+        applied: Ranks over which the tokens or rows of ``module`` were sharded when it was parallelized; None
+            before that, or if they are not sharded.
         kind: Kind of a denoiser that is no transformer; None for a transformer.
     """
 
@@ -99,7 +99,8 @@ def models_to_check(pipe: Any, adapter: Adapter | None = None) -> list[CheckedMo
     models = [CheckedModel(pipe, module, name, adapter) for name, module in transformers_of(pipe).items()]
     if not models:
         models = [
-            CheckedModel(pipe, module, path, adapter, kind=kind) for kind, path, module in denoisers_by_kind(pipe)
+            CheckedModel(pipe, module, path, adapter, kind=kind)
+            for kind, path, module in denoisers_by_kind(pipe)
         ]
     return models or [CheckedModel(pipe, None)]
 
@@ -164,11 +165,14 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
             check_guider(model.owner, mesh.sequence.ranks)
 
 
-def check_same_call_of_model(module: Any, mesh: GuidedMesh, inputs: Mapping[str, Any], *, assume_equal: bool) -> None:
-    """Raise on every rank if the call of ``module`` is refused on one rank, or if ``inputs`` differ between ranks.
+def check_same_call_of_model(
+    module: Any, mesh: GuidedMesh, inputs: Mapping[str, Any], *, assume_equal: bool
+) -> None:
+    """Raise on every rank if the call of ``module`` is refused on one rank, or if ``inputs`` differ between
+    ranks.
 
-    ``inputs`` are arguments and settings by name. ``assume_equal`` skips the comparison and its exchange; then a rank
-    whose call is refused raises alone.
+    ``inputs`` are arguments and settings by name. ``assume_equal`` skips the comparison and its exchange;
+    then a rank whose call is refused raises alone.
     """
     mesh.check_alive()
     models = [model_to_check(module)]

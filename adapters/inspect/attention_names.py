@@ -1,9 +1,10 @@
 """Map the attention backends that diffusers names to backends of para_core, for calls on several ranks.
 
-A user chooses a backend of diffusers by ``set_attention_backend``, ``attention_backend(...)`` or the environment. Most
-of these do not call scaled_dot_product_attention, the function that para_core intercepts. During a call on several
-ranks the attention processors therefore use ``"native"``, which calls that function, and para_core computes attention
-with its own equivalent of the chosen backend. Written for diffusers 0.42.1, ``models/attention_dispatch.py``.
+A user chooses a backend of diffusers by ``set_attention_backend``, ``attention_backend(...)`` or the
+environment. Most of these do not call scaled_dot_product_attention, the function that para_core intercepts.
+During a call on several ranks the attention processors therefore use ``"native"``, which calls that function,
+and para_core computes attention with its own equivalent of the chosen backend. Written for diffusers 0.42.1,
+``models/attention_dispatch.py``.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 
 # Names of backends that call scaled_dot_product_attention, so para_core can intercept their attention.
 _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
-# Names of the backends that do not call scaled_dot_product_attention, each with para_core's equivalent. None leaves the
-# choice of a kernel to SDPA: these backends compute exact attention as SDPA does, and a fixed kernel would not take
-# masks.
+# Names of the backends that do not call scaled_dot_product_attention, each with para_core's equivalent. None
+# leaves the choice of a kernel to SDPA: these backends compute exact attention as SDPA does, and a fixed
+# kernel would not take masks.
 TRANSLATED: Mapping[str, Backend | None] = {
     "flash": "flash",
     "flash_varlen": None,
@@ -78,7 +79,9 @@ def check_one_attention_backend(settings: Sequence[ProcessorBackend], name: str)
     """Refuse several attention backends of diffusers in one transformer."""
     for kind in _by_kind(settings):
         other = next((setting for setting in kind if setting.name not in _SEEN), None)
-        odd = next((setting for setting in kind if other is not None and setting.backend != other.backend), None)
+        odd = next(
+            (setting for setting in kind if other is not None and setting.backend != other.backend), None
+        )
         if other is not None and odd is not None:
             raise refusal(
                 RuntimeError,
@@ -136,8 +139,8 @@ def attention_by_name(module: nn.Module) -> dict[str, str]:
 
 
 def code_by_name(module: nn.Module) -> dict[str, str]:
-    """Return what users exchange inside ``module``, to compare it between ranks: attention processors, hooks and
-    replaced ``forward`` functions, by number.
+    """Return what users exchange inside ``module``, to compare it between ranks: attention processors, hooks
+    and replaced ``forward`` functions, by number.
     """
     kinds = Counter([type(processor).__qualname__ for processor in processors_of(module)])
     states = [part.__dict__ for part in submodules_of(module)]
@@ -151,10 +154,11 @@ def code_by_name(module: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def translated_attention(module: nn.Module) -> Iterator[None]:
-    """Use para_core's equivalents of the backends that diffusers names for ``module``, inside the ``with`` block.
+    """Use para_core's equivalents of the backends that diffusers names for ``module``, inside the ``with``
+    block.
 
-    The checks :func:`check_attention_is_seen` and :func:`check_one_attention_backend` must have passed. Does nothing
-    on one rank, where diffusers' own backends run.
+    The checks :func:`check_attention_is_seen` and :func:`check_one_attention_backend` must have passed. Does
+    nothing on one rank, where diffusers' own backends run.
     """
     region = region_of(module)
     others: list[ProcessorBackend] = []
@@ -193,7 +197,9 @@ def processors_of(module: nn.Module) -> list[Any]:
     Called several times per call of a model, so it makes no Python call per module.
     """
     # Read the dicts directly: getattr() is slow on the many modules that have no processor.
-    processors: list[Any] = [x.__dict__.get("processor") or x._modules.get("processor") for x in submodules_of(module)]
+    processors: list[Any] = [
+        x.__dict__.get("processor") or x._modules.get("processor") for x in submodules_of(module)
+    ]
     return [processor for processor in processors if processor is not None]
 
 
@@ -205,21 +211,24 @@ def _backends_by_path(module: nn.Module) -> list[ProcessorBackend]:
         attention_by_pattern = plan.attention
     for pattern, attention in attention_by_pattern.items():
         if isinstance(attention, AttentionByHeads):
-            # The module then attends to all tokens with some of the heads, so any backend of diffusers is correct.
+            # The module then attends to all tokens with some of the heads, so any backend of diffusers is
+            # correct.
             by_heads |= set(matching_modules(module, pattern))
         elif isinstance(attention, tuple) and all(call.keys is not None for call in attention):
             crossing |= set(matching_modules(module, pattern))
     for path, submodule in module.named_modules():
         processor: Any = getattr(submodule, "processor", None)
         if path not in by_heads and hasattr(processor, "_attention_backend"):
-            settings.append(ProcessorBackend(path, processor, _name_of(processor._attention_backend), path in crossing))
+            settings.append(
+                ProcessorBackend(path, processor, _name_of(processor._attention_backend), path in crossing)
+            )
     return settings
 
 
 def _name_of(backend: Any) -> str:
     if backend is None:
-        # No backend is set on this processor, so diffusers uses its global default, which attention_backend(...),
-        # set_attention_backend and the environment can change.
+        # No backend is set on this processor, so diffusers uses its global default, which
+        # attention_backend(...), set_attention_backend and the environment can change.
         from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
         backend, _ = _AttentionBackendRegistry.get_active_backend()

@@ -12,14 +12,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.registry import adapter_for, plan_for, require_adapter, require_blocks, transformers_of
+from para_core.adapters.registry import (
+    adapter_for,
+    plan_for,
+    require_adapter,
+    require_blocks,
+    transformers_of,
+)
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class, unwrapped_class
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stack import StackedBlock
 
-# Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but these are small and stay
-# on the device.
+# Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but these are
+# small and stay on the device.
 VAE_METHODS = ("encode", "decode")
 # Names of the autoencoders for sound, in pipelines that also generate sound.
 SOUND_VAES = ("audio_vae", "sound_tokenizer")
@@ -28,25 +34,27 @@ SOUND_VAES = ("audio_vae", "sound_tokenizer")
 _ENCODERS = ("text_encoder", "image_encoder")
 # Matches the config entries that hold a number of blocks, such as ``num_layers`` and ``depth``.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
-# Matches names of layers that process one vector per sample, or only text tokens. They take little time relative to the
-# size of their weights, so the cost of a block leaves them out.
+# Matches names of layers that process one vector per sample, or only text tokens. They take little time
+# relative to the size of their weights, so the cost of a block leaves them out.
 _CHEAP = re.compile(r"norm|mod|adaln|scale_shift|context|txt|add_[qkv]|add_out|(^|\.)text", re.IGNORECASE)
 
 
 def components_of(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the transformers and encoders of ``pipe`` that have blocks, by name, without compile wrappers.
 
-    ``names`` are the components to return; None for all. Raises ``TypeError`` if it is a string, and ``ValueError`` if
-    the pipeline has no such component, or the component has no blocks.
+    ``names`` are the components to return; None for all. Raises ``TypeError`` if it is a string, and
+    ``ValueError`` if the pipeline has no such component, or the component has no blocks.
     """
     parts: dict[str, Any] = {name: uncompiled(part) for name, part in pipe.components.items()}
     transformers = transformers_of(pipe)
     possible = {
         name: part
         for name, part in parts.items()
-        # Autoencoders are left out, because pipelines call their methods and submodules without calling the module
-        # itself, which bypasses FSDP2's hooks.
-        if (name in transformers or name.startswith(_ENCODERS)) and isinstance(part, nn.Module) and blocks_of(part)
+        # Autoencoders are left out, because pipelines call their methods and submodules without calling the
+        # module itself, which bypasses FSDP2's hooks.
+        if (name in transformers or name.startswith(_ENCODERS))
+        and isinstance(part, nn.Module)
+        and blocks_of(part)
     }
     if names is None:
         return possible
@@ -64,7 +72,9 @@ def components_of(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn
 
 def text_encoders_of(pipe: Any) -> dict[str, nn.Module]:
     """Return the text encoders of ``pipe`` by name, each without the wrapper of ``torch.compile``."""
-    parts = {name: uncompiled(part) for name, part in pipe.components.items() if name.startswith("text_encoder")}
+    parts = {
+        name: uncompiled(part) for name, part in pipe.components.items() if name.startswith("text_encoder")
+    }
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
@@ -80,17 +90,19 @@ def vaes_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a transformer or text encoder in the order in which they run; empty if there are none.
+    """Return the blocks of a transformer or text encoder in the order in which they run; empty if there are
+    none.
 
-    The blocks are the block stack of the adapter and the entries of every other outermost ``ModuleList`` that holds
-    several modules of one class with parameters.
+    The blocks are the block stack of the adapter and the entries of every other outermost ``ModuleList`` that
+    holds several modules of one class with parameters.
     """
     adapter = adapter_for(module)
     stack: list[str] = []
     if adapter is not None and adapter.blocks is not None:
         stack = [name for group in adapter.blocks.groups for name in group.lists]
     others = [name for name in _outermost_lists(module) if name not in stack]
-    # Blocks outside the stack come first: most of them (text refiners, blocks of a condition) run before the stack.
+    # Blocks outside the stack come first: most of them (text refiners, blocks of a condition) run before the
+    # stack.
     return list(chain.from_iterable(module.get_submodule(name).children() for name in (*others, *stack)))
 
 
@@ -99,14 +111,20 @@ def config_and_depths(module: nn.Module) -> tuple[dict[str, Any], dict[str, int]
     parameters = inspect.signature(unwrapped_class(module)).parameters
     config: Any = module.config
     config = {name: value for name, value in config.items() if name in parameters}
-    depths = {name: x for name, x in config.items() if _DEPTH.fullmatch(name) and isinstance(x, int) and x > 0}
+    depths = {
+        name: x for name, x in config.items() if _DEPTH.fullmatch(name) and isinstance(x, int) and x > 0
+    }
     return config, depths
 
 
 def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[str]:
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList):
-            if len(child) > 1 and len(set(map(type, child))) == 1 and next(child.parameters(), None) is not None:
+            if (
+                len(child) > 1
+                and len(set(map(type, child))) == 1
+                and next(child.parameters(), None) is not None
+            ):
                 yield prefix + name
         else:
             yield from _outermost_lists(child, f"{prefix}{name}.")
@@ -118,9 +136,13 @@ def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | No
     if adapter is None or adapter.blocks is None:
         return "its block stack is not described (Adapter(..., blocks=CachedBlocks(...)))"
     if adapter.called_outside:
-        return f"it calls {', '.join(adapter.called_outside)} outside of the block, which one stage alone holds"
+        return (
+            f"it calls {', '.join(adapter.called_outside)} outside of the block, which one stage alone holds"
+        )
     if not all(group.chained for group in adapter.blocks.groups):
-        return "its adapter does not say that blocks pass only tokens to each other (BlockGroup(chained=True))"
+        return (
+            "its adapter does not say that blocks pass only tokens to each other (BlockGroup(chained=True))"
+        )
     return None
 
 
@@ -139,11 +161,15 @@ def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StackedB
 def cost_of(block: nn.Module) -> float:
     """Return the relative cost of ``block``: the elements of its weight matrices for image or video tokens."""
     matrices = {name: x.numel() for name, x in block.named_parameters() if x.ndim > 1}
-    return sum(size for name, size in matrices.items() if not _CHEAP.search(name)) or sum(matrices.values()) or 1
+    return (
+        sum(size for name, size in matrices.items() if not _CHEAP.search(name)) or sum(matrices.values()) or 1
+    )
 
 
 def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan:
-    """Return the plan by which PipeFusion splits ``module`` into patches. Raise ``TypeError`` with why it cannot."""
+    """Return the plan by which PipeFusion splits ``module`` into patches.
+    Raise ``TypeError`` with why it cannot.
+    """
     reason = why_no_stages(module, adapter)
     if reason is not None:
         raise TypeError(reason)

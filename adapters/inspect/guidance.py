@@ -12,9 +12,10 @@ from para_core.instance.private_class import original_class
 def default_guidance(pipe: Any, transformer: Any) -> str | None:
     """Return why calls of ``pipe`` with default arguments use classifier-free guidance; None if they do not.
 
-    A guider decides by the number of its conditions, else the property ``do_classifier_free_guidance``. Without both,
-    guidance is used if the default scale is above 1 and (for ``true_cfg_scale``) there is a default negative prompt, or
-    (for ``guidance_scale``) the pipeline takes a negative prompt and the model does not embed the scale.
+    A guider decides by the number of its conditions, else the property ``do_classifier_free_guidance``.
+    Without both, guidance is used if the default scale is above 1 and (for ``true_cfg_scale``) there is a
+    default negative prompt, or (for ``guidance_scale``) the pipeline takes a negative prompt and the model
+    does not embed the scale.
     """
     guider = getattr(pipe, "guider", None)
     if guider is not None:
@@ -48,7 +49,8 @@ def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
     cls: Any = original_class(pipe)
     if not isinstance(inspect.getattr_static(cls, "do_classifier_free_guidance", None), property):
         return None
-    # The property reads attributes in which a call stores its arguments, so set these on a copy of the pipeline.
+    # The property reads attributes in which a call stores its arguments, so set these on a copy of the
+    # pipeline.
     copy = cls.__new__(cls)
     copy.__dict__.update({**vars(pipe), **{f"_{name}": default for name, default in defaults.items()}})
     try:
@@ -57,8 +59,9 @@ def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
         return None
 
 
-# Config entries that hold the number of heads. Key heads come first, because models with grouped queries have fewer of
-# them. The config of LongCat-AudioDiT also has the heads of its text encoder; those of the transformer are dit_heads.
+# Config entries that hold the number of heads. Key heads come first, because models with grouped queries have
+# fewer of them. The config of LongCat-AudioDiT also has the heads of its text encoder; those of the
+# transformer are dit_heads.
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEADS = (*_KEY_HEADS, "num_attention_heads", "num_heads", "n_heads", "dit_heads")
 
@@ -70,8 +73,8 @@ def number_of_heads(transformer: Any) -> int | None:
         heads = getattr(config, name, None)
         if isinstance(heads, int):
             return heads
-    # Kandinsky's config does not name the number of heads. It gives the width of a token (model_dim), and the width of
-    # a head in parts, one for each rotary axis (axes_dims).
+    # Kandinsky's config does not name the number of heads. It gives the width of a token (model_dim), and the
+    # width of a head in parts, one for each rotary axis (axes_dims).
     width, axes = getattr(config, "model_dim", None), getattr(config, "axes_dims", None)
     if isinstance(width, int) and isinstance(axes, (tuple, list)):
         return width // sum(axes)

@@ -31,11 +31,11 @@ class Position(NamedTuple):
 class SchedulerTracker:
     """Counts the steps of a pipeline's scheduler while the pipeline runs.
 
-    A step is a call of ``scheduler.step`` that advances the scheduler. So a scheduler that calls the model twice per
-    timestep (Heun) has twice as many steps. A pipeline may begin after the first timestep (image to image, video to
-    video). Diffusion forcing pipelines step with copies of the scheduler, one for each frame
-    (:attr:`Adapter.steps_with_copies <para_core.adapters.adapter.Adapter>`); then model calls per CFG branch are
-    counted.
+    A step is a call of ``scheduler.step`` that advances the scheduler. So a scheduler that calls the model
+    twice per timestep (Heun) has twice as many steps. A pipeline may begin after the first timestep (image to
+    image, video to video). Diffusion forcing pipelines step with copies of the scheduler, one for each frame
+    (:attr:`Adapter.steps_with_copies <para_core.adapters.adapter.Adapter>`); then model calls per CFG branch
+    are counted.
     """
 
     def __init__(self) -> None:
@@ -50,13 +50,14 @@ class SchedulerTracker:
         self._num_taken = 0
         # ``scheduler.step_index`` after the last step; None if the scheduler has no such attribute.
         self._step_index: int | None = None
-        # The timestep of the last step, as its address in memory or its number, and whether the model was called since.
+        # The timestep of the last step, as its address in memory or its number, and whether the model was
+        # called since.
         self._last_time: object = None
         self._called = False
         # Whether the scheduler stepped twice at one timestep, with a model call in between.
         self._repeats = False
-        # Used only if copies of the scheduler take the steps: number of model calls by CFG branch, and number of steps
-        # in the current section of the video.
+        # Used only if copies of the scheduler take the steps: number of model calls by CFG branch, and number
+        # of steps in the current section of the video.
         self._num_calls: dict[str, int] = {}
         self._section = 0
         # Timesteps are read once per schedule, because reading them from an accelerator makes the host wait.
@@ -66,9 +67,10 @@ class SchedulerTracker:
     def follow(self, pipe: Any, begin: Callable[[], None], *, with_copies: bool = False) -> Iterator[None]:
         """Make :meth:`position` available inside the ``with`` block, in which ``pipe`` runs.
 
-        ``begin`` is called each time a schedule begins: some pipelines run one schedule per section of a video.
-        ``with_copies`` says whether the pipeline may step with copies of its scheduler, so that model calls are
-        counted. Raises ``RuntimeError`` if this tracker already follows a pipeline, in another thread.
+        ``begin`` is called each time a schedule begins: some pipelines run one schedule per section of a
+        video. ``with_copies`` says whether the pipeline may step with copies of its scheduler, so that model
+        calls are counted. Raises ``RuntimeError`` if this tracker already follows a pipeline, in another
+        thread.
         """
         if self.active:
             raise RuntimeError(
@@ -92,7 +94,8 @@ class SchedulerTracker:
             self._repeats = self._repeats or (self._called and place is not None and place == self._last_time)
             self._last_time, self._called = place, False
             output = call(scheduler, *args, **kwargs)
-            # Cosmos 1 steps to a clean sample, resets the step index and takes the same step again. Count it once.
+            # Cosmos 1 steps to a clean sample, resets the step index and takes the same step again. Count it
+            # once.
             step_index = getattr(scheduler, "step_index", None)
             if step_index is None or step_index != self._step_index:
                 self._num_taken += 1
@@ -116,7 +119,8 @@ class SchedulerTracker:
             self.active, self._scheduler, self._pipe, self._begin = False, None, None, lambda: None
 
     def moment(self) -> int | None:
-        """Return the number of steps that the scheduler has taken; None if that is not the step of the next model call.
+        """Return the number of steps that the scheduler has taken; None if that is not the step of the next
+        model call.
 
         It is not if copies of the scheduler take the steps, or if it takes a step for each tile.
         """
@@ -142,8 +146,8 @@ class SchedulerTracker:
             self._times = times[begin or 0 :]
         index, times = self._num_taken, self._times
         if self._with_copies and index == 0:
-            # Spread the steps of a section of the video evenly over the schedule. Their timesteps are approximate,
-            # because in diffusion forcing each frame has its own.
+            # Spread the steps of a section of the video evenly over the schedule. Their timesteps are
+            # approximate, because in diffusion forcing each frame has its own.
             total = getattr(self._pipe, "_num_timesteps", None) or len(times)
             times = [times[i * len(times) // total] for i in range(total)]
             index = self._count_call(branch, len(times))
@@ -158,11 +162,12 @@ class SchedulerTracker:
         self._last_time, self._called, self._repeats = None, False, False
 
     def _count_call(self, branch: str, total: int) -> int:
-        """Count this model call of ``branch`` and return its step, assuming one call per step for each branch.
+        """Count this model call of ``branch`` and return its step, assuming one call per step for each
+        branch.
 
-        ``total`` is the number of steps in the current section of the video; a new section begins when it changes, or
-        when a branch has been called ``total`` times. A branch that was not called at some steps continues at most one
-        step behind the branch with the most calls.
+        ``total`` is the number of steps in the current section of the video; a new section begins when it
+        changes, or when a branch has been called ``total`` times. A branch that was not called at some steps
+        continues at most one step behind the branch with the most calls.
         """
         if total != self._section or self._num_calls.get(branch, 0) >= total:
             if self._section:

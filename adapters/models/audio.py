@@ -1,4 +1,6 @@
-"""Adapters of ACE-Step, Stable Audio 1 and 3, LongCat-AudioDiT and MiniMax-Music 3. Written for diffusers 0.42."""
+"""Adapters of ACE-Step, Stable Audio 1 and 3, LongCat-AudioDiT and MiniMax-Music 3.
+Written for diffusers 0.42.
+"""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.shared.constructors import chained, of_samples
@@ -33,8 +35,12 @@ STABLE_AUDIO = Adapter(
         inner={
             # The sequence begins with a time-step token, which is sharded as if it were a sound token.
             "transformer_blocks.0": {"hidden_states": SOUND},
-            # The processor pads a mask to the number of keys that it gets, this rank's, so the mask is split too.
-            "transformer_blocks.*": {"rotary_embedding": POSITIONS, "attention_mask": Split(dim=1, like="sound")},
+            # The processor pads a mask to the number of keys that it gets, this rank's, so the mask is split
+            # too.
+            "transformer_blocks.*": {
+                "rotary_embedding": POSITIONS,
+                "attention_mask": Split(dim=1, like="sound"),
+            },
         },
         outputs={"proj_out": GATHERED},
         joint_order=("sound",),
@@ -77,7 +83,10 @@ LONGCAT_AUDIO = Adapter(
         },
         outputs={"blocks.-1": GATHERED},
         joint_order=("sound",),
-        attention={"blocks.*.self_attn": (Attention(("sound",), mask="keys"),), "blocks.*.cross_attn": TO_TEXT},
+        attention={
+            "blocks.*.self_attn": (Attention(("sound",), mask="keys"),),
+            "blocks.*.cross_attn": TO_TEXT,
+        },
     ),
     blocks=chained("blocks"),
 )

@@ -15,8 +15,8 @@ BRIA_FIBO2 = Adapter(
             # The model makes attn_mask only if the prompts of the batch have different lengths.
             "layers.*": {"freqs_cis": WITH_TOKENS, "noise_mask": WITH_TOKENS, "attn_mask": WITH_TOKENS},
         },
-        # Gather right after the blocks, because the model then selects image tokens by their positions in the full
-        # sequence.
+        # Gather right after the blocks, because the model then selects image tokens by their positions in the
+        # full sequence.
         outputs={"layers.-1": ALL_TOKENS},
         joint_order=("tokens",),
         attention={
@@ -26,6 +26,7 @@ BRIA_FIBO2 = Adapter(
     ),
     # Some blocks also get text. chained=True would require the same arguments for all blocks.
     blocks=CachedBlocks(
-        (BlockGroup(("layers",), ("x",), measured="x"),), conditions=("encoder_hidden_states", "encoder_attention_mask")
+        (BlockGroup(("layers",), ("x",), measured="x"),),
+        conditions=("encoder_hidden_states", "encoder_attention_mask"),
     ),
 )

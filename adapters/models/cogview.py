@@ -31,8 +31,12 @@ COGVIEW4_PLAN = Plan(
     refused={"attention_mask": "its processor makes numbers of it for the tokens that one rank holds"},
 )
 
-COGVIEW4 = Adapter(transformer="CogView4Transformer2DModel", pipelines="CogView 4", plan=COGVIEW4_PLAN, blocks=BLOCKS)
+COGVIEW4 = Adapter(
+    transformer="CogView4Transformer2DModel", pipelines="CogView 4", plan=COGVIEW4_PLAN, blocks=BLOCKS
+)
 
-# Only text-to-image runs in parallel. With input images the model caches their keys; attention then has more keys than
-# the sequence has tokens, and raises.
-GLM_IMAGE = Adapter(transformer="GlmImageTransformer2DModel", pipelines="GLM-Image", plan=COGVIEW4_PLAN, blocks=BLOCKS)
+# Only text-to-image runs in parallel. With input images the model caches their keys; attention then has more
+# keys than the sequence has tokens, and raises.
+GLM_IMAGE = Adapter(
+    transformer="GlmImageTransformer2DModel", pipelines="GLM-Image", plan=COGVIEW4_PLAN, blocks=BLOCKS
+)

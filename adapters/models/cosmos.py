@@ -30,7 +30,8 @@ COSMOS = Adapter(
         # Gather before the output layers, which apply a time step to each token of the full sequence.
         outputs={"transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # attn2 is cross-attention to text tokens, and in Cosmos 2.5 also to image tokens. Both are replicated.
+        # attn2 is cross-attention to text tokens, and in Cosmos 2.5 also to image tokens. Both are
+        # replicated.
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
     ),
     blocks=chained("transformer_blocks", between=("block_controlnet_hidden_states",)),
@@ -41,8 +42,8 @@ COSMOS3 = Adapter(
     pipelines="Cosmos 3",
     plan=Plan(
         inputs={},
-        # The tensors are [S, C], without a batch dim. Text tokens (und_seq) are replicated; video, sound and action
-        # tokens (gen_seq) are one sharded segment.
+        # The tensors are [S, C], without a batch dim. Text tokens (und_seq) are replicated; video, sound and
+        # action tokens (gen_seq) are one sharded segment.
         inner={
             "layers.0": {"gen_seq": Split(dim=0, segment="video")},
             "layers.*": {"rotary_emb": Entries((None, None, POSITIONS, POSITIONS))},

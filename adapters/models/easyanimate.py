@@ -19,6 +19,8 @@ EASYANIMATE = Adapter(
         batched=of_samples("timestep_cond", "encoder_hidden_states_t5", "inpaint_latents", "control_latents"),
     ),
     blocks=chained(
-        "transformer_blocks", streams=TEXT_LAST, conditions=("encoder_hidden_states", "encoder_hidden_states_t5")
+        "transformer_blocks",
+        streams=TEXT_LAST,
+        conditions=("encoder_hidden_states", "encoder_hidden_states_t5"),
     ),
 )

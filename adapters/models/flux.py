@@ -73,7 +73,8 @@ FLUX3 = Adapter(
         },
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image", "condition"),
-        # Before the joint blocks, each segment has its own blocks, in which its tokens attend only to each other.
+        # Before the joint blocks, each segment has its own blocks, in which its tokens attend only to each
+        # other.
         attention={
             "txt_mode_blocks.*.attn": (Attention(("text",)),),
             "mode_blocks.image.*.attn": (Attention(("image",)),),

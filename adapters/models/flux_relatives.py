@@ -3,7 +3,13 @@
 from dataclasses import replace
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import JOINT_PROJECTIONS, TEXT_FIRST, chained, linears, of_samples
+from para_core.adapters.models.shared.constructors import (
+    JOINT_PROJECTIONS,
+    TEXT_FIRST,
+    chained,
+    linears,
+    of_samples,
+)
 from para_core.adapters.models.shared.flux import FLUX_PLAN
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Split
@@ -16,14 +22,22 @@ def _tensor(gated: bool = False) -> TensorPlan:
     If ``gated``, the first layer of each feed-forward returns hidden units and a gate (as in SwiGLU).
     """
     double, single = "transformer_blocks.*", "single_transformer_blocks.*"
-    heads, hidden = [f"attn.{name}" for name in JOINT_PROJECTIONS], Linear("colwise", (1, 1)) if gated else COLUMNS
+    heads, hidden = (
+        [f"attn.{name}" for name in JOINT_PROJECTIONS],
+        Linear("colwise", (1, 1)) if gated else COLUMNS,
+    )
     return TensorPlan(
         linears={
-            **linears(double, columns=heads, rows=["attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2"]),
+            **linears(
+                double,
+                columns=heads,
+                rows=["attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2"],
+            ),
             **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
             **linears(single, columns=heads),
             f"{single}.proj_mlp": hidden,
-            # proj_out reads attention output, then hidden units, four times as wide. Each part is sharded separately.
+            # proj_out reads attention output, then hidden units, four times as wide. Each part is sharded
+            # separately.
             f"{single}.proj_out": Linear("rowwise", (1, 4)),
         },
         heads=(f"{double}.attn", f"{single}.attn"),
@@ -72,11 +86,13 @@ BRIA = Adapter(
         FLUX_PLAN,
         batched=of_samples(*OF_SAMPLES, "attention_kwargs", *RESIDUALS),
         common=IDS,
-        # diffusers adds these residuals to hidden_states[:, number of text tokens:], although hidden_states holds only
-        # image tokens here, so the call fails on one device too.
+        # diffusers adds these residuals to hidden_states[:, number of text tokens:], although hidden_states
+        # holds only image tokens here, so the call fails on one device too.
         refused={RESIDUALS[1]: "the model itself fails with them"},
     ),
-    blocks=chained("transformer_blocks", "single_transformer_blocks", streams=TEXT_FIRST, between=RESIDUALS[:1]),
+    blocks=chained(
+        "transformer_blocks", "single_transformer_blocks", streams=TEXT_FIRST, between=RESIDUALS[:1]
+    ),
     tensor=_tensor(),
 )
 
@@ -90,6 +106,8 @@ BRIA_FIBO = Adapter(
         batched=of_samples(*OF_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"),
         common=IDS,
     ),
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), TEXT_FIRST), BlockGroup(("single_transformer_blocks",)))),
+    blocks=CachedBlocks(
+        (BlockGroup(("transformer_blocks",), TEXT_FIRST), BlockGroup(("single_transformer_blocks",)))
+    ),
     tensor=_tensor(),
 )

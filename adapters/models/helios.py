@@ -5,7 +5,8 @@ from para_core.adapters.models.shared.constructors import chained
 from para_core.adapters.models.shared.tokens import ALL_VIDEO, VIDEO, VIDEO_TO_TEXT
 from para_core.plans.plan import LastTokens, Plan, Split
 
-# This plan replaces that of diffusers, which lists forty blocks by index and gathers three times in each block.
+# This plan replaces that of diffusers, which lists forty blocks by index and gathers three times in each
+# block.
 HELIOS = Adapter(
     transformer="HeliosTransformer3DModel",
     pipelines="Helios",
@@ -16,11 +17,13 @@ HELIOS = Adapter(
             "blocks.*": {
                 "temb": Split(dim=1, like="video", ndim=4),
                 "rotary_emb": Split(dim=1, like="video"),
-                # Tokens of earlier frames come first. Only the last original_context_length tokens attend to text.
+                # Tokens of earlier frames come first. Only the last original_context_length tokens attend to
+                # text.
                 "original_context_length": LastTokens("video"),
             },
         },
-        # Gather before the model cuts off the tokens of earlier frames, which come first in the full sequence.
+        # Gather before the model cuts off the tokens of earlier frames, which come first in the full
+        # sequence.
         outputs={"blocks.-1": ALL_VIDEO},
         joint_order=("video",),
         attention={"**.attn2": VIDEO_TO_TEXT},

@@ -10,7 +10,10 @@ HUNYUAN_DIT = Adapter(
     transformer="HunyuanDiT2DModel",
     pipelines="HunyuanDiT",
     plan=Plan(
-        inputs={"image_rotary_emb": Split(dim=0, like="image"), "controlnet_block_samples": Split(dim=1, like="image")},
+        inputs={
+            "image_rotary_emb": Split(dim=0, like="image"),
+            "controlnet_block_samples": Split(dim=1, like="image"),
+        },
         inner={"blocks.0": {"hidden_states": IMAGE}},
         outputs={"proj_out": ALL_IMAGE},
         joint_order=("image",),
@@ -21,6 +24,9 @@ HUNYUAN_DIT = Adapter(
         ),
         common=("image_rotary_emb",),
     ),
-    # Later blocks also get outputs of earlier blocks. chained=True would require the same arguments for all blocks.
-    blocks=CachedBlocks((BlockGroup(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")),
+    # Later blocks also get outputs of earlier blocks. chained=True would require the same arguments for all
+    # blocks.
+    blocks=CachedBlocks(
+        (BlockGroup(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")
+    ),
 )

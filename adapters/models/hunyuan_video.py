@@ -1,4 +1,6 @@
-"""Adapters of HunyuanVideo (text- and image-to-video), FramePack and HunyuanVideo 1.5. Written for diffusers 0.42."""
+"""Adapters of HunyuanVideo (text- and image-to-video), FramePack and HunyuanVideo 1.5.
+Written for diffusers 0.42.
+"""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.shared.constructors import JOINT_PROJECTIONS, TEXT_LAST, chained, linears
@@ -17,11 +19,16 @@ TENSOR = TensorPlan(
     linears={
         **linears(
             "transformer_blocks.*",
-            columns=[*(f"attn.{name}" for name in JOINT_PROJECTIONS), "ff.net.0.proj", "ff_context.net.0.proj"],
+            columns=[
+                *(f"attn.{name}" for name in JOINT_PROJECTIONS),
+                "ff.net.0.proj",
+                "ff_context.net.0.proj",
+            ],
             rows=["attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2"],
         ),
         **linears("single_transformer_blocks.*", columns=["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]),
-        # proj_out reads attention output, then hidden units, four times as wide. Each part is sharded separately.
+        # proj_out reads attention output, then hidden units, four times as wide. Each part is sharded
+        # separately.
         "single_transformer_blocks.*.proj_out": Linear("rowwise", (1, 4)),
         **linears(
             _REFINER,
@@ -63,7 +70,8 @@ FRAMEPACK = Adapter(
             "transformer_blocks.*": {"freqs_cis": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
         },
-        # Gather before the model cuts off the tokens of earlier frames, which come first in the full sequence.
+        # Gather before the model cuts off the tokens of earlier frames, which come first in the full
+        # sequence.
         outputs={"single_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
         joint_order=JOINT,
     ),

@@ -1,4 +1,6 @@
-"""Adapters of Kandinsky 5, Kandinsky 6 (video with sound) and its super-resolution. Written for diffusers 0.42."""
+"""Adapters of Kandinsky 5, Kandinsky 6 (video with sound) and its super-resolution.
+Written for diffusers 0.42.
+"""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.shared.constructors import chained
@@ -19,7 +21,9 @@ KANDINSKY5 = Adapter(
         outputs={"visual_transformer_blocks.-1": ALL_VIDEO},
         joint_order=("video",),
         attention={"visual_transformer_blocks.*.cross_attention": (Attention(("video",), ("text",)),)},
-        refused={"sparse_params": "which keys are attended to is found from means of 64 tokens of the whole video"},
+        refused={
+            "sparse_params": "which keys are attended to is found from means of 64 tokens of the whole video"
+        },
     ),
     blocks=chained("visual_transformer_blocks", streams=("visual_embed",), measured="visual_embed"),
 )
@@ -55,8 +59,8 @@ KANDINSKY6_SR = Adapter(
         inner={"visual_transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")}},
         outputs={"visual_transformer_blocks.-1": ALL_VIDEO},
         joint_order=("video",),
-        # Each head chooses its keys by averages of queries and keys over 64 tokens, which needs all tokens. So each
-        # rank computes some of the heads, over all tokens.
+        # Each head chooses its keys by averages of queries and keys over 64 tokens, which needs all tokens.
+        # So each rank computes some of the heads, over all tokens.
         attention={
             "**.self_attention": AttentionByHeads(
                 "video", ("to_query", "to_key", "to_value"), "out_layer", heads="num_heads"

@@ -8,11 +8,12 @@ from para_core.weights.tensor_plan import TensorPlan
 # Rotary embeddings are [B, S, D] or [B, H, S, D / 2]: dim -2 is right for both.
 POSITIONS: dict[str | int, ShardRule] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}
 VIDEO, TEXT = Split(dim=1, segment="video", ndim=3), Split(dim=1, segment="text", ndim=3)
-# The time step is [B], or [B, S] if the user gives some frames. The plan that diffusers publishes does not split it.
+# The time step is [B], or [B, S] if the user gives some frames. The plan that diffusers publishes does not
+# split it.
 TIMESTEP = Split(dim=1, like="video", ndim=2)
 
-# The norms of queries and keys span the channels of all heads. So tensor parallelism shards their weights, and the
-# channels of the rotary embedding, in the same way as the heads.
+# The norms of queries and keys span the channels of all heads. So tensor parallelism shards their weights,
+# and the channels of the rotary embedding, in the same way as the heads.
 TENSOR = TensorPlan(
     linears=linears(
         "transformer_blocks.*",
@@ -41,7 +42,8 @@ LTX = Adapter(
         batched=of_samples("encoder_attention_mask", "video_coords", "attention_kwargs"),
         common=("rope_interpolation_scale",),
     ),
-    # Replicated text is the faster default, because cross-attention to replicated keys needs no communication.
+    # Replicated text is the faster default, because cross-attention to replicated keys needs no
+    # communication.
     text="replicate",
     blocks=chained("transformer_blocks"),
     tensor=TENSOR,
@@ -71,7 +73,13 @@ LTX2 = Adapter(
             "**.video_to_audio_attn": (Attention(("sound",), ("video",)),),
         },
         batched=of_samples(
-            *("encoder_attention_mask", "sigma", "video_coords", "video_self_attention_mask", "video_keyframes_mask"),
+            *(
+                "encoder_attention_mask",
+                "sigma",
+                "video_coords",
+                "video_self_attention_mask",
+                "video_keyframes_mask",
+            ),
             *("audio_hidden_states", "audio_encoder_hidden_states", "audio_encoder_attention_mask"),
             *("audio_timestep", "audio_sigma", "audio_coords", "perturbation_mask", "attention_kwargs"),
         ),

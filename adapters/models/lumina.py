@@ -1,4 +1,6 @@
-"""Adapter of Lumina-Image 2.0, which has text and image tokens in one sequence. Written for diffusers 0.42."""
+"""Adapter of Lumina-Image 2.0, which has text and image tokens in one sequence.
+Written for diffusers 0.42.
+"""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.shared.constructors import chained
@@ -11,12 +13,13 @@ LUMINA2 = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # After separate refiner blocks each sample is one sequence: valid text tokens, image tokens, padding.
+            # After separate refiner blocks each sample is one sequence: valid text tokens, image tokens,
+            # padding.
             "layers.0": {"hidden_states": TOKENS},
             "layers.*": {"image_rotary_emb": WITH_TOKENS},
         },
-        # Gather right after the blocks, because the model then selects image tokens by their positions in the full
-        # sequence.
+        # Gather right after the blocks, because the model then selects image tokens by their positions in the
+        # full sequence.
         outputs={"layers.-1": ALL_TOKENS},
         joint_order=("tokens",),
     ),

@@ -1,14 +1,21 @@
 """Adapter of Mochi (text-to-video). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import JOINT_PROJECTIONS, TEXT_LAST, chained, linears, of_samples
+from para_core.adapters.models.shared.constructors import (
+    JOINT_PROJECTIONS,
+    TEXT_LAST,
+    chained,
+    linears,
+    of_samples,
+)
 from para_core.plans.plan import Gather, Plan, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import Linear, TensorPlan
 
 POSITIONS = Split(dim=0, like="video")
 
-# These layers return hidden units followed by a gate of equal width. Each of these two parts is sharded separately.
+# These layers return hidden units followed by a gate of equal width. Each of these two parts is sharded
+# separately.
 _GATED = Linear("colwise", (1, 1))
 TENSOR = TensorPlan(
     linears={
@@ -35,8 +42,9 @@ MOCHI = Adapter(
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
-        # The plan has no rule for text, so each rank holds all text tokens. The model calls attention for one sample at
-        # a time, with the valid text tokens of this sample, whose number differs from sample to sample.
+        # The plan has no rule for text, so each rank holds all text tokens. The model calls attention for one
+        # sample at a time, with the valid text tokens of this sample, whose number differs from sample to
+        # sample.
         joint_order=("video", "text"),
         batched=of_samples("encoder_attention_mask", "attention_kwargs"),
     ),

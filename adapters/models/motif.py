@@ -40,6 +40,7 @@ MOTIF = Adapter(
         },
     ),
     complete=_with_decoder,
-    # Only the first list is cached: decoder blocks, the last of the second, read tokens that the cache does not store.
+    # Only the first list is cached: decoder blocks, the last of the second, read tokens that the cache does
+    # not store.
     blocks=chained("transformer_blocks", streams=TEXT_LAST),
 )

@@ -1,4 +1,6 @@
-"""Adapter of Nucleus-Image, whose image tokens attend to text and image tokens at once. Written for diffusers 0.42."""
+"""Adapter of Nucleus-Image, whose image tokens attend to text and image tokens at once.
+Written for diffusers 0.42.
+"""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.shared.constructors import chained
@@ -16,7 +18,8 @@ NUCLEUS = Adapter(
             "transformer_blocks.0": {"hidden_states": IMAGE},
             # attention_kwargs holds a mask: an entry for each image token, then one for each text token.
             "transformer_blocks.*": {"attention_kwargs": Split(dim=1, like="image", then_replicated=True)},
-            # Each expert chooses among all image tokens, so gather the inputs, and split the output (0) again.
+            # Each expert chooses among all image tokens, so gather the inputs, and split the output (0)
+            # again.
             "transformer_blocks.*.img_mlp": {
                 "hidden_states": ALL_IMAGE,
                 "hidden_states_unmodulated": ALL_IMAGE,

@@ -14,7 +14,9 @@ PIXART = Adapter(
         outputs={"proj_out": ALL_IMAGE},
         joint_order=("image",),
         attention={"transformer_blocks.*.attn2": IMAGE_TO_TEXT},
-        batched=of_samples("added_cond_kwargs", "cross_attention_kwargs", "attention_mask", "encoder_attention_mask"),
+        batched=of_samples(
+            "added_cond_kwargs", "cross_attention_kwargs", "attention_mask", "encoder_attention_mask"
+        ),
     ),
     blocks=chained("transformer_blocks"),
 )

@@ -1,4 +1,6 @@
-"""Adapters of Qwen-Image, also for editing and with ControlNet, and Qwen-Image 2.1. Written for diffusers 0.42."""
+"""Adapters of Qwen-Image, also for editing and with ControlNet, and Qwen-Image 2.1.
+Written for diffusers 0.42.
+"""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.shared.constructors import TEXT_FIRST, chained
@@ -8,8 +10,8 @@ QWEN_IMAGE = Adapter(
     transformer="QwenImageTransformer2DModel",
     pipelines="Qwen-Image",
     plan=Plan(
-        # ControlNet residuals [B, S, C], which the model adds to the image tokens between blocks. The plan that
-        # diffusers publishes does not split them.
+        # ControlNet residuals [B, S, C], which the model adds to the image tokens between blocks. The plan
+        # that diffusers publishes does not split them.
         inputs={"controlnet_block_samples": Split(dim=1, like="image")},
         inner={
             "pos_embed": {0: Split(dim=0, like="image"), 1: Split(dim=0, like="text")},
@@ -17,7 +19,8 @@ QWEN_IMAGE = Adapter(
                 "hidden_states": Split(dim=1, segment="image"),
                 "encoder_hidden_states": Split(dim=1, segment="text"),
             },
-            # The processor makes a mask from encoder_hidden_states_mask for the keys that it gets, this rank's.
+            # The processor makes a mask from encoder_hidden_states_mask for the keys that it gets, this
+            # rank's.
             "transformer_blocks.*": {
                 "encoder_hidden_states_mask": Split(dim=1, like="text"),
                 "modulate_index": Split(dim=1, like="image"),
@@ -27,12 +30,13 @@ QWEN_IMAGE = Adapter(
         joint_order=("text", "image"),
     ),
     blocks=chained("transformer_blocks", streams=TEXT_FIRST, between=("controlnet_block_samples",)),
-    # The model views the rotary embedding of the text as complex numbers, which fails without text tokens. So every
-    # patch of PipeFusion carries the text.
+    # The model views the rotary embedding of the text as complex numbers, which fails without text tokens. So
+    # every patch of PipeFusion carries the text.
     empty_text=False,
 )
 
-# Rule for tensors with the replicated tokens of prompt and input images first, then those of the generated image.
+# Rule for tensors with the replicated tokens of prompt and input images first, then those of the generated
+# image.
 _LAST = Split(dim=0, like="image", after_replicated=True)
 
 QWEN_IMAGE_21 = Adapter(
@@ -49,8 +53,8 @@ QWEN_IMAGE_21 = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="image", after_replicated=True)},
         joint_order=("prompt", "image"),
         attention={
-            # The module computes the prompt in pieces. A piece attends to itself and to earlier pieces. Every rank
-            # computes all pieces and caches their keys.
+            # The module computes the prompt in pieces. A piece attends to itself and to earlier pieces. Every
+            # rank computes all pieces and caches their keys.
             "transformer_blocks.*.attn": OneForEach(
                 "segments",
                 each=Attention(("piece",), ("prompt",)),

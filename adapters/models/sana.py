@@ -20,7 +20,10 @@ def _in_patches(plan: Plan, module: nn.Module) -> Plan:
     split: Split = plan.inputs["hidden_states"]  # type: ignore[assignment]
     return replace(
         plan,
-        inputs={**plan.inputs, "hidden_states": replace(split, per=size if isinstance(size, int) else size[0])},
+        inputs={
+            **plan.inputs,
+            "hidden_states": replace(split, per=size if isinstance(size, int) else size[0]),
+        },
     )
 
 
@@ -33,7 +36,8 @@ SANA = Adapter(
             "hidden_states": Split(dim=2, segment="rows"),
             "controlnet_block_samples": Split(dim=1, like="rows", per=None),
         },
-        # In some models patch_embed adds the positions of the full image, so gather its input and split its output.
+        # In some models patch_embed adds the positions of the full image, so gather its input and split its
+        # output.
         inner={"patch_embed": {"latent": Gather(2, "rows", per=None), 0: Split(1, like="rows", per=None)}},
         halos={"transformer_blocks.*.ff.conv_depth": Halo(dim=2, segment="rows", size=1)},
         outputs={"": Gather(dim=2, segment="rows", per=None)},
@@ -69,8 +73,8 @@ SANA_VIDEO = Adapter(
         outputs={"": Gather(dim=2, segment="frames", per=None)},
         joint_order=("frames",),
         attention={
-            # This linear attention sums two tensors over tokens: the normalizer in its first call of ``sum``, and the
-            # state in its second call of ``matmul``.
+            # This linear attention sums two tensors over tokens: the normalizer in its first call of ``sum``,
+            # and the state in its second call of ``matmul``.
             "transformer_blocks.*.attn1": LinearAttention("frames", sums=(("sum", 0), ("matmul", 1))),
             "transformer_blocks.*.attn2": (Attention(("frames",), ("text",)),),
         },

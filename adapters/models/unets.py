@@ -1,4 +1,6 @@
-"""UNets and ControlNets of diffusers whose image rows can be sharded over ranks. Written for diffusers 0.42."""
+"""UNets and ControlNets of diffusers whose image rows can be sharded over ranks.
+Written for diffusers 0.42.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ UNETS: Mapping[str, UnetAdapter] = {
 
 REFUSED_UNETS: Mapping[str, str] = dict.fromkeys(
     (
-        *("AudioLDM2UNet2DConditionModel", "DreamLiteUNetModel", "I2VGenXLUNet", "Kandinsky3UNet", "StableCascadeUNet"),
+        *(
+            "AudioLDM2UNet2DConditionModel",
+            "DreamLiteUNetModel",
+            "I2VGenXLUNet",
+            "Kandinsky3UNet",
+            "StableCascadeUNet",
+        ),
         *("UNet1DModel", "UNet2DModel", "UNet3DConditionModel", "UNetControlNetXSModel", "UNetMotionModel"),
     ),
     "it was not tried yet",

@@ -1,4 +1,6 @@
-"""Transformers of diffusers that cannot run on several ranks, and the reason for each. Written for diffusers 0.42."""
+"""Transformers of diffusers that cannot run on several ranks, and the reason for each.
+Written for diffusers 0.42.
+"""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,6 @@
-"""Autoencoders of diffusers whose image rows can be sharded, and those whose cannot. Written for diffusers 0.42."""
+"""Autoencoders of diffusers whose image rows can be sharded, and those whose cannot.
+Written for diffusers 0.42.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,35 @@ from para_core.adapters.row_adapter import VaeAdapter
 
 _KL = ("tiled_encode", "_tiled_encode", "tiled_decode")
 _CACHED_FRAMES = "a tile stores its last frames in its modules for the next call"
-# Classes whose methods have the usual names; those without tiling; and those whose method is the public ``encode``.
+# Classes whose methods have the usual names; those without tiling; and those whose method is the public
+# ``encode``.
 _USUAL = (
-    *("AutoencoderDC", "AutoencoderKLCogVideoX", "AutoencoderKLHunyuanImage", "AutoencoderKLHunyuanImageRefiner"),
-    *("AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15", "AutoencoderKLLTX2Video", "AutoencoderKLLTXVideo"),
+    *(
+        "AutoencoderDC",
+        "AutoencoderKLCogVideoX",
+        "AutoencoderKLHunyuanImage",
+        "AutoencoderKLHunyuanImageRefiner",
+    ),
+    *(
+        "AutoencoderKLHunyuanVideo",
+        "AutoencoderKLHunyuanVideo15",
+        "AutoencoderKLLTX2Video",
+        "AutoencoderKLLTXVideo",
+    ),
     *("AutoencoderKLMochi", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan"),
 )
-_UNTILED = ("AutoencoderKLCosmos", "AutoencoderKLKVAEAudio", "AutoencoderKLKVAEVideo", "AutoencoderKLLTX2Audio")
-_WITH_ENCODE = ("AutoencoderKLMiniMaxH3Audio", "AutoencoderKLTemporalDecoder", "Kandinsky6SRVAE", "LongCatAudioDiTVae")
+_UNTILED = (
+    "AutoencoderKLCosmos",
+    "AutoencoderKLKVAEAudio",
+    "AutoencoderKLKVAEVideo",
+    "AutoencoderKLLTX2Audio",
+)
+_WITH_ENCODE = (
+    "AutoencoderKLMiniMaxH3Audio",
+    "AutoencoderKLTemporalDecoder",
+    "Kandinsky6SRVAE",
+    "LongCatAudioDiTVae",
+)
 _ADAPTERS = (
     *map(VaeAdapter, _USUAL),
     *[VaeAdapter(vae, tiled=()) for vae in _UNTILED],
@@ -25,8 +48,8 @@ _ADAPTERS = (
     VaeAdapter("AutoencoderKLFlux2", tiled=_KL),
     VaeAdapter("AutoencoderKLKVAE", tiled=("_tiled_encode", "tiled_decode")),
     VaeAdapter("AutoencoderKLMagvit", why_not_tiles=_CACHED_FRAMES),
-    # This class tiles by default. If the user turns tiling off, its decoder concatenates tokens of rows with other
-    # tokens. Rows cannot be sharded then, so the call raises MixesRows.
+    # This class tiles by default. If the user turns tiling off, its decoder concatenates tokens of rows with
+    # other tokens. Rows cannot be sharded then, so the call raises MixesRows.
     VaeAdapter("AutoencoderKLMiniMaxH3", tiled=("_encode_clip", "_decode_clip")),
     # A waveform [B, C, length] has no rows; its samples are sharded instead.
     VaeAdapter(

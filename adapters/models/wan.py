@@ -11,9 +11,15 @@ from para_core.weights.patch_plan import Frames
 BLOCKS, TENSOR = chained("blocks"), wan_tensor_plan("blocks")
 FRAMES = Frames(dim=2, together="patch_size")
 
-WAN = Adapter(transformer="WanTransformer3DModel", pipelines="Wan", blocks=BLOCKS, tensor=TENSOR, frames=FRAMES)
+WAN = Adapter(
+    transformer="WanTransformer3DModel", pipelines="Wan", blocks=BLOCKS, tensor=TENSOR, frames=FRAMES
+)
 CHRONO_EDIT = Adapter(
-    transformer="ChronoEditTransformer3DModel", pipelines="ChronoEdit", blocks=BLOCKS, tensor=TENSOR, frames=FRAMES
+    transformer="ChronoEditTransformer3DModel",
+    pipelines="ChronoEdit",
+    blocks=BLOCKS,
+    tensor=TENSOR,
+    frames=FRAMES,
 )
 
 WAN_VACE = Adapter(
@@ -22,7 +28,8 @@ WAN_VACE = Adapter(
     plan=wan_plan(
         inner={
             "rope": {0: WITH_VIDEO, 1: WITH_VIDEO},
-            # Every VACE block gets the video tokens that enter the first block, so split them for each VACE block.
+            # Every VACE block gets the video tokens that enter the first block, so split them for each VACE
+            # block.
             "vace_blocks.*": {"hidden_states": VIDEO},
             "vace_blocks.0": {"control_hidden_states": Split(dim=1, like="video")},
         },

@@ -10,8 +10,8 @@ from para_core.plans.plan import Attention, Gather
 from para_core.weights.tensor_plan import COLUMNS, ROWS
 
 TENSOR = wan_tensor_plan("blocks")
-# Each block of the face adapter has its own heads, which attend to face tokens. It normalizes each head separately, so
-# the weights of its norms are not sharded.
+# Each block of the face adapter has its own heads, which attend to face tokens. It normalizes each head
+# separately, so the weights of its norms are not sharded.
 _ADAPTER = "face_adapter.*"
 TENSOR_WITH_FACES = replace(
     TENSOR,
@@ -29,7 +29,8 @@ WAN_ANIMATE = Adapter(
     plan=wan_plan(
         inner={
             "rope": {0: WITH_VIDEO, 1: WITH_VIDEO},
-            # The video tokens of a frame, perhaps on two ranks, attend to the face in that frame, so gather them.
+            # The video tokens of a frame, perhaps on two ranks, attend to the face in that frame, so gather
+            # them.
             "face_adapter.*": {"hidden_states": Gather(dim=1, segment="video"), 0: WITH_VIDEO},
         },
         gathered="proj_out",

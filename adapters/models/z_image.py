@@ -32,11 +32,16 @@ Z_IMAGE = Adapter(
         joint_order=("tokens",),
         batched={"x": None, "t": 0, "cap_feats": None, "siglip_feats": None, "image_noise_mask": None},
         common=("joint_attention_kwargs",),
-        # The residuals are padded to the longest sample of the full batch, so they do not fit a part of the batch.
+        # The residuals are padded to the longest sample of the full batch, so they do not fit a part of the
+        # batch.
         unshared=("controlnet_block_samples",),
     ),
     blocks=chained(
-        "layers", streams=("x",), measured="x", between=("controlnet_block_samples",), conditions=("cap_feats",)
+        "layers",
+        streams=("x",),
+        measured="x",
+        between=("controlnet_block_samples",),
+        conditions=("cap_feats",),
     ),
     tensor=Z_IMAGE_TENSOR,
 )

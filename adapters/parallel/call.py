@@ -42,7 +42,8 @@ from para_core.user_warnings import ParallelWarning, warn_user
 
 
 class ParallelCall:
-    """Wrapper of ``__call__`` of one pipeline on a mesh; also distributes sequential CFG calls of its transformers.
+    """Wrapper of ``__call__`` of one pipeline on a mesh; also distributes sequential CFG calls of its
+    transformers.
 
     Args:
         transformers: Transformers by component name. A parallel plan is applied to each.
@@ -93,7 +94,8 @@ class ParallelCall:
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
             for module in guided
         }
-        # By module id, the name and value of the argument that marks a call which only fills the model's key cache.
+        # By module id, the name and value of the argument that marks a call which only fills the model's key
+        # cache.
         adapters = {id(module): adapter_for(module) for module in guided}
         self._fills = {key: adapter.fills for key, adapter in adapters.items() if adapter is not None}
 
@@ -117,7 +119,9 @@ class ParallelCall:
         empty_slots(self._verified, Slot.VERIFIED)
 
     def wrap(self, pipe: Any) -> None:
-        """Wrap ``__call__`` of ``pipe``, for the first time or again after a failed undo. Records no meshes."""
+        """Wrap ``__call__`` of ``pipe``, for the first time or again after a failed undo.
+        Records no meshes.
+        """
         fill_slot(pipe, Slot.PARALLEL_PIPE, {"__call__": self._run}, owner=self)
 
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -125,14 +129,19 @@ class ParallelCall:
         models = {**self._transformers, **self._unets}
         check = partial(
             check_parallel_call,
-            [CheckedModel(pipe, module, name, applied=self._applied[name]) for name, module in models.items()],
+            [
+                CheckedModel(pipe, module, name, applied=self._applied[name])
+                for name, module in models.items()
+            ],
             self.mesh,
         )
         if self._assume_equal:
             check()
         else:
             values, name = partial(self._arguments_and_state, pipe, args, kwargs), type(pipe).__name__
-            require_equal(values, self.mesh, f"the {name}", check, partial(difference_of_pipeline_calls, name))
+            require_equal(
+                values, self.mesh, f"the {name}", check, partial(difference_of_pipeline_calls, name)
+            )
         self._places = self._places or places_of_all(self.mesh)
         self._caching = caching_of(pipe)
         checked: CheckedCallbacks | None = None
@@ -152,9 +161,10 @@ class ParallelCall:
                     self._verified.add(component)
                     stack.enter_context(filled_during(component, Slot.VERIFIED, {"__call__": verification}))
                 if self._guidance is not None:
-                    # Wrap a compiled component itself and not the module inside it: its graph holds the call of one CFG
-                    # branch, and the branches are distributed outside the graph. A callback of another pipeline that
-                    # shares the component may make this call, so restore the slot of that pipeline.
+                    # Wrap a compiled component itself and not the module inside it: its graph holds the call
+                    # of one CFG branch, and the branches are distributed outside the graph. A callback of
+                    # another pipeline that shares the component may make this call, so restore the slot of
+                    # that pipeline.
                     component = getattr(pipe, name)
                     self._guided.add(component)
                     branches = {"__call__": self._run_branch}
@@ -181,7 +191,8 @@ class ParallelCall:
     def _arguments_and_state(self, pipe: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
         """Return the arguments of a call and the state of ``pipe`` that all ranks must share, by name.
 
-        The state has the VAE unless the call returns latents, but no text encoders: a call may pass embeddings instead.
+        The state has the VAE unless the call returns latents, but no text encoders: a call may pass
+        embeddings instead.
         """
         bound = inspect.signature(original_class(pipe).__call__).bind(pipe, *args, **kwargs).arguments
         bound.pop("self", None)
@@ -189,14 +200,17 @@ class ParallelCall:
         for name in ("scheduler", "guider"):
             part = getattr(pipe, name, None)
             if part is not None:
-                # Leave out internal values, whose names begin with an underscore: some are lists in no fixed order.
+                # Leave out internal values, whose names begin with an underscore: some are lists in no fixed
+                # order.
                 config = getattr(part, "config", {})
                 settings = {key: value for key, value in config.items() if not key.startswith("_")}
                 state[f"pipe.{name}"] = {"class": type(part).__name__, **settings}
         caching = caching_of(pipe)
         if caching is not None:
             for name, options in caching.caches.items():
-                state |= {f"{option} of the cache of {name}": text for option, text in options.as_text().items()}
+                state |= {
+                    f"{option} of the cache of {name}": text for option, text in options.as_text().items()
+                }
         for name, module in transformers_of(pipe).items():
             state |= {f"{option} of {name}": value for option, value in attention_by_name(module).items()}
         names = {*transformers_of(pipe), "unet"}
@@ -211,7 +225,10 @@ class ParallelCall:
         if self.scheduled is not None:
             schedule = asdict(self.scheduled.schedule)
             state |= {f"{name} of the schedule of attention": str(value) for name, value in schedule.items()}
-        versions = {"version of para_core": version.version_and_sources(), "versions of packages": _versions()}
+        versions = {
+            "version of para_core": version.version_and_sources(),
+            "versions of packages": _versions(),
+        }
         return {**state, **describe_loras(pipe), **versions}
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +242,8 @@ class ParallelCall:
             return call(module, *args, **kwargs)
         if self._caching is not None:
             self._caching.announce(module, args, kwargs)
-        # Every rank validates the arguments, although one computes this call: others would wait if it raised alone.
+        # Every rank validates the arguments, although one computes this call: others would wait if it raised
+        # alone.
         self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
         fills = self._fills.get(id(uncompiled(module)))
         if fills is not None and kwargs.get(fills[0]) == fills[1]:

@@ -1,8 +1,9 @@
-"""Shapes and dtypes of a transformer's output before it runs, computed by a copy of the model on the meta device.
+"""Shapes and dtypes of a transformer's output before it runs, computed by a copy of the model on the meta
+device.
 
-A rank that does not compute a CFG branch needs these to receive the output of that branch. They depend on the class,
-its config, the dtypes of its parameters and the arguments, and in most models not on the number of blocks. So the copy
-has one block of each kind, which takes 0.1 s for a model of 60 blocks instead of 3 s.
+A rank that does not compute a CFG branch needs these to receive the output of that branch. They depend on the
+class, its config, the dtypes of its parameters and the arguments, and in most models not on the number of
+blocks. So the copy has one block of each kind, which takes 0.1 s for a model of 60 blocks instead of 3 s.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _COPYABLE = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None
 
 
 def meta_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the output of ``module(*args, **kwargs)`` with tensors on the meta device; None if it cannot be predicted.
+    """Return the output of ``module(*args, **kwargs)`` with tensors on the meta device; None if it cannot be
+    predicted.
 
     It cannot be predicted if
 
@@ -55,8 +57,11 @@ def _is_as_configured(module: Any) -> bool:
     """Whether ``module`` runs its class's ``forward``, not compiled and without hooks other than FSDP2's."""
     if uncompiled(module) is not module or has_compiled_parts(module):
         return False
-    # accelerate and diffusers install hooks by setting ``forward`` on the instance, but these do not change the output.
-    own_forward = "forward" in vars(module) and not (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook"))
+    # accelerate and diffusers install hooks by setting ``forward`` on the instance, but these do not change
+    # the output.
+    own_forward = "forward" in vars(module) and not (
+        hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
+    )
     return (
         hasattr(module, "config")
         and not own_forward
@@ -71,11 +76,13 @@ def _is_as_configured(module: Any) -> bool:
 def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         with torch.no_grad(), torch.device("meta"), attention_without_data():
-            args, kwargs = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs)
+            )
             output = _copy(module)(*args, **kwargs)
     except Exception as error:
-        # An error is expected if the model reads a value, the meta device lacks an operator, or an argument is wrong.
-        # The call of the real model follows and raises a proper error.
+        # An error is expected if the model reads a value, the meta device lacks an operator, or an argument
+        # is wrong. The call of the real model follows and raises a proper error.
         logger.debug("the output of %s is not known before its call: %s", type(module).__name__, error)
         return None
     leaves = [x for x in pytree.tree_leaves(output) if x is not None]
@@ -87,19 +94,24 @@ def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _copy(module: nn.Module) -> nn.Module:
     """Return a model of the same class and config on the meta device, with one block of each kind.
 
-    Raises ``ValueError`` if ``module`` differs from its config: a weight has another shape, or a dtype that is not a
-    floating-point compute dtype (quantized or 8-bit weights).
+    Raises ``ValueError`` if ``module`` differs from its config: a weight has another shape, or a dtype that
+    is not a floating-point compute dtype (quantized or 8-bit weights).
     """
     cls = unwrapped_class(module)
     config, depths = config_and_depths(module)
     copy: nn.Module = cls(**{**config, **dict.fromkeys(depths, 1)}).to("meta").eval()
     # PEFT renames a layer that has a LoRA from ``name`` to ``name.base_layer``.
     weights = {
-        name.replace(".base_layer.", "."): x for name, x in chain(module.named_parameters(), module.named_buffers())
+        name.replace(".base_layer.", "."): x
+        for name, x in chain(module.named_parameters(), module.named_buffers())
     }
     for name, x in chain(copy.named_parameters(), copy.named_buffers()):
         weight = weights.get(name)
-        if weight is None or weight.shape != x.shape or (x.is_floating_point() and weight.dtype not in _COMPUTE_DTYPES):
+        if (
+            weight is None
+            or weight.shape != x.shape
+            or (x.is_floating_point() and weight.dtype not in _COMPUTE_DTYPES)
+        ):
             raise ValueError(f"{name} of this {cls.__name__} differs from its config.")
         x.data = x.data.to(weight.dtype)
     return copy

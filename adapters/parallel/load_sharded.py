@@ -45,42 +45,47 @@ def from_pretrained_sharded(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """Load a pipeline, shard its weights and parallelize it, with host memory for one copy of the weights per node.
+    """Load a pipeline, shard its weights and parallelize it, with host memory for one copy of the weights per
+    node.
 
-    The result equals that of ``pipeline.from_pretrained(name)`` followed by ``parallelize_pipe(pipe, mesh=mesh,
-    weights=weights)``. Every rank of the mesh must call this function. Each rank memory-maps the safetensors files, so
-    that ranks of a node share their pages, reads its shard of each weight, and unmaps the weight. Weights are cast to
-    ``dtype`` after sharding.
+    The result equals that of ``pipeline.from_pretrained(name)`` followed by ``parallelize_pipe(pipe,
+    mesh=mesh, weights=weights)``. Every rank of the mesh must call this function. Each rank memory-maps the
+    safetensors files, so that ranks of a node share their pages, reads its shard of each weight, and unmaps
+    the weight. Weights are cast to ``dtype`` after sharding.
 
     Args:
         pipeline (`type[DiffusionPipeline]`): Pipeline class of diffusers.
-        name (`str` or `Path`): Folder, or repository on the Hub, with safetensors weights. One rank of each node
-            downloads it; the others wait for it without a time limit.
+        name (`str` or `Path`): Folder, or repository on the Hub, with safetensors weights. One rank of each
+            node downloads it; the others wait for it without a time limit.
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): As in :func:`parallelize_pipe`. Defaults to
             ``init_context_parallel_mesh()`` of all ranks.
-        weights (`"fsdp"`, `"tensor"` or `"stages"`, defaults to `"fsdp"`): As in :func:`shard_weights`. ``"stages"``
-            needs a mesh with a ``pipe`` dim; a rank then reads only the transformer blocks of its own stage.
-        quantize (`"int8"` or `"fp8"`, *optional*): Quantizes the linear layers of the transformers with torchao, with
-            one scale per weight row. ``"fsdp"`` takes only ``"int8"``, which is applied before sharding, from the
-            mapped files; the other methods quantize after sharding, so that no rank holds all weights. **Not exact.**
-        dtype (`torch.dtype`, *optional*): Dtype of floating-point weights, except those that their class keeps in
-            float32. Defaults to the dtypes of the files.
-        **options: Other arguments of ``from_pretrained``. ``device_map``, ``torch_dtype`` and ``quantization_config``
-            are refused.
+        weights (`"fsdp"`, `"tensor"` or `"stages"`, defaults to `"fsdp"`): As in :func:`shard_weights`.
+            ``"stages"`` needs a mesh with a ``pipe`` dim; a rank then reads only the transformer blocks of
+            its own stage.
+        quantize (`"int8"` or `"fp8"`, *optional*): Quantizes the linear layers of the transformers with
+            torchao, with one scale per weight row. ``"fsdp"`` takes only ``"int8"``, which is applied before
+            sharding, from the mapped files; the other methods quantize after sharding, so that no rank holds
+            all weights. **Not exact.**
+        dtype (`torch.dtype`, *optional*): Dtype of floating-point weights, except those that their class
+            keeps in float32. Defaults to the dtypes of the files.
+        **options: Other arguments of ``from_pretrained``. ``device_map``, ``torch_dtype`` and
+            ``quantization_config`` are refused.
 
     Returns:
         The parallel pipeline, with all components on the device of the mesh.
 
     Raises:
         ValueError: If an option is invalid or does not fit the mesh.
-        RuntimeError: If there is no process group, or, on every rank, if a file is missing, incomplete or corrupt on
-            one rank, or files differ between ranks.
+        RuntimeError: If there is no process group, or, on every rank, if a file is missing, incomplete or
+            corrupt on one rank, or files differ between ranks.
     """
     require_process_group("from_pretrained_sharded")
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
     with require_equal_options("from_pretrained_sharded", mesh, compared):
         if weights not in (*shard_methods(), "stages"):
-            raise ValueError(f"weights is {weights!r}; expected {', '.join(map(repr, shard_methods()))} or 'stages'.")
+            raise ValueError(
+                f"weights is {weights!r}; expected {', '.join(map(repr, shard_methods()))} or 'stages'."
+            )
         for option in ("device_map", "torch_dtype", "quantization_config"):
             if options.get(option) is not None:
                 raise ValueError(f"from_pretrained_sharded takes no {option}: {_INSTEAD[option]}")
@@ -108,7 +113,9 @@ def from_pretrained_sharded(
         _check_safetensors(folder, passed=set(options))
         files = _files_in(folder, options.get("variant"))
         with _uninitialized_memory():
-            pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
+            pipe = pipeline.from_pretrained(
+                folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options
+            )
         for path in files:
             component = uncompiled(pipe.components.get(path.parent.name))
             if isinstance(component, nn.Module):
@@ -137,9 +144,11 @@ def from_pretrained_sharded(
 
 
 def _copy_from_files(pipe: Any) -> None:
-    """Clone the weights that stay unsharded on this rank, so that they no longer refer to the memory-mapped files.
+    """Clone the weights that stay unsharded on this rank, so that they no longer refer to the memory-mapped
+    files.
 
-    Their data in a file is not aligned, and for unaligned data kernels sum in another order, so copies keep the bits.
+    Their data in a file is not aligned, and for unaligned data kernels sum in another order, so copies keep
+    the bits.
     """
     for part in components_of(pipe).values():
         for parameter in part.parameters():
@@ -173,8 +182,8 @@ def _modules(pipe: Any) -> list[nn.Module]:
 def _uninitialized_memory() -> Iterator[None]:
     """Turn off ``torch.utils.deterministic.fill_uninitialized_memory`` inside the ``with`` block.
 
-    Loading allocates each weight with ``torch.empty`` before it moves it to the meta device. Filling that memory would
-    make its pages resident, and malloc may keep them.
+    Loading allocates each weight with ``torch.empty`` before it moves it to the meta device. Filling that
+    memory would make its pages resident, and malloc may keep them.
     """
     before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -188,24 +197,31 @@ _SAVE = "Pipeline.from_pretrained(...).save_pretrained(folder)"
 
 
 def _check_safetensors(folder: Path, passed: set[str]) -> None:
-    """Raise ``FileNotFoundError`` if a model in ``folder`` lacks safetensors files, or the index of several such files.
+    """Raise ``FileNotFoundError`` if a model in ``folder`` lacks safetensors files, or the index of several
+    such files.
 
-    Without this check diffusers and transformers try other formats, and their error names a file of these formats.
-    ``passed`` are the components that the caller passes to ``from_pretrained``, so they are not loaded.
+    Without this check diffusers and transformers try other formats, and their error names a file of these
+    formats. ``passed`` are the components that the caller passes to ``from_pretrained``, so they are not
+    loaded.
     """
     for config in sorted(folder.glob("*/config.json")):
         part, settings = config.parent, json.loads(config.read_text())
-        # The config of a model has one of these entries; the config of a tokenizer has neither and is skipped.
+        # The config of a model has one of these entries; the config of a tokenizer has neither and is
+        # skipped.
         if part.name in passed or not settings.keys() & {"_class_name", "architectures"}:
             continue
         names = sorted(path.name for path in part.glob("*.safetensors"))
         if not names:
-            others = sorted(path.name for path in part.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+            others = sorted(
+                path.name for path in part.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")
+            )
             way_out = "Download it again."
             if others:
                 way_out = f"It has {others[0]}: save it again, {_SAVE}."
             raise FileNotFoundError(f"{part} has no safetensors file. {way_out}")
-        if any(re.search(r"-\d+-of-\d+", name) for name in names) and not list(part.glob("*.safetensors.index*.json")):
+        if any(re.search(r"-\d+-of-\d+", name) for name in names) and not list(
+            part.glob("*.safetensors.index*.json")
+        ):
             raise FileNotFoundError(
                 f"{part} has {names[0]} and others, and no index of them (*.safetensors.index.json). Download it again."
             )
@@ -214,7 +230,8 @@ def _check_safetensors(folder: Path, passed: set[str]) -> None:
 def _files_in(folder: Path, variant: str | None) -> list[Path]:
     """Return the safetensors files of all components: those of ``variant`` if there are any, or those without one."""
     by_variant: dict[Path, dict[str | None, list[Path]]] = {}
-    # Paths are not resolved: in the Hub's cache they are links to blobs, whose names tell neither part nor variant.
+    # Paths are not resolved: in the Hub's cache they are links to blobs, whose names tell neither part nor
+    # variant.
     for path in sorted(folder.glob("*/*.safetensors")):
         # The variant is the part after the first dot: "fp16" in
         # diffusion_pytorch_model.fp16-00001-of-00002.safetensors.
@@ -227,7 +244,8 @@ def _files_in(folder: Path, variant: str | None) -> list[Path]:
 
 
 def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:
-    """Return the most common floating-point dtype of each component's weights; float32 under the key ``"default"``.
+    """Return the most common floating-point dtype of each component's weights; float32 under the key
+    ``"default"``.
 
     ``from_pretrained`` maps weights of the requested dtype from the file and copies the others.
     """
@@ -243,16 +261,18 @@ def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:
     return {**{name: kinds.most_common(1)[0][0] for name, kinds in counted.items()}, "default": torch.float32}
 
 
-# Number of bytes at each end of a weight that are compared with the file, to see whether the loader changed the weight.
+# Number of bytes at each end of a weight that are compared with the file, to see whether the loader changed
+# the weight.
 _END = 4096
 
 
 def _map_each_weight(component: nn.Module, path: Path) -> None:
     """Replace each weight of ``component`` by a separate memory mapping of the file ``path``.
 
-    diffusers and transformers map each file once, so all pages read from it stay resident until the last weight of the
-    file is sharded. A separate mapping, with the pages read from it, is freed with its weight. Weights that the loader
-    renamed or changed (shown by comparing their first and last bytes with the file) keep the mapping that they have.
+    diffusers and transformers map each file once, so all pages read from it stay resident until the last
+    weight of the file is sharded. A separate mapping, with the pages read from it, is freed with its weight.
+    Weights that the loader renamed or changed (shown by comparing their first and last bytes with the file)
+    keep the mapping that they have.
     """
     from safetensors import safe_open
 
@@ -277,7 +297,9 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in list(owner.named_parameters(recurse=False)):
             castable = parameter.is_floating_point() and parameter.dtype != dtype
             if castable and not kept & {*path.split("."), name}:
-                owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+                owner.register_parameter(
+                    name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                )
 
 
 def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
@@ -289,17 +311,19 @@ def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
     return kept
 
 
-# Seconds between two exchanges of the waiting ranks. A download may take longer than the time-out of the process group,
-# so a single collective at its end would fail.
+# Seconds between two exchanges of the waiting ranks. A download may take longer than the time-out of the
+# process group, so a single collective at its end would fail.
 _INTERVAL = 1.0
 _WAITING = signature({"waiting for": "a download"})
 
 
-def _download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: Mapping[str, Any]) -> None:
+def _download_once_per_node(
+    pipeline: Any, name: str | Path, mesh: GuidedMesh, options: Mapping[str, Any]
+) -> None:
     """Download ``name`` on one rank per host and cache folder, and wait until all downloads are complete.
 
-    A collective call: all ranks of ``mesh`` raise if a download fails. Nothing is downloaded if ``name`` is a local
-    folder or ``options``, the keyword arguments of ``pipeline.download``, have ``local_files_only``.
+    A collective call: all ranks of ``mesh`` raise if a download fails. Nothing is downloaded if ``name`` is a
+    local folder or ``options``, the keyword arguments of ``pipeline.download``, have ``local_files_only``.
     """
     with raising_on_all(mesh, f"{name} could not be looked up"):
         wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
@@ -328,10 +352,14 @@ def _download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, o
 
 
 def folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Path:
-    """Return the folder ``name``, or that of its cached files. Never contacts the Hub, which may have newer ones."""
+    """Return the folder ``name``, or that of its cached files.
+    Never contacts the Hub, which may have newer ones.
+    """
     if Path(name).is_dir():
         return Path(name)
-    return Path(pipeline.download(str(name), **{**options, "local_files_only": True, "force_download": False}))
+    return Path(
+        pipeline.download(str(name), **{**options, "local_files_only": True, "force_download": False})
+    )
 
 
 def _cache_of(options: Mapping[str, Any]) -> str:

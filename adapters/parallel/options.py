@@ -1,4 +1,5 @@
-"""The options of parallelize_pipe and parallelize_transformer whose values are objects of Python, and their checks.
+"""The options of parallelize_pipe and parallelize_transformer whose values are objects of Python, and their
+checks.
 
 Those that are names and numbers are declared in ``para_core/pipeline_options.py``.
 """
@@ -116,7 +117,9 @@ class TransformerOptions(AttentionChoices):
         check_options(self)
         self.attention(None)
         if self.backend is not None and self.attn_func is not None:
-            raise ValueError(f"backend={self.backend!r} and attn_func both choose the local attention. Leave one out.")
+            raise ValueError(
+                f"backend={self.backend!r} and attn_func both choose the local attention. Leave one out."
+            )
         if self.cross_backend is not None and self.attn_func is not None:
             raise ValueError(
                 f"cross_backend={self.cross_backend!r} and attn_func both choose the attention to another sequence. "
@@ -144,7 +147,8 @@ class TransformerOptions(AttentionChoices):
         return names
 
     def attention(self, default_method: RotateMethod | None) -> AttnOptions:
-        """Return the attention options. If ``backend`` is a schedule, they contain the exact backend of the schedule.
+        """Return the attention options. If ``backend`` is a schedule, they contain the exact backend of the
+        schedule.
 
         ``default_method`` is the ``rotate_method``, if the user gave neither that option nor ``comm_dtype``.
         """

@@ -23,18 +23,20 @@ Pipeline = TypeVar("Pipeline")
 
 @takes_options(ParallelOptions)
 def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
-    """Run a diffusers pipeline on all ranks of a mesh. The result equals that of one device up to floating-point order.
+    """Run a diffusers pipeline on all ranks of a mesh. The result equals that of one device up to
+    floating-point order.
 
-    Every rank of the mesh calls this function, and afterwards calls the pipeline with the same arguments; each gets the
-    full result. Calling it again replaces the previous settings. :func:`unparallelize_pipe` restores the pipeline. If
-    anything is invalid or fails on any rank, every rank raises, and the pipeline keeps its previous settings. Other
-    pipelines are not changed.
+    Every rank of the mesh calls this function, and afterwards calls the pipeline with the same arguments;
+    each gets the full result. Calling it again replaces the previous settings. :func:`unparallelize_pipe`
+    restores the pipeline. If anything is invalid or fails on any rank, every rank raises, and the pipeline
+    keeps its previous settings. Other pipelines are not changed.
 
-    **Weights are one way.** Weights that were sharded (``weights``, ``text_encoders="fsdp"``) or freed (stages, along
-    ``pipe``) are not gathered again. Another call may still replace all other options: leave ``weights`` and
-    ``text_encoders`` out or pass them as before, with the same ranks along ``pipe``. Other values, and
-    :func:`unparallelize_pipe`, raise: load the pipeline again. Weights change last, after everything is checked and
-    applied on all ranks. If that fails on a rank, every rank raises, and the pipeline raises whenever it is used.
+    **Weights are one way.** Weights that were sharded (``weights``, ``text_encoders="fsdp"``) or freed
+    (stages, along ``pipe``) are not gathered again. Another call may still replace all other options: leave
+    ``weights`` and ``text_encoders`` out or pass them as before, with the same ranks along ``pipe``. Other
+    values, and :func:`unparallelize_pipe`, raise: load the pipeline again. Weights change last, after
+    everything is checked and applied on all ranks. If that fails on a rank, every rank raises, and the
+    pipeline raises whenever it is used.
 
     Args:
         pipe (`DiffusionPipeline`): A pipeline with a supported transformer or UNet.
@@ -47,15 +49,18 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
         ImportError: If ``backend`` names a library that is not installed.
         TypeError: If the pipeline has no supported transformer or UNet, or an option has a wrong type.
         ValueError: If the mesh or an option does not fit the pipeline, or two options exclude each other.
-        RuntimeError: If neither ``mesh`` nor a process group is given on several ranks, if two NCCL ranks use the same
-            GPU, if weights are sharded or freed and other weight settings are asked for, or if changing weights fails.
+        RuntimeError: If neither ``mesh`` nor a process group is given on several ranks, if two NCCL ranks use
+            the same GPU, if weights are sharded or freed and other weight settings are asked for, or if
+            changing weights fails.
 
     Example:
         >>> mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # doctest: +SKIP
         >>> parallelize_pipe(pipe, mesh=mesh, vae=True)  # doctest: +SKIP
     """
     with require_equal_options("parallelize_pipe", options.mesh, options.compared):
-        require_kind("pipeline", pipe, "parallelize_transformer, parallelize_unet and parallelize_vae take a model.")
+        require_kind(
+            "pipeline", pipe, "parallelize_transformer, parallelize_unet and parallelize_vae take a model."
+        )
         check_usable(pipe)
         options.check()
         if options.mesh is None:
@@ -70,22 +75,26 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
 
 
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
-    """Undo :func:`parallelize_pipe` and return ``pipe`` as it was before. Also restores time-outs of process groups.
+    """Undo :func:`parallelize_pipe` and return ``pipe`` as it was before. Also restores time-outs of process
+    groups.
 
     If a step of it fails, call it again. Until then ``pipe`` stays parallel, or its calls raise an error.
 
     Raises:
-        RuntimeError: If weights of the pipeline are sharded, or other ranks hold some of its blocks (a mesh with
-            ``pipe``): nothing gathers them. Load the pipeline again. The pipeline stays parallel.
+        RuntimeError: If weights of the pipeline are sharded, or other ranks hold some of its blocks (a mesh
+            with ``pipe``): nothing gathers them. Load the pipeline again. The pipeline stays parallel.
     """
-    require_kind("pipeline", pipe, "unparallelize_transformer, unparallelize_unet and unparallelize_vae take a model.")
+    require_kind(
+        "pipeline", pipe, "unparallelize_transformer, unparallelize_unet and unparallelize_vae take a model."
+    )
     check_can_be_undone(pipe)
     call = parallel_call(pipe)
     if call is not None:
         try:
             call.session.stop()
         except BaseException:
-            # Fill the slot of the pipeline again: a second call of this function finds the session through it.
+            # Fill the slot of the pipeline again: a second call of this function finds the session through
+            # it.
             call.wrap(pipe)
             raise
     # Models that were parallelized without a session, on one rank or as single components, are undone here.

@@ -1,4 +1,5 @@
-"""Changes of a pipeline that parallelize_pipe makes: time-outs, sharded weights, and what the features of weights do.
+"""Changes of a pipeline that parallelize_pipe makes: time-outs, sharded weights, and what the features of
+weights do.
 
 Each change is a part of a *session*: all changes that are applied to one pipeline and undone together.
 """
@@ -31,8 +32,8 @@ class TimeoutPart(Part):
         return override_timeouts(self.groups, self.timeout, self.ranks)
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # Leave the time-out set until finish(), which runs after the next session has started. Until then a time-out of
-        # the next session overrides this one, and if that session fails, this one is still set.
+        # Leave the time-out set until finish(), which runs after the next session has started. Until then a
+        # time-out of the next session overrides this one, and if that session fails, this one is still set.
         return nothing
 
     def finish(self, undo: Undo) -> None:

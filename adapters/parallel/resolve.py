@@ -15,7 +15,12 @@ from torch import nn
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
 from para_core.adapters.default_mesh import mesh_and_method
 from para_core.adapters.denoisers import denoisers_by_kind, other_denoisers_of
-from para_core.adapters.inspect.components import components_of, encoders_with_blocks, text_encoders_of, vaes_of
+from para_core.adapters.inspect.components import (
+    components_of,
+    encoders_with_blocks,
+    text_encoders_of,
+    vaes_of,
+)
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
 from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
 from para_core.adapters.parallel.options import ParallelOptions
@@ -48,8 +53,11 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
     :func:`parallelize_pipe`, on every rank.
     """
     guided, predicted_method = mesh_and_method(options.mesh, pipe, options.weights)
-    # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the same.
-    needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or _shards_transformers_alone(options)
+    # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the
+    # same.
+    needs_ranks = (
+        options.timeout is not None or options.text_encoders == "fsdp" or _shards_transformers_alone(options)
+    )
     ranks: set[int] = set()
     if guided.ranks > 1 and needs_ranks:
         ranks = _global_ranks(guided)
@@ -63,9 +71,9 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
             require_parallel_vae(vae)
         placement = _placement_of_text_encoders(pipe, guided, options)
         _check_options_fit(pipe, guided, options, placement)
-        # Perturbed attention guidance splits the batch into branches inside the model, so samples cannot be sharded. A
-        # pipeline with a guider calls the transformer once per branch, even if other pipelines of the same model
-        # concatenate branches on the batch dim.
+        # Perturbed attention guidance splits the batch into branches inside the model, so samples cannot be
+        # sharded. A pipeline with a guider calls the transformer once per branch, even if other pipelines of
+        # the same model concatenate branches on the batch dim.
         perturbs = hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None
         batched = guided.ranks == 1 or not perturbs
         attention = options.attention(predicted_method)
@@ -109,7 +117,9 @@ def _shards_transformers_alone(options: ParallelOptions) -> bool:
     return method is not None and not method.shards_encoders
 
 
-def _check_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None) -> None:
+def _check_options_fit(
+    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None
+) -> None:
     """Raise ``ValueError`` if an option does not fit the components of ``pipe``, the mesh or another option."""
     cls, stages = original_class(pipe).__name__, mesh.pipe.size
     if options.of_transformers and not transformers_of(pipe):
@@ -161,7 +171,9 @@ def _parts_of_pipe(
     """
     if mesh.ranks == 1 and not changes and options.schedule is None:
         return []
-    batched = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(part.plan.batched for part in transformers)
+    batched = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(
+        part.plan.batched for part in transformers
+    )
     call = ParallelCall(
         transformers_of(pipe),
         other_denoisers_of(pipe),
@@ -172,12 +184,18 @@ def _parts_of_pipe(
         verify=options.verify,
         changes=changes,
     )
-    parts: list[Part] = [Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe))]
+    parts: list[Part] = [
+        Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe))
+    ]
     for vae in autoencoders:
-        parts.append(Change("the VAE", partial(parallelize_vae, vae, mesh=mesh), partial(unparallelize_vae, vae)))
+        parts.append(
+            Change("the VAE", partial(parallelize_vae, vae, mesh=mesh), partial(unparallelize_vae, vae))
+        )
     if options.schedule is not None:
         attention = transformers[0].attention
-        call.scheduled = ScheduledAttention(transformers_of(pipe), options.schedule, attention, options.adapter)
+        call.scheduled = ScheduledAttention(
+            transformers_of(pipe), options.schedule, attention, options.adapter
+        )
     return parts
 
 
@@ -227,7 +245,8 @@ def _global_ranks(mesh: GuidedMesh) -> set[int]:
 def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks: set[int]) -> TimeoutPart:
     """Return the part that sets ``timeout`` on all process groups that the ranks of ``mesh`` use.
 
-    These are its groups with their CPU groups, those that para_core made among ``ranks``, and those of sharded weights.
+    These are its groups with their CPU groups, those that para_core made among ``ranks``, and those of
+    sharded weights.
     """
     of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
     groups = dict.fromkeys([*of_mesh, *groups_among(ranks), *weights_groups(pipe)])
@@ -235,16 +254,21 @@ def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks
 
 
 def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:
-    """Return the modules that ``vae=True`` runs on all ranks: autoencoders with an adapter and the diffusion decoder.
+    """Return the modules that ``vae=True`` runs on all ranks: autoencoders with an adapter and the diffusion
+    decoder.
 
-    ``pipe.vae`` is first; without it ``TypeError`` is raised. For a pipeline that only decodes, return its decoders.
+    ``pipe.vae`` is first; without it ``TypeError`` is raised. For a pipeline that only decodes, return its
+    decoders.
     """
     if decoders := decoders_of(pipe):
         return list(decoders.values())
     vaes = vaes_of(pipe)
     if "vae" not in vaes:
-        raise TypeError(f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out.")
+        raise TypeError(
+            f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out."
+        )
     others = [part for name, part in vaes.items() if name != "vae"]
     others += [part for part in [getattr(pipe, DIFFUSION_DECODER, None)] if isinstance(part, nn.Module)]
-    # An audio autoencoder without an adapter is left out, so every rank decodes all the audio, which takes little time.
+    # An audio autoencoder without an adapter is left out, so every rank decodes all the audio, which takes
+    # little time.
     return [vaes["vae"], *[part for part in others if vae_adapter(part) is not None]]

@@ -26,11 +26,13 @@ from para_core.plans.region import region_of
 
 
 class ScheduledAttention:
-    """Setter of the attention options of one pipeline's transformers at each denoising step, by an AttentionSchedule.
+    """Setter of the attention options of one pipeline's transformers at each denoising step, by an
+    AttentionSchedule.
 
-    The step is read from the scheduler, so it is correct also with two calls per step for guidance, with steps that a
-    cache skips, and with a second transformer. (Only if a pipeline copies its scheduler, calls are counted per branch.)
-    Outside a generation and inside user callbacks attention is exact. The options of a step replace ``options``.
+    The step is read from the scheduler, so it is correct also with two calls per step for guidance, with
+    steps that a cache skips, and with a second transformer. (Only if a pipeline copies its scheduler, calls
+    are counted per branch.) Outside a generation and inside user callbacks attention is exact. The options of
+    a step replace ``options``.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class ScheduledAttention:
         self._exact, self._middle = (schedule.options(options, middle=middle) for middle in (False, True))
         self._tracker = SchedulerTracker()
         self._parameters = {id(module): parameters_of(module) for module in transformers.values()}
-        # Some pipelines step with copies of their scheduler, so the scheduler itself does not tell the current step.
-        # For them the step is found by counting model calls per CFG branch, which these conditioning arguments
-        # identify.
+        # Some pipelines step with copies of their scheduler, so the scheduler itself does not tell the
+        # current step. For them the step is found by counting model calls per CFG branch, which these
+        # conditioning arguments identify.
         adapters = [(module, adapter_for(module, adapter)) for module in transformers.values()]
         self._conditions = {
             id(module): conditions_of(module, require_blocks(module, adapter))
@@ -71,12 +73,15 @@ class ScheduledAttention:
             check_native_attention(module, f"pipe.{name}")
         with ExitStack() as stack:
             for name in self._transformers:
-                # Wrap a compiled component, not the module inside it: the change must not be traced. A callback of
-                # another pipeline that shares the component may make this call, so restore the slot of that pipeline.
+                # Wrap a compiled component, not the module inside it: the change must not be traced. A
+                # callback of another pipeline that shares the component may make this call, so restore the
+                # slot of that pipeline.
                 component = getattr(pipe, name)
                 self._wrapped.add(component)
                 stack.enter_context(
-                    filled_during(component, Slot.SCHEDULED_ATTENTION, {"__call__": self._run_model}, owner=self)
+                    filled_during(
+                        component, Slot.SCHEDULED_ATTENTION, {"__call__": self._run_model}, owner=self
+                    )
                 )
             stack.callback(self._use, self._exact)
             stack.enter_context(self._tracker.follow(pipe, lambda: None, with_copies=bool(self._conditions)))
@@ -110,8 +115,8 @@ class ScheduledAttention:
                 region.use(options, region.cross_backend)
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # A callback may run another pipeline with the same transformers, which must use exact attention. The next
-        # step of this pipeline sets its options again.
+        # A callback may run another pipeline with the same transformers, which must use exact attention. The
+        # next step of this pipeline sets its options again.
         self._use(self._exact)
         self._in_callback += 1
         try:

@@ -23,8 +23,8 @@ def nothing() -> None:
 class Part(ABC):
     """One change of a session, such as wrapping ``__call__`` or sharding the weights.
 
-    :meth:`apply` makes the whole change and returns its undo function, or raises. If it raises, :func:`replace_session`
-    empties the slots (:mod:`para_core.instance.record`) that it may have left filled.
+    :meth:`apply` makes the whole change and returns its undo function, or raises. If it raises,
+    :func:`replace_session` empties the slots (:mod:`para_core.instance.record`) that it may have left filled.
     """
 
     # Name of the part in error messages.
@@ -38,7 +38,8 @@ class Part(ABC):
         """Change weights, after every rank has applied all parts: the step of the change that nothing undoes."""
 
     def clear(self) -> Undo:
-        """Remove a change of this kind that was made outside of the session, such as a plan that was applied by hand.
+        """Remove a change of this kind that was made outside of the session, such as a plan that was applied
+        by hand.
 
         Returns a function that restores it, except for slots, which :func:`replace_session` restores.
         """
@@ -112,7 +113,8 @@ class ParallelSession:
         self._applied.remove((part, undo))
 
     def suspend(self, resume: ExitStack, mesh: GuidedMesh) -> None:
-        """Call :meth:`Part.suspend` of all applied parts, the last one first, before a session on ``mesh`` starts.
+        """Call :meth:`Part.suspend` of all applied parts, the last one first, before a session on ``mesh``
+        starts.
 
         The functions that restore the parts are pushed onto ``resume``.
         """
@@ -130,8 +132,9 @@ class ParallelSession:
 def replace_session(instance: Any, previous: ParallelSession | None, session: ParallelSession) -> None:
     """Undo ``previous`` and start ``session`` on ``instance``. Every rank of ``session.mesh`` must call this.
 
-    If this fails on one rank, every rank raises, and ``previous`` is in effect again. If only the last step fails, in
-    which weights change, the instance cannot be used any more (:mod:`para_core.adapters.weights.one_way`).
+    If this fails on one rank, every rank raises, and ``previous`` is in effect again. If only the last step
+    fails, in which weights change, the instance cannot be used any more
+    (:mod:`para_core.adapters.weights.one_way`).
     """
     with restored_on_failure(instances_in(instance)), ExitStack() as rollback:
         with raising_on_all(session.mesh, "the earlier settings could not be undone"):

@@ -41,10 +41,10 @@ Transformer = TypeVar("Transformer", bound=nn.Module)
 def parallelize_transformer(transformer: nn.Module, options: TransformerOptions) -> nn.Module:
     """Run one transformer on all ranks of a mesh: each rank passes the same inputs and gets the full output.
 
-    Use it in a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments equal on
-    all ranks. In eager code, and if the transformer was compiled in place, each call first compares a fingerprint of
-    its inputs over the ranks. If anything is invalid or fails on any rank, every rank raises and the transformer stays
-    as it was.
+    Use it in a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments
+    equal on all ranks. In eager code, and if the transformer was compiled in place, each call first compares
+    a fingerprint of its inputs over the ranks. If anything is invalid or fails on any rank, every rank raises
+    and the transformer stays as it was.
 
     Args:
         transformer (`nn.Module`): A supported diffusers transformer, compiled or not.
@@ -86,8 +86,8 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
     """Undo :func:`parallelize_transformer` and return ``transformer``.
 
     Raises:
-        RuntimeError: If weights of the transformer are sharded, or other ranks hold some of its blocks (a mesh with
-            ``pipe``). Load it again.
+        RuntimeError: If weights of the transformer are sharded, or other ranks hold some of its blocks (a
+            mesh with ``pipe``). Load it again.
     """
     require_kind("model", transformer, "unparallelize_pipe takes a pipeline.")
     check_can_be_undone(uncompiled(transformer))
@@ -112,8 +112,8 @@ def resolve_transformer(
 ) -> TransformerPart:
     """Return the session part that runs ``module``, which is not compiled, on ``mesh``. Changes nothing.
 
-    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh. ``called`` is ``module`` or the
-    compiled module around it, to verify its calls; None if the caller verifies them.
+    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh. ``called`` is
+    ``module`` or the compiled module around it, to verify its calls; None if the caller verifies them.
     """
     if options.verify and mesh.pipe.size > 1:
         raise ValueError(
@@ -145,7 +145,9 @@ class TransformerPart(Part):
     def apply(self) -> Undo:
         require_equal = None
         if self.mesh.ranks > 1:
-            require_equal = require_equal_call(self.module, mesh=self.mesh, assume_equal=self.options.assume_equal)
+            require_equal = require_equal_call(
+                self.module, mesh=self.mesh, assume_equal=self.options.assume_equal
+            )
         apply_plan(
             self.module,
             self.plan,

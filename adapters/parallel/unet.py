@@ -25,17 +25,18 @@ Unet = TypeVar("Unet", bound=nn.Module)
 def parallelize_unet(
     unet: Unet, *, mesh: Mesh | GuidedMesh | None = None, assume_equal: bool = False, batched: bool = True
 ) -> Unet:
-    """Run one UNet or ControlNet on all ranks of a mesh: each rank passes the same inputs and gets the full output.
+    """Run one UNet or ControlNet on all ranks of a mesh: each rank passes the same inputs and gets the full
+    output.
 
-    Use it in a denoising loop of your own, as :func:`parallelize_transformer`. Ranks along ``ring`` and ``ulysses``
-    shard the rows of the image (columns, if it is wider than high), and ranks along ``batch`` shard the samples. No
-    gradients are computed. Calling it again replaces the previous settings.
+    Use it in a denoising loop of your own, as :func:`parallelize_transformer`. Ranks along ``ring`` and
+    ``ulysses`` shard the rows of the image (columns, if it is wider than high), and ranks along ``batch``
+    shard the samples. No gradients are computed. Calling it again replaces the previous settings.
 
     Args:
         unet (`nn.Module`): A supported UNet or ControlNet of diffusers (docs/vae.md lists them).
         mesh, assume_equal: As in :func:`parallelize_transformer`.
-        batched (`bool`, defaults to `True`): Whether samples are sharded over ``batch``. Pass `False` if the model's
-            output for a sample depends on its position in the batch.
+        batched (`bool`, defaults to `True`): Whether samples are sharded over ``batch``. Pass `False` if the
+            model's output for a sample depends on its position in the batch.
 
     Returns:
         ``unet`` itself.

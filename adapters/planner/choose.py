@@ -17,14 +17,15 @@ from para_core.option_values import QUANTIZE
 # Ways to place the weights of the transformer, as in parallelize_pipe.
 Way = Literal["replicate", "fsdp", "tensor"]
 Offload = Literal["blocks", "model"]
-# Meshes whose predicted seconds differ by this factor count as equally fast: the median error of predicted seconds
-# (benchmarks/results/planner_check.json).
+# Meshes whose predicted seconds differ by this factor count as equally fast: the median error of predicted
+# seconds (benchmarks/results/planner_check.json).
 EQUAL = 1.1
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The user's choices besides the sizes of a mesh. The planner chooses what the user leaves at its default.
+    """The user's choices besides the sizes of a mesh. The planner chooses what the user leaves at its
+    default.
 
     The arguments are as in ``plan_mesh``, which documents them.
 
@@ -45,7 +46,9 @@ class Choices:
         if not isinstance(self.offload, bool):
             _check_value("offload", self.offload, get_args(Offload))
         if self.offload in get_args(Offload) and self.weights in ("fsdp", "tensor"):
-            raise ValueError(f"weights is {self.weights!r} with offload {self.offload!r}; expected 'replicate'.")
+            raise ValueError(
+                f"weights is {self.weights!r} with offload {self.offload!r}; expected 'replicate'."
+            )
         # Only validate the names and sizes.
         parse_mesh_sizes(",".join(f"{name}={size}" for name, size in self.mesh.items()))
 
@@ -56,10 +59,11 @@ def _check_value(name: str, value: Any, values: Collection[str]) -> None:
 
 
 def rank_meshes(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[Prediction]:
-    """Return the predictions for all allowed meshes of ``ranks`` ranks, the chosen one first, then by seconds.
+    """Return the predictions for all allowed meshes of ``ranks`` ranks, the chosen one first, then by
+    seconds.
 
-    Meshes that fit come before those that do not, and meshes that cannot run come last. If no mesh runs with exact
-    weights, and the user has not chosen otherwise, int8 weights are tried.
+    Meshes that fit come before those that do not, and meshes that cannot run come last. If no mesh runs with
+    exact weights, and the user has not chosen otherwise, int8 weights are tried.
 
     Raises:
         ValueError: The choices allow no mesh of this number of ranks.
@@ -110,7 +114,9 @@ def _place_all(work: Workload, machine: Machine, ranks: int, choices: Choices) -
         if choices.weights is None and shape.sequence > 1 and shape.tensor == shape.pipe == 1:
             rows.append(_place(replace(shape, fsdp=True), work, machine, choices))
         if choices.offload is True and _can_move_blocks(shape, work):
-            rows.append(predict(shape, work, machine, _with_most_resident(row.placement, shape, work, row.room)))
+            rows.append(
+                predict(shape, work, machine, _with_most_resident(row.placement, shape, work, row.room))
+            )
     return rows
 
 
@@ -163,7 +169,9 @@ def _with_most_resident(placement: Placement, shape: MeshShape, work: Workload, 
 
 
 def _allowed_shapes(ranks: int, choices: Choices) -> list[MeshShape]:
-    """Return the shapes of meshes of ``ranks`` ranks that ``choices`` allow. Raise ValueError if there are none."""
+    """Return the shapes of meshes of ``ranks`` ranks that ``choices`` allow.
+    Raise ValueError if there are none.
+    """
     allowed = list(shapes(ranks))
     if choices.mesh and ranks > 1:
         sizes = {"tensor": 1, "pipe": 1, **mesh_sizes(ranks, choices.mesh)}

@@ -59,7 +59,9 @@ def without_data(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
 
 
 class _AllValid(TorchFunctionMode):
-    """Mode in which ``torch.nonzero`` returns all indices: fake tensors have no values. Mochi then counts all text."""
+    """Mode in which ``torch.nonzero`` returns all indices: fake tensors have no values.
+    Mochi then counts all text.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -130,7 +132,9 @@ class _CallCount:
         match event:
             case ModuleStart():
                 for rules in self._rules.get(id(event.module), ()):
-                    values = dict(zip(parameters_of(event.module), event.args, strict=False)) | dict(event.kwargs)
+                    values = dict(zip(parameters_of(event.module), event.args, strict=False)) | dict(
+                        event.kwargs
+                    )
                     self._operators.is_sharded |= _shards_any(rules.of_inputs, values)
             case ModuleEnd():
                 for rules in self._rules.get(id(event.module), ()):
@@ -233,8 +237,8 @@ def module_bytes(module: nn.Module) -> ModuleBytes:
     inside = {id(x) for block in blocks for x in block.parameters()}
     outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= FEWEST_SHARDED_ELEMENTS]
     root = sum(x.numel() * x.element_size() for x in outside)
-    # While a block runs, FSDP2 holds the buffer in which it gathered the block and the weights made from that buffer,
-    # and already gathers the next block.
+    # While a block runs, FSDP2 holds the buffer in which it gathered the block and the weights made from that
+    # buffer, and already gathers the next block.
     gathered = max((2 * first + second for first, second in pairwise(of_blocks)), default=2 * sum(of_blocks))
     largest = max((x.numel() * x.element_size() for x in module.parameters()), default=0)
     return ModuleBytes(bytes_of(module), sum(of_blocks) + root, root + gathered, len(blocks) + 1, largest)
@@ -242,7 +246,9 @@ def module_bytes(module: nn.Module) -> ModuleBytes:
 
 def _total(modules: Sequence[ModuleBytes]) -> ModuleBytes:
     """Return the bytes of modules that run one after the other."""
-    total, sharded, at_once, parts, largest = zip(*map(astuple, [ModuleBytes(parts=0), *modules]), strict=True)
+    total, sharded, at_once, parts, largest = zip(
+        *map(astuple, [ModuleBytes(parts=0), *modules]), strict=True
+    )
     return ModuleBytes(sum(total), sum(sharded), max(at_once), max(1, sum(parts)), max(largest))
 
 
@@ -252,7 +258,8 @@ def bytes_of(module: nn.Module) -> int:
 
 
 def _share_in_8_bits(module: nn.Module) -> float:
-    """Return the bytes of the module if weights of linear layers have 1 byte per element, divided by its bytes.
+    """Return the bytes of the module if weights of linear layers have 1 byte per element, divided by its
+    bytes.
 
     Each row of such a weight has a float32 scale.
     """

@@ -1,8 +1,8 @@
 """Choose the mesh of a pipeline or model if the user gives none.
 
-If all ranks are CUDA devices of one host, the mesh is the one that the planner predicts to be best at the pipeline's
-default sizes. Otherwise, and for a device or model that the planner does not know, :func:`choose_mesh` chooses by a
-fixed rule.
+If all ranks are CUDA devices of one host, the mesh is the one that the planner predicts to be best at the
+pipeline's default sizes. Otherwise, and for a device or model that the planner does not know,
+:func:`choose_mesh` chooses by a fixed rule.
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ def choose_default_mesh(
         return replace(choice, reason=f"{choice.reason}; not predicted: {error}")
 
 
-def _predict(owner: Any, ranks: int, device_type: str, on_host: int | None, weights: str | None) -> MeshChoice:
+def _predict(
+    owner: Any, ranks: int, device_type: str, on_host: int | None, weights: str | None
+) -> MeshChoice:
     """Return the mesh that :func:`plan_mesh` predicts to be best.
 
-    Raise NotPredictedError if the planner does not know the devices or the pipeline, or counting its operations failed.
+    Raise NotPredictedError if the planner does not know the devices or the pipeline, or counting its
+    operations failed.
     """
     if on_host != ranks:
         # The network between the hosts is not known.
@@ -80,8 +83,8 @@ def _predict(owner: Any, ranks: int, device_type: str, on_host: int | None, weig
     except UnknownModelError as error:
         raise NotPredictedError(str(error)) from None
     except Exception as error:
-        # Catch everything: the pipeline's class or config may be the user's own, so counting may raise anything. Warn,
-        # because a later version may choose another mesh.
+        # Catch everything: the pipeline's class or config may be the user's own, so counting may raise
+        # anything. Warn, because a later version may choose another mesh.
         logger.warning(
             "the mesh could not be predicted (%s: %s), so it follows from the number of heads and of ranks. Pass mesh= "
             "to choose one.",
@@ -106,9 +109,10 @@ def choose_mesh(
 ) -> MeshChoice:
     """Return the sizes of a mesh of ``num_ranks`` ranks by a fixed rule.
 
-    With guidance, each of the two CFG branches gets half of the ranks. The ranks of a branch go to Ulysses, as many as
-    the key heads and one host allow, and the rest to the ring. Sharded weights come first: ``"tensor"`` takes the
-    fewest ranks (at least two) that divide the heads; ``"fsdp"`` keeps at least two ranks per branch.
+    With guidance, each of the two CFG branches gets half of the ranks. The ranks of a branch go to Ulysses,
+    as many as the key heads and one host allow, and the rest to the ring. Sharded weights come first:
+    ``"tensor"`` takes the fewest ranks (at least two) that divide the heads; ``"fsdp"`` keeps at least two
+    ranks per branch.
 
     Args:
         num_heads: Number of key heads; None if unknown, which sets no limit.
@@ -117,7 +121,9 @@ def choose_mesh(
         weights: ``"fsdp"`` or ``"tensor"``; with any other value every rank holds all weights.
     """
     on_host = gcd(num_ranks, ranks_per_host or num_ranks)
-    sizes = [size for size in range(2, on_host + 1) if on_host % size == 0 and (num_heads or size) % size == 0]
+    sizes = [
+        size for size in range(2, on_host + 1) if on_host % size == 0 and (num_heads or size) % size == 0
+    ]
     tensor = 1
     if weights == "tensor" and sizes:
         tensor = sizes[0]

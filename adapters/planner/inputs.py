@@ -1,4 +1,6 @@
-"""Sizes of a pipeline's result by default, and inputs of its transformer, as empty tensors. For diffusers 0.42."""
+"""Sizes of a pipeline's result by default, and inputs of its transformer, as empty tensors.
+For diffusers 0.42.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ from para_core.instance.private_class import original_class
 MakeInputs = Callable[[Any, GenerationSizes], dict[str, Any]]
 
 
-def _common(sizes: GenerationSizes, hidden: tuple[int, ...], text_dim: int, samples: int = 1) -> dict[str, Any]:
-    """Return the arguments that all transformers take. ``hidden`` is the shape of one sample of the hidden states."""
+def _common(
+    sizes: GenerationSizes, hidden: tuple[int, ...], text_dim: int, samples: int = 1
+) -> dict[str, Any]:
+    """Return the arguments that all transformers take.
+    ``hidden`` is the shape of one sample of the hidden states.
+    """
     return {
         "hidden_states": sizes.empty(samples, *hidden),
         "encoder_hidden_states": sizes.empty(samples, sizes.text, text_dim),
@@ -70,7 +76,12 @@ INPUTS: Mapping[str, MakeInputs] = {
         sizes, (config.in_channels, *sizes.latents), config.text_dim
     ),
     "CogVideoXTransformer3DModel": lambda config, sizes: {
-        **_common(sizes, (sizes.latents[0], config.in_channels, *sizes.latents[1:]), config.text_embed_dim, samples=2),
+        **_common(
+            sizes,
+            (sizes.latents[0], config.in_channels, *sizes.latents[1:]),
+            config.text_embed_dim,
+            samples=2,
+        ),
         "image_rotary_emb": _make_rotary(config, sizes),
     },
     "MochiTransformer3DModel": lambda config, sizes: {
@@ -115,8 +126,14 @@ INPUTS: Mapping[str, MakeInputs] = {
 }
 
 
-# Attributes of pipelines that hold the pixels along a side of a latent pixel, and the frames of a latent frame.
-_SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_scale_factor", "vae_spatial_compression_ratio")
+# Attributes of pipelines that hold the pixels along a side of a latent pixel, and the frames of a latent
+# frame.
+_SPATIAL = (
+    "vae_scale_factor",
+    "vae_scale_factor_spatial",
+    "vae_spatial_scale_factor",
+    "vae_spatial_compression_ratio",
+)
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_scale_factor", "vae_temporal_compression_ratio")
 
 
@@ -134,13 +151,19 @@ def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple
 
     spatial = of_pipe(_SPATIAL, 8)
     temporal = of_pipe(_TEMPORAL, 4)
-    side = of_pipe(("default_sample_size",), 0) or _int(getattr(transformer.config, "sample_size", None)) or 128
+    side = (
+        of_pipe(("default_sample_size",), 0) or _int(getattr(transformer.config, "sample_size", None)) or 128
+    )
     frames = 1
     if "CogVideoX" in type(transformer).__name__:
         frames = 49
     sizes = GenerationSizes(
-        height=default("height", _int(getattr(transformer.config, "sample_height", None)) * spatial or side * spatial),
-        width=default("width", _int(getattr(transformer.config, "sample_width", None)) * spatial or side * spatial),
+        height=default(
+            "height", _int(getattr(transformer.config, "sample_height", None)) * spatial or side * spatial
+        ),
+        width=default(
+            "width", _int(getattr(transformer.config, "sample_width", None)) * spatial or side * spatial
+        ),
         frames=default("num_frames", frames),
         text=default("max_sequence_length", 512),
         spatial=spatial,

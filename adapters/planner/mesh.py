@@ -13,15 +13,16 @@ DIMS = ("pipe", "batch", "ring", "ulysses", "tensor")
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of the mesh dims. Ranks along ``tensor`` are neighbours, ranks along ``pipe`` are farthest apart.
+    """The sizes of the mesh dims. Ranks along ``tensor`` are neighbours, ranks along ``pipe`` are farthest
+    apart.
 
     Args:
-        batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number of
-            pipeline stages, which work one after the other.
+        batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number
+            of pipeline stages, which work one after the other.
         ring_method (`"rotate"` or `"2d"`): How ranks along ``ring`` exchange keys; ``"2d"`` is Attention2D
             (arXiv:2503.15758).
-        fsdp (`bool`, defaults to `False`): Whether the sequence ranks shard the weights with FSDP2, and gather each
-            block before it runs.
+        fsdp (`bool`, defaults to `False`): Whether the sequence ranks shard the weights with FSDP2, and
+            gather each block before it runs.
     """
 
     batch: int = 1
@@ -56,7 +57,8 @@ class MeshShape:
 
 
 def shapes(ranks: int) -> Iterator[MeshShape]:
-    """Yield the shape of every possible mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or 2.
+    """Yield the shape of every possible mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or
+    2.
 
     A pipeline cannot use stages and tensor parallelism together.
     """

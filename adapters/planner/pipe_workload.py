@@ -24,7 +24,8 @@ def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Work
     """Return the work of one generation with ``pipe``, of its default sizes but for those of ``changed``.
 
     Raises:
-        UnknownModelError: ``pipe`` has no transformer, or the inputs or the plan of its transformer are unknown.
+        UnknownModelError: ``pipe`` has no transformer, or the inputs or the plan of its transformer are
+            unknown.
         ValueError: The pipeline cannot generate a result of this size.
     """
     transformer = next(iter(transformers_of(pipe).values()), None)

@@ -16,8 +16,8 @@ from para_core.adapters.planner.work import Workload, require_positive
 from para_core.devices import Device, Link, device_named, link_named
 from para_core.option_values import Quantize
 
-# Memory is predicted for square results with these sides, in pixels. The two predictions give the bytes per pixel, as
-# the slope of a line. Every model can shard latents of these sizes.
+# Memory is predicted for square results with these sides, in pixels. The two predictions give the bytes per
+# pixel, as the slope of a line. Every model can shard latents of these sizes.
 _SIDES = (512, 1024)
 _RANKS_PER_HOST = {"GB200": 72}
 
@@ -46,29 +46,35 @@ def plan_mesh(
     Nothing is downloaded or computed: operations and bytes are counted on the model without weights.
 
     Args:
-        pipe_or_name (`DiffusionPipeline`, `str` or `Workload`): A pipeline with a transformer, the name or the Hub
-            repository of a published model (``"FLUX.1-dev"``, ``"Wan 2.2 A14B"``, …) in any spelling, or counted work.
+        pipe_or_name (`DiffusionPipeline`, `str` or `Workload`): A pipeline with a transformer, the name or
+            the Hub repository of a published model (``"FLUX.1-dev"``, ``"Wan 2.2 A14B"``, …) in any spelling,
+            or counted work.
         ranks (`int`): Number of ranks.
         device (`str` or `Device`, defaults to `"H100"`): The device of each rank: a name, your own figures as
             ``"name,GB,TFLOPs,link"``, or a :class:`~para_core.devices.Device`.
-        link (`str` or `Link`, *optional*): Link between the devices of a host: a name, or the GB/s that a device sends,
-            such as ``"11"``, which ``para_core doctor`` measures. Defaults to the usual one of the device.
+        link (`str` or `Link`, *optional*): Link between the devices of a host: a name, or the GB/s that a
+            device sends, such as ``"11"``, which ``para_core doctor`` measures. Defaults to the usual one of
+            the device.
         between (`str` or `Link`, defaults to `"infiniband"`): Link between hosts.
         ranks_per_host (`int`, *optional*): Ranks per host. Defaults to 8, and to 72 for a GB200.
-        height, width, frames, steps (`int`, *optional*): Sizes of the generation. Default to those of the pipeline, or
-            to the published ones.
-        compiled (`bool`, defaults to `True`): Whether the transformer is compiled. In eager code the host takes longer.
-        weights (`"replicate"`, `"fsdp"` or `"tensor"`, *optional*): The way to shard weights that every mesh must use,
-            as in :func:`parallelize_pipe`. By default any; ``"fsdp"`` only for meshes that do not fit otherwise.
-        mesh (`Mapping[str, int]`, *optional*): Largest sizes of mesh dims. Only the mesh that follows from them is
-            predicted, as :func:`init_context_parallel_mesh` chooses it. Defaults to every mesh.
-        memory (`float`, *optional*): Bytes that a rank may hold. Defaults to the memory of the device less 6 GB.
+        height, width, frames, steps (`int`, *optional*): Sizes of the generation. Default to those of the
+            pipeline, or to the published ones.
+        compiled (`bool`, defaults to `True`): Whether the transformer is compiled. In eager code the host
+            takes longer.
+        weights (`"replicate"`, `"fsdp"` or `"tensor"`, *optional*): The way to shard weights that every mesh
+            must use, as in :func:`parallelize_pipe`. By default any; ``"fsdp"`` only for meshes that do not
+            fit otherwise.
+        mesh (`Mapping[str, int]`, *optional*): Largest sizes of mesh dims. Only the mesh that follows from
+            them is predicted, as :func:`init_context_parallel_mesh` chooses it. Defaults to every mesh.
+        memory (`float`, *optional*): Bytes that a rank may hold. Defaults to the memory of the device less 6
+            GB.
         offload (`bool`, `"blocks"` or `"model"`, defaults to `True`): Whether meshes that do not fit may keep
-            transformer blocks in host memory; text encoders and the VAE are moved there first. ``"blocks"``: every mesh
-            keeps some blocks there. ``"model"``: only the component that runs is on the device, as with diffusers'
-            ``enable_model_cpu_offload``.
-        quantize (`str`, *optional*): Scheme of quantized weights (docs/weights.md), which is not exact. Its bytes are
-            predicted, its speed is not. Defaults to exact weights, and to ``"int8"`` if no mesh fits otherwise.
+            transformer blocks in host memory; text encoders and the VAE are moved there first. ``"blocks"``:
+            every mesh keeps some blocks there. ``"model"``: only the component that runs is on the device, as
+            with diffusers' ``enable_model_cpu_offload``.
+        quantize (`str`, *optional*): Scheme of quantized weights (docs/weights.md), which is not exact. Its
+            bytes are predicted, its speed is not. Defaults to exact weights, and to ``"int8"`` if no mesh
+            fits otherwise.
 
     Returns:
         The :class:`~para_core.adapters.planner.predictions.Predictions`.
@@ -102,7 +108,9 @@ def workload_of(
     frames: int | None = None,
     steps: int | None = None,
 ) -> Workload:
-    """Return the work of one generation with a pipeline or a published model. Arguments and errors as in plan_mesh."""
+    """Return the work of one generation with a pipeline or a published model.
+    Arguments and errors as in plan_mesh.
+    """
     options = {"height": height, "width": width, "frames": frames}
     changed = {name: require_positive(name, value) for name, value in options.items() if value is not None}
     if steps is not None:
@@ -127,12 +135,13 @@ def predict_bytes(
 ) -> tuple[float, float]:
     """Return the bytes of a rank as ``(fixed bytes, bytes per pixel of all frames)``.
 
-    Activations of the VAE are not included. ``pipe`` may lack weights, and ``mesh`` has the sizes of the mesh dims by
-    name. The other arguments are those of ``parallelize_pipe``: whether it shards weights by FSDP2, how many blocks
-    stay on the device (None for all), and where the text encoders and the VAE are.
+    Activations of the VAE are not included. ``pipe`` may lack weights, and ``mesh`` has the sizes of the mesh
+    dims by name. The other arguments are those of ``parallelize_pipe``: whether it shards weights by FSDP2,
+    how many blocks stay on the device (None for all), and where the text encoders and the VAE are.
 
     Raises:
-        TypeError: The planner does not know the pipeline. Counting a pipeline of the user's own may raise anything.
+        TypeError: The planner does not know the pipeline. Counting a pipeline of the user's own may raise
+            anything.
     """
     sizes: dict[str, Any] = dict(mesh)
     shape = MeshShape(**sizes, fsdp=fsdp)

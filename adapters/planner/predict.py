@@ -1,7 +1,7 @@
 """The memory, the traffic and the seconds of one mesh for one workload.
 
-The prediction is of the first rank, as if all sizes divided evenly. Seconds leave out what is smaller than their error,
-which benchmarks/results/planner_check.json has: a factor of about 1.5.
+The prediction is of the first rank, as if all sizes divided evenly. Seconds leave out what is smaller than
+their error, which benchmarks/results/planner_check.json has: a factor of about 1.5.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from para_core.adapters.planner.work import AttentionWork, CallWork, Workload
 from para_core.attention.grid_shape import choose_grid
 from para_core.devices import Device, Link
 
-# Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers and fragments of the allocator.
+# Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers and fragments of the
+# allocator.
 RESERVED = 6e9
-# The host launches an operator in these seconds, in eager code and in a compiled graph. A graph has this share of the
-# operators, and of the bytes that they move (benchmarks/results/host_cost.json).
+# The host launches an operator in these seconds, in eager code and in a compiled graph. A graph has this
+# share of the operators, and of the bytes that they move (benchmarks/results/host_cost.json).
 LAUNCH, COMPILED_LAUNCH, FUSED = 5.7e-6, 4e-6, 0.35
-# While communication overlaps with computation, it takes this share of an H100's multiprocessors (arXiv:2412.19437,
-# section 3.2.2).
+# While communication overlaps with computation, it takes this share of an H100's multiprocessors
+# (arXiv:2412.19437, section 3.2.2).
 OVERLAP = 20 / 132
-# The lse of a partial result has 4 bytes per query and head. Partial results that are merged have 4 per element.
+# The lse of a partial result has 4 bytes per query and head. Partial results that are merged have 4 per
+# element.
 _LSE_BYTES = _MERGED_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices on which a mesh runs, and the links ``inside`` a host of ``per_host`` ranks and ``between`` hosts.
+    """The devices on which a mesh runs, and the links ``inside`` a host of ``per_host`` ranks and ``between``
+    hosts.
 
     Args:
         compiled (`bool`): Whether the transformer is compiled. Otherwise it runs eagerly.
-        room (`float`, *optional*): Bytes that a rank may hold. Defaults to the memory of the device, less a reserve.
+        room (`float`, *optional*): Bytes that a rank may hold. Defaults to the memory of the device, less a
+            reserve.
     """
 
     device: Device
@@ -57,7 +61,9 @@ class Machine:
         return self.room
 
 
-def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Placement | None = None) -> Prediction:
+def predict(
+    shape: MeshShape, work: Workload, machine: Machine, placement: Placement | None = None
+) -> Prediction:
     """Return the prediction of one mesh.
 
     ``placement`` is that of the weights that the mesh does not shard, by default as in ``parallelize_pipe``.
@@ -102,21 +108,24 @@ def problem_of(shape: MeshShape, work: Workload, quantize: str | None = None) ->
 
 
 def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = None) -> float:
-    """Return the peak bytes of device memory of a rank: its weights, and the largest need of a step and of the rest.
+    """Return the peak bytes of device memory of a rank: its weights, and the largest need of a step and of
+    the rest.
 
-    The rest is encoding the prompt, and the weights of a VAE that waits in host memory. A step needs memory for its
-    activations at their peak, gathered weights, and buffers of exchanges.
+    The rest is encoding the prompt, and the weights of a VAE that waits in host memory. A step needs memory
+    for its activations at their peak, gathered weights, and buffers of exchanges.
     """
     placement = placement or Placement(default_text_encoders(shape))
     weights = work.weights.quantize(placement)
     call, _ = work.of_rank(shape.batch)
-    # Tensor ranks split the activations between a column-sharded layer and the row-sharded layer after it. These are
-    # about half of the peak (measured: 26 to 70 %).
+    # Tensor ranks split the activations between a column-sharded layer and the row-sharded layer after it.
+    # These are about half of the peak (measured: 26 to 70 %).
     share = token_share(call, shape.sequence) * (1 + 1 / shape.tensor) / 2
     denoising = call.peak[0] * share + call.peak[1] + weights.while_denoising(shape, placement)
     if shape.ulysses > 1:
         # The send and receive buffers of the exchanges before and after attention.
-        denoising += max((2 * bytes_of_tokens(x) for x in call.attention), default=0.0) / shape.sequence / shape.tensor
+        denoising += (
+            max((2 * bytes_of_tokens(x) for x in call.attention), default=0.0) / shape.sequence / shape.tensor
+        )
     other = max(weights.while_encoding(placement), weights.while_decoding(placement))
     return weights.at_rest(shape, placement) + max(denoising, other)
 
@@ -141,9 +150,9 @@ def bytes_of_tokens(call: AttentionWork) -> float:
 def exchanged_bytes(call: AttentionWork, shape: MeshShape) -> tuple[float, float]:
     """Return the bytes that a rank sends in one attention call: over ``ulysses``, and along ``ring``.
 
-    Over Ulysses it sends its part of the queries, keys, values and results, all but its own heads. Around a ring it
-    passes on the keys and values of its Ulysses group to all but one. In Attention2D with r rows and c columns, queries
-    and results go to c - 1 ranks, and keys and values to r - 1.
+    Over Ulysses it sends its part of the queries, keys, values and results, all but its own heads. Around a
+    ring it passes on the keys and values of its Ulysses group to all but one. In Attention2D with r rows and
+    c columns, queries and results go to c - 1 ranks, and keys and values to r - 1.
     """
     if not call.exchanges:
         return 0.0, 0.0
@@ -154,7 +163,9 @@ def exchanged_bytes(call: AttentionWork, shape: MeshShape) -> tuple[float, float
     if shape.ring_method != "2d":
         return over_ulysses, (shape.ring - 1) * keys
     rows, columns = choose_grid(shape.ring, call.heads, call.key_heads)
-    queries_and_results = unit * call.queries * call.heads * (1 + 2 * _LSE_BYTES / call.width / call.element_size)
+    queries_and_results = (
+        unit * call.queries * call.heads * (1 + 2 * _LSE_BYTES / call.width / call.element_size)
+    )
     return over_ulysses, (columns - 1) * queries_and_results + (rows - 1) * keys
 
 
@@ -194,7 +205,11 @@ def step_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: 
     """Return the seconds of one step with all CFG branches."""
     call, calls = work.of_rank(shape.batch)
     weights = work.weights.quantize(placement)
-    compute, waits, attending = compute_seconds(call, shape, machine), 0.0, attention_seconds(call, shape, machine)
+    compute, waits, attending = (
+        compute_seconds(call, shape, machine),
+        0.0,
+        attention_seconds(call, shape, machine),
+    )
     waits += exchange_seconds(call, shape, machine, attending)
     along_sequence = machine.link(shape.tensor, shape.sequence)
     if shape.sequence > 1:
@@ -212,7 +227,9 @@ def step_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: 
         waits += hops * (link.seconds(stream_bytes(call, shape)) + link.seconds(call.returned))
     if shape.fsdp:
         # The first block of a call cannot be gathered while another block computes.
-        gathering = along_sequence.seconds(weights.transformer.gathered(shape.sequence), weights.transformer.parts)
+        gathering = along_sequence.seconds(
+            weights.transformer.gathered(shape.sequence), weights.transformer.parts
+        )
         waits += gathering - min(gathering * (1 - 1 / weights.transformer.parts), compute)
     if placement.resident is not None:
         waits += max(0.0, weights.copied(placement) / machine.device.host_bandwidth - compute)
@@ -235,7 +252,9 @@ def compute_seconds(call: CallWork, shape: MeshShape, machine: Machine) -> float
 
 
 def attention_seconds(call: CallWork, shape: MeshShape, machine: Machine) -> float:
-    """Return the seconds that a rank attends in one call. Its heads may be one more than those of another rank."""
+    """Return the seconds that a rank attends in one call.
+    Its heads may be one more than those of another rank.
+    """
     operations = 0.0
     for x in call.attention:
         heads, queries = -(-x.heads // shape.tensor), x.queries / shape.sequence
@@ -246,10 +265,12 @@ def attention_seconds(call: CallWork, shape: MeshShape, machine: Machine) -> flo
 
 
 def exchange_seconds(call: CallWork, shape: MeshShape, machine: Machine, attending: float) -> float:
-    """Return the seconds that the exchanges of attention add to a call in which a rank attends ``attending`` seconds.
+    """Return the seconds that the exchanges of attention add to a call in which a rank attends ``attending``
+    seconds.
 
-    Those of Ulysses come before and after attention, and tensors are copied around them. What travels along a ring is
-    sent while the rank attends to the block that it holds. Partial results of the blocks are merged in float32.
+    Those of Ulysses come before and after attention, and tensors are copied around them. What travels along a
+    ring is sent while the rank attends to the block that it holds. Partial results of the blocks are merged
+    in float32.
     """
     over_ulysses = machine.link(shape.tensor, shape.ulysses)
     along_ring = machine.link(shape.tensor * shape.ulysses, shape.ring)
@@ -277,7 +298,9 @@ def copy_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: 
         seconds += work.branches * weights.encoders.total / device.host_bandwidth
     elif placement.text_encoders == "fsdp" and shape.ranks > 1:
         link = machine.link(1, shape.ranks)
-        seconds += work.branches * link.seconds(weights.encoders.gathered(shape.ranks), weights.encoders.parts)
+        seconds += work.branches * link.seconds(
+            weights.encoders.gathered(shape.ranks), weights.encoders.parts
+        )
     if placement.vae_waits:
         return seconds + weights.vae / device.host_bandwidth
     return seconds

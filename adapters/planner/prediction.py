@@ -85,7 +85,9 @@ class Prediction:
     def mesh_options(self) -> dict[str, int]:
         """The keyword arguments of ``init_context_parallel_mesh`` for this mesh."""
         sizes = self.shape.sizes
-        return {f"max_{name}_dim_size": n for name, n in sizes.items() if n > 1 or name in ("ring", "ulysses")}
+        return {
+            f"max_{name}_dim_size": n for name, n in sizes.items() if n > 1 or name in ("ring", "ulysses")
+        }
 
     @property
     def code(self) -> str:

@@ -16,8 +16,9 @@ from para_core.adapters.planner.work import Workload, require_positive
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Published seconds of other software, divided by the predicted seconds: the smallest and the largest ratio of compiled
-# transformers, of eager ones on one device, and of eager ones on several. See benchmarks/results/planner_check.json.
+# Published seconds of other software, divided by the predicted seconds: the smallest and the largest ratio of
+# compiled transformers, of eager ones on one device, and of eager ones on several. See
+# benchmarks/results/planner_check.json.
 PUBLISHED_RATIOS = {"compiled": (1.06, 1.81), "eager": (0.69, 4.8), "eager, one device": (0.63, 1.57)}
 # Numbers of ranks that are compared with the one that the user names.
 _OTHER_RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -29,11 +30,12 @@ _PRINTED = 10
 class Predictions:
     """Predictions for all meshes of ``ranks`` ranks, the chosen one first, then by seconds.
 
-    Meshes that do not fit into memory come after those that do, and meshes that cannot run come last. To use the best
-    mesh, call ``parallelize_pipe(pipe, mesh=predictions.init_mesh(), **predictions.best.options)``.
+    Meshes that do not fit into memory come after those that do, and meshes that cannot run come last. To use
+    the best mesh, call ``parallelize_pipe(pipe, mesh=predictions.init_mesh(), **predictions.best.options)``.
 
     Args:
-        rows (`tuple[Prediction, ...]`): The prediction of each mesh, with the placement of weights that it needs.
+        rows (`tuple[Prediction, ...]`): The prediction of each mesh, with the placement of weights that it
+            needs.
         on_one (`Prediction`): One device that holds everything, in the placement that the user has chosen.
         others (`Mapping[int, Prediction]`): The best mesh of other numbers of ranks with which one runs.
     """
@@ -102,7 +104,9 @@ class Predictions:
             return f"cannot run on {devices}: {best.problem}"
         needed, room = gigabytes(best.memory), gigabytes(best.room)
         if not best.fits:
-            return f"does not fit {devices}: a rank needs at least {needed} GB ({best}), and may hold {room} GB"
+            return (
+                f"does not fit {devices}: a rank needs at least {needed} GB ({best}), and may hold {room} GB"
+            )
         used = f"{needed} of the {room} GB that a rank may hold"
         if self.work.uncounted:
             # Which mesh is best is not known, but how the weights fit.
@@ -127,7 +131,9 @@ class Predictions:
         for ranks, row in self.others.items():
             if ranks < self.ranks and row.seconds <= EQUAL * self.best.seconds:
                 return f"{ranks} of these {self.ranks} ranks are as fast: use the others for other prompts."
-        times = [f"{ranks}: {row.seconds / self.best.seconds:.2g} × ({row})" for ranks, row in self.others.items()]
+        times = [
+            f"{ranks}: {row.seconds / self.best.seconds:.2g} × ({row})" for ranks, row in self.others.items()
+        ]
         if times:
             return f"Seconds of other numbers of ranks, relative to these: {'; '.join(times)}."
         return ""
@@ -153,8 +159,11 @@ class Predictions:
         return lines
 
 
-def predict_meshes(work: Workload, machine: Machine, ranks: int, choices: Choices | None = None) -> Predictions:
-    """Predict all meshes of ``ranks`` ranks, a positive integer. Without ``choices`` the planner chooses everything.
+def predict_meshes(
+    work: Workload, machine: Machine, ranks: int, choices: Choices | None = None
+) -> Predictions:
+    """Predict all meshes of ``ranks`` ranks, a positive integer. Without ``choices`` the planner chooses
+    everything.
 
     Raises:
         ValueError: ``ranks`` is no positive integer, or ``choices`` allow no mesh of this number of ranks.
@@ -167,7 +176,9 @@ def predict_meshes(work: Workload, machine: Machine, ranks: int, choices: Choice
     others: dict[int, Prediction] = {}
     for other in _OTHER_RANKS:
         # More than 8 ranks are tried only if so many are given, or if nothing else runs.
-        if other == ranks or (other > max(8, ranks) and (rows[0].runs or any(size > ranks for size in others))):
+        if other == ranks or (
+            other > max(8, ranks) and (rows[0].runs or any(size > ranks for size in others))
+        ):
             continue
         try:
             row = rank_meshes(work, machine, other, choices)[0]

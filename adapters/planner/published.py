@@ -1,6 +1,8 @@
-"""Published models with stored counts, from which their work at any size follows without torch, weights or a download.
+"""Published models with stored counts, from which their work at any size follows without torch, weights or a
+download.
 
-``python -m benchmarks.planner.counts`` writes counts.json. A number ``[a, b]`` in it stands for ``a + b * tokens``.
+``python -m benchmarks.planner.counts`` writes counts.json. A number ``[a, b]`` in it stands for ``a + b *
+tokens``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def read_counts() -> Mapping[str, Any]:
 
 
 def find_published(name: str) -> str:
-    """Return the published model with this name or Hub repository. Case, spaces and punctuation do not matter.
+    """Return the published model with this name or Hub repository. Case, spaces and punctuation do not
+    matter.
 
     Raises:
         ValueError: No published model has this name.
@@ -43,7 +46,8 @@ def find_published(name: str) -> str:
 
 
 def published_workload(name: str, changed: Mapping[str, int], steps: int | None) -> Workload:
-    """Return the work of one generation with the published model ``name``, with other sizes if they are ``changed``.
+    """Return the work of one generation with the published model ``name``, with other sizes if they are
+    ``changed``.
 
     Raises:
         ValueError: The model cannot generate a result of this size.
@@ -77,7 +81,9 @@ def _call(stored: Mapping[str, Any], tokens: int) -> CallWork:
     pairs = {name: tuple(map(number, stored[name])) for name in ("products", "moved", "peak")}
     numbers = {name: number(stored[name]) for name in ("split", "summed", "returned")}
     attention = tuple(
-        AttentionWork(**{**call, "queries": round(number(call["queries"])), "keys": round(number(call["keys"]))})
+        AttentionWork(
+            **{**call, "queries": round(number(call["queries"])), "keys": round(number(call["keys"]))}
+        )
         for call in stored["attention"]
     )
     return CallWork(**{**stored, **pairs, **numbers, "attention": attention})

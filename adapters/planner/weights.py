@@ -14,12 +14,13 @@ class Placement:
     """The placement of weights that the mesh does not shard.
 
     Args:
-        text_encoders, vae (`str`): Placements of the text encoders and of the VAE, as in ``parallelize_pipe``.
-        resident (`int`, *optional*): Number of transformer blocks, counted from the first, that stay on the device; the
-            others wait in host memory. None if all blocks stay on the device.
+        text_encoders, vae (`str`): Placements of the text encoders and of the VAE, as in
+            ``parallelize_pipe``.
+        resident (`int`, *optional*): Number of transformer blocks, counted from the first, that stay on the
+            device; the others wait in host memory. None if all blocks stay on the device.
         quantize (`str`, *optional*): Scheme of ``from_pretrained_sharded(quantize=...)``, which is not exact.
-        takes_turns (`bool`): Whether each component is on the device only while it runs, all others in host memory
-            (diffusers' ``enable_model_cpu_offload``).
+        takes_turns (`bool`): Whether each component is on the device only while it runs, all others in host
+            memory (diffusers' ``enable_model_cpu_offload``).
     """
 
     text_encoders: TextEncoders = "replicate"
@@ -45,9 +46,10 @@ class ModuleBytes:
 
     Args:
         sharded (`float`): Bytes of the parameters that FSDP2 would shard, and gather in ``parts`` units.
-        at_once (`float`): Bytes of gathered weights that FSDP2 would hold at the same time: a block, the buffer in
-            which it was gathered, the next block, and parameters outside blocks.
-        largest_layer (`float`): Bytes of the largest layer, the only one on the device if the module waits on the host.
+        at_once (`float`): Bytes of gathered weights that FSDP2 would hold at the same time: a block, the
+            buffer in which it was gathered, the next block, and parameters outside blocks.
+        largest_layer (`float`): Bytes of the largest layer, the only one on the device if the module waits on
+            the host.
     """
 
     total: float = 0
@@ -66,18 +68,23 @@ class ModuleBytes:
 
     def scale(self, factor: float) -> ModuleBytes:
         """Return the bytes of the module with weights of ``factor`` times the size."""
-        return replace(self, total=factor * self.total, sharded=factor * self.sharded, at_once=factor * self.at_once)
+        return replace(
+            self, total=factor * self.total, sharded=factor * self.sharded, at_once=factor * self.at_once
+        )
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The bytes of a pipeline's parameters: of one of its ``transformers``, of all text encoders, and of the rest.
+    """The bytes of a pipeline's parameters: of one of its ``transformers``, of all text encoders, and of the
+    rest.
 
     Args:
         tensor (`float`): Bytes of one transformer's parameters that tensor parallelism would split.
         vae, other (`float`): Bytes of all autoencoders, and of all other modules.
-        blocks (`tuple[tuple[float, float], ...]`): Relative cost and bytes of each block of a transformer, in order.
-        in_8_bits (`float`): Bytes of a transformer whose linear layers have 8 bits, divided by ``transformer.total``.
+        blocks (`tuple[tuple[float, float], ...]`): Relative cost and bytes of each block of a transformer, in
+            order.
+        in_8_bits (`float`): Bytes of a transformer whose linear layers have 8 bits, divided by
+            ``transformer.total``.
         no_stages (`str`): The reason why the model cannot run in stages; empty if it can.
     """
 
@@ -166,6 +173,7 @@ class Weights:
             largest = max(sum(size for _, size in self.blocks[stage.start : stage.stop]) for stage in stages)
             absent += sum(size for _, size in self.blocks) - largest
         if placement.resident is not None:
-            # Two of the blocks in host memory are on the device at a time: the one that runs, and the next one.
+            # Two of the blocks in host memory are on the device at a time: the one that runs, and the next
+            # one.
             absent += self.copied(placement) - 2 * max(size for _, size in self.blocks)
         return self.transformers * (self.transformer.total - absent)

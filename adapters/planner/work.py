@@ -1,6 +1,7 @@
 """The work of one generation: sizes, operations of a transformer call, weights. Imports no torch.
 
-:mod:`para_core.adapters.planner.count` counts it on a model without weights; published models have stored counts.
+:mod:`para_core.adapters.planner.count` counts it on a model without weights; published models have stored
+counts.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 class GenerationSizes:
     """Sizes of one generation: pixels, frames (1 for an image) and text tokens; and the dtype of its inputs.
 
-    A latent pixel has ``spatial`` pixels along each side, and a latent frame after the first has ``temporal`` frames.
-    A dtype of None stands for torch's default.
+    A latent pixel has ``spatial`` pixels along each side, and a latent frame after the first has ``temporal``
+    frames. A dtype of None stands for torch's default.
     """
 
     height: int
@@ -33,7 +34,9 @@ class GenerationSizes:
 
     @property
     def latents(self) -> tuple[int, int, int]:
-        """Number of frames, height and width of the latents. Both are even: pixels that are left over are cut."""
+        """Number of frames, height and width of the latents.
+        Both are even: pixels that are left over are cut.
+        """
         height, width = (2 * (side // (2 * self.spatial)) for side in (self.height, self.width))
         return (self.frames - 1) // self.temporal + 1, height, width
 
@@ -78,8 +81,8 @@ class AttentionWork:
         width (`int`): Features of a head in a query (or key) and in a value together.
         element_size (`int`): Bytes of an element.
         queries, keys (`int`): Tokens of one sample.
-        exchanges (`bool`): Whether ranks exchange the keys. They do for attention to the sharded tokens themselves, and
-            do not for attention to a text that every rank has.
+        exchanges (`bool`): Whether ranks exchange the keys. They do for attention to the sharded tokens
+            themselves, and do not for attention to a text that every rank has.
     """
 
     calls: int
@@ -145,10 +148,11 @@ class Workload:
 
     Args:
         branches (`int`): Number of CFG branches per step, and of prompts that are encoded.
-        batched (`bool`): Whether one transformer call computes all branches, as samples of a batch. Otherwise there is
-            one call for each.
+        batched (`bool`): Whether one transformer call computes all branches, as samples of a batch. Otherwise
+            there is one call for each.
         heads (`int`): Number of key heads of the transformer; 0 if it is unknown.
-        uncounted (`str`): Why the operations are not counted, so that only weights are compared; empty if they are.
+        uncounted (`str`): Why the operations are not counted, so that only weights are compared; empty if
+            they are.
     """
 
     name: str
@@ -162,8 +166,8 @@ class Workload:
     uncounted: str = ""
 
     def of_rank(self, batch: int) -> tuple[CallWork, int]:
-        """Return the work of a transformer call on a rank, with ``batch`` ranks along that mesh dim, and its calls per
-        step.
+        """Return the work of a transformer call on a rank, with ``batch`` ranks along that mesh dim, and its
+        calls per step.
         """
         if self.batched:
             return self.call.of_samples(batch), 1

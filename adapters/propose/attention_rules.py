@@ -38,8 +38,14 @@ def guess_attention(region: ObservedRegion, choice: Choice, ending: Ending) -> A
         num_calls += 1
     calls_of_modules = {name: _without_repetitions(calls) for name, calls in by_module.items()}
     joint_order = _joint_order(region.segment, [*calls_of_modules.values()])
-    rules = {name: calls for name, calls in _by_pattern(calls_of_modules).items() if calls != (Attention(joint_order),)}
-    between = f"{num_calls} of {len(region.small.attention)} attention calls are between sharding and gathering"
+    rules = {
+        name: calls
+        for name, calls in _by_pattern(calls_of_modules).items()
+        if calls != (Attention(joint_order),)
+    }
+    between = (
+        f"{num_calls} of {len(region.small.attention)} attention calls are between sharding and gathering"
+    )
     reasons = [f"{between}; their lengths are those of {' + '.join(joint_order)}."]
     for name, calls in rules.items():
         lengths = [f"{' + '.join(call.queries)} to {' + '.join(call.keys or call.queries)}" for call in calls]

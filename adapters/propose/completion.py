@@ -14,7 +14,9 @@ from para_core.adapters.propose.stack import StackGuess, guess_stacks
 from para_core.comparison.cached_call import CachedCallError, error_of_cached_call
 
 
-def complete(proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None) -> Proposal:
+def complete(
+    proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
+) -> Proposal:
     """Return ``proposal`` with its block stack, and with ``batched`` and ``common`` in its plan.
 
     ``region`` is None if answers gave the plan.
@@ -52,7 +54,9 @@ def _ask_about_samples(proposal: Proposal, check: PlanCheck, samples: int | None
     )
 
 
-def _add_blocks(proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None) -> Proposal:
+def _add_blocks(
+    proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
+) -> Proposal:
     """Return ``proposal`` with the first block stack with which a call that skips blocks is exact, or a
     question.
     """

@@ -29,7 +29,9 @@ def guess_conditions(small: ObservedCall, large: ObservedCall) -> tuple[str, ...
     """
     image = _image_arguments(small, large)
     kinds = {
-        name: _kind_of(name, value, large.inputs.get(name)) for name, value in small.inputs.items() if name not in image
+        name: _kind_of(name, value, large.inputs.get(name))
+        for name, value in small.inputs.items()
+        if name not in image
     }
     for kind in _Condition:
         names = tuple(name for name in kinds if kinds[name] is kind)

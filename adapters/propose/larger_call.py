@@ -58,7 +58,8 @@ class _Growth:
             for call in observed.calls
         ]
         attention = [
-            replace(call, queries=self.grow(call.queries), keys=self.grow(call.keys)) for call in observed.attention
+            replace(call, queries=self.grow(call.queries), keys=self.grow(call.keys))
+            for call in observed.attention
         ]
         inputs = tree_map(self._imagine_value, observed.inputs)
         return replace(observed, inputs=inputs, calls=calls, attention=attention)

@@ -59,7 +59,9 @@ def observe(
         if start is not None:
             # The recorder's own hook on this module runs before, so it records the arguments that are not
             # marked yet.
-            hook = module.get_submodule(start).register_forward_pre_hook(observer.mark_streams, with_kwargs=True)
+            hook = module.get_submodule(start).register_forward_pre_hook(
+                observer.mark_streams, with_kwargs=True
+            )
             stack.callback(hook.remove)
         output = module(**fresh(inputs))
     observer.note_output(output)

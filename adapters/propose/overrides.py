@@ -76,7 +76,9 @@ def _gathers(answers: Answers) -> dict[str, Any]:
     Answers for one parameter or output, whose name is ``"module(parameter)"``, are left out.
     """
     return {
-        name: answer for name, answer in answers.items() if _is_gather(answer) and not PARAMETER_NAME.fullmatch(name)
+        name: answer
+        for name, answer in answers.items()
+        if _is_gather(answer) and not PARAMETER_NAME.fullmatch(name)
     }
 
 
@@ -87,10 +89,16 @@ def with_answers(plan: Plan, answers: Answers) -> Plan:
     segments = {answer.segment for answer in answers.values() if isinstance(answer, Split)} - {None}
 
     def keep(rules: Mapping[Any, ShardRule]) -> dict[Any, ShardRule]:
-        return {key: rule for key, rule in rules.items() if not (isinstance(rule, Split) and rule.segment in segments)}
+        return {
+            key: rule
+            for key, rule in rules.items()
+            if not (isinstance(rule, Split) and rule.segment in segments)
+        }
 
     inner = {name: keep(rules) for name, rules in plan.inner.items()}
-    plan = replace(plan, inputs=keep(plan.inputs), inner={name: rules for name, rules in inner.items() if rules})
+    plan = replace(
+        plan, inputs=keep(plan.inputs), inner={name: rules for name, rules in inner.items() if rules}
+    )
     gathers = _gathers(answers)
     if gathers:
         plan = replace(plan, outputs=gathers)

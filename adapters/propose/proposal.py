@@ -59,20 +59,28 @@ class Proposal:
         return source_of(self.adapter())
 
     def __str__(self) -> str:
-        lines = [f"{self.transformer}: " + ("no plan found" if self.plan is None else f"exact to {self.error:.1e}")]
+        lines = [
+            f"{self.transformer}: " + ("no plan found" if self.plan is None else f"exact to {self.error:.1e}")
+        ]
         lines += [f"- {reason}" for reason in self.reasons]
         lines += [f"? {question}" for question in self.questions]
         if self.plan is not None:
             return "\n".join([*lines, "", self.source()])
         if self.guess is not None:
-            lines += ["", "The likeliest guess:", source_of(Adapter(self.transformer, self.transformer, self.guess))]
+            lines += [
+                "",
+                "The likeliest guess:",
+                source_of(Adapter(self.transformer, self.transformer, self.guess)),
+            ]
         return "\n".join(lines)
 
 
 def source_of(adapter: Adapter) -> str:
     """Return the source of a module that defines a variable ``ADAPTER`` equal to ``adapter``."""
     call = expression_of(adapter, 0)
-    names = sorted(name for name in set(re.findall(r"\b([A-Z]\w+)\(", call)) if hasattr(para_core.plans.plan, name))
+    names = sorted(
+        name for name in set(re.findall(r"\b([A-Z]\w+)\(", call)) if hasattr(para_core.plans.plan, name)
+    )
     imports = ["from para_core.adapters.adapter import Adapter"]
     if adapter.blocks is not None:
         imports.append("from para_core.cache.blocks import BlockGroup, CachedBlocks")
@@ -87,12 +95,16 @@ def expression_of(value: Any, indent: int = 0) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = []
         for field in dataclasses.fields(value):
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            default = (
+                field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            )
             if getattr(value, field.name) != default:
                 items.append(f"{field.name}={expression_of(getattr(value, field.name), indent + 4)}")
         return _wrapped(f"{type(value).__name__}(", items, ")", indent)
     if isinstance(value, Mapping):
-        items = [f"{expression_of(key, 0)}: {expression_of(entry, indent + 4)}" for key, entry in value.items()]
+        items = [
+            f"{expression_of(key, 0)}: {expression_of(entry, indent + 4)}" for key, entry in value.items()
+        ]
         return _wrapped("{", items, "}", indent)
     if isinstance(value, tuple):
         if len(value) == 1:

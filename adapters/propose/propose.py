@@ -85,7 +85,9 @@ def propose_plan(
         return _propose(module, examples, segment, answers or {})
 
 
-def _propose(module: nn.Module, examples: Sequence[Mapping[str, Any]], segment: str, answers: Answers) -> Proposal:
+def _propose(
+    module: nn.Module, examples: Sequence[Mapping[str, Any]], segment: str, answers: Answers
+) -> Proposal:
     name = original_class(module).__name__
     check = PlanCheck(module, examples)
     search = Search(name, check, answers)

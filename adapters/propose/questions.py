@@ -14,7 +14,9 @@ from para_core.adapters.propose.start import Start
 from para_core.plans.plan import Plan
 
 
-def check_that_tokens_grow(name: str, starts: Sequence[Start], small: ObservedCall, large: ObservedCall) -> None:
+def check_that_tokens_grow(
+    name: str, starts: Sequence[Start], small: ObservedCall, large: ObservedCall
+) -> None:
     """Raise ``ValueError`` if there are no ``starts``: no block receives a tensor that grows with the tokens.
 
     Args:
@@ -28,7 +30,9 @@ def check_that_tokens_grow(name: str, starts: Sequence[Start], small: ObservedCa
     if not small.attention:
         if handwritten:
             raise ValueError(f"{name} called no scaled_dot_product_attention, but {handwritten}")
-        raise ValueError(f"{name} called no scaled_dot_product_attention. Switch its attention to a native backend.")
+        raise ValueError(
+            f"{name} called no scaled_dot_product_attention. Switch its attention to a native backend."
+        )
     lists = sorted(small.list_names())
     queries = sorted({attention.queries for attention in small.attention})
     larger_queries = sorted({attention.queries for attention in large.attention})
@@ -118,7 +122,9 @@ def _ask_about_numbers(small: ObservedCall, large: ObservedCall) -> list[str]:
 
 def _explain_lengths(starts: Sequence[Start]) -> str:
     """Return, as sentences, why no plan fits the observed lengths."""
-    reason = "Attention has lengths that are not those of the tokens. State the plan: propose_plan(..., answers=)."
+    reason = (
+        "Attention has lengths that are not those of the tokens. State the plan: propose_plan(..., answers=)."
+    )
     inner = next((start for start in starts if start.dim > 1), None)
     if inner is None:
         return reason

@@ -121,7 +121,11 @@ class _ValueRules:
         if isinstance(value, Mapping) and isinstance(larger, Mapping) and value.keys() == larger.keys():
             pairs = [(entry, larger[key]) for key, entry in value.items()]
             return _common_rule([self.rule(parameter, *pair) for pair in pairs])
-        if isinstance(value, (list, tuple)) and isinstance(larger, (list, tuple)) and len(value) == len(larger):
+        if (
+            isinstance(value, (list, tuple))
+            and isinstance(larger, (list, tuple))
+            and len(value) == len(larger)
+        ):
             pairs = [*zip(value, larger, strict=True)]
             rules = [self.rule(parameter, *pair) for pair in pairs]
             return _common_rule(rules) or _rule_of_entries(rules)
@@ -142,7 +146,9 @@ class _ValueRules:
         after = None
         if segments == (TEXT, region.segment):
             after = TEXT
-        return Split(dim, like=region.segment, after=after, then_replicated=segments == (region.segment, TEXT))
+        return Split(
+            dim, like=region.segment, after=after, then_replicated=segments == (region.segment, TEXT)
+        )
 
     def _rule_of_some(self, dim: int, lengths: Lengths) -> Split | None:
         """Return the rule for a tensor with an entry for some tokens: all but a fixed number of the first or
@@ -158,7 +164,9 @@ class _ValueRules:
     def _mask_rule(self, mask: MaskRecord, larger: MaskRecord) -> SplitMask | None:
         if mask.derived or mask.lengths == larger.lengths:
             return None
-        queries, keys = [self._segments(lengths) for lengths in zip(mask.lengths, larger.lengths, strict=True)]
+        queries, keys = [
+            self._segments(lengths) for lengths in zip(mask.lengths, larger.lengths, strict=True)
+        ]
         if queries is None or keys is None:
             return None
         if keys == queries:

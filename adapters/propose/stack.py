@@ -192,7 +192,9 @@ class _Probe:
         return tuple(changed)
 
 
-def _observe_or_none(module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any]) -> ObservedCall | None:
+def _observe_or_none(
+    module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any]
+) -> ObservedCall | None:
     """Return the record of a call with ``inputs``; None if the model fails."""
     try:
         return observe(module, inputs, region.start.block, region.start.streams)

@@ -84,7 +84,9 @@ def _starts_at(call: ModuleCall, larger_call: ModuleCall, streams: Iterable[str]
         return
     # If several parameters grow differently, choose hidden_states, which in diffusers holds the image tokens.
     chosen = next((stream for stream in growing if stream.name == "hidden_states"), growing[0])
-    names = [stream.name for stream in growing if (stream.dim, stream.lengths) == (chosen.dim, chosen.lengths)]
+    names = [
+        stream.name for stream in growing if (stream.dim, stream.lengths) == (chosen.dim, chosen.lengths)
+    ]
     shape, dim = call.arguments[chosen.name].shape, chosen.dim
     together = tuple(range(dim + 1, len(shape) - 1))
     if together:

@@ -64,11 +64,17 @@ def computes_much(module: nn.Module, region: ObservedRegion, name: str) -> bool:
     ]
     if not any(name.startswith(f"{block_list}.") for block_list in lists):
         return False
-    layers = [x for x in module.get_submodule(name).modules() if original_class(x).__module__.startswith("torch.nn.")]
+    layers = [
+        x
+        for x in module.get_submodule(name).modules()
+        if original_class(x).__module__.startswith("torch.nn.")
+    ]
     return any([*layer.parameters()] for layer in layers)
 
 
-def _rules(region: ObservedRegion, plan: Plan, calls: Sequence[ModuleCall]) -> dict[str | int, ShardRule] | None:
+def _rules(
+    region: ObservedRegion, plan: Plan, calls: Sequence[ModuleCall]
+) -> dict[str | int, ShardRule] | None:
     """Return the rules for the tensors of a call, given in one or both examples.
 
     None if the tokens' dim is unknown.

@@ -20,16 +20,16 @@ from para_core.spatial.mode import SpatialShardMode, first_ranks
 from para_core.spatial.rows import Layout, RowTag, clear_rows, even, rows_of, set_rows
 
 Gather = Literal["all", "first"]
-# The structure of an output, as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field: ...}] for
-# an output class, or ["module:Class", number of tensors] for a distribution.
+# The structure of an output, as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field:
+# ...}] for an output class, or ["module:Class", number of tensors] for a distribution.
 Form = Any
 
 
 class RowRanks:
     """Ranks over which rows of images are sharded. An image with few rows uses only the first of these ranks.
 
-    ``groups`` are process groups that may be reused for the first ranks, as in :func:`first_ranks`. The attribute
-    ``mesh`` has the same ranks as a mesh, for the consistency checks.
+    ``groups`` are process groups that may be reused for the first ranks, as in :func:`first_ranks`. The
+    attribute ``mesh`` has the same ranks as a mesh, for the consistency checks.
     """
 
     def __init__(self, ranks: MeshDim, groups: Sequence[ProcessGroup] = ()) -> None:
@@ -38,7 +38,9 @@ class RowRanks:
         self._first: dict[int, MeshDim] = {ranks.size: ranks}
 
     def first(self, count: int) -> MeshDim:
-        """Return the first ``count`` ranks as a mesh dim. Its group is None on other ranks, and if ``count`` is 1."""
+        """Return the first ``count`` ranks as a mesh dim.
+        Its group is None on other ranks, and if ``count`` is 1.
+        """
         # A compiled graph cannot create a group.
         if torch.compiler.is_compiling() and count < self.ranks.size:
             return MeshDim("rows", count, self.ranks.index, "", None)
@@ -52,10 +54,11 @@ class RowRanks:
         return self._first[count]
 
     def shard(self, x: Tensor, dim: int, unit: int, min_units: int) -> tuple[RowTag, MeshDim]:
-        """Return the tag that says how many rows of ``x``, along ``dim``, each rank gets, and the ranks that get rows.
+        """Return the tag that says how many rows of ``x``, along ``dim``, each rank gets, and the ranks that
+        get rows.
 
-        Every rank except the last gets a multiple of ``unit`` rows, and every rank at least ``min_units`` units. If
-        ``x`` has too few rows for that, fewer ranks are used, but at least one.
+        Every rank except the last gets a multiple of ``unit`` rows, and every rank at least ``min_units``
+        units. If ``x`` has too few rows for that, fewer ranks are used, but at least one.
         """
         dim = dim % x.ndim
         workers = self.first(max(1, min(self.ranks.size, x.shape[dim] // (min_units * unit))))
@@ -71,7 +74,8 @@ def on_rows(
 ) -> Any:
     """Return ``call(*args, **kwargs)`` under ``mode``, with this rank's rows of the arguments in ``sharded``.
 
-    ``args`` and ``kwargs`` have all rows; ``sharded`` has dim and layout of those to shard, by position or name.
+    ``args`` and ``kwargs`` have all rows; ``sharded`` has dim and layout of those to shard, by position or
+    name.
     """
     positional, named = list(args), dict(kwargs)
     for key, (dim, layout) in sharded.items():
@@ -83,12 +87,15 @@ def on_rows(
         return call(*positional, **named)
 
 
-def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: GuidedMesh, gather: Gather) -> Any:
+def deliver(
+    compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: GuidedMesh, gather: Gather
+) -> Any:
     """Call ``compute`` on the first ``workers`` ranks, and return its output with all rows.
 
-    All ``ranks`` must call this function; ``mesh`` has the same ranks. If there are more ranks than workers, one
-    exchange tells the others the structure of the output, and an error of ``compute`` then raises on every rank: as a
-    ``RuntimeError``, unless it is a TypeError or ValueError. With ``gather="first"`` all ranks but the first get zeros.
+    All ``ranks`` must call this function; ``mesh`` has the same ranks. If there are more ranks than workers,
+    one exchange tells the others the structure of the output, and an error of ``compute`` then raises on
+    every rank: as a ``RuntimeError``, unless it is a TypeError or ValueError. With ``gather="first"`` all
+    ranks but the first get zeros.
     """
     works = ranks.index < workers
     record: dict[str, Any] = {}
@@ -119,7 +126,8 @@ def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: Guid
 def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
     """Return all rows of ``x``.
 
-    If ``x`` has a row tag, each of the first ``workers`` ranks holds some rows; otherwise each holds all of ``x``.
+    If ``x`` has a row tag, each of the first ``workers`` ranks holds some rows; otherwise each holds all of
+    ``x``.
     """
     tag, shape = rows_of(x), x.shape
     is_copied = tag is None
@@ -137,7 +145,8 @@ def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
     else:
         wanted = (((0, sum(rows.layout)),), *[()] * (ranks.size - 1))
         fetched = start_fetch(x, rows, wanted, ranks)()
-        # A rank that does not get the output returns zeros, expanded from one element so that they take no memory.
+        # A rank that does not get the output returns zeros, expanded from one element so that they take no
+        # memory.
         empty_shape = [*x.shape[: rows.dim], rows.total, *x.shape[rows.dim + 1 :]]
         out = x.new_zeros(()).expand(empty_shape)
         if fetched:
@@ -149,7 +158,12 @@ def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
 
 def _description(x: Tensor) -> dict[str, Any]:
     dtype = str(x.dtype).removeprefix("torch.")
-    description: dict[str, Any] = {"shape": list(x.shape), "dtype": dtype, "device": x.device.type, "rows": None}
+    description: dict[str, Any] = {
+        "shape": list(x.shape),
+        "dtype": dtype,
+        "device": x.device.type,
+        "rows": None,
+    }
     rows = rows_of(x)
     if rows is not None:
         description["rows"] = [rows.dim, list(rows.layout), rows.outer]
@@ -209,8 +223,13 @@ def _form(value: Any) -> Form:
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_form(item) for item in value]]
     if isinstance(value, dict):
-        return [f"{type(value).__module__}:{type(value).__name__}", {name: _form(item) for name, item in value.items()}]
-    raise TypeError(f"a model returned a {type(value).__name__}; expected tensors, or an output class of diffusers.")
+        return [
+            f"{type(value).__module__}:{type(value).__name__}",
+            {name: _form(item) for name, item in value.items()},
+        ]
+    raise TypeError(
+        f"a model returned a {type(value).__name__}; expected tensors, or an output class of diffusers."
+    )
 
 
 def _rebuild(form: Form, tensors: Iterator[Tensor]) -> Any:

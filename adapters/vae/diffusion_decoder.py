@@ -1,7 +1,8 @@
 """Run diffusion decoders on several ranks, each of which computes rows of the video.
 
-The attention of these decoders sees a window around each pixel, so ranks fetch the rows of other ranks that these
-windows cover. All other layers compute each token separately. Written for diffusers 0.42 `ltx2_diffusion_decoder.py`.
+The attention of these decoders sees a window around each pixel, so ranks fetch the rows of other ranks that
+these windows cover. All other layers compute each token separately. Written for diffusers 0.42
+`ltx2_diffusion_decoder.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def windows(layout: Layout, kernel: int) -> tuple[Range, ...]:
 
 
 class DecoderRows:
-    """Wrappers that shard the rows (columns, if wider than high) of the video that a diffusion decoder computes.
+    """Wrappers that shard the rows (columns, if wider than high) of the video that a diffusion decoder
+    computes.
 
     Each rank draws the noise of all rows, as a single device does, and keeps the noise of its own rows.
     """
@@ -64,12 +66,17 @@ class DecoderRows:
             "denoise": self._denoise,
         }
         fill_slot(vae.decoder, Slot.PARALLEL_VAE, of_decoder)
-        of_attention: dict[str, Callable[..., Any]] = {"__call__": self._attend, "build_block_mask": self._block_mask}
+        of_attention: dict[str, Callable[..., Any]] = {
+            "__call__": self._attend,
+            "build_block_mask": self._block_mask,
+        }
         fill_slots(window_attentions(vae), Slot.PARALLEL_VAE, of_attention)
 
     @contextmanager
     def decoding(self, latents: Tensor) -> Iterator[None]:
-        """Shard rows inside the ``with`` block. If ``latents`` has fewer rows than ranks, each rank decodes all."""
+        """Shard rows inside the ``with`` block.
+        If ``latents`` has fewer rows than ranks, each rank decodes all.
+        """
         dim = 4 if latents.shape[4] > latents.shape[3] else 3
         self._dim = None
         if latents.shape[dim] >= self.ranks.size:
@@ -107,19 +114,28 @@ class DecoderRows:
             context = decoder.forward_stage_4(decoder.forward_stages_1_to_3(own))
             # Tokens are [B, T, H, W, C] and videos [B, C, T, H, W], so the row dim of tokens is one less.
             rows = _times(layout, context.shape[dim - 1] // own.shape[dim] * decoder.patch_size)
-            shape = [z.shape[0], decoder.out_channels, *[size * decoder.patch_size for size in context.shape[1:4]]]
+            shape = [
+                z.shape[0],
+                decoder.out_channels,
+                *[size * decoder.patch_size for size in context.shape[1:4]],
+            ]
             shape[2], shape[dim] = context.shape[1], sum(rows)
             noise = randn_tensor(tuple(shape), generator=generator, device=z.device, dtype=z.dtype)
             noise = part_of(noise, RowTag(dim, rows), self.ranks).clone()
-            video = decoder.denoise(context, noise, num_inference_steps or decoder.default_num_inference_steps)
+            video = decoder.denoise(
+                context, noise, num_inference_steps or decoder.default_num_inference_steps
+            )
         return set_rows(video, RowTag(dim, rows))
 
     # -- The following methods run on the tiles of a tiled decode. Each takes and returns all rows of a tile.
 
-    def _stage(self, before: int, call: Callable[..., Tensor], decoder: Any, x: Tensor, /, **options: Any) -> Tensor:
+    def _stage(
+        self, before: int, call: Callable[..., Tensor], decoder: Any, x: Tensor, /, **options: Any
+    ) -> Tensor:
         """Return ``call(decoder, x)``, tokens ``[B, T, H, W, C]``, computed with sharded rows and gathered.
 
-        The row dim of ``x`` is that of a video ``[B, C, T, H, W]`` minus ``before``: 0 for latents, 1 for tokens.
+        The row dim of ``x`` is that of a video ``[B, C, T, H, W]`` minus ``before``: 0 for latents, 1 for
+        tokens.
         """
         if self._dim is None or self._layout is not None or x.shape[self._dim - before] < self.ranks.size:
             return call(decoder, x, **options)
@@ -130,7 +146,13 @@ class DecoderRows:
         return gather(tokens, RowTag(self._dim - 1, _times(rows.layout, scale)), self.ranks)
 
     def _denoise(
-        self, call: Callable[..., Any], decoder: Any, context: Tensor, x_t: Tensor, /, num_inference_steps: int
+        self,
+        call: Callable[..., Any],
+        decoder: Any,
+        context: Tensor,
+        x_t: Tensor,
+        /,
+        num_inference_steps: int,
     ) -> Tensor:
         dim = self._dim
         if dim is None or self._layout is not None or context.shape[dim - 1] < self.ranks.size:
@@ -146,9 +168,11 @@ class DecoderRows:
     # -- The attention modules get this rank's rows, and need rows of other ranks.
 
     def _attend(self, call: Callable[..., Any], module: Any, x: Tensor, /, block_mask: Any = None) -> Tensor:
-        """Fetch the rows that the windows of this rank's rows cover, attend, and return the output of this rank's rows.
+        """Fetch the rows that the windows of this rank's rows cover, attend, and return the output of this
+        rank's rows.
 
-        Counting positions from the first fetched row is exact: attention depends on differences of positions only.
+        Counting positions from the first fetched row is exact: attention depends on differences of positions
+        only.
         """
         if self._dim is None or self._layout is None:
             out: Tensor = call(module, x, block_mask)

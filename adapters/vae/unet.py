@@ -53,7 +53,10 @@ def unets_of(pipe: Any) -> dict[str, nn.Module]:
     paths = {"controlnet": controlnet}
     for index, net in enumerate(getattr(controlnet, "nets", ())):
         paths[f"controlnet.nets.{index}"] = uncompiled(net)
-    return {"unet": unet, **{path: module for path, module in paths.items() if unet_adapter(module) is not None}}
+    return {
+        "unet": unet,
+        **{path: module for path, module in paths.items() if unet_adapter(module) is not None},
+    }
 
 
 def unet_adapter(unet: Any) -> UnetAdapter | None:
@@ -67,13 +70,19 @@ class UnetRun:
 
     Args:
         module: The UNet or ControlNet, not compiled.
-        mesh: The ranks. Those along ``ring`` and ``ulysses`` shard rows; if ``batched``, those along ``batch`` samples.
-        require_equal: Called with the named arguments of each call; raises if ranks differ. It is not called inside
-            :func:`~para_core.distributed.agree.inputs_verified`.
+        mesh: The ranks. Those along ``ring`` and ``ulysses`` shard rows; if ``batched``, those along
+            ``batch`` samples.
+        require_equal: Called with the named arguments of each call; raises if ranks differ. It is not called
+            inside :func:`~para_core.distributed.agree.inputs_verified`.
     """
 
     def __init__(
-        self, module: nn.Module, mesh: GuidedMesh, *, batched: bool, require_equal: Callable[[Mapping[str, Any]], None]
+        self,
+        module: nn.Module,
+        mesh: GuidedMesh,
+        *,
+        batched: bool,
+        require_equal: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.unet, self.mesh = module, mesh
         self.images = require_unet_adapter(module, module).images
@@ -81,7 +90,8 @@ class UnetRun:
         row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
         self.rows = RowRanks(one_group(row_mesh), dim_groups(row_mesh))
         self.parameters = parameters_of(module)
-        # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again then.
+        # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again
+        # then.
         self.inputs_verified = False
         self.warnings = WarningLog()
         self._code: ModelCode | None = None
@@ -102,7 +112,9 @@ class UnetRun:
             )
 
     def apply(self) -> None:
-        """Replace any wrapper of the UNet's ``__call__`` by one that shards rows. On one rank, only remove it."""
+        """Replace any wrapper of the UNet's ``__call__`` by one that shards rows.
+        On one rank, only remove it.
+        """
         self.remove()
         if self.mesh.ranks > 1:
             self._warn_of_foreign_code()
@@ -243,7 +255,9 @@ def check_cache(owner: Any, module: nn.Module) -> None:
 
 
 def has_unet_class(pipeline: str, components: Mapping[str, Any]) -> bool:
-    """Whether ``components``, classes by name, has a UNet. Raise ``TypeError`` if its class is not supported."""
+    """Whether ``components``, classes by name, has a UNet.
+    Raise ``TypeError`` if its class is not supported.
+    """
     unet = components.get("unet")
     if unet is None:
         return False

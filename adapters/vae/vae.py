@@ -45,8 +45,8 @@ Vae = TypeVar("Vae", bound=nn.Module)
 Method = Literal["exact", "tiled"]
 Way = Literal["encode", "decode"]
 
-# With more ranks than this, parallelize_vae warns: the ranks wait for each other at every layer, which then takes
-# longer than the computation that they save.
+# With more ranks than this, parallelize_vae warns: the ranks wait for each other at every layer, which then
+# takes longer than the computation that they save.
 _MOST_USEFUL_RANKS = 8
 # Ranks compare their inputs up to this number of bytes. Of a larger input they compare evenly spaced values.
 _MAX_COMPARED_BYTES = 1 << 24
@@ -63,33 +63,35 @@ def parallelize_vae(
     method: Method = "exact",
     gather: Gather = "all",
 ) -> Vae:
-    """Run one autoencoder on all ranks of a mesh. Each rank passes the same inputs to ``encode`` or ``decode``.
+    """Run one autoencoder on all ranks of a mesh. Each rank passes the same inputs to ``encode`` or
+    ``decode``.
 
-    Calling it again replaces the previous settings; :func:`unparallelize_vae` undoes it. If anything is invalid or
-    fails on any rank, every rank raises, and the VAE stays as it was. No gradients are computed.
-    ``vae.decode = torch.compile(vae.decode, fullgraph=True)`` gives one graph per size of the image; in a graph nothing
-    is compared between ranks.
+    Calling it again replaces the previous settings; :func:`unparallelize_vae` undoes it. If anything is
+    invalid or fails on any rank, every rank raises, and the VAE stays as it was. No gradients are computed.
+    ``vae.decode = torch.compile(vae.decode, fullgraph=True)`` gives one graph per size of the image; in a
+    graph nothing is compared between ranks.
 
     Args:
         vae (`nn.Module`): An autoencoder of diffusers (docs/vae.md lists them).
-        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): Ranks to use, along all dims. Defaults to all ranks, and to
-            one rank without a process group.
-        method (`"exact"` or `"tiled"`, defaults to `"exact"`): With ``"exact"`` each rank computes rows of the image
-            (columns, if it is wider than high) and fetches from others what convolutions, norms and attention need. The
-            result equals that of one device up to floating-point order; images that the VAE tiles (``enable_tiling``)
-            are tiled. With ``"tiled"`` the tiles of diffusers' tiling are distributed. The result is bitwise that of
-            diffusers' tiling on one device, including its seams.
-        gather (`"all"` or `"first"`, defaults to `"all"`): Whether all ranks get the result, or only the first rank of
-            the mesh; the others then get zeros of its shape.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): Ranks to use, along all dims. Defaults to all
+            ranks, and to one rank without a process group.
+        method (`"exact"` or `"tiled"`, defaults to `"exact"`): With ``"exact"`` each rank computes rows of
+            the image (columns, if it is wider than high) and fetches from others what convolutions, norms and
+            attention need. The result equals that of one device up to floating-point order; images that the
+            VAE tiles (``enable_tiling``) are tiled. With ``"tiled"`` the tiles of diffusers' tiling are
+            distributed. The result is bitwise that of diffusers' tiling on one device, including its seams.
+        gather (`"all"` or `"first"`, defaults to `"all"`): Whether all ranks get the result, or only the
+            first rank of the mesh; the others then get zeros of its shape.
 
     Returns:
         ``vae`` itself.
 
     Raises:
         TypeError: If the class is not supported.
-        ValueError: If ``method`` or ``gather`` is unknown, ``method`` is ``"tiled"`` and the tiles of the class cannot
-            be distributed, or the first rank alone runs the autoencoder.
-        RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
+        ValueError: If ``method`` or ``gather`` is unknown, ``method`` is ``"tiled"`` and the tiles of the
+            class cannot be distributed, or the first rank alone runs the autoencoder.
+        RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled
+            before.
     """
     module = uncompiled(vae)
     with require_equal_options("parallelize_vae", mesh, {"method": method, "gather": gather}):
@@ -162,7 +164,9 @@ def unparallelize_vae(vae: Vae) -> Vae:
 
 
 def _gather_if_sharded(x: Any, ranks: MeshDim) -> Any:
-    """Return all rows of ``x`` if it is a tensor of which this rank holds some; ``x`` itself otherwise. Collective."""
+    """Return all rows of ``x`` if it is a tensor of which this rank holds some; ``x`` itself otherwise.
+    Collective.
+    """
     rows = rows_of(x)
     if rows is None:
         return x
@@ -175,13 +179,16 @@ def _parts(vae: nn.Module) -> list[nn.Module]:
 
 
 class _VaeRun:
-    """Handler that runs the calls of one autoencoder on several ranks. Raises as :func:`require_parallel_vae`."""
+    """Handler that runs the calls of one autoencoder on several ranks.
+    Raises as :func:`require_parallel_vae`.
+    """
 
     def __init__(self, vae: nn.Module, row_ranks: RowRanks, method: Method, gather: Gather) -> None:
         self.adapter = require_parallel_vae(vae, method)
         self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh
         self.method, self.gather = method, gather
-        # Inside a function that the user compiles, these functions run in place of the wrapped encode and decode.
+        # Inside a function that the user compiles, these functions run in place of the wrapped encode and
+        # decode.
         ways: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
         self.ways = {way: name for way, name in ways.items() if name is not None}
         self.graphs = {
@@ -200,7 +207,9 @@ class _VaeRun:
 
     def attach(self, vae: Any) -> None:
         """Wrap the methods of ``vae`` that take and return images, and those that split them into tiles."""
-        handlers: dict[str, Callable[..., Any]] = {name: partial(self.run, way) for way, name in self.ways.items()}
+        handlers: dict[str, Callable[..., Any]] = {
+            name: partial(self.run, way) for way, name in self.ways.items()
+        }
         handlers.update({name: self.tiles for name in self.adapter.tiled if hasattr(vae, name)})
         if self.adapter.tiled and self.adapter.distributes_tiles:
             for part in _parts(vae):
@@ -217,7 +226,10 @@ class _VaeRun:
             return call(vae, *args, **kwargs)
         if not args:
             first = next((name for name in ("x", "z", "sample", "latents") if name in kwargs), "")
-            args, kwargs = (kwargs.get(first),), {name: value for name, value in kwargs.items() if name != first}
+            args, kwargs = (
+                (kwargs.get(first),),
+                {name: value for name, value in kwargs.items() if name != first},
+            )
         if torch.compiler.is_compiling():
             if self.method == "tiled" or self.adapter.only_tiled:
                 raise RuntimeError(_NO_TILES_IN_GRAPHS)
@@ -227,10 +239,13 @@ class _VaeRun:
         with torch.no_grad(), share_random_state(self.mesh) as token, share_reasons(token, self.places):
             return self.computed(vae, call, way, *args, **kwargs)
 
-    def computed(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    def computed(
+        self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run ``call`` with its rows or tiles distributed over the ranks, and return the gathered output.
 
-        Each rank that computes rows gets at least two rows of latents or their pixels, so small images use fewer ranks.
+        Each rank that computes rows gets at least two rows of latents or their pixels, so small images use
+        fewer ranks.
         """
         if self.decoder is not None:
             if torch.compiler.is_compiling():
@@ -267,13 +282,17 @@ class _VaeRun:
                 return call(vae, x, *args, **kwargs)
             self.mode = SpatialShardMode(workers)
             try:
-                return on_rows(self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.layout)})
+                return on_rows(
+                    self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.layout)}
+                )
             finally:
                 self.mode = None
 
         return deliver(in_rows, workers.size, self.ranks, self.mesh, self.gather)
 
-    def traced(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    def traced(
+        self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Return the output of a call inside a compiled function, where ranks compare no inputs."""
         try:
             with torch.no_grad():
@@ -287,12 +306,13 @@ class _VaeRun:
             raise
 
     def tiles(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of ``call``, a method of ``vae`` that splits an image into tiles, which the ranks share.
+        """Return the output of ``call``, a method of ``vae`` that splits an image into tiles, which the ranks
+        share.
 
-        The method takes and returns all rows, so sharded positional arguments are gathered first. It runs unchanged if
-        ``vae.use_tiling`` is False. A direct call by the user also runs unchanged, unless :attr:`method` is ``"tiled"``
-        or the VAE runs only in tiles. If the adapter does not distribute tiles, every rank computes all of them. Raise
-        ``RuntimeError`` while compiling.
+        The method takes and returns all rows, so sharded positional arguments are gathered first. It runs
+        unchanged if ``vae.use_tiling`` is False. A direct call by the user also runs unchanged, unless
+        :attr:`method` is ``"tiled"`` or the VAE runs only in tiles. If the adapter does not distribute tiles,
+        every rank computes all of them. Raise ``RuntimeError`` while compiling.
         """
         called_by_user = self.mode is None and self.method == "exact" and not self.adapter.only_tiled
         if self.distributed_tiles is not None or called_by_user or not vae.use_tiling:
@@ -315,13 +335,17 @@ class _VaeRun:
             self.mode, self.distributed_tiles = mode, None
 
     def tile(self, call: Callable[..., Any], part: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run one call of the encoder or decoder. In a tiled call it computes one tile, on one of the ranks."""
+        """Run one call of the encoder or decoder.
+        In a tiled call it computes one tile, on one of the ranks.
+        """
         if self.distributed_tiles is None:
             return call(part, *args, **kwargs)
         return self.distributed_tiles.call(partial(call, part), args, kwargs)
 
     def clear(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``vae.clear_cache``. The VAE calls it at the beginning of each tile, so also begin a new tile here."""
+        """Run ``vae.clear_cache``.
+        The VAE calls it at the beginning of each tile, so also begin a new tile here.
+        """
         if self.distributed_tiles is not None:
             self.distributed_tiles.begin_tile()
         return call(vae, *args, **kwargs)
@@ -330,7 +354,9 @@ class _VaeRun:
         """Raise on every rank if a rank cannot run this call, or if inputs or settings differ between ranks."""
         if not isinstance(x, Tensor):
             # This raises on every rank.
-            refused = TypeError(f"this {self.adapter.vae} was called with a {type(x).__name__}; expected a tensor.")
+            refused = TypeError(
+                f"this {self.adapter.vae} was called with a {type(x).__name__}; expected a tensor."
+            )
             check_consistent(refused, self.mesh)
         problem: Exception | None = None
         if x.requires_grad and torch.is_grad_enabled():
@@ -355,7 +381,9 @@ class _VaeRun:
             generators += [item for item in items if isinstance(item, torch.Generator)]
         if generators:
             record["generators"] = describe(generators)
-        check_consistent(problem or signature(record), self.mesh, explain=self.explain, call=f"the {self.adapter.vae}")
+        check_consistent(
+            problem or signature(record), self.mesh, explain=self.explain, call=f"the {self.adapter.vae}"
+        )
 
     def explain(self, records: list[Record]) -> str:
         elsewhere = next((rank for rank, record in enumerate(records) if "sample" not in record), None)

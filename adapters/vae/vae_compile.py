@@ -1,7 +1,8 @@
 """Make a row-sharded autoencoder usable inside compiled functions.
 
-Dynamo sees the autoencoder as one opaque call, because it cannot trace tensors with tags or sizes of other ranks.
-AOTAutograd then traces the call by running its Python code, so the sharding mode works as in eager mode.
+Dynamo sees the autoencoder as one opaque call, because it cannot trace tensors with tags or sizes of other
+ranks. AOTAutograd then traces the call by running its Python code, so the sharding mode works as in eager
+mode.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ class _WithWeights(nn.Module):
 def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the arguments and result of ``compute`` that ``torch.compile`` can capture.
 
-    ``compute`` is a function of an image and further arguments that reads the weights of ``vae``. It is captured
-    without graph breaks, once per size of the image. A change of the tiling or slicing settings of ``vae`` recompiles.
+    ``compute`` is a function of an image and further arguments that reads the weights of ``vae``. It is
+    captured without graph breaks, once per size of the image. A change of the tiling or slicing settings of
+    ``vae`` recompiles.
     """
     module = _WithWeights(vae, compute)
     settings = tuple([name for name in vars(vae) if name.startswith(("tile_", "use_"))])
 
     def run(weights: dict[str, Tensor], guarded: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # AutoencoderKLMagvit stores the last frames in its convolutions, and its decode() clears them after this call.
-        # When the graph is traced, they are still those of an earlier trace.
+        # AutoencoderKLMagvit stores the last frames in its convolutions, and its decode() clears them after
+        # this call. When the graph is traced, they are still those of an earlier trace.
         clear: Any = getattr(vae, "_clear_conv_cache", None)
         if clear is not None:
             clear()
@@ -56,7 +58,8 @@ def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]
             **dict(module.named_parameters(remove_duplicate=False)),
             **dict(module.named_buffers(remove_duplicate=False)),
         }
-        # Dynamo makes a float that has changed symbolic, which cannot become text; calling hex() keeps it a constant.
+        # Dynamo makes a float that has changed symbolic, which cannot become text; calling hex() keeps it a
+        # constant.
         values = [getattr(vae, name) for name in settings]
         guarded = str([value.hex() if isinstance(value, float) else value for value in values])
         positional = tuple([_encode_none(value) for value in args])

@@ -183,7 +183,9 @@ def offloaded_blocks(transformer: nn.Module, resident: int) -> list[nn.Module]:
 
 def _move_others(module: nn.Module, blocks: set[nn.Module], device: torch.device) -> None:
     """Move all parameters and buffers of ``module`` that are not in ``blocks`` to ``device``."""
-    for parent in [part for part in module.modules() if part not in blocks and not blocks.isdisjoint(part.modules())]:
+    for parent in [
+        part for part in module.modules() if part not in blocks and not blocks.isdisjoint(part.modules())
+    ]:
         for child in parent.children():
             if child not in blocks and blocks.isdisjoint(child.modules()):
                 child.to(device)

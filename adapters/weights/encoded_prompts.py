@@ -62,7 +62,9 @@ class EncodedPrompts:
         self.clear()
         empty_slots(self._encoders.values(), Slot.ENCODED_PROMPTS)
 
-    def _call(self, name: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, name: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
         if torch.is_grad_enabled():
             return call(module, *args, **kwargs)
         pickled, tensors = split_tensors((name, args, kwargs))
@@ -76,7 +78,9 @@ class EncodedPrompts:
             self.hits += 1
             self._outputs.move_to_end(key)
             _, pickled, tensors, devices = kept
-            return join_tensors(pickled, [x.to(device, copy=True) for x, device in zip(tensors, devices, strict=True)])
+            return join_tensors(
+                pickled, [x.to(device, copy=True) for x, device in zip(tensors, devices, strict=True)]
+            )
         if self.complete:
             raise RuntimeError(
                 f"{name} is called with a prompt that was not encoded before its weights were freed; "

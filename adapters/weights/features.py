@@ -64,7 +64,10 @@ def changes_for(request: ChangeRequest) -> list[FeatureChange]:
     """
     _check_known(request)
     return [
-        change for feature in features().values() if feature.changes is not None for change in feature.changes(request)
+        change
+        for feature in features().values()
+        if feature.changes is not None
+        for change in feature.changes(request)
     ]
 
 
@@ -76,7 +79,9 @@ def _check_known(request: ChangeRequest) -> None:
     asked += [option for option in placements if request.options.get(option) in ("offload", "first")]
     for option in asked:
         if option not in known:
-            raise ValueError(f"{option}= is given, and no feature of this copy of para_core has it. Leave it out.")
+            raise ValueError(
+                f"{option}= is given, and no feature of this copy of para_core has it. Leave it out."
+            )
     mesh_dims = {feature.mesh_dim for feature in features().values()}
     for dim in (request.mesh.pipe, request.mesh.tensor):
         if dim.size > 1 and dim.name not in mesh_dims:

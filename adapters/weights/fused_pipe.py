@@ -42,7 +42,11 @@ class FusedPipe(FeatureChange):
     overlaps_steps = True
 
     def __init__(
-        self, transformers: Mapping[str, nn.Module], options: PipeFusion, mesh: GuidedMesh, adapter: Adapter | None
+        self,
+        transformers: Mapping[str, nn.Module],
+        options: PipeFusion,
+        mesh: GuidedMesh,
+        adapter: Adapter | None,
     ) -> None:
         self.options = options
         self._transformers, self._mesh, self._adapter = transformers, mesh, adapter
@@ -60,7 +64,9 @@ class FusedPipe(FeatureChange):
             plan = require_patches(module, self._mesh, self._adapter)
             blocks = [entry.block for entry in stack_of(module, self._adapter)]
             self._names[id(module)] = []
-            self._branches[id(module)] = Branches(conditions_of(module, require_blocks(module, self._adapter)))
+            self._branches[id(module)] = Branches(
+                conditions_of(module, require_blocks(module, self._adapter))
+            )
             if hasattr(module, "cache_context"):
                 fill_slot(module, Slot.PIPEFUSION, {"cache_context": self._track_name})
             branch_of = partial(self._branch_of, module)
@@ -74,7 +80,9 @@ class FusedPipe(FeatureChange):
             empty_slot(fusion.module, Slot.PIPEFUSION)
 
     @contextmanager
-    def _track_name(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _track_name(
+        self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
         names = self._names[id(module)]
         names.append(str(args[0] if args else kwargs["name"]))
         try:

@@ -130,13 +130,17 @@ class _ShardedLoras:
         weights.
         """
         with ExitStack() as stack:
-            adapters = [getattr(layer, name) for layer in lora_layers(module) for name in layer.adapter_layer_names]
+            adapters = [
+                getattr(layer, name) for layer in lora_layers(module) for name in layer.adapter_layer_names
+            ]
             stack.enter_context(self._method.gathered(module, adapters))
             sharded = [entry for entry in weights_of(module) if isinstance(entry[0], DTensor)]
             for owner in module.modules():
                 if any(isinstance(x, DTensor) for x in owner.parameters(recurse=False)):
                     # Disable FSDP2's hook, which would take the zeros for newly loaded weights.
-                    stack.callback(setattr, owner, "_load_state_dict_post_hooks", owner._load_state_dict_post_hooks)
+                    stack.callback(
+                        setattr, owner, "_load_state_dict_post_hooks", owner._load_state_dict_post_hooks
+                    )
                     owner._load_state_dict_post_hooks = OrderedDict()
             stack.enter_context(stand_ins(sharded, torch.device(self._mesh.device_type)))
             yield

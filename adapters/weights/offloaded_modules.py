@@ -113,7 +113,9 @@ class OffloadedModules(FeatureChange):
                 )
 
     def _offload(self, name: str, module: nn.Module, device: torch.device) -> None:
-        attributes = {part: {name for name in _HOOK_ATTRIBUTES if name in vars(part)} for part in module.modules()}
+        attributes = {
+            part: {name for name in _HOOK_ATTRIBUTES if name in vars(part)} for part in module.modules()
+        }
         self._before[name] = _StateBefore(next(module.parameters()).device, attributes)
         self._place(module, device)
         if self.first_rank_only and self.mesh.ranks > 1:
@@ -156,7 +158,9 @@ def offloader_of(module: nn.Module) -> Offloader | None:
         offloader: Offloader = owner.offloader
         return offloader
     registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
-    grouped = any(registry is not None and registry.get_hook("group_offloading") is not None for registry in registries)
+    grouped = any(
+        registry is not None and registry.get_hook("group_offloading") is not None for registry in registries
+    )
     undo = (
         "unparallelize_pipe(pipe) if parallelize_pipe placed it there; if it "
         "is diffusers' own, HookRegistry.check_if_exists_or_initialize(module).remove_hook(name) of "

@@ -32,7 +32,9 @@ def load_again(owner: Any) -> str:
 
 def is_split(module: nn.Module) -> bool:
     """Whether para_core has split or freed weights of ``module``, which nothing undoes."""
-    by_stages = any(feature.is_split(module) for feature in features().values() if feature.is_split is not None)
+    by_stages = any(
+        feature.is_split(module) for feature in features().values() if feature.is_split is not None
+    )
     return by_stages or sharded_component(module) is not None
 
 
@@ -95,7 +97,9 @@ def one_way(owner: Any, modules: Iterable[nn.Module], ranks: Ranks, what: str) -
         raise
 
 
-def _raise_unusable(message: str, call: Callable[..., Any], instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _raise_unusable(
+    message: str, call: Callable[..., Any], instance: Any, /, *args: Any, **kwargs: Any
+) -> Any:
     raise RuntimeError(message)
 
 

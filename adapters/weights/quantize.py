@@ -72,7 +72,9 @@ def loading_config(scheme: Quantize, names: Iterable[str] = USUAL_NAMES) -> Any:
     """
     from diffusers import PipelineQuantizationConfig, TorchAoConfig
 
-    return PipelineQuantizationConfig(quant_mapping={name: TorchAoConfig(torchao_config(scheme)) for name in names})
+    return PipelineQuantizationConfig(
+        quant_mapping={name: TorchAoConfig(torchao_config(scheme)) for name in names}
+    )
 
 
 def cast_linears(module: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:

@@ -25,7 +25,12 @@ from para_core.adapters.weights.features import method_of, require_method, shard
 from para_core.adapters.weights.lora import follow_loras
 from para_core.adapters.weights.offloaded_modules import check_not_offloaded
 from para_core.adapters.weights.one_way import check_holds_all, check_usable, load_again, one_way
-from para_core.adapters.weights.sharded_component import MoveGuard, ShardedComponent, compare_calls, sharded_component
+from para_core.adapters.weights.sharded_component import (
+    MoveGuard,
+    ShardedComponent,
+    compare_calls,
+    sharded_component,
+)
 from para_core.distributed.agree import Record, check_consistent, first_difference, raising_on_all, signature
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, GuidedMesh
 from para_core.instance.private_class import original_class
@@ -132,7 +137,8 @@ class Sharding:
         refused = {
             name: module
             for name, module in self.components.items()
-            if is_filled(module, Slot.OFFLOADED_BLOCK) or not (name in transformers or hasattr(module, "_hf_hook"))
+            if is_filled(module, Slot.OFFLOADED_BLOCK)
+            or not (name in transformers or hasattr(module, "_hf_hook"))
         }
         check_not_offloaded(refused, "Shard other components alone (components=[...]).")
 
@@ -212,7 +218,9 @@ def _foreign_mesh(mesh: Any, method: str) -> DeviceMesh | None:
 
 
 def _check_options(pipe: Any, method: str, offload_policy: OffloadPolicy | None) -> None:
-    require_kind("pipeline", pipe, "Pass the pipeline: shard_weights(pipe, mesh, components=['transformer']).")
+    require_kind(
+        "pipeline", pipe, "Pass the pipeline: shard_weights(pipe, mesh, components=['transformer'])."
+    )
     shards_by = require_method(method)
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(
@@ -256,15 +264,27 @@ def _check_component(name: str, module: nn.Module, method: str, ranks: Ranks) ->
 
 
 def _check_equal_on_ranks(
-    modules: Mapping[str, nn.Module], method: str, offload_policy: OffloadPolicy | None, ranks: Ranks, values: bool
+    modules: Mapping[str, nn.Module],
+    method: str,
+    offload_policy: OffloadPolicy | None,
+    ranks: Ranks,
+    values: bool,
 ) -> None:
     """Raise ``ValueError`` on all ranks if they have different options or weights.
 
     ``values`` also compares values.
     """
-    record = {"method": method, "offload_policy": repr(offload_policy), **_weights_record(modules, values=values)}
-    way_out = "Pass equal options, and load the same weights on every rank, with the same changes (LoRA, dtype)."
-    check_consistent(signature(record), ranks, explain=lambda records: f"{first_difference(records)} {way_out}")
+    record = {
+        "method": method,
+        "offload_policy": repr(offload_policy),
+        **_weights_record(modules, values=values),
+    }
+    way_out = (
+        "Pass equal options, and load the same weights on every rank, with the same changes (LoRA, dtype)."
+    )
+    check_consistent(
+        signature(record), ranks, explain=lambda records: f"{first_difference(records)} {way_out}"
+    )
 
 
 def _weights_record(modules: Mapping[str, nn.Module], *, values: bool) -> Record:
@@ -282,7 +302,12 @@ def _weights_record(modules: Mapping[str, nn.Module], *, values: bool) -> Record
 
 
 def _check_same_settings(
-    pipe: Any, name: str, module: nn.Module, method: str, mesh: DeviceMesh, offload_policy: OffloadPolicy | None
+    pipe: Any,
+    name: str,
+    module: nn.Module,
+    method: str,
+    mesh: DeviceMesh,
+    offload_policy: OffloadPolicy | None,
 ) -> None:
     """Raise ``RuntimeError`` if ``module``, the component ``name``, is sharded with other settings than
     these.

@@ -129,7 +129,9 @@ def _run_on_all_ranks(
     return call(module, *args, **kwargs)
 
 
-def _raise_too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _raise_too_late(
+    problem: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+) -> Any:
     raise RuntimeError(
         f"the weights of this {unwrapped_class(module).__name__} are sharded. {problem} Load the pipeline "
         "again, and do it before its weights are sharded (shard_weights, or weights= of parallelize_pipe)."

@@ -25,7 +25,13 @@ from para_core.adapters.weights.lora import ADDS, CHANGES, check_equal_lora, che
 from para_core.adapters.weights.one_way import load_again, one_way
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
-from para_core.distributed.agree import Record, RequireEqual, differing_fields, inputs_verified, raising_on_all
+from para_core.distributed.agree import (
+    Record,
+    RequireEqual,
+    differing_fields,
+    inputs_verified,
+    raising_on_all,
+)
 from para_core.distributed.mesh import PIPE_DIM, GuidedMesh
 from para_core.instance.modules import is_compiled
 from para_core.instance.private_class import original_class
@@ -99,7 +105,9 @@ class StageChange(FeatureChange):
         stages = self._stages = Stages(module, blocks, mesh.pipe, self._require_equal, ranges)
         stages.install()
         refused = _present(_REFUSED_METHODS, module, _raise_too_late)
-        changes = {name: partial(_add_lora if name in ADDS else _change_lora, stages, mesh) for name in CHANGES}
+        changes = {
+            name: partial(_add_lora if name in ADDS else _change_lora, stages, mesh) for name in CHANGES
+        }
         loras = {name: change for name, change in changes.items() if hasattr(module, name)}
         fill_slot(module, Slot.STAGED_WEIGHTS, {**refused, **loras})
         # diffusers' group offload moves single blocks and layers, so each layer must refuse to move.
@@ -134,9 +142,13 @@ class StageChange(FeatureChange):
             yield
 
 
-def _present(actions: Mapping[str, str], instance: Any, around: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+def _present(
+    actions: Mapping[str, str], instance: Any, around: Callable[..., Any]
+) -> dict[str, Callable[..., Any]]:
     """Return ``around`` with the action of each method that ``instance`` has, by method."""
-    return {method: partial(around, action) for method, action in actions.items() if hasattr(instance, method)}
+    return {
+        method: partial(around, action) for method, action in actions.items() if hasattr(instance, method)
+    }
 
 
 def stage_changes(request: ChangeRequest) -> list[StageChange]:
@@ -166,7 +178,10 @@ def is_split(module: nn.Module) -> bool:
     if stages is None:
         return False
     weights = [
-        x for index, entry in enumerate(stages.blocks) if index not in stages.own for x in entry.block.parameters()
+        x
+        for index, entry in enumerate(stages.blocks)
+        if index not in stages.own
+        for x in entry.block.parameters()
     ]
     return any(x.is_meta for x in weights)
 
@@ -203,11 +218,15 @@ def _raise_too_late(action: str, call: object, module: nn.Module, /, *args: obje
     )
 
 
-def _raise_on_moved_layer(staged: nn.Module, call: object, part: nn.Module, /, *args: object, **kwargs: object) -> None:
+def _raise_on_moved_layer(
+    staged: nn.Module, call: object, part: nn.Module, /, *args: object, **kwargs: object
+) -> None:
     _raise_too_late("moving a layer of it", call, staged)
 
 
-def _raise_too_late_for_pipe(action: str, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _raise_too_late_for_pipe(
+    action: str, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any
+) -> Any:
     staged = [module for module in transformers_of(pipe).values() if stages_of(module) is not None]
     if staged:
         _raise_too_late(action, call, staged[0])
@@ -215,14 +234,23 @@ def _raise_too_late_for_pipe(action: str, call: Callable[..., Any], pipe: Any, /
 
 
 def _change_lora(
-    stages: Stages, mesh: GuidedMesh, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    stages: Stages,
+    mesh: GuidedMesh,
+    call: Callable[..., Any],
+    module: nn.Module,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Run ``call``, a method of ``module`` that changes loaded LoRAs.
 
     Weights of other stages' blocks are on the meta device, so peft must not read their values.
     """
     layers = [
-        layer for block in stages.other_blocks for layer in block.modules() if hasattr(layer, "adapter_layer_names")
+        layer
+        for block in stages.other_blocks
+        for layer in block.modules()
+        if hasattr(layer, "adapter_layer_names")
     ]
     with on_all_ranks(mesh):
         try:
@@ -240,7 +268,13 @@ def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs:
 
 
 def _add_lora(
-    stages: Stages, mesh: GuidedMesh, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    stages: Stages,
+    mesh: GuidedMesh,
+    call: Callable[..., Any],
+    module: nn.Module,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Add a LoRA to all blocks, then free its weights in the blocks of other stages.
 

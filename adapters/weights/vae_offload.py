@@ -47,7 +47,9 @@ class OffloadedVaes(OffloadedModules):
             x.data = x.data.to(device)
         fill_slot(module, Slot.VAE_OFFLOAD, {method: partial(host.run, method) for method in VAE_METHODS})
         # By this hook diffusers finds the device on which the autoencoder computes, and refuses to move it.
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(_hook_for(device), "group_offloading")
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(
+            _hook_for(device), "group_offloading"
+        )
 
     def undo(self) -> None:
         empty_slots(self.modules.values(), Slot.VAE_OFFLOAD)
@@ -64,7 +66,9 @@ class _HostVae:
         self._loaded: set[str] = set()
         self._blocks_of(module, unused=None)
 
-    def run(self, method: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, method: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run ``method`` of the autoencoder with its weights on the device. Inputs are moved there, too."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
@@ -137,7 +141,11 @@ def offload_vaes(request: ChangeRequest) -> list[OffloadedVaes]:
     if placement == "replicate":
         return []
     first_rank_only = placement == "first"
-    return [OffloadedVaes(vaes, request.mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first_rank_only)]
+    return [
+        OffloadedVaes(
+            vaes, request.mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first_rank_only
+        )
+    ]
 
 
 FEATURE = Feature(option="vae_placement", changes=offload_vaes)

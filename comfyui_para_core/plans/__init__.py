@@ -21,13 +21,30 @@ from . import (
 from .recorded import RecordedPlan
 
 _FAMILIES = (
-    *(wan, flux, qwen_image, hunyuan_video, ltx, one_stream, joint_attention, cross_attention, cosmos, hidream, audio),
+    *(
+        wan,
+        flux,
+        qwen_image,
+        hunyuan_video,
+        ltx,
+        one_stream,
+        joint_attention,
+        cross_attention,
+        cosmos,
+        hidream,
+        audio,
+    ),
     unsupported,
 )
 
 # Every RecordedPlan that is a global variable of one of these modules, by the name of its class.
 PLANS = MappingProxyType(
-    {plan.cls: plan for family in _FAMILIES for plan in vars(family).values() if isinstance(plan, RecordedPlan)}
+    {
+        plan.cls: plan
+        for family in _FAMILIES
+        for plan in vars(family).values()
+        if isinstance(plan, RecordedPlan)
+    }
 )
 
 

@@ -14,7 +14,15 @@ TO_TEXT = (Attention(("audio",), ("text",)),)
 ACE_STEP = RecordedPlan(
     cls="ace.model.ACEStepTransformer2DModel",
     models="ACE-Step 1",
-    arguments=("x", "timestep", "context", "speaker_embeds", "lyric_token_idx", "lyric_mask", "lyrics_strength"),
+    arguments=(
+        "x",
+        "timestep",
+        "context",
+        "speaker_embeds",
+        "lyric_token_idx",
+        "lyric_mask",
+        "lyrics_strength",
+    ),
     adapter=Adapter(
         transformer="ACEStepTransformer2DModel",
         pipelines="ACE-Step in ComfyUI",
@@ -33,7 +41,9 @@ ACE_STEP = RecordedPlan(
                 "transformer_blocks.*.cross_attn": TO_TEXT,
             },
         ),
-        blocks=CachedBlocks((BlockGroup(("transformer_blocks",)),), conditions=("context", "lyric_token_idx")),
+        blocks=CachedBlocks(
+            (BlockGroup(("transformer_blocks",)),), conditions=("context", "lyric_token_idx")
+        ),
     ),
 )
 

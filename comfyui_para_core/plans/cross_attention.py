@@ -29,7 +29,8 @@ KANDINSKY5 = RecordedPlan(
             attention={"visual_transformer_blocks.*.cross_attention": TO_TEXT},
         ),
         blocks=CachedBlocks(
-            (BlockGroup(("visual_transformer_blocks",), ("visual_embed",), "visual_embed"),), conditions=("context",)
+            (BlockGroup(("visual_transformer_blocks",), ("visual_embed",), "visual_embed"),),
+            conditions=("context",),
         ),
     ),
 )

@@ -60,7 +60,9 @@ CHROMA = RecordedPlan(
     cls="chroma.model.Chroma",
     models="Chroma",
     arguments=("x", "timestep", "context", "guidance", "control"),
-    adapter=Adapter(transformer="Chroma", pipelines="Chroma in ComfyUI", plan=DOUBLE_AND_SINGLE, blocks=BLOCKS),
+    adapter=Adapter(
+        transformer="Chroma", pipelines="Chroma in ComfyUI", plan=DOUBLE_AND_SINGLE, blocks=BLOCKS
+    ),
 )
 
 RADIANCE = RecordedPlan(
@@ -72,7 +74,8 @@ RADIANCE = RecordedPlan(
         pipelines="Chroma Radiance in ComfyUI",
         # The decoder of pixels gets all tokens.
         plan=replace(
-            DOUBLE_AND_SINGLE, outputs={"single_blocks.-1": Gather(dim=1, segment="image", after_replicated=True)}
+            DOUBLE_AND_SINGLE,
+            outputs={"single_blocks.-1": Gather(dim=1, segment="image", after_replicated=True)},
         ),
         blocks=BLOCKS,
     ),

@@ -17,7 +17,9 @@ def _without_single_blocks(plan: Plan, model: nn.Module) -> Plan:
     """Return the plan of a model that has double blocks only, as HunyuanVideo 1.5."""
     if len(model.single_blocks):  # type: ignore[arg-type]
         return plan
-    return replace(plan, inner={name: rules for name, rules in plan.inner.items() if name != "single_blocks.*"})
+    return replace(
+        plan, inner={name: rules for name, rules in plan.inner.items() if name != "single_blocks.*"}
+    )
 
 
 HUNYUAN_VIDEO = RecordedPlan(

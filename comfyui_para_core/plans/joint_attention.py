@@ -31,7 +31,9 @@ SD3 = RecordedPlan(
             joint_order=("text", "image"),
         ),
         blocks=CachedBlocks(
-            (BlockGroup(("joint_blocks",), (FIRST, SECOND), SECOND),), conditions=("context",), uncached=("control",)
+            (BlockGroup(("joint_blocks",), (FIRST, SECOND), SECOND),),
+            conditions=("context",),
+            uncached=("control",),
         ),
     ),
 )
@@ -180,7 +182,8 @@ JOY_IMAGE = RecordedPlan(
             joint_order=("image", "text"),
         ),
         blocks=CachedBlocks(
-            (BlockGroup(("double_blocks",), ("hidden_states", "encoder_hidden_states")),), conditions=("context",)
+            (BlockGroup(("double_blocks",), ("hidden_states", "encoder_hidden_states")),),
+            conditions=("context",),
         ),
     ),
 )
@@ -199,7 +202,10 @@ HUNYUAN3D = RecordedPlan(
             joint_order=("text", "image"),
         ),
         blocks=CachedBlocks(
-            (BlockGroup(("double_blocks",), ("img", "txt"), "img"), BlockGroup(("single_blocks",), ("x",), "x")),
+            (
+                BlockGroup(("double_blocks",), ("img", "txt"), "img"),
+                BlockGroup(("single_blocks",), ("x",), "x"),
+            ),
             conditions=("context",),
         ),
     ),

@@ -27,7 +27,9 @@ def _times_of_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[
     if timestep.ndim < 2 or timestep.shape[1] < 2:
         return arguments
     patch: Any = model.patch_size
-    rows, columns = (-(-size // side) for size, side in zip(arguments["x"].shape[-2:], patch[1:], strict=True))
+    rows, columns = (
+        -(-size // side) for size, side in zip(arguments["x"].shape[-2:], patch[1:], strict=True)
+    )
     return {**arguments, "timestep": timestep.repeat_interleave(rows * columns, dim=1)}
 
 

@@ -50,7 +50,9 @@ def on_startup(command: str, dirty: bool) -> None:
     for path in INSTALLED.rglob("*.py"):
         source = path.read_text()
         if OPTIONS in source:
-            path.write_text(with_options(source, ".".join(path.relative_to(INSTALLED.parent).with_suffix("").parts)))
+            path.write_text(
+                with_options(source, ".".join(path.relative_to(INSTALLED.parent).with_suffix("").parts))
+            )
 
 
 def with_options(source: str, module: str) -> str:
@@ -77,8 +79,12 @@ def on_files(files: Files, config: Any) -> Files:
     for source, page in ELSEWHERE.items():
         if source.endswith(".ipynb"):
             continue
-        files.append(File.generated(config, page, content=moved((ROOT / source).read_text(), Path(source).parent)))
-    files.append(File.generated(config, "notebook.md", content=notebook_page(ROOT / "parallel_examples/launch.ipynb")))
+        files.append(
+            File.generated(config, page, content=moved((ROOT / source).read_text(), Path(source).parent))
+        )
+    files.append(
+        File.generated(config, "notebook.md", content=notebook_page(ROOT / "parallel_examples/launch.ipynb"))
+    )
     for package, file in PACKAGES.items():
         files.append(File.generated(config, f"api/{package}.md", content=reference(package, file)))
     return files

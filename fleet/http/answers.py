@@ -13,7 +13,13 @@ from para_core.fleet.failures import RequestError
 from para_core.fleet.jobs import Job
 from para_core.fleet.outputs import Output, Result
 
-MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp", "gif": "image/gif", "mp4": "video/mp4"}
+MEDIA_TYPES = {
+    "png": "image/png",
+    "jpg": "image/jpeg",
+    "webp": "image/webp",
+    "gif": "image/gif",
+    "mp4": "video/mp4",
+}
 # Formats whose names in OpenAI's API differ from the suffix of their files.
 _API_FORMATS = {"jpg": "jpeg"}
 _NO_USAGE = {
@@ -22,7 +28,9 @@ _NO_USAGE = {
 }
 
 
-def answer_body(job: Job, result: Result, base_url: str | None, warnings: Sequence[str] = ()) -> dict[str, Any]:
+def answer_body(
+    job: Job, result: Result, base_url: str | None, warnings: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the JSON body of the response to a finished request.
 
     It has URLs of the result's files below ``base_url``, the address of the server, or without one the files as base64;

@@ -67,7 +67,9 @@ _DRAWN_SEEDS = 2**32
 class ServerOptions:
     """Options of the HTTP server itself, and limits on what it accepts. For those of a replica see ``rank.py``."""
 
-    api_key: str | None = None  # that requests must send; without one, only requests to a loopback name are accepted
+    api_key: str | None = (
+        None  # that requests must send; without one, only requests to a loopback name are accepted
+    )
     delivery: Delivery = field(default_factory=Delivery)  # of results, as far as requests state none
     videos: Path | None = None  # folder for results of asynchronous videos; None disables their routes
     keep_hours: float = 24.0  # for which an asynchronous video is kept after it has ended
@@ -80,7 +82,9 @@ class ServerOptions:
     pixels: int = 2048 * 2048  # of a result, summed over all images or frames
     steps: int = 200
     body_bytes: int = 32 * 2**20
-    seconds: float = 600.0  # of a request, the time in the queue included; asynchronous videos have no such limit
+    seconds: float = (
+        600.0  # of a request, the time in the queue included; asynchronous videos have no such limit
+    )
     retries: int = 0  # how often a request is run again after its replica died
     memory: Memory | None = None  # predicted memory of a rank, which also limits the pixels
 
@@ -215,7 +219,9 @@ def read_request(
         if "seconds" in fields:
             seconds = fields.pop("seconds")
             for name in {"frames", parameter_of("frames", model)} & fields.keys():
-                raise ValueError(f"field 'seconds' and field {name!r} both set the frames: expected one of them.")
+                raise ValueError(
+                    f"field 'seconds' and field {name!r} both set the frames: expected one of them."
+                )
             try:
                 fields["frames"] = max(1, round(float(seconds) * delivery.fps) + 1)
             except (ValueError, OverflowError):
@@ -234,7 +240,9 @@ def read_request(
     _require_size(request, model, options)
     longest = max([len(value) for value in request.fields.values() if isinstance(value, list)], default=0)
     if longest > options.steps:
-        raise RequestError(400, "too_many_steps", f"{longest} steps; this server takes at most {options.steps}.")
+        raise RequestError(
+            400, "too_many_steps", f"{longest} steps; this server takes at most {options.steps}."
+        )
     return request
 
 
@@ -338,7 +346,9 @@ def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], mod
             named.setdefault(name, None)
             continue
         if name in sources:
-            raise ValueError(f"field {sources[name]!r} and field {source!r} both set {name!r}: expected one of them.")
+            raise ValueError(
+                f"field {sources[name]!r} and field {source!r} both set {name!r}: expected one of them."
+            )
         if source in _PIPELINE_NAMES and source not in model.fields and not edited:
             raise ValueError(explain_refused_image(model))
         sources[name] = source

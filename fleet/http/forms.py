@@ -14,7 +14,17 @@ from para_core.fleet.failures import RequestError
 _MAX_FILES, _MAX_FIELDS = 32, 200
 # Values of these form fields, and of all with "prompt" in their name, are strings, but for names that begin with a word
 # of _JSON_PREFIXES, such as num_images_per_prompt. Values of other fields are parsed as JSON.
-_TEXT_FIELDS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
+_TEXT_FIELDS = (
+    "size",
+    "response_format",
+    "output_format",
+    "user",
+    "model",
+    "quality",
+    "style",
+    "background",
+    "lora",
+)
 _JSON_PREFIXES = ("num_", "enhance_", "enable_", "use_")
 
 
@@ -26,7 +36,9 @@ async def read_form(
     Raises:
         RequestError: The form is malformed, or has too many files or fields.
     """
-    parser = MultiPartParser(headers, chunks, max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=max_bytes)
+    parser = MultiPartParser(
+        headers, chunks, max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=max_bytes
+    )
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, ValueError) as error:

@@ -1,15 +1,17 @@
 """The contract of attention: a pair of functions that work on a block of keys, and what they accumulate.
 
-``forward`` adds attention to the keys of a block to an :class:`Accumulator` of out and lse. ``backward`` returns the
-gradients of the keys and values of a block, and adds those of queries and mask to :class:`QueryGradients`, which holds
-out and lse over *all* keys. With these two numbers the gradient is additive over blocks of keys (FlashAttention,
-arXiv:2205.14135, appendix B). So a function around such a pair is such a pair again:
+``forward`` adds attention to the keys of a block to an :class:`Accumulator` of out and lse. ``backward``
+returns the gradients of the keys and values of a block, and adds those of queries and mask to
+:class:`QueryGradients`, which holds out and lse over *all* keys. With these two numbers the gradient is
+additive over blocks of keys (FlashAttention, arXiv:2205.14135, appendix B). So a function around such a pair
+is such a pair again:
 
 - :func:`~para_core.attention.blocks.local` computes a block that this rank holds;
-- :func:`~para_core.attention.ring.ring` and :func:`~para_core.attention.grid_2d.grid_2d` bring the blocks of other
-  ranks, and call the pair that they are given for each;
-- :func:`~para_core.attention.blocks.expand_key_heads` and :func:`~para_core.attention.finite_masks.keep_low_rows`
-  change the keys or the mask, and leave the rest to the pair that they are given.
+- :func:`~para_core.attention.ring.ring` and :func:`~para_core.attention.grid_2d.grid_2d` bring the blocks of
+  other ranks, and call the pair that they are given for each;
+- :func:`~para_core.attention.blocks.expand_key_heads` and
+  :func:`~para_core.attention.finite_masks.keep_low_rows` change the keys or the mask, and leave the rest to
+  the pair that they are given.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ Block = tuple[Tensor, Tensor]  # The keys and the values of a block, or their gr
 class Attend(NamedTuple):
     """Attention as a pair of functions; see the top of this file.
 
-    ``forward(into, key, value, block, is_last)`` adds attention to a block to the Accumulator ``into``. ``block`` is
-    the number of the block in ``into.tiling``: 0 for this rank's own keys. If the block ``is_last``, the result may be
-    rounded to the dtype of query. ``backward(into, key, value, block)`` returns the gradients of key and value in the
-    dtype of lse.
+    ``forward(into, key, value, block, is_last)`` adds attention to a block to the Accumulator ``into``.
+    ``block`` is the number of the block in ``into.tiling``: 0 for this rank's own keys. If the block
+    ``is_last``, the result may be rounded to the dtype of query. ``backward(into, key, value, block)``
+    returns the gradients of key and value in the dtype of lse.
     """
 
     forward: Callable[[Accumulator, Tensor, Tensor, int, bool], None]
@@ -50,8 +52,9 @@ class Mask:
     """The mask tensor of some queries. The positional masks of the call are those of its Tiling.
 
     Args:
-        tensor: ``[B or 1, H or 1, S_q or 1, total or 1]``, bool or float. Rows are in the order of the queries; they
-            may be followed by rows of other queries. Columns are positions in the whole sequence.
+        tensor: ``[B or 1, H or 1, S_q or 1, total or 1]``, bool or float. Rows are in the order of the
+            queries; they may be followed by rows of other queries. Columns are positions in the whole
+            sequence.
         of_tile: Converts the part of the mask for a tile, given the queries; None to leave it as it is.
         hides_rows: Whether the converted mask may hide all keys of a row.
         low_rows: The rows whose lse :func:`~para_core.attention.blocks.of_function` has to correct, if any.
@@ -99,7 +102,9 @@ class Accumulator:
     rows: list[Tensor] | None  # The rows of the mask for each piece.
     low_rows: list[FiniteMaskedRows] | None  # Those of Mask.low_rows for each piece.
 
-    def __init__(self, query: Tensor, mask: Mask | None, tiling: Tiling, key_heads: Tensor | None = None) -> None:
+    def __init__(
+        self, query: Tensor, mask: Mask | None, tiling: Tiling, key_heads: Tensor | None = None
+    ) -> None:
         self.query, self.mask, self.tiling, self.key_heads = query, mask, tiling, key_heads
         self.merged = [Merged()]
         if tiling.masks:
@@ -139,9 +144,11 @@ class Accumulator:
         return self.mask.of_tile(part, self.queries[piece])
 
     def result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, H, S_q, D_v]``, in float32 if partial results were merged, and lse ``[B, H, S_q]``.
+        """Return out ``[B, H, S_q, D_v]``, in float32 if partial results were merged, and lse ``[B, H,
+        S_q]``.
 
-        The result of queries that saw no key gets its shape and dtype from ``key`` and ``value`` of any block.
+        The result of queries that saw no key gets its shape and dtype from ``key`` and ``value`` of any
+        block.
         """
         first = self.merged[0]
         if len(self.merged) == 1 and first.count:
@@ -190,8 +197,8 @@ class QueryGradients:
     """The gradients of some queries and of their mask, summed over the blocks so far, in the dtype of lse.
 
     Args:
-        grad_out, query, out, lse: The gradient of the output, the queries, and their results over the keys of all
-            ranks.
+        grad_out, query, out, lse: The gradient of the output, the queries, and their results over the keys of
+            all ranks.
         mask: The mask tensor of the queries, or None.
         tiling, key_heads: As of :class:`Accumulator`.
         grad_query, grad_mask: The sums; ``grad_mask`` is None if it is not wanted.
@@ -219,7 +226,9 @@ class QueryGradients:
         key_heads: Tensor | None,
         mask_gradient: bool,
     ) -> QueryGradients:
-        """Return the gradients before any block: zeros. ``mask_gradient`` asks for the gradient of ``mask``."""
+        """Return the gradients before any block: zeros.
+        ``mask_gradient`` asks for the gradient of ``mask``.
+        """
         grad_mask = None
         if mask_gradient and mask is not None:
             grad_mask = torch.zeros_like(mask, dtype=lse.dtype)

@@ -28,11 +28,12 @@ class AttnKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class AttnOptions:
-    """The options of attention over a mesh, as attention modes, plans and functions such as ``unified_attention`` take.
+    """The options of attention over a mesh, as attention modes, plans and functions such as
+    ``unified_attention`` take.
 
     :class:`~para_core.modes.unified.UnifiedAttnMode` describes ``rotate_method``, ``comm_dtype`` and
-    ``backend``. With ``block_mask`` each ring rank sends its keys directly to the ranks that see any of them. With
-    ``kept_keys`` (not exact) only kept keys are passed on, except in the cases that
+    ``backend``. With ``block_mask`` each ring rank sends its keys directly to the ranks that see any of them.
+    With ``kept_keys`` (not exact) only kept keys are passed on, except in the cases that
     :func:`~para_core.attention.approximate.snapkv.sparse_attention` names.
 
     Raises:
@@ -49,9 +50,13 @@ class AttnOptions:
     def __post_init__(self) -> None:
         if self.comm_dtype not in (None, *COMM_DTYPES.values()):
             expected = " or ".join(map(str, COMM_DTYPES.values()))
-            raise ValueError(f"comm_dtype is {self.comm_dtype}; expected {expected}, or None for exact attention.")
+            raise ValueError(
+                f"comm_dtype is {self.comm_dtype}; expected {expected}, or None for exact attention."
+            )
         if self.rotate_method not in ROTATE_METHODS:
-            raise ValueError(f"rotate_method is {self.rotate_method!r}; expected 'alltoall', 'allgather' or '2d'.")
+            raise ValueError(
+                f"rotate_method is {self.rotate_method!r}; expected 'alltoall', 'allgather' or '2d'."
+            )
         if self.rotate_method == "2d" and self.comm_dtype is not None:
             raise ValueError(
                 f"rotate_method='2d' sends tensors as they are, and comm_dtype is {self.comm_dtype}. Leave comm_dtype "
@@ -118,6 +123,6 @@ class AttnOptions:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(*values: Any) -> str:
-    # Dynamo cannot trace the JSON encoder, so it calls this function while tracing and treats the result as a constant.
-    # This is correct because the options of a graph never change.
+    # Dynamo cannot trace the JSON encoder, so it calls this function while tracing and treats the result as a
+    # constant. This is correct because the options of a graph never change.
     return json.dumps(dict(zip([field.name for field in fields(AttnOptions)], values, strict=True)))

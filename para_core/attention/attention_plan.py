@@ -20,9 +20,9 @@ from para_core.layout.sequence import Run
 class Hop(NamedTuple):
     """One step of the ring, in which this rank gets the keys and values (the block) of ring rank ``source``.
 
-    ``source`` is ``step`` positions before this rank. With a block mask, blocks are only sent to ranks that see any of
-    their keys: ``sends`` tells whether this rank sends its own block to the rank ``step`` positions after it, and
-    ``receives`` whether it receives the block of ``source``.
+    ``source`` is ``step`` positions before this rank. With a block mask, blocks are only sent to ranks that
+    see any of their keys: ``sends`` tells whether this rank sends its own block to the rank ``step``
+    positions after it, and ``receives`` whether it receives the block of ``source``.
     """
 
     step: int
@@ -73,7 +73,8 @@ class RingPlan:
         queries = [spec.queries.runs(rank) for rank in range(size)]
         keys = [spec.keys.runs(rank, replicated=False) for rank in range(size)]
         sees = [
-            [blocks.sees_any(queries[rank], keys[(rank - step) % size]) for rank in range(size)] for step in range(size)
+            [blocks.sees_any(queries[rank], keys[(rank - step) % size]) for rank in range(size)]
+            for step in range(size)
         ]
         return [
             Hop(step, self.source(step), sends=sees[step][(index + step) % size], receives=sees[step][index])
@@ -115,8 +116,8 @@ class RingPlan:
 class GridPlan:
     """The plan of Attention2D for this rank, in a grid of ``shape`` ``(rows, columns)`` of ring ranks.
 
-    Ring rank i is in row i // columns and column i % columns. This rank computes attention of the queries of its row to
-    the sharded keys of its column, and of its own queries to replicated keys.
+    Ring rank i is in row i // columns and column i % columns. This rank computes attention of the queries of
+    its row to the sharded keys of its column, and of its own queries to replicated keys.
     """
 
     ring: RingPlan
@@ -169,7 +170,9 @@ class GridPlan:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """The communication plan of one attention call. Each algorithm's part is computed from ``spec`` when it is used."""
+    """The communication plan of one attention call.
+    Each algorithm's part is computed from ``spec`` when it is used.
+    """
 
     spec: AttentionSpec
 
@@ -222,8 +225,9 @@ class AttentionPlan:
     def is_local(self) -> bool:
         """Whether plain SDPA can compute attention after the Ulysses exchange.
 
-        It can if there is only one ring rank (all keys are then on this rank) and no option selects keys. In a causal
-        call, queries and keys must also be the same tokens, consecutive and in the order of the sequence.
+        It can if there is only one ring rank (all keys are then on this rank) and no option selects keys. In
+        a causal call, queries and keys must also be the same tokens, consecutive and in the order of the
+        sequence.
         """
         if self.spec.options.by_position or self.spec.mesh.ring.size > 1:
             return False
@@ -238,6 +242,6 @@ def read_plan(text: str, numbers: Sequence[int], scale: float | None) -> Attenti
     return AttentionPlan(AttentionSpec.read(text, numbers, scale))
 
 
-# read_plan with a cache, for operators at run time: a graph needs the same plan in every step. While tracing, lengths
-# may be symbolic, so they cannot be keys of the cache.
+# read_plan with a cache, for operators at run time: a graph needs the same plan in every step. While tracing,
+# lengths may be symbolic, so they cannot be keys of the cache.
 cached_plan = lru_cache(maxsize=256)(read_plan)

@@ -58,15 +58,17 @@ def resolve_backend(
             f'backend="{backend}" needs a CUDA device, and query is on the CPU. Name another backend, or none.'
         )
     elif backend == "flash" and not query.is_cpu:
-        # PyTorch's FlashAttention operator on CUDA would silently compute these calls wrongly: it has no argument for a
-        # mask (see transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).
+        # PyTorch's FlashAttention operator on CUDA would silently compute these calls wrongly: it has no
+        # argument for a mask (see transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).
         check_mask_and_lengths(backend, query, value, masked=masked, is_causal=is_causal)
     return backend
 
 
 def _require_triton(backend: Backend, query: Tensor, value: Tensor) -> None:
     if not has_triton():
-        raise RuntimeError(f'backend="{backend}" needs Triton, which is not installed here: pip install "triton>=3.5".')
+        raise RuntimeError(
+            f'backend="{backend}" needs Triton, which is not installed here: pip install "triton>=3.5".'
+        )
     head_dim = max(query.shape[-1], value.shape[-1])
     dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16}
     if backend == "triton":
@@ -86,10 +88,11 @@ def _require_triton(backend: Backend, query: Tensor, value: Tensor) -> None:
 def require_backend(
     query: Tensor, value: Tensor, *, mask: Tensor | None = None, backend: Backend | None = None
 ) -> None:
-    """Raise ``RuntimeError`` unless the named backend, if any, and an enabled backend of SDPA can compute a call.
+    """Raise ``RuntimeError`` unless the named backend, if any, and an enabled backend of SDPA can compute a
+    call.
 
-    The decision does not depend on the numbers of tokens and heads, so it is the same on a rank that has nothing to
-    compute. SDPA is asked only if the math backend is disabled.
+    The decision does not depend on the numbers of tokens and heads, so it is the same on a rank that has
+    nothing to compute. SDPA is asked only if the math backend is disabled.
     """
     if backend is not None:
         resolve_backend(backend, query, value, masked=mask is not None)
@@ -98,10 +101,11 @@ def require_backend(
 
 
 def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
-    """Whether a float16 or bfloat16 call uses the math backend, which computes it and its gradient in float32.
+    """Whether a float16 or bfloat16 call uses the math backend, which computes it and its gradient in
+    float32.
 
-    The decision does not depend on lengths, so it is the same on every rank. Source: transformers/attention.cpp,
-    ``_scaled_dot_product_attention_math``.
+    The decision does not depend on lengths, so it is the same on every rank. Source:
+    transformers/attention.cpp, ``_scaled_dot_product_attention_math``.
     """
     if query.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -124,8 +128,8 @@ def _choice_of_pytorch(query: Tensor, value: Tensor, mask: Tensor | None) -> int
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant_choice(*question: Any) -> int | None:
-    # Dynamo cannot trace SDPA's choice, so it treats the result as a constant. This function only forwards its
-    # arguments: Dynamo would ignore assume_constant_result on a function that lru_cache wraps.
+    # Dynamo cannot trace SDPA's choice, so it treats the result as a constant. This function only forwards
+    # its arguments: Dynamo would ignore assume_constant_result on a function that lru_cache wraps.
     return _cached_choice(*question)
 
 
@@ -138,7 +142,9 @@ def _cached_choice(
     mask_dtype: torch.dtype | None,
     enabled: tuple[bool, ...],
 ) -> int | None:
-    """Compute the result of :func:`_choice_of_pytorch`. ``enabled`` is unused: it only distinguishes cache entries."""
+    """Compute the result of :func:`_choice_of_pytorch`.
+    ``enabled`` is unused: it only distinguishes cache entries.
+    """
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None
     if mask_dtype is not None:

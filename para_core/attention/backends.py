@@ -1,8 +1,8 @@
 """Forward and backward of attention on one device, by each of PyTorch's backends.
 
-The requirements of the fused kernels are taken from the sources of PyTorch 2.13. Paths in comments are relative to
-``aten/src/ATen/native``; ``mem_eff`` is ``transformers/cuda/mem_eff_attention``, which torch installs among its
-headers.
+The requirements of the fused kernels are taken from the sources of PyTorch 2.13. Paths in comments are
+relative to ``aten/src/ATen/native``; ``mem_eff`` is ``transformers/cuda/mem_eff_attention``, which torch
+installs among its headers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ FLASH = SDPBackend.FLASH_ATTENTION.value
 EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
 CUDNN = SDPBackend.CUDNN_ATTENTION.value
 # For each backend, a function that returns whether it is enabled; sdpa_kernel(...) and
-# torch.backends.cuda.enable_*_sdp(...) can disable it. These are private functions of torch, because Dynamo treats them
-# as constants, but not the public functions that call them.
+# torch.backends.cuda.enable_*_sdp(...) can disable it. These are private functions of torch, because Dynamo
+# treats them as constants, but not the public functions that call them.
 SWITCHES: Mapping[str, Callable[[], bool]] = {
     "flash": flash_sdp_enabled,
     "efficient": efficient_sdp_enabled,
@@ -49,15 +49,16 @@ _aten = torch.ops.aten
 
 # Backends that accept grouped heads (fewer key heads than query heads). Sources:
 # transformers/cuda/flash_attn/flash_api.cpp (mha_fwd; mha_bwd sums gradients over the group),
-# transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention), transformers/sdp_utils_cpp.cpp (FlashAttention on a CPU).
+# transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention), transformers/sdp_utils_cpp.cpp (FlashAttention on
+# a CPU).
 _TAKE_GROUPED_HEADS = frozenset({FLASH, CUDNN})
 
 
 class LocalAttentionCall(NamedTuple):
     """The arguments of attention on one device.
 
-    H_kv divides H: query head i uses key head ``i // (H // H_kv)``. The backends in this file take calls that are
-    :meth:`fold`, without dims of size 0.
+    H_kv divides H: query head i uses key head ``i // (H // H_kv)``. The backends in this file take calls that
+    are :meth:`fold`, without dims of size 0.
     """
 
     query: Tensor  # [B, H, S_q, D]
@@ -71,8 +72,8 @@ class LocalAttentionCall(NamedTuple):
     def fold(self) -> LocalAttentionCall:
         """Return the call with its causal mask merged into ``mask``, so that at most one of them is set.
 
-        The mask gets a dtype that SDPA accepts: bool or that of ``query``; on a CPU also float32. Without a mask the
-        call is returned unchanged.
+        The mask gets a dtype that SDPA accepts: bool or that of ``query``; on a CPU also float32. Without a
+        mask the call is returned unchanged.
         """
         query, key, value, mask, is_causal, scale = self
         if mask is None:
@@ -91,9 +92,9 @@ class LocalAttentionCall(NamedTuple):
             if torch.finfo(mask.dtype).max <= largest:
                 mask = mask.to(query.dtype)
             else:
-                # finfo(float32).min must not become -inf: in a row full of finfo.min SDPA gives all keys equal weights,
-                # but a row full of -inf has no keys. Clamp to half of the range, because kernels multiply scores by
-                # log2(e).
+                # finfo(float32).min must not become -inf: in a row full of finfo.min SDPA gives all keys
+                # equal weights, but a row full of -inf has no keys. Clamp to half of the range, because
+                # kernels multiply scores by log2(e).
                 hidden = mask == -inf
                 mask = mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(hidden, -inf)
         return LocalAttentionCall(query, key, value, mask, False, scale)
@@ -116,7 +117,8 @@ class LocalAttentionCall(NamedTuple):
 
     @property
     def bias(self) -> Tensor | None:
-        """``mask`` as an additive mask ``[B or 1, H or 1, S_q or 1, S_k]`` in the dtype of query, with aligned rows.
+        """``mask`` as an additive mask ``[B or 1, H or 1, S_q or 1, S_k]`` in the dtype of query, with
+        aligned rows.
 
         Rows begin at multiples of 8 elements, because memory-efficient attention loads 16 bytes at a time
         (mem_eff/kernel_forward.h and kernel_backward.h, ``check_supported``). SDPA pads masks in the same way
@@ -126,7 +128,9 @@ class LocalAttentionCall(NamedTuple):
         if mask is None:
             return None
         *strides, last = mask.stride()
-        is_aligned = last == 1 and mask.storage_offset() % 8 == 0 and all(stride % 8 == 0 for stride in strides)
+        is_aligned = (
+            last == 1 and mask.storage_offset() % 8 == 0 and all(stride % 8 == 0 for stride in strides)
+        )
         if is_aligned and mask.dtype == query.dtype and mask.shape[-1] == num_keys:
             return mask
         bias = aligned_rows(query, (*mask.shape[:-1], num_keys), query.dtype).copy_(mask)
@@ -149,10 +153,13 @@ def bias_dtype(mask: Tensor, query: Tensor) -> torch.dtype:
     return query.dtype
 
 
-def aligned_rows(query: Tensor, shape: Sequence[int], dtype: torch.dtype, *, fill: float | None = None) -> Tensor:
+def aligned_rows(
+    query: Tensor, shape: Sequence[int], dtype: torch.dtype, *, fill: float | None = None
+) -> Tensor:
     """Return a tensor of ``shape`` on the device of ``query`` whose rows begin at multiples of 8 elements.
 
-    It is filled with ``fill``, or uninitialised if that is None. The padding of the rows is initialised in both cases.
+    It is filled with ``fill``, or uninitialised if that is None. The padding of the rows is initialised in
+    both cases.
     """
     *leading, width = shape
     padding = -width % 8
@@ -204,8 +211,8 @@ def _scores(problem: LocalAttentionCall) -> Tensor:
 def _math(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     scores = _scores(problem)
     lse = torch.logsumexp(scores, dim=-1)
-    # Do not use exp(scores - lse): if finfo.min masks a whole row of n keys, the log(n) in lse is lost to rounding, and
-    # the weights would not sum to 1.
+    # Do not use exp(scores - lse): if finfo.min masks a whole row of n keys, the log(n) in lse is lost to
+    # rounding, and the weights would not sum to 1.
     weights = torch.softmax(scores, dim=-1)
     return empty_output(problem.query, problem.value).copy_(weights @ problem.value.to(lse.dtype)), lse
 
@@ -240,7 +247,9 @@ def _memory_efficient(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
 
 def _cudnn(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     # Like SDPA, do not expand the mask over heads. The operator itself expands the other dims.
-    out, lse, *_ = cudnn_attention(*problem[:3], problem.bias, True, 0.0, problem.is_causal, scale=problem.scale)
+    out, lse, *_ = cudnn_attention(
+        *problem[:3], problem.bias, True, 0.0, problem.is_causal, scale=problem.scale
+    )
     # cuDNN returns lse as [B, H, S_q, 1] (cudnn/MHA.cpp, run_cudnn_SDP_fprop).
     return out, lse.view(problem.query.shape[:-1])
 
@@ -248,11 +257,13 @@ def _cudnn(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
 FORWARD = {MATH: _math, FLASH: _flash, EFFICIENT: _memory_efficient, CUDNN: _cudnn}
 
 
-# The backward functions return the gradients of query, key and value. Only that of the math backend returns a fourth
-# gradient, the one of the scores, which is also the gradient of the mask.
+# The backward functions return the gradients of query, key and value. Only that of the math backend returns a
+# fourth gradient, the one of the scores, which is also the gradient of the mask.
 
 
-def _math_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+def _math_backward(
+    problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> Sequence[Tensor]:
     query, key, value = [x.to(lse.dtype) for x in problem[:3]]
     weights = torch.exp(_scores(problem) - lse[..., None])
     grad = grad_out.to(lse.dtype)
@@ -263,7 +274,9 @@ def _math_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, l
     return *[x.to(problem.query.dtype) for x in (grad_query, grad_key, grad_value)], grad_scores
 
 
-def _flash_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+def _flash_backward(
+    problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> Sequence[Tensor]:
     query, key, value, mask, is_causal, scale = problem
     grads: Sequence[Tensor]
     tensors: Sequence[Tensor] = (grad_out, query, key, value, out.to(query.dtype))
@@ -293,7 +306,13 @@ def _memory_efficient_backward(
     if query.shape[-2] % 32:
         # The kernel reads lse in whole tiles of 32 rows (mem_eff/gemm/mma_from_smem.h, accumApplyLSEToSmem).
         lse = F.pad(lse, (0, -query.shape[-2] % 32), value=inf)
-    tensors = (grad_out, *problem[:3], problem.expanded_bias, _with_packed_rows(out.to(query.dtype)), _make_dense(lse))
+    tensors = (
+        grad_out,
+        *problem[:3],
+        problem.expanded_bias,
+        _with_packed_rows(out.to(query.dtype)),
+        _make_dense(lse),
+    )
     grads: Sequence[Tensor] = efficient_attention_backward(
         *tensors, unread, unread, 0.0, [True, True, True, False], problem.is_causal, scale=problem.scale
     )
@@ -313,7 +332,9 @@ def _with_packed_rows(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _cudnn_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+def _cudnn_backward(
+    problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> Sequence[Tensor]:
     query, key, value, _, is_causal, scale = problem
     grad_out, out, unread = _lay_out_like(query, grad_out), _lay_out_like(query, out), _unread(query)
     rest = (unread, unread, problem.bias, None, None, query.shape[-2], key.shape[-2], 0.0, is_causal)
@@ -326,8 +347,9 @@ def _cudnn_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, 
 def _lay_out_like(query: Tensor, x: Tensor) -> Tensor:
     """Return ``x`` with the dtype and strides of ``query``, as cuDNN's forward returns ``out``.
 
-    cuDNN builds a graph for the strides of ``out`` and ``grad_out``, but caches the graph by the strides of query, key
-    and value alone (cudnn/MHA.cpp, run_cudnn_SDP_bprop). A tensor with other strides would be read wrongly.
+    cuDNN builds a graph for the strides of ``out`` and ``grad_out``, but caches the graph by the strides of
+    query, key and value alone (cudnn/MHA.cpp, run_cudnn_SDP_bprop). A tensor with other strides would be read
+    wrongly.
     """
     like = torch.empty_like(query)
     if x.dtype == like.dtype and x.stride() == like.stride():
@@ -368,7 +390,12 @@ def backward_of(backend: int, query: Tensor, value: Tensor) -> int:
     return backend
 
 
-BACKWARD = {MATH: _math_backward, FLASH: _flash_backward, EFFICIENT: _memory_efficient_backward, CUDNN: _cudnn_backward}
+BACKWARD = {
+    MATH: _math_backward,
+    FLASH: _flash_backward,
+    EFFICIENT: _memory_efficient_backward,
+    CUDNN: _cudnn_backward,
+}
 
 
 def choose_backend(problem: LocalAttentionCall) -> int:
@@ -376,8 +403,8 @@ def choose_backend(problem: LocalAttentionCall) -> int:
     query, key, value, mask, is_causal, scale = problem
     heads = query.shape[1]
     if key.shape[1] != heads:
-        # Ask for expanded key heads: with enable_gqa SDPA excludes memory-efficient attention, which may be the best
-        # backend once the heads are expanded.
+        # Ask for expanded key heads: with enable_gqa SDPA excludes memory-efficient attention, which may be
+        # the best backend once the heads are expanded.
         key, value = (x[:, :1].expand(-1, heads, -1, -1) for x in (key, value))
     try:
         choice: int = fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale)

@@ -23,11 +23,13 @@ class Row(NamedTuple):
 
 
 class BlockRows:
-    """The tokens of a *block*: all tokens that ``width`` neighbouring ranks from ``first`` on hold, in the order of the
-    sequence. Replicated tokens are in it once. ``index`` is this rank's position among the ranks. If not ``ordered``,
-    the tokens are in the order in which they arrive, rank by rank; nothing may then be replicated.
+    """The tokens of a *block*: all tokens that ``width`` neighbouring ranks from ``first`` on hold, in the
+    order of the sequence. Replicated tokens are in it once. ``index`` is this rank's position among the
+    ranks. If not ``ordered``, the tokens are in the order in which they arrive, rank by rank; nothing may
+    then be replicated.
 
-    For the tokens 0 to 7 on two ranks, of which 0 and 1 are replicated text and the others two sharded segments::
+    For the tokens 0 to 7 on two ranks, of which 0 and 1 are replicated text and the others two sharded
+    segments::
 
         rank 0:  0 1 | 2 | 5 6         block:  0 1 | 2 | 3 4 | 5 6 | 7
         rank 1:  0 1 | 3 4 | 7
@@ -36,12 +38,14 @@ class BlockRows:
 
     Attributes:
         of_peers: For each rank, its rows in the order of its tensor.
-        in_order: ``(rank, number of its row)`` for all rows in the order of the block. Of a replicated row, which all
-            ranks have, it is that of this rank.
+        in_order: ``(rank, number of its row)`` for all rows in the order of the block. Of a replicated row,
+            which all ranks have, it is that of this rank.
         size: Number of tokens of the block.
     """
 
-    def __init__(self, sequence: SequenceLayout, first: int, width: int, index: int, *, ordered: bool = True) -> None:
+    def __init__(
+        self, sequence: SequenceLayout, first: int, width: int, index: int, *, ordered: bool = True
+    ) -> None:
         held = Layout.of(sequence, range(first, first + width)).held
         self.sequence = sequence
         of_peers: list[list[Row]] = [[] for _ in held]
@@ -60,12 +64,15 @@ class BlockRows:
                 self.size = self.size + piece.length
         self.of_peers = of_peers
         self.replicates = any(row.replicated for row in of_peers[0])
-        # Whether the tokens arrive in the order of the block. This does not compare lengths, which may be symbolic.
+        # Whether the tokens arrive in the order of the block. This does not compare lengths, which may be
+        # symbolic.
         self.is_rank_by_rank = not ordered or (len(of_peers[0]) == 1 and not self.replicates)
 
     def sizes(self, *, replicated: bool) -> list[int]:
         """Return the number of tokens of each rank, with or without the ``replicated`` ones."""
-        return [sum([row.length for row in rows if replicated or not row.replicated]) for rows in self.of_peers]
+        return [
+            sum([row.length for row in rows if replicated or not row.replicated]) for rows in self.of_peers
+        ]
 
     def own(self, *, replicated: bool) -> list[Run]:
         """Return the tokens of this rank's tensor, with or without the ``replicated`` ones."""
@@ -85,15 +92,20 @@ class BlockRows:
     def sent_blocks(self, *, replicated: bool) -> list[Run]:
         """Return where the tokens of each rank, rank by rank, lie in the block, as runs ``(start, length)``."""
         return _join(
-            [(row.block, row.length) for rows in self.of_peers for row in rows if replicated or not row.replicated]
+            [
+                (row.block, row.length)
+                for rows in self.of_peers
+                for row in rows
+                if replicated or not row.replicated
+            ]
         )
 
     @cached_property
     def arrivals(self) -> list[tuple[bool, Run]]:
         """The runs that form the block, if each rank sends its sharded tokens, and these arrive rank by rank.
 
-        Each is ``(replicated, (start, length))``. ``start`` counts the tokens that arrived; for replicated tokens,
-        which are not sent, it is in this rank's tensor.
+        Each is ``(replicated, (start, length))``. ``start`` counts the tokens that arrived; for replicated
+        tokens, which are not sent, it is in this rank's tensor.
         """
         runs: list[tuple[bool, Run]] = []
         starts = self.arrival_starts(replicated=False)

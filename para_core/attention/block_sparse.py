@@ -1,8 +1,8 @@
 """Block masks: which blocks of queries see which blocks of keys.
 
-Query i sees key j if ``block_mask[i // query_block, j // key_block]`` is True. i and j are positions in the whole
-sequence, whatever ranks hold the tokens. The user's tensor is read once; everything else is integer arithmetic on
-the host.
+Query i sees key j if ``block_mask[i // query_block, j // key_block]`` is True. i and j are positions in the
+whole sequence, whatever ranks hold the tokens. The user's tensor is read once; everything else is integer
+arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from para_core.layout.sequence import Run
 
 @dataclass(frozen=True)
 class BlockMask:
-    """A block mask as one integer per query block: bit j of row i says whether query block i sees key block j.
+    """A block mask as one integer per query block: bit j of row i says whether query block i sees key block
+    j.
 
     Args:
         query_block, key_block: Tokens per block. The last block of a sequence may be shorter.
-        bits: The rows in hexadecimal, joined by commas. It is a string because Dynamo treats strings as constants, and
-            operators accept them.
+        bits: The rows in hexadecimal, joined by commas. It is a string because Dynamo treats strings as
+            constants, and operators accept them.
     """
 
     num_query_blocks: int
@@ -48,7 +49,8 @@ class BlockMask:
         return self.num_query_blocks, self.num_key_blocks, self.query_block, self.key_block, self.bits
 
     def runs_seen(self, row: int) -> list[Run]:
-        """Return the positions of the keys that query block ``row`` sees, as ascending runs ``(start, length)``.
+        """Return the positions of the keys that query block ``row`` sees, as ascending runs ``(start,
+        length)``.
 
         The last run may go past the end of the sequence, because it consists of whole blocks.
         """
@@ -72,7 +74,8 @@ class BlockMask:
         return range(0, self.num_key_blocks * self.key_block, self.key_block)
 
     def tile(self, queries: Run, keys: Sequence[Run]) -> list[tuple[list[Run], bool]]:
-        """Return the keys that a run of queries with equal rows of the mask sees, as one tile; nothing if it sees none.
+        """Return the keys that a run of queries with equal rows of the mask sees, as one tile; nothing if it
+        sees none.
 
         >>> BlockMask(2, 3, 4, 2, "5,2").tile((0, 4), [(1, 5)])
         [([(1, 1), (4, 2)], False)]
@@ -83,13 +86,17 @@ class BlockMask:
         return [(seen, False)]
 
     def sees_any(self, queries: Iterable[Run], keys: Iterable[Run]) -> bool:
-        """Whether any of the ``queries`` sees any of the ``keys``. Both are positions, as runs ``(start, length)``."""
+        """Whether any of the ``queries`` sees any of the ``keys``.
+        Both are positions, as runs ``(start, length)``.
+        """
         held = 0
         for first, last in _blocks(keys, self.key_block):
             held |= (1 << (last + 1)) - (1 << first)
         rows = self.rows
         return any(
-            rows[row] & held for first, last in _blocks(queries, self.query_block) for row in range(first, last + 1)
+            rows[row] & held
+            for first, last in _blocks(queries, self.query_block)
+            for row in range(first, last + 1)
         )
 
     def check(self, num_queries: int, num_keys: int) -> None:
@@ -112,8 +119,8 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
     """Convert a user's tensor to a :class:`BlockMask`.
 
     Args:
-        block_mask: Bool ``[query blocks, key blocks]``; True for blocks that are computed. If it is not on the CPU, the
-            host waits for a copy.
+        block_mask: Bool ``[query blocks, key blocks]``; True for blocks that are computed. If it is not on
+            the CPU, the host waits for a copy.
         block_size: Tokens per block of queries and of keys, or a pair ``(of queries, of keys)``.
 
     Raises:
@@ -128,7 +135,9 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
         sizes = block_size
     else:
         sizes = (block_size, block_size)
-    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+    if len(sizes) != 2 or any(
+        isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes
+    ):
         raise ValueError(
             f"block_size is {block_size!r}; expected a positive number of tokens, or one of queries and one of keys."
         )

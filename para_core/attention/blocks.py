@@ -42,7 +42,10 @@ def local(backend: Backend | None, scale: float | None) -> Attend:
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
         tiling = into.tiling
-        parts = [tiling.split(x) for x in (into.query, into.grad_out, into.out, into.lse[..., None], into.grad_query)]
+        parts = [
+            tiling.split(x)
+            for x in (into.query, into.grad_out, into.out, into.lse[..., None], into.grad_query)
+        ]
         rows = None
         if into.mask is not None:
             rows = tiling.split(into.mask)
@@ -75,13 +78,17 @@ def local(backend: Backend | None, scale: float | None) -> Attend:
 
 
 def of_function(attn_func: LocalAttention, scale: float | None) -> Attend:
-    """Return attention to one block by a user's function, tile by tile. Autograd differentiates its forward."""
+    """Return attention to one block by a user's function, tile by tile.
+    Autograd differentiates its forward.
+    """
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
         for piece, tile in into.tiling.tiles(block):
             keys, values = take(key, 2, tile.runs), take(value, 2, tile.runs)
             mask = into.mask_of_tile(piece, tile)
-            out, lse = attn_func(LocalAttentionCall(into.queries[piece], keys, values, mask, tile.is_causal, scale))
+            out, lse = attn_func(
+                LocalAttentionCall(into.queries[piece], keys, values, mask, tile.is_causal, scale)
+            )
             if mask is not None and into.low_rows is not None:
                 low_rows = into.low_rows[piece]
                 lse = low_rows.lse_of_tile(lse, mask, keys.shape[2], is_causal=tile.is_causal)
@@ -94,7 +101,8 @@ def of_function(attn_func: LocalAttention, scale: float | None) -> Attend:
 
 
 def expand_key_heads(attend: Attend) -> Attend:
-    """Return ``attend`` for blocks with fewer key heads: query head i uses key head ``key_heads[i]`` of the inputs.
+    """Return ``attend`` for blocks with fewer key heads: query head i uses key head ``key_heads[i]`` of the
+    inputs.
 
     Blocks travel with few heads, and only what is computed is expanded.
     """
@@ -109,7 +117,8 @@ def expand_key_heads(attend: Attend) -> Attend:
         if heads is None:
             return grads
         of_key, of_value = [
-            grad.new_zeros(x.shape).index_add_(1, heads, grad) for x, grad in zip((key, value), grads, strict=True)
+            grad.new_zeros(x.shape).index_add_(1, heads, grad)
+            for x, grad in zip((key, value), grads, strict=True)
         ]
         return of_key, of_value
 

@@ -1,8 +1,8 @@
 """The exchange between ranks at the start of an eager attention call.
 
-Ranks compare what must be equal on all of them (:func:`call_signature`), and send each other what may differ, such as
-the size of their mask (:class:`OwnPart`). From this all ranks draw the same conclusion (:func:`settle_call`): an error,
-or which mask each rank uses.
+Ranks compare what must be equal on all of them (:func:`call_signature`), and send each other what may differ,
+such as the size of their mask (:class:`OwnPart`). From this all ranks draw the same conclusion
+(:func:`settle_call`): an error, or which mask each rank uses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ from para_core.attention.mask_checks import (
 )
 from para_core.attention.masks import MaskExtents, mask_extents
 from para_core.attention.spec import AttentionSpec
-from para_core.distributed.agree import Record, Signature, check_consistent, exchange, first_difference, signature
+from para_core.distributed.agree import (
+    Record,
+    Signature,
+    check_consistent,
+    exchange,
+    first_difference,
+    signature,
+)
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import SequenceLayout
 from para_core.torch_internals import innermost_transform
@@ -73,14 +80,17 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             "kept keys": kept_keys,
             "comm_dtype": str(options.comm_dtype),
             "rotate_method": options.rotate_method,
-            # All ranks must need the same gradients, because the backward has collectives that every rank must run.
+            # All ranks must need the same gradients, because the backward has collectives that every rank
+            # must run.
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
         }
     )
 
 
 def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Record]) -> str:
-    """Return an error message on how the calls of the ranks differ. Collective: ranks exchange their mask shapes."""
+    """Return an error message on how the calls of the ranks differ.
+    Collective: ranks exchange their mask shapes.
+    """
     shape = None
     if mask is not None:
         shape = [*mask.shape]
@@ -103,7 +113,8 @@ def difference_of_lengths(records: list[Record]) -> str:
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if "lengths" not in field:
         return first_difference(records)
-    # Show only the length that each rank holds itself. Its record also contains lengths that it assumed for others.
+    # Show only the length that each rank holds itself. Its record also contains lengths that it assumed for
+    # others.
     held = [record[field][rank] for rank, record in enumerate(records)]
     return f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}"
 
@@ -119,9 +130,9 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
     )
 
 
-# Bits of OwnPart.flags, from the lowest: 7 for the dtype of the mask, 1 for its requires_grad, then one for each
-# leading dim, set if its size is not 1; from bit 48 Review.bits, which say what the rows of the mask hide; bit 56, set
-# if the calling module is causal.
+# Bits of OwnPart.flags, from the lowest: 7 for the dtype of the mask, 1 for its requires_grad, then one for
+# each leading dim, set if its size is not 1; from bit 48 Review.bits, which say what the rows of the mask
+# hide; bit 56, set if the calling module is causal.
 _DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_BITS, _REVIEW_SHIFT, _CAUSAL_CALLER = 8, 48, 1 << 56
 
@@ -133,7 +144,9 @@ class OwnPart(NamedTuple):
     columns: int  # Number of columns of the mask; -1 without a mask.
     flags: int
     digest: int  # A digest of query and key, to detect that all ranks hold the same tokens; 0 if not checked.
-    mask_digest: int  # A digest of the mask's rows, to detect that all ranks have the same rows; 0 if not checked.
+    mask_digest: (
+        int  # A digest of the mask's rows, to detect that all ranks have the same rows; 0 if not checked.
+    )
 
     @property
     def mask_code(self) -> int:
@@ -154,9 +167,11 @@ NO_MASK = OwnPart(-1, -1, 0, 0, 0)
 
 
 def _mask_code(mask: Tensor, num_leading: int) -> int:
-    """Encode the dtype, the ``requires_grad`` and the leading dims of ``mask`` as one integer, which ranks compare.
+    """Encode the dtype, the ``requires_grad`` and the leading dims of ``mask`` as one integer, which ranks
+    compare.
 
-    Each of the ``num_leading`` leading dims of the query has a bit, which is 0 if the size of the mask there is 1.
+    Each of the ``num_leading`` leading dims of the query has a bit, which is 0 if the size of the mask there
+    is 1.
     """
     if mask.dtype in _DTYPES:
         dtype = _DTYPES.index(mask.dtype) + 1
@@ -179,8 +194,8 @@ def _dtype_of(mask_code: int) -> torch.dtype | None:
 def tokens_digest(query: Tensor, key: Tensor) -> int:
     """Return a digest of this rank's query and key, to compare with the digests of other ranks.
 
-    Return 0 if equal digests would prove nothing (there are fewer than two tokens, or all queries are equal), or if the
-    values cannot be read (meta tensors, ``torch.func`` transforms, CUDA graph capture).
+    Return 0 if equal digests would prove nothing (there are fewer than two tokens, or all queries are equal),
+    or if the values cannot be read (meta tensors, ``torch.func`` transforms, CUDA graph capture).
     """
     if min(query.shape[-2], key.shape[-2]) < 2 or 0 in query.shape or query.is_meta:
         return 0
@@ -200,7 +215,9 @@ def tokens_digest(query: Tensor, key: Tensor) -> int:
 
 
 def check_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
-    """Warn if equal digests show that all ranks hold the same tokens. In a causal call raise ``ValueError`` instead."""
+    """Warn if equal digests show that all ranks hold the same tokens.
+    In a causal call raise ``ValueError`` instead.
+    """
     if len(digests) == 1 or digests[0] == 0 or any(digest != digests[0] for digest in digests):
         return
     if spec.is_causal:
@@ -211,7 +228,8 @@ def check_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
             "parallel under UnifiedAttnMode.disable(). generate() does not shard: use propose_plan, or decode with "
             "cp.using(...)."
         )
-    # Only warn: the result is correct, because attention to n copies of all keys equals attention to one copy.
+    # Only warn: the result is correct, because attention to n copies of all keys equals attention to one
+    # copy.
     logger.warning(
         "every rank holds the same %d tokens, and nothing was sharded: each of %d ranks computes all of them. Shard "
         "the inputs (x = cp.shard(x, dim=1)) and gather the output (cp.gather).",
@@ -223,14 +241,15 @@ def check_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
 def settle_call(
     spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor | None, parts: Sequence[OwnPart]
 ) -> tuple[Tensor | None, MaskExtents | None]:
-    """Return the mask that this rank uses and the extents of its dims, derived from the ``parts`` of all ranks.
+    """Return the mask that this rank uses and the extents of its dims, derived from the ``parts`` of all
+    ranks.
 
-    Both are None if no rank has a mask. If this rank has none, but other ranks have masks that cover their own keys,
-    this rank gets a mask that hides nothing.
+    Both are None if no rank has a mask. If this rank has none, but other ranks have masks that cover their
+    own keys, this rank gets a mask that hides nothing.
 
     Raises:
-        ValueError: The masks of the ranks do not fit together, or the call would give a wrong result for another
-            reason, such as tokens that were never sharded. Raised on every rank.
+        ValueError: The masks of the ranks do not fit together, or the call would give a wrong result for
+            another reason, such as tokens that were never sharded. Raised on every rank.
     """
     layout = spec.query_layout
     check_no_copies([part.digest for part in parts], spec)
@@ -257,7 +276,11 @@ def settle_call(
     mask, sizes = _with_broadcast_rows(mask, sizes, layout, mesh.rank)
     extents = mask_extents(sizes, layout, spec.key_layout, range(mesh.ranks))
     # A rank without tokens did not read its mask.
-    digests = {part.mask_digest for part, size in zip(parts, layout.sizes(), strict=True) if part.rows > 0 and size > 0}
+    digests = {
+        part.mask_digest
+        for part, size in zip(parts, layout.sizes(), strict=True)
+        if part.rows > 0 and size > 0
+    }
     mask, extents = read_single_tokens(mask, extents, digests, spec, mesh.rank)
     if extents == MaskExtents("local", "global"):
         is_causal = any(part.is_of_causal_module for part in parts)
@@ -277,8 +300,8 @@ def own_part(
 ) -> OwnPart:
     """Return what this rank sends to the others about its part of a call.
 
-    ``reviews`` caches what the rows of a mask hide. ``look_for_copies`` adds a digest of the tokens, to detect that
-    every rank holds the same ones; the host then waits for the device.
+    ``reviews`` caches what the rows of a mask hide. ``look_for_copies`` adds a digest of the tokens, to
+    detect that every rank holds the same ones; the host then waits for the device.
 
     Raises:
         RuntimeError: The device of this rank failed. Raised on every rank.
@@ -317,8 +340,9 @@ def _texts(parts: Sequence[OwnPart]) -> str:
 
 
 def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
-    """Whether the masks of all ranks are key masks, and not parts of a larger mask that was cut along both dims. Each
-    mask of several rows must have equal rows and a column per key of its rank, and one of these masks must hide a key.
+    """Whether the masks of all ranks are key masks, and not parts of a larger mask that was cut along both
+    dims. Each mask of several rows must have equal rows and a column per key of its rank, and one of these
+    masks must hide a key.
     """
     held = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     return all(
@@ -331,10 +355,13 @@ def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) ->
     """Return the mask sizes of all ranks, where a rank without a mask gets ``(1, its number of keys)``.
 
     Raises:
-        ValueError: Other masks do not have this form, or the call is causal, so the missing mask cannot be guessed.
+        ValueError: Other masks do not have this form, or the call is causal, so the missing mask cannot be
+            guessed.
     """
     held = spec.key_layout.sizes()
-    fits = all(rows in (-1, 0, 1) and columns in (-1, held[rank]) for rank, (rows, columns) in enumerate(sizes))
+    fits = all(
+        rows in (-1, 0, 1) and columns in (-1, held[rank]) for rank, (rows, columns) in enumerate(sizes)
+    )
     if not fits or max(held) < 2 or spec.key_layout.sharded == () or spec.is_causal:
         raise ValueError(_masks_differ([_describe_sizes(rows, columns) for rows, columns in sizes]))
     known = list(sizes)
@@ -351,8 +378,9 @@ def _describe_sizes(rows: int, columns: int) -> str | None:
 
 
 def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
-    """Return a mask that hides nothing, for a rank without a mask. ``last`` are its numbers of rows and columns; its
-    dtype and leading dims are those that :func:`_mask_code` encoded in ``code`` on the other ranks.
+    """Return a mask that hides nothing, for a rank without a mask. ``last`` are its numbers of rows and
+    columns; its dtype and leading dims are those that :func:`_mask_code` encoded in ``code`` on the other
+    ranks.
     """
     dtype = _dtype_of(code) or _DTYPES[-1]
     leading = list(query.shape[:-2])
@@ -369,7 +397,8 @@ def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
 def _with_broadcast_rows(
     mask: Tensor | None, sizes: list[tuple[int, int]], layout: SequenceLayout, rank: int
 ) -> tuple[Tensor | None, list[tuple[int, int]]]:
-    """Give a rank without queries a mask of one row, if the mask of every other rank has one row for all queries.
+    """Give a rank without queries a mask of one row, if the mask of every other rank has one row for all
+    queries.
 
     Return the mask of this rank and the mask sizes of all ranks, both unchanged if the condition is not met.
     """
@@ -378,8 +407,8 @@ def _with_broadcast_rows(
     if not without or any(rows != 1 for own, (rows, _) in enumerate(sizes) if own not in without):
         return mask, sizes
     if all(held[own] <= 1 for own in range(len(held))):
-        # If every rank holds at most one query, a mask of one row may be meant for all queries or for that one only.
-        # The sizes do not tell which, so change nothing.
+        # If every rank holds at most one query, a mask of one row may be meant for all queries or for that
+        # one only. The sizes do not tell which, so change nothing.
         return mask, sizes
     if rank in without and mask is not None:
         mask = mask.new_zeros((*mask.shape[:-2], 1, mask.shape[-1]))

@@ -1,12 +1,13 @@
 """Masks changed so that partial results over some of their columns merge by lse, in few launches.
 
-Two kinds of rows need care. A row that hides every key with a finite number has an lse in which the number of keys is
-lost to rounding. A row that hides every key of one block with -inf gets NaN, or an lse of 0, from most backends.
+Two kinds of rows need care. A row that hides every key with a finite number has an lse in which the number of
+keys is lost to rounding. A row that hides every key of one block with -inf gets NaN, or an lse of 0, from
+most backends.
 
-Without gradients, :func:`level_rows` shifts the first kind of rows to 0, and :func:`finite_bias` replaces -inf by a
-number so low that merging gives the block no weight. Rows without any key are then found by their lse,
-:func:`clear_rows_without_key`. :class:`FiniteMaskedRows` corrects the lse of each block
-instead. It serves a user's attention function, which may be differentiated, and the backward.
+Without gradients, :func:`level_rows` shifts the first kind of rows to 0, and :func:`finite_bias` replaces
+-inf by a number so low that merging gives the block no weight. Rows without any key are then found by their
+lse, :func:`clear_rows_without_key`. :class:`FiniteMaskedRows` corrects the lse of each block instead. It
+serves a user's attention function, which may be differentiated, and the backward.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ from torch import Tensor
 
 from para_core.attention.backends import aligned_rows, bias_dtype
 
-# If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted from the
-# row.
+# If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted
+# from the row.
 _LOW = -1e3
-# A score that is added to a number lower than _ABSORBS is lost to rounding in float32. All keys with the same such
-# number therefore have equal weights, in SDPA as well.
+# A score that is added to a number lower than _ABSORBS is lost to rounding in float32. All keys with the same
+# such number therefore have equal weights, in SDPA as well.
 _ABSORBS = -(2.0**24)
 
 
 def level_rows(query: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``query`` and a float ``mask`` such that partial results over columns of ``mask`` merge by their lse.
+    """Return ``query`` and a float ``mask`` such that partial results over columns of ``mask`` merge by their
+    lse.
 
-    Low rows of the mask, as :class:`FiniteMaskedRows` defines them, are shifted so that their maximum is 0. Queries of
-    absorbed rows become 0, so that only the mask weighs their keys. A row of -inf stays such a row. Not differentiable.
+    Low rows of the mask, as :class:`FiniteMaskedRows` defines them, are shifted so that their maximum is 0.
+    Queries of absorbed rows become 0, so that only the mask weighs their keys. A row of -inf stays such a
+    row. Not differentiable.
 
     Args:
         mask: Its rows may be followed by rows of other queries.
-        dtype: The dtype of the returned mask. If it is smaller than that of ``mask``, low numbers may become -inf, but
-            no row does that was not.
+        dtype: The dtype of the returned mask. If it is smaller than that of ``mask``, low numbers may become
+            -inf, but no row does that was not.
     """
     if mask.shape[-1] == 0:
         return query, mask
@@ -52,8 +55,8 @@ def level_rows(query: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def can_be_finite(mask: Tensor, query: Tensor) -> bool:
-    """Whether :func:`finite_bias` supports the call. float16 cannot represent numbers that are low enough: a score of
-    some ten thousand would still outweigh them.
+    """Whether :func:`finite_bias` supports the call. float16 cannot represent numbers that are low enough: a
+    score of some ten thousand would still outweigh them.
     """
     return bias_dtype(mask, query) != torch.float16
 
@@ -65,8 +68,9 @@ def finite_bias(mask: Tensor, query: Tensor, *, by_position: bool) -> Tensor:
 
     Args:
         mask: Bool, or a float mask from :func:`level_rows`, ``[B or 1, H or 1, S_q or 1, S_k]``.
-        by_position: Whether queries also miss keys by their position. The keys that a query sees may then be hidden by
-            finite numbers alone although its row has a higher maximum. Such numbers stay different from -inf.
+        by_position: Whether queries also miss keys by their position. The keys that a query sees may then be
+            hidden by finite numbers alone although its row has a higher maximum. Such numbers stay different
+            from -inf.
     """
     dtype = bias_dtype(mask, query)
     limit = torch.finfo(dtype).max
@@ -94,19 +98,21 @@ def clear_rows_without_key(out: Tensor, lse: Tensor, dtype: torch.dtype) -> None
 
 @dataclass(frozen=True)
 class FiniteMaskedRows:
-    """A float mask whose low rows, those that hide every key with a finite number, are corrected for merging by lse.
+    """A float mask whose low rows, those that hide every key with a finite number, are corrected for merging
+    by lse.
 
-    Such numbers are ``finfo.min``, -1e9 or -10000. SDPA returns a weighted mean of the values for such a row, because
-    softmax ignores a number that is added to all scores. The lse of the row, however, is about this number, so that the
-    logarithm of the number of keys is lost to rounding. Merging by such an lse would give all ring blocks the same
-    weight, whatever their lengths.
+    Such numbers are ``finfo.min``, -1e9 or -10000. SDPA returns a weighted mean of the values for such a row,
+    because softmax ignores a number that is added to all scores. The lse of the row, however, is about this
+    number, so that the logarithm of the number of keys is lost to rounding. Merging by such an lse would give
+    all ring blocks the same weight, whatever their lengths.
 
-    A row is *low* if its maximum is finite and below -1000. A low row is *absorbed* if its maximum is below -2²⁴:
-    a score that is added to such a number is lost to rounding in float32, so all keys with it have equal weights.
+    A row is *low* if its maximum is finite and below -1000. A low row is *absorbed* if its maximum is below
+    -2²⁴: a score that is added to such a number is lost to rounding in float32, so all keys with it have
+    equal weights.
 
     Args:
-        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Low rows that are not absorbed are shifted so that their
-            maximum is 0.
+        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Low rows that are not absorbed are shifted so that
+            their maximum is 0.
         highest: ``[B or 1, H or 1, S_q or 1, 1]``, the maximum of each row of ``mask`` after this shift.
         absorbed: Bool of the same shape as ``highest``, True for absorbed rows.
     """
@@ -124,10 +130,14 @@ class FiniteMaskedRows:
             highest = mask.amax(-1, keepdim=True)
         else:
             highest = mask.new_zeros(*mask.shape[:-1], 1)
-        level = highest.to(torch.promote_types(highest.dtype, torch.float32))  # float16 cannot represent _ABSORBS.
+        level = highest.to(
+            torch.promote_types(highest.dtype, torch.float32)
+        )  # float16 cannot represent _ABSORBS.
         absorbed = (level < _ABSORBS) & (level > float("-inf"))
         low = (level < _LOW) & (level >= _ABSORBS)
-        return FiniteMaskedRows(torch.where(low, mask - highest, mask), torch.where(low, 0.0, highest), absorbed)
+        return FiniteMaskedRows(
+            torch.where(low, mask - highest, mask), torch.where(low, 0.0, highest), absorbed
+        )
 
     def split(self, cut: Callable[[Tensor], list[Tensor]]) -> list[FiniteMaskedRows]:
         """Split the rows with ``cut``, a function that splits one tensor, and return one instance for each part."""
@@ -140,13 +150,16 @@ class FiniteMaskedRows:
         """Return the ``length`` rows from ``first`` on; all rows if there is one row for all queries."""
         if self.mask.shape[2] == 1 or (first == 0 and length == self.mask.shape[2]):
             return self
-        return FiniteMaskedRows(*[x.narrow(2, first, length) for x in (self.mask, self.highest, self.absorbed)])
+        return FiniteMaskedRows(
+            *[x.narrow(2, first, length) for x in (self.mask, self.highest, self.absorbed)]
+        )
 
     def lse_of_tile(self, lse: Tensor, mask: Tensor, num_keys: int, *, is_causal: bool) -> Tensor:
-        """Return the corrected lse ``[B, H, S_q]`` of attention to some of the keys (a tile), which have this ``mask``.
+        """Return the corrected lse ``[B, H, S_q]`` of attention to some of the keys (a tile), which have this
+        ``mask``.
 
-        In absorbed rows this is the logarithm of the number of the tile's ``num_keys`` keys that have the row's
-        maximum; other rows keep ``lse``. With ``is_causal``, query i sees only keys 0 … i of the tile.
+        In absorbed rows this is the logarithm of the number of the tile's ``num_keys`` keys that have the
+        row's maximum; other rows keep ``lse``. With ``is_causal``, query i sees only keys 0 … i of the tile.
         """
         equal = (mask == self.highest).expand(*mask.shape[:-1], num_keys)
         if is_causal:
@@ -154,11 +167,12 @@ class FiniteMaskedRows:
         return torch.where(self.absorbed[..., 0], equal.sum(-1).to(lse.dtype).log(), lse)
 
     def for_gradient(self, grad_out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``grad_out`` and ``lse`` changed such that exp(scores - lse) · grad_out is correct in absorbed rows.
+        """Return ``grad_out`` and ``lse`` changed such that exp(scores - lse) · grad_out is correct in
+        absorbed rows.
 
-        There a score plus the mask equals the mask after rounding, and N keys with the row's maximum have the weight 1
-        / N, where ``lse`` is log N. The returned lse is the maximum, so exp(scores - lse) is 1, and the gradient
-        grad_out / N.
+        There a score plus the mask equals the mask after rounding, and N keys with the row's maximum have the
+        weight 1 / N, where ``lse`` is log N. The returned lse is the maximum, so exp(scores - lse) is 1, and
+        the gradient grad_out / N.
         """
         scaled = torch.where(self.absorbed, grad_out / lse.exp()[..., None], grad_out).to(grad_out.dtype)
         return scaled, torch.where(self.absorbed[..., 0], self.highest[..., 0].to(lse.dtype), lse)

@@ -1,9 +1,9 @@
 """The exchange of tokens before and after one call of flex attention over a mesh.
 
-:func:`enter` returns the heads that Ulysses assigns to this rank, for the queries of its Ulysses group and for the keys
-and values of the whole sequence, which are gathered over the ring. Queries and keys are in the order of the sequence,
-so ``score_mod`` and ``mask_mod`` get the indices that they were written for, up to an offset. :func:`leave` sends
-outputs back to the ranks that hold the tokens.
+:func:`enter` returns the heads that Ulysses assigns to this rank, for the queries of its Ulysses group and
+for the keys and values of the whole sequence, which are gathered over the ring. Queries and keys are in the
+order of the sequence, so ``score_mod`` and ``mask_mod`` get the indices that they were written for, up to an
+offset. :func:`leave` sends outputs back to the ranks that hold the tokens.
 
 Both functions call differentiable operators, in eager code and in graphs. Like those of
 :mod:`para_core.attention.operator`, the operators take the specification of the call as JSON.
@@ -27,17 +27,22 @@ from para_core.layout.sequence import Run, SequenceLayout
 
 
 def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange ``[B, H, S_local, D]`` for this rank's heads of its Ulysses group's queries and of all keys and values.
+    """Exchange ``[B, H, S_local, D]`` for this rank's heads of its Ulysses group's queries and of all keys
+    and values.
 
-    The results are ``[B, H_local, S_group, D]`` and twice ``[B, H_kv_local, S, D]``, in the order of the sequence.
+    The results are ``[B, H_local, S_group, D]`` and twice ``[B, H_kv_local, S, D]``, in the order of the
+    sequence.
     """
-    query, key, value, _ = torch.ops.para_core.flex_enter(query, key, value, plan.spec.text, plan.spec.numbers)
+    query, key, value, _ = torch.ops.para_core.flex_enter(
+        query, key, value, plan.spec.text, plan.spec.numbers
+    )
     return query, key, value
 
 
 def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return all heads of the outputs of this rank's tokens, ``[B, H, S_local, D]``: the inverse of :func:`enter`.
-    ``out`` is ``[B, H_local, S_group, D]``, the outputs of the queries that :func:`enter` returned, in their order.
+    """Return all heads of the outputs of this rank's tokens, ``[B, H, S_local, D]``: the inverse of
+    :func:`enter`. ``out`` is ``[B, H_local, S_group, D]``, the outputs of the queries that :func:`enter`
+    returned, in their order.
     """
     own, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
     return own  # type: ignore[no-any-return]
@@ -46,11 +51,11 @@ def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
 def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
     """Return the positions of the queries that :func:`enter` returns, as ascending runs ``(start, length)``.
 
-    There is one run if the group holds the whole sequence; otherwise one per segment, or two per segment that is
-    balanced for a causal mask. Lengths may be symbolic, so they are not compared.
+    There is one run if the group holds the whole sequence; otherwise one per segment, or two per segment that
+    is balanced for a causal mask. Lengths may be symbolic, so they are not compared.
     """
-    # Compare with layout.ranks, not with 1: a rank that computes without the others (``SequenceMesh.alone``) has a mesh
-    # of one rank, but holds only one of ``layout.ranks`` parts.
+    # Compare with layout.ranks, not with 1: a rank that computes without the others (``SequenceMesh.alone``)
+    # has a mesh of one rank, but holds only one of ``layout.ranks`` parts.
     if mesh.ulysses.size == layout.ranks or not layout.sharded:
         return [(0, layout.total)]
     width = mesh.ulysses.size
@@ -61,7 +66,8 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
 class _SequenceOrder:
     """The order of the sequence, into which gathered keys are brought.
 
-    ``runs`` are the positions of the tokens as runs ``(start, length)``, in the order in which the rank holds them.
+    ``runs`` are the positions of the tokens as runs ``(start, length)``, in the order in which the rank holds
+    them.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -87,12 +93,14 @@ class _SequenceOrder:
 def _gather_order(plan: AttentionPlan) -> _SequenceOrder:
     """Return the order of gathered keys: the sharded tokens of each ring rank, followed by the replicated tokens."""
     keys = plan.spec.keys
-    runs = keys.only(*range(plan.spec.mesh.ring.size), replicated=False).runs() + keys.runs(0, replicated=True)
+    runs = keys.only(*range(plan.spec.mesh.ring.size), replicated=False).runs() + keys.runs(
+        0, replicated=True
+    )
     return _SequenceOrder(runs)
 
 
-# The functions below implement the operators. ``*call`` stands for the spec as text, its numbers, and the argument
-# ``after`` that every operator of define_collective has.
+# The functions below implement the operators. ``*call`` stands for the spec as text, its numbers, and the
+# argument ``after`` that every operator of define_collective has.
 
 
 def _plan_of(text: str, numbers: list[int], *_: Any) -> AttentionPlan:
@@ -134,11 +142,15 @@ def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple
 
 
 def _enter_backward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of the inputs of :func:`_enter`. The arguments are the gradients of its outputs."""
+    """Return the gradients of the inputs of :func:`_enter`.
+    The arguments are the gradients of its outputs.
+    """
     plan = _plan_of(*call)
     key, value = (_scatter(x, plan) for x in (key, value))
     if plan.ordered_ulysses is not None:
-        query, key, value = plan.ordered_ulysses.leave_gradients(*[x.contiguous() for x in (query, key, value)])
+        query, key, value = plan.ordered_ulysses.leave_gradients(
+            *[x.contiguous() for x in (query, key, value)]
+        )
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)], done(query)
 
 
@@ -214,8 +226,12 @@ def _leave_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 _CALL = "str call, SymInt[] numbers, Tensor? after=None"
 _THREE = "Tensor query, Tensor key, Tensor value"
 _FOUR = "(Tensor, Tensor, Tensor, Tensor)"
-define_collective(f"flex_enter({_THREE}, {_CALL}) -> {_FOUR}", _enter, _enter_shape, _enter_gradient, _keep_call)
-define_collective(f"flex_enter_backward({_THREE}, {_CALL}) -> {_FOUR}", _enter_backward, _enter_backward_shape)
+define_collective(
+    f"flex_enter({_THREE}, {_CALL}) -> {_FOUR}", _enter, _enter_shape, _enter_gradient, _keep_call
+)
+define_collective(
+    f"flex_enter_backward({_THREE}, {_CALL}) -> {_FOUR}", _enter_backward, _enter_backward_shape
+)
 define_collective(
     f"flex_leave(Tensor out, {_CALL}) -> (Tensor, Tensor)", _leave, _leave_shape, _leave_gradient, _keep_call
 )

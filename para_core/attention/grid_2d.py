@@ -1,36 +1,36 @@
 """Attention2D: attention over a ring whose ranks form a grid of rows and columns (arXiv:2503.15758).
 
-Queries are sent along rows of the grid, keys and values along columns. Each rank computes attention of the queries of
-its row to the keys of its column. Partial results return along the row to the ranks that own the queries, which merge
-them by lse. Let the grid of the R ring ranks be r × c (:func:`~para_core.attention.attention_plan.choose_grid`), let
-ring rank i hold S_i queries (including replicated ones) and T_i sharded keys, let e be the bytes per element, and let
-Σ_row and Σ_column sum over the other ranks j of rank i's row or column. Rank i then sends, in three all-to-alls over
-the ring's group,
+Queries are sent along rows of the grid, keys and values along columns. Each rank computes attention of the
+queries of its row to the keys of its column. Partial results return along the row to the ranks that own the
+queries, which merge them by lse. Let the grid of the R ring ranks be r × c
+(:func:`~para_core.attention.attention_plan.choose_grid`), let ring rank i hold S_i queries (including
+replicated ones) and T_i sharded keys, let e be the bytes per element, and let Σ_row and Σ_column sum over the
+other ranks j of rank i's row or column. Rank i then sends, in three all-to-alls over the ring's group,
 
     queries:          B · e · H · D · S_i · (c - 1)             bytes
     keys and values:  B · e · H_kv · (D + D_v) · T_i · (r - 1)  bytes
     results:          B · H · (D_v · e + 4) · Σ_row S_j         bytes (4 for lse; 8 if it is float64)
 
-If the call requires a gradient, out is sent in the dtype of lse. With r = c = √R a rank sends 2 · (√R - 1) blocks of
-queries or results, and as many of keys or values; in a ring it sends R - 1 blocks of keys and R - 1 of values. A rank
-holds the blocks of its row and of its column in memory. With one column (R is prime, or there are few key heads)
-queries are not sent, and only the all-to-all of keys and values runs. In each all-to-all the parts for ranks outside
-the row or column are empty, so no further process groups are needed.
+If the call requires a gradient, out is sent in the dtype of lse. With r = c = √R a rank sends 2 · (√R - 1)
+blocks of queries or results, and as many of keys or values; in a ring it sends R - 1 blocks of keys and R - 1
+of values. A rank holds the blocks of its row and of its column in memory. With one column (R is prime, or
+there are few key heads) queries are not sent, and only the all-to-all of keys and values runs. In each
+all-to-all the parts for ranks outside the row or column are empty, so no further process groups are needed.
 
-Communication overlaps with computation: the rank's own queries attend to its own keys while queries are sent; the other
-queries of the row attend to its own keys while keys are sent; its own queries attend to the other keys of the column
-while results are sent.
+Communication overlaps with computation: the rank's own queries attend to its own keys while queries are sent;
+the other queries of the row attend to its own keys while keys are sent; its own queries attend to the other
+keys of the column while results are sent.
 
-In the backward, queries are sent together with out, its gradient and lse; keys are sent as in the forward. Gradients
-return in float32 (4 bytes), or in float64 for float64 inputs:
+In the backward, queries are sent together with out, its gradient and lse; keys are sent as in the forward.
+Gradients return in float32 (4 bytes), or in float64 for float64 inputs:
 
     queries:                       B · H · (e · (D + 2 · D_v) + 4) · S_i · (c - 1)
     gradients of queries:          4 · B · H · D · Σ_row S_j
     keys and values:               B · e · H_kv · (D + D_v) · T_i · (r - 1)
     gradients of keys and values:  4 · B · H_kv · (D + D_v) · Σ_column T_j
 
-A forward call launches 7 operators with one column; otherwise 17, and one merge for each column after the second.
-float32 needs no casts, so there the numbers are 6 and 14. They do not depend on the number of ranks.
+A forward call launches 7 operators with one column; otherwise 17, and one merge for each column after the
+second. float32 needs no casts, so there the numbers are 6 and 14. They do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from para_core.distributed.mesh import MeshDim
 from para_core.layout.runs import put, take
 from para_core.layout.sequence import Run
 
-# All tensors are sent with the token dim first, so that the parts of several ranks form one contiguous tensor.
+# All tensors are sent with the token dim first, so that the parts of several ranks form one contiguous
+# tensor.
 
 
 def _by_token(*tensors: Tensor) -> Tensor:
@@ -62,8 +63,9 @@ def _by_token(*tensors: Tensor) -> Tensor:
 
 
 def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
-    """Undo :func:`_by_token`: split ``rows`` into tensors ``[B, H, S, D_i]``, where ``widths`` are the D_i. Tensors of
-    different widths are copied, because kernels require that each row begins at a multiple of its width.
+    """Undo :func:`_by_token`: split ``rows`` into tensors ``[B, H, S, D_i]``, where ``widths`` are the D_i.
+    Tensors of different widths are copied, because kernels require that each row begins at a multiple of its
+    width.
     """
     parts: Sequence[Tensor] = [rows]
     if len(widths) != 1:
@@ -101,23 +103,29 @@ def _start(
     dim: MeshDim,
     earlier: Sequence[_Arriving] = (),
 ) -> _Arriving:
-    """Start an all-to-all that sends the next ``send[i]`` rows of ``rows``, ``[S, B, H, D]``, to ``peers[i]``.
+    """Start an all-to-all that sends the next ``send[i]`` rows of ``rows``, ``[S, B, H, D]``, to
+    ``peers[i]``.
 
-    ``receive[i]`` rows are received from ``peers[i]``. In autograd this all-to-all depends on the ``earlier`` ones.
+    ``receive[i]`` rows are received from ``peers[i]``. In autograd this all-to-all depends on the ``earlier``
+    ones.
     """
     shape = rows.shape[-3:]
     send_sizes, receive_sizes = [0] * dim.size, [0] * dim.size
     for peer, sent, received in zip(peers, send, receive, strict=True):
         send_sizes[peer], receive_sizes[peer] = sent * shape.numel(), received * shape.numel()
-    # The dependency makes autograd run the collectives of the backward in reverse order, the same on every rank.
-    buffer = add_autograd_dependency(rows.contiguous().view(-1), [arrival.started.buffer for arrival in earlier])
+    # The dependency makes autograd run the collectives of the backward in reverse order, the same on every
+    # rank.
+    buffer = add_autograd_dependency(
+        rows.contiguous().view(-1), [arrival.started.buffer for arrival in earlier]
+    )
     return _Arriving(start_all_to_all(buffer, send_sizes, receive_sizes, dim), (sum(receive), *shape))
 
 
 def grid_2d(attend: Attend, grid: GridPlan) -> Attend:
     """Return attention to the keys of all ring ranks, in the grid that ``grid`` plans.
 
-    The rows of a mask belong to this rank's queries, followed by those of the other ranks in the same row of the grid.
+    The rows of a mask belong to this rank's queries, followed by those of the other ranks in the same row of
+    the grid.
     """
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
@@ -163,8 +171,9 @@ def _attend_in_grid(
 
 
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Pack ``out`` and ``lse`` into one ``[S, B, H, D_v + n]`` in the dtype of the query, ``inputs[0]``. The bytes of
-    an lse fill n = 1 or 2 elements. If any of ``inputs`` requires a gradient, the dtype is that of lse, and n is 1.
+    """Pack ``out`` and ``lse`` into one ``[S, B, H, D_v + n]`` in the dtype of the query, ``inputs[0]``. The
+    bytes of an lse fill n = 1 or 2 elements. If any of ``inputs`` requires a gradient, the dtype is that of
+    lse, and n is 1.
     """
     lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return lse in any dtype.
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -174,8 +183,8 @@ def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Undo :func:`_pack` for the concatenated ``rows`` of ``num_ranks`` ranks. Yield ``(out, lse)`` of each rank: out
-    is ``[B, H, S, width]``, and lse is ``[B, H, S]`` in ``dtype``.
+    """Undo :func:`_pack` for the concatenated ``rows`` of ``num_ranks`` ranks. Yield ``(out, lse)`` of each
+    rank: out is ``[B, H, S, width]``, and lse is ``[B, H, S]`` in ``dtype``.
     """
     rows = rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:])
     lses = _as_lse(rows[..., width:], dtype)
@@ -183,7 +192,9 @@ def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Ite
         yield out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
 
-def _gradients_in_grid(attend: Attend, grid: GridPlan, into: QueryGradients, key: Tensor, value: Tensor) -> Block:
+def _gradients_in_grid(
+    attend: Attend, grid: GridPlan, into: QueryGradients, key: Tensor, value: Tensor
+) -> Block:
     query, out, lse, mask = into.query, into.out, into.lse, into.mask
     dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
     travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
@@ -222,7 +233,11 @@ def _gradients_in_grid(attend: Attend, grid: GridPlan, into: QueryGradients, key
     arriving_keys = _start(_by_token(*grads), grid.column, grid.column_sizes, num_own, dim)
     if others is not None:
         into.grad_query.add_(_by_head(_sum_over_ranks(arriving_queries.wait(), len(grid.row)), D)[0])
-    _put(of_own_keys, grid.ring.travels, _by_head(_sum_over_ranks(arriving_keys.wait(), len(grid.column)), D, D_v))
+    _put(
+        of_own_keys,
+        grid.ring.travels,
+        _by_head(_sum_over_ranks(arriving_keys.wait(), len(grid.column)), D, D_v),
+    )
     return of_own_keys
 
 
@@ -242,8 +257,8 @@ def _as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Undo :func:`_as_dtype`: reinterpret ``bits``, ``[B, H, S, 1 or 2]``, as an lse ``[B, H, S]`` of ``dtype``."""
-    # Use clone(): view(dtype) demands an aligned storage offset, but contiguous() returns a tensor of one row as it is,
-    # at any offset.
+    # Use clone(): view(dtype) demands an aligned storage offset, but contiguous() returns a tensor of one row
+    # as it is, at any offset.
     if bits.dtype == dtype:
         return bits[..., 0]
     return bits.clone(memory_format=torch.contiguous_format).view(dtype)[..., 0]

@@ -1,7 +1,7 @@
 """Attention kernels of FlashAttention-3 and -4 and SageAttention.
 
-Each is available as a function for ``attn_func=`` and by name for ``backend=``. para_core does not install the
-libraries.
+Each is available as a function for ``attn_func=`` and by name for ``backend=``. para_core does not install
+the libraries.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def flash_attention_4(function: Callable[..., Any] | None = None, **options: Any
     return _flash_attention(_FLASH_4, function, options)
 
 
-def _flash_attention(library: Library, function: Callable[..., Any] | None, options: Mapping[str, Any]) -> AttnFunc:
+def _flash_attention(
+    library: Library, function: Callable[..., Any] | None, options: Mapping[str, Any]
+) -> AttnFunc:
     kernel = function or import_kernel(library)
 
     def attn_func(
@@ -88,7 +90,8 @@ def _flash_attention(library: Library, function: Callable[..., Any] | None, opti
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         _check_no_mask(library, attn_mask)
-        # The library takes [B, S, H, D]. Most models' tensors have this memory layout, so transposing costs no copy.
+        # The library takes [B, S, H, D]. Most models' tensors have this memory layout, so transposing costs
+        # no copy.
         result = kernel(
             *[x.transpose(1, 2) for x in (query, key, value)],
             softmax_scale=scale,
@@ -141,7 +144,14 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
     ) -> tuple[Tensor, Tensor]:
         _check_no_mask(_SAGE, attn_mask)
         result: tuple[Tensor, Tensor] = kernel(
-            query, key, value, tensor_layout="HND", is_causal=is_causal, sm_scale=scale, return_lse=True, **options
+            query,
+            key,
+            value,
+            tensor_layout="HND",
+            is_causal=is_causal,
+            sm_scale=scale,
+            return_lse=True,
+            **options,
         )
         return result
 
@@ -177,7 +187,8 @@ def import_kernel(library: Library) -> Callable[..., Any]:
     return kernel
 
 
-# This maps the name of each library for ``backend=`` to the library and the function that returns its ``attn_func``.
+# This maps the name of each library for ``backend=`` to the library and the function that returns its
+# ``attn_func``.
 LIBRARIES: Mapping[str, tuple[Library, Callable[[], AttnFunc]]] = {
     "flash3": (_FLASH_3, flash_attention_3),
     "flash4": (_FLASH_4, flash_attention_4),
@@ -189,15 +200,21 @@ DEVICES = ("cuda",)
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def require_library(backend: str | None) -> None:
-    """Raise ``ImportError`` if ``backend`` names a library that is not installed. Any other backend passes."""
+    """Raise ``ImportError`` if ``backend`` names a library that is not installed.
+    Any other backend passes.
+    """
     if backend is not None and backend in LIBRARIES:
         import_kernel(LIBRARIES[backend][0])
 
 
-def check_mask_and_lengths(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
-    """Raise ``RuntimeError`` for a call with a mask, or a causal one with unequal numbers of queries and keys.
+def check_mask_and_lengths(
+    backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool
+) -> None:
+    """Raise ``RuntimeError`` for a call with a mask, or a causal one with unequal numbers of queries and
+    keys.
 
-    Unlike SDPA, the backends for which this is called align the last query of a causal call with the last key.
+    Unlike SDPA, the backends for which this is called align the last query of a causal call with the last
+    key.
     """
     if masked:
         raise RuntimeError(
@@ -227,7 +244,9 @@ def check_tensors(backend: str, query: Tensor, value: Tensor, *, masked: bool, i
 def library_attention(
     backend: str, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Run attention on one device with the library that ``backend`` names. Return ``out`` and a float32 ``lse``."""
+    """Run attention on one device with the library that ``backend`` names.
+    Return ``out`` and a float32 ``lse``.
+    """
     _, make = LIBRARIES[backend]
     out, lse = make()(query, key, value, is_causal=is_causal, scale=scale)
     return out, lse.float()

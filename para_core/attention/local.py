@@ -35,11 +35,12 @@ AttnFunc = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
 
 def local_attention(call: LocalAttentionCall, backend: Backend | None = None) -> Tensor:
-    """Compute ``scaled_dot_product_attention`` of 4-D tensors by a call that attention modes do not intercept.
+    """Compute ``scaled_dot_product_attention`` of 4-D tensors by a call that attention modes do not
+    intercept.
 
     The function accepts more than SDPA: ``mask`` may have another float dtype than ``query``; ``mask`` and
-    ``is_causal`` may be combined on every backend; any dim may be 0; and there may be fewer key heads than query heads
-    without ``enable_gqa``. For ``backend`` see :func:`local_attention_with_lse`.
+    ``is_causal`` may be combined on every backend; any dim may be 0; and there may be fewer key heads than
+    query heads without ``enable_gqa``. For ``backend`` see :func:`local_attention_with_lse`.
     """
     query, key, value, mask, is_causal, _ = call
     if 0 in query.shape or 0 in key.shape:
@@ -59,33 +60,40 @@ def local_attention(call: LocalAttentionCall, backend: Backend | None = None) ->
             query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
         )
         return out
-    # In eager code this function is faster than the aten operator above, whose arguments the dispatcher has to convert
-    # from Python.
+    # In eager code this function is faster than the aten operator above, whose arguments the dispatcher has
+    # to convert from Python.
     with DisableTorchFunction():
-        return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
+        )
 
 
 def local_attention_with_lse(
     call: LocalAttentionCall, backend: Backend | None = None, *, hides_rows: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention and the log-sum-exp of its scaled scores, with the best backend that ``sdpa_kernel`` allows.
+    """Compute attention and the log-sum-exp of its scaled scores, with the best backend that ``sdpa_kernel``
+    allows.
 
-    Autograd does not record this computation; use :func:`local_attention_backward` for the gradient. ``backend`` is the
-    name of the backend; it defaults to SDPA's choice. ``hides_rows`` says whether the mask may hide all keys of a row.
+    Autograd does not record this computation; use :func:`local_attention_backward` for the gradient.
+    ``backend`` is the name of the backend; it defaults to SDPA's choice. ``hides_rows`` says whether the mask
+    may hide all keys of a row.
 
     Returns:
-        ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in float32
-        (float64 for float64 input). A query that sees no key gets 0 and -inf. ``out`` has the memory layout that SDPA's
-        result would have, so that ``out.transpose(1, 2).view(...)`` works in the same cases: with FlashAttention and
-        cuDNN the layout of ``query``, otherwise ``[B, S_q, H, D_v]``.
+        ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in
+        float32 (float64 for float64 input). A query that sees no key gets 0 and -inf. ``out`` has the memory
+        layout that SDPA's result would have, so that ``out.transpose(1, 2).view(...)`` works in the same
+        cases: with FlashAttention and cuDNN the layout of ``query``, otherwise ``[B, S_q, H, D_v]``.
 
     Raises:
-        RuntimeError: ``sdpa_kernel`` disables all backends that support the call, or the one that ``backend`` names.
-            :func:`~para_core.attention.backend_selection.require_backend` raises the same error in advance.
+        RuntimeError: ``sdpa_kernel`` disables all backends that support the call, or the one that ``backend``
+            names. :func:`~para_core.attention.backend_selection.require_backend` raises the same error in
+            advance.
     """
     query, key, value, mask, is_causal, scale = call
     if 0 in query.shape or 0 in key.shape:
-        return empty_output(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
+        return empty_output(query, value).zero_(), query.new_full(
+            query.shape[:-1], -inf, dtype=lse_dtype(query)
+        )
     if backend is not None:
         backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend in ("triton", "triton-int8"):
@@ -102,8 +110,8 @@ def local_attention_with_lse(
         call = call.as_taken_by(choice)
     out, lse = FORWARD[choice](call)
     if call.mask is not None and hides_rows:
-        # Backends return NaN or an lse of 0 for a row without a key. Fill in place, because masked_fill() would change
-        # the memory layout.
+        # Backends return NaN or an lse of 0 for a row without a key. Fill in place, because masked_fill()
+        # would change the memory layout.
         empty_row = fully_masked_rows(call.mask)
         out.masked_fill_(empty_row[..., None], 0.0)
         lse.masked_fill_(empty_row, -inf)
@@ -118,11 +126,12 @@ def continued_attention(
     is_last: bool = False,
     hides_rows: bool = True,
 ) -> None:
-    """Compute ``call`` without autograd, and merge it in place into ``so_far``, the same queries' result so far.
+    """Compute ``call`` without autograd, and merge it in place into ``so_far``, the same queries' result so
+    far.
 
-    The Triton kernel continues from ``so_far`` in one launch. With any other backend, merging is one more launch. If
-    the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged result stays in float32.
-    ``hides_rows`` says whether the mask may hide all keys of a row.
+    The Triton kernel continues from ``so_far`` in one launch. With any other backend, merging is one more
+    launch. If the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged
+    result stays in float32. ``hides_rows`` says whether the mask may hide all keys of a row.
     """
     query, is_empty = call.query, 0 in (*call.query.shape, *call.key.shape)
     if so_far.count and is_empty:
@@ -153,17 +162,20 @@ def local_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of attention to the keys of ``call``, which may be one block of all keys.
 
-    With P = exp(scores - lse): dv = Pᵀ·do, ds = P ∘ (do·vᵀ - rowsum(do ∘ out)), dq = ds·k, dk = dsᵀ·q (FlashAttention,
-    arXiv:2205.14135, appendix B). If ``key`` is one of several blocks, the caller adds up their dq.
+    With P = exp(scores - lse): dv = Pᵀ·do, ds = P ∘ (do·vᵀ - rowsum(do ∘ out)), dq = ds·k, dk = dsᵀ·q
+    (FlashAttention, arXiv:2205.14135, appendix B). If ``key`` is one of several blocks, the caller adds up
+    their dq.
 
     Args:
         out, lse: The results over all blocks of keys; lse is -inf for a row without a key.
-        backend: The backend of the forward, which must be exact. For those without a backward here (the Triton kernel,
-            libraries) the backend that SDPA would choose computes the gradient from ``out`` and ``lse``.
+        backend: The backend of the forward, which must be exact. For those without a backward here (the
+            Triton kernel, libraries) the backend that SDPA would choose computes the gradient from ``out``
+            and ``lse``.
         mask_gradient: Whether to compute the gradient of ``mask``.
 
     Returns:
-        The gradients of query, key and value, and that of ``mask`` before broadcasting, ``[B, H, S_q, S_k]``, or None.
+        The gradients of query, key and value, and that of ``mask`` before broadcasting, ``[B, H, S_q, S_k]``,
+        or None.
     """
     query, key, value, mask, *_ = call
     if 0 in query.shape or 0 in key.shape:
@@ -173,8 +185,8 @@ def local_attention_backward(
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), grad_mask
     if mask is not None:
         call = call.fold()
-        # Replace the lse of a row without a key by inf: exp(scores - inf) is 0, so the row gets no gradient. Without a
-        # mask every row has a key.
+        # Replace the lse of a row without a key by inf: exp(scores - inf) is 0, so the row gets no gradient.
+        # Without a mask every row has a key.
         lse = lse.masked_fill(lse == -inf, inf)
     # Use the math backend for this, because no fused backward can compute the gradient of a broadcast mask.
     if mask_gradient:
@@ -208,12 +220,15 @@ def _triton(backend: Backend, call: LocalAttentionCall, **options: Any) -> tuple
     key_ranges = None
     if mask is not None:
         key_ranges = _range_of_seen_keys(mask)
-    return attention(query, key, value, mask=mask, is_causal=is_causal, key_ranges=key_ranges, scale=scale, **options)
+    return attention(
+        query, key, value, mask=mask, is_causal=is_causal, key_ranges=key_ranges, scale=scale, **options
+    )
 
 
 def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
-    """Return ``(0, index of the last visible key + 1)`` for each sample, int32 ``[B or 1, 1, 2]``: with it the Triton
-    kernel skips padding at the end. Return None unless ``mask`` is a bool ``[B or 1, 1, 1, S_k]`` with S_k > 1.
+    """Return ``(0, index of the last visible key + 1)`` for each sample, int32 ``[B or 1, 1, 2]``: with it
+    the Triton kernel skips padding at the end. Return None unless ``mask`` is a bool ``[B or 1, 1, 1, S_k]``
+    with S_k > 1.
     """
     if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
         return None
@@ -222,9 +237,11 @@ def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
 
 
 def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
-    """Run ``attn_func`` like :func:`~para_core.attention.local.local_attention_with_lse`, and return out and lse.
+    """Run ``attn_func`` like :func:`~para_core.attention.local.local_attention_with_lse`, and return out and
+    lse.
 
-    If ``attn_func`` returns no lse, the lse is zeros: :func:`check_attn_func` has ensured that the call needs none.
+    If ``attn_func`` returns no lse, the lse is zeros: :func:`check_attn_func` has ensured that the call needs
+    none.
     """
     query, key, value, *_ = call
     if 0 in query.shape or 0 in key.shape:  # A user's kernel may not support empty tensors.
@@ -232,8 +249,8 @@ def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor
         return add_autograd_dependency(out, [query, key, value]), lse
     _, _, _, mask, is_causal, scale = call.fold()
     if mask is not None:
-        # Many kernels return NaN for a query whose keys are all masked. Unmask all of them, and overwrite the result
-        # of this query below.
+        # Many kernels return NaN for a query whose keys are all masked. Unmask all of them, and overwrite the
+        # result of this query below.
         empty_row = fully_masked_rows(mask)
         if mask.dtype == torch.bool:
             mask = mask | empty_row[..., None]
@@ -249,7 +266,8 @@ def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor
 
 
 def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, options: AttnOptions) -> None:
-    """Raise if ``attn_func`` cannot compute this call over ``mesh``. If the call needs an lse, try it with one token.
+    """Raise if ``attn_func`` cannot compute this call over ``mesh``. If the call needs an lse, try it with
+    one token.
 
     Raises:
         ValueError: ``attn_func`` returns no lse, but a ring or a causal call needs it.
@@ -279,8 +297,8 @@ def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, opt
 def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
     """Return a tensor equal to ``x`` that depends on each of ``received`` in autograd, with gradient 0.
 
-    Without this, a rank that does not use a tensor that it received would not run the backward of the collective, and
-    the other ranks would hang.
+    Without this, a rank that does not use a tensor that it received would not run the backward of the
+    collective, and the other ranks would hang.
     """
     if not torch.is_grad_enabled():
         return x

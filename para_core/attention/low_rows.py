@@ -1,6 +1,8 @@
-"""Wrappers that keep merging by lse correct if a mask hides keys. :mod:`.finite_masks` describes the kinds of rows.
+"""Wrappers that keep merging by lse correct if a mask hides keys. :mod:`.finite_masks` describes the kinds of
+rows.
 
-They change the mask once per call, and need nothing from the attention that they wrap, on one rank or on several.
+They change the mask once per call, and need nothing from the attention that they wrap, on one rank or on
+several.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from para_core.option_values import Backend
 
 
 def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
-    """Return ``attend`` with a mask whose partial results merge by lse. The forward has no gradient of its own.
+    """Return ``attend`` with a mask whose partial results merge by lse. The forward has no gradient of its
+    own.
 
-    Low rows are shifted. Where PyTorch computes the blocks, -inf becomes a low number, too, and rows without any key
-    are cleared at the end: its backends fail for a row without a key in one block.
+    Low rows are shifted. Where PyTorch computes the blocks, -inf becomes a low number, too, and rows without
+    any key are cleared at the end: its backends fail for a row without a key in one block.
     """
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
@@ -61,7 +64,9 @@ def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
             return attend.backward(into, key, value, block)
         own = low_rows.rows(0, into.query.shape[2])
         grad_out, lse = own.for_gradient(into.grad_out, into.lse)
-        return attend.backward(replace(into, grad_out=grad_out, lse=lse, mask=low_rows.mask), key, value, block)
+        return attend.backward(
+            replace(into, grad_out=grad_out, lse=lse, mask=low_rows.mask), key, value, block
+        )
 
     return Attend(forward, backward)
 

@@ -1,10 +1,12 @@
-"""Detect calls that a model makes as if it had the whole sequence: with masks counted from this rank's first token.
+"""Detect calls that a model makes as if it had the whole sequence: with masks counted from this rank's first
+token.
 
-A model that builds its causal mask from the length of its input gives every rank rows 0, 1, … of the mask, which are
-wrong on all ranks but the first. Such a mask has the shape of a correctly sharded one, ``[..., S_local, S]``, so only
-its values can tell. In a correct causal mask each query sees its own key. In a causal mask whose rows were counted from
-0, row i shows no key after key i, on any rank. A mask that is not causal (such as a window to both sides) and was
-counted from 0 is the same on every rank, while a correct mask is the same on every rank only if all its rows are equal.
+A model that builds its causal mask from the length of its input gives every rank rows 0, 1, … of the mask,
+which are wrong on all ranks but the first. Such a mask has the shape of a correctly sharded one, ``[...,
+S_local, S]``, so only its values can tell. In a correct causal mask each query sees its own key. In a causal
+mask whose rows were counted from 0, row i shows no key after key i, on any rank. A mask that is not causal
+(such as a window to both sides) and was counted from 0 is the same on every rank, while a correct mask is the
+same on every rank only if all its rows are equal.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ SHOWS = 4  # At least one row of the mask shows a key.
 EQUAL = 8  # All rows of the mask are equal.
 HIDES = 16  # At least one row of the mask hides a key.
 
-# A number below this in a float mask counts as hiding a key. Models hide keys with -inf, finfo(dtype).min or about
-# -10000, which bfloat16 rounds to -9984.
+# A number below this in a float mask counts as hiding a key. Models hide keys with -inf, finfo(dtype).min or
+# about -10000, which bfloat16 rounds to -9984.
 _HIDDEN = -9900.0
 _MOST_REVIEWS = 16
 # Ranks compare at most this number of rows of their masks.
@@ -44,10 +46,10 @@ _MOST_FRAMES = 24
 class Review(NamedTuple):
     """The findings of a rank about the values of its mask, from which :func:`check_own_rows` decides.
 
-    ``bits`` is the sum of the flags above that are true, ``LOWER`` to ``HIDES``. ``digest`` is a digest of some rows,
-    with the same indices on all ranks. It is 0 if comparing it would prove nothing: if there are no such rows, or if
-    all rows or all columns are equal. Both fields are 0 for a mask that was not read: one that
-    :meth:`MaskReviews.trust` marked as correct, and any mask while a CUDA graph is captured.
+    ``bits`` is the sum of the flags above that are true, ``LOWER`` to ``HIDES``. ``digest`` is a digest of
+    some rows, with the same indices on all ranks. It is 0 if comparing it would prove nothing: if there are
+    no such rows, or if all rows or all columns are equal. Both fields are 0 for a mask that was not read: one
+    that :meth:`MaskReviews.trust` marked as correct, and any mask while a CUDA graph is captured.
     """
 
     bits: int = 0
@@ -58,17 +60,21 @@ class MaskReviews:
     """A cache of :class:`Review` values: layers that share a mask read it once, until it is changed in place."""
 
     def __init__(self) -> None:
-        self._reviews: deque[tuple[weakref.ref[Tensor], tuple[object, ...], Review]] = deque(maxlen=_MOST_REVIEWS)
+        self._reviews: deque[tuple[weakref.ref[Tensor], tuple[object, ...], Review]] = deque(
+            maxlen=_MOST_REVIEWS
+        )
 
     def trust(self, mask: Tensor) -> None:
         """Record that the rows of ``mask`` belong to this rank's tokens, without reading the mask."""
         self._reviews.append((*_identity(mask), Review()))
 
     def of(self, mask: Tensor, num_common: int) -> Review:
-        """Return the review of ``mask``. If none is cached, the mask is read, and the host waits for the device.
+        """Return the review of ``mask``. If none is cached, the mask is read, and the host waits for the
+        device.
 
         A tensor of inference mode is read at each call, because it does not count how often it is written.
-        ``num_common``, the number of rows that every rank's mask has at least, must not change for the same mask.
+        ``num_common``, the number of rows that every rank's mask has at least, must not change for the same
+        mask.
         """
         owner, version = _identity(mask)
         for known_owner, known_version, review in self._reviews:
@@ -81,9 +87,11 @@ class MaskReviews:
 
 
 def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
-    """Return a weak reference to the tensor that owns the memory of ``mask``, and a tuple that identifies the view.
+    """Return a weak reference to the tensor that owns the memory of ``mask``, and a tuple that identifies the
+    view.
 
-    A model may pass a new view of one mask to each layer. These share one entry until the memory is changed in place.
+    A model may pass a new view of one mask to each layer. These share one entry until the memory is changed
+    in place.
     """
     owner = owner_of(mask)
     written = None
@@ -103,7 +111,8 @@ def _review(mask: Tensor, num_common: int) -> Review:
         # Ignore rows that see all keys: some models fill a row without keys like this, to avoid NaN.
         telling = shown & ~shown.all(dim=-1, keepdim=True)
         behind = telling.triu(1).any()
-        # Rows that see all keys or none, such as padded queries, do not tell from which token rows were counted.
+        # Rows that see all keys or none, such as padded queries, do not tell from which token rows were
+        # counted.
         differ = telling.any() & (shown.any(dim=-2) & ~shown.all(dim=-2)).any()
         equal = (mask == mask[..., :1, :]).all()
         # Combine the findings on the device, so that the host waits for it only once.
@@ -114,7 +123,8 @@ def _review(mask: Tensor, num_common: int) -> Review:
             return Review(bits)
         read = evenly_spaced_rows(rows, _MOST_COMPARED).cpu()
         all_equal = read.shape[-2] > 1 and torch.equal(read, read[..., :1, :].expand_as(read))
-        # Rows of a single value, such as those of padded queries, do not tell either which tokens they belong to.
+        # Rows of a single value, such as those of padded queries, do not tell either which tokens they belong
+        # to.
         of_one_value = read.shape[-1] > 1 and torch.equal(read, read[..., :1].expand_as(read))
         if all_equal or of_one_value:
             return Review(bits, 0)
@@ -156,11 +166,12 @@ def num_common_rows(layout: SequenceLayout) -> int:
 
 
 def check_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
-    """Raise ``ValueError`` if the masks look as if every rank had counted its rows from 0. All ranks decide the same.
+    """Raise ``ValueError`` if the masks look as if every rank had counted its rows from 0. All ranks decide
+    the same.
 
-    Each mask is ``[..., S_local, S]``. The masks look so in three cases: the rows of each mask differ, but on no rank
-    does a row i show a key after key i; the model is causal (``is_causal``), but all masks hide every key; or all ranks
-    have the same rows, which differ from each other, and the sequence has a single segment.
+    Each mask is ``[..., S_local, S]``. The masks look so in three cases: the rows of each mask differ, but on
+    no rank does a row i show a key after key i; the model is causal (``is_causal``), but all masks hide every
+    key; or all ranks have the same rows, which differ from each other, and the sequence has a single segment.
     """
     of_ranks = [(review, size) for review, size in zip(reviews, layout.sizes(), strict=True) if size > 0]
     if len(of_ranks) < 2:
@@ -173,8 +184,8 @@ def check_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_caus
         elif all(bits & DIFFER for bits in several) and (len(several) > 1 or is_causal):
             finding = "has no row i that shows a key after i, on any rank"
     digests = {review.digest for review, _ in of_ranks}
-    # Compare ranks only if there is one segment. With several, equal rows on all ranks can be correct, such as those of
-    # text that does not attend to the image.
+    # Compare ranks only if there is one segment. With several, equal rows on all ranks can be correct, such
+    # as those of text that does not attend to the image.
     if finding is None and several and len(layout.segments) == 1 and len(digests) == 1 and 0 not in digests:
         finding, advice = "has the same rows on all ranks, which differ from each other", ""
     if finding is None:
@@ -190,8 +201,9 @@ def check_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_caus
     )
 
 
-# The following functions handle calls in which a rank holds a single token. Such calls are ambiguous: a mask dim of
-# size 1 may belong to this token or be broadcast to all tokens, and a causal model may pass ``is_causal=False``.
+# The following functions handle calls in which a rank holds a single token. Such calls are ambiguous: a mask
+# dim of size 1 may belong to this token or be broadcast to all tokens, and a causal model may pass
+# ``is_causal=False``.
 
 
 def has_single_tokens(layout: SequenceLayout) -> bool:
@@ -207,9 +219,10 @@ def _holds_single_tokens(layout: SequenceLayout) -> bool:
 def read_single_tokens(
     mask: Tensor | None, extents: MaskExtents, digests: Set[int], spec: AttentionSpec, rank: int
 ) -> tuple[Tensor | None, MaskExtents]:
-    """Return ``mask`` and its extents. If no rank holds more than one token, and the other dim of the mask is global, a
-    broadcast dim becomes ``"local"``, with size 0 on ranks without a token. If it was meant as broadcast, the result is
-    still correct, because all ranks have the same row or column. ``digests`` are those of all masks that have rows.
+    """Return ``mask`` and its extents. If no rank holds more than one token, and the other dim of the mask is
+    global, a broadcast dim becomes ``"local"``, with size 0 on ranks without a token. If it was meant as
+    broadcast, the result is still correct, because all ranks have the same row or column. ``digests`` are
+    those of all masks that have rows.
 
     Raises:
         ValueError: Both dims have size 1, and the masks of the ranks differ or may differ.
@@ -221,7 +234,12 @@ def read_single_tokens(
         return mask[..., : spec.query_layout.size(rank), :], MaskExtents("local", "global")
     if keys and extents == MaskExtents("global", "broadcast"):
         return mask[..., : spec.key_layout.size(rank)], MaskExtents("global", "local")
-    if queries and keys and extents == MaskExtents("broadcast", "broadcast") and (len(digests) > 1 or 0 in digests):
+    if (
+        queries
+        and keys
+        and extents == MaskExtents("broadcast", "broadcast")
+        and (len(digests) > 1 or 0 in digests)
+    ):
         raise ValueError(
             f"attn_mask is [..., 1, 1] on each of the ranks, which hold at most one of {spec.key_layout.total} tokens, "
             "and it differs: that may be a rank's query or its key. Pass the mask for all tokens: cp.local_mask(mask) "
@@ -233,17 +251,17 @@ def read_single_tokens(
 def is_causal_caller() -> bool:
     """Whether the module that calls attention is causal, found by searching the stack.
 
-    A module is causal if its attribute ``is_causal`` is True or if it was called with ``is_causal=True``. The question
-    matters only if a rank holds one token: Hugging Face transformers then passes ``is_causal=False`` to SDPA even in a
-    causal model, because on one device a single token has no later key to hide.
+    A module is causal if its attribute ``is_causal`` is True or if it was called with ``is_causal=True``. The
+    question matters only if a rank holds one token: Hugging Face transformers then passes ``is_causal=False``
+    to SDPA even in a causal model, because on one device a single token has no later key to hide.
     """
     frame, of_module = sys._getframe(1), None
     for _ in range(_MOST_FRAMES):
         if frame.f_back is None:
             break
         frame = frame.f_back
-        # Look at keyword arguments too: causal text encoders (CLIP) share a module class with image encoders, so the
-        # attribute of the module is False.
+        # Look at keyword arguments too: causal text encoders (CLIP) share a module class with image encoders,
+        # so the attribute of the module is False.
         keywords = frame.f_locals.get("kwargs")
         if isinstance(keywords, dict) and keywords.get("is_causal") is True:
             return True
@@ -257,7 +275,8 @@ def is_causal_caller() -> bool:
 
 
 def check_causal_known(layout: SequenceLayout) -> None:
-    """Raise ``ValueError`` if no rank holds more than one token, for a causal module that passes ``is_causal=False``.
+    """Raise ``ValueError`` if no rank holds more than one token, for a causal module that passes
+    ``is_causal=False``.
 
     Some models do so for a single token, and the call then does not tell that later keys are to be hidden.
     """

@@ -1,10 +1,11 @@
 """Handle ``attn_mask`` over a mesh: infer which tokens its dims cover, and return the part that a rank needs.
 
-The *extent* of a dim tells whether it covers this rank's tokens (local), all tokens of the sequence (global), or has
-size 1 (broadcast). A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1, S_k]``. If the key
-dim is local, the mask is gathered along it with all its rows; a mask with a row per query then temporarily needs as
-much memory as on one device. If the query dim is local, rows are sent together with the queries: to the Ulysses group,
-and with Attention2D, which arranges ranks in a grid, to the other ranks in the row of this grid.
+The *extent* of a dim tells whether it covers this rank's tokens (local), all tokens of the sequence (global),
+or has size 1 (broadcast). A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1,
+S_k]``. If the key dim is local, the mask is gathered along it with all its rows; a mask with a row per query
+then temporarily needs as much memory as on one device. If the query dim is local, rows are sent together with
+the queries: to the Ulysses group, and with Attention2D, which arranges ranks in a grid, to the other ranks in
+the row of this grid.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from para_core.distributed.collectives import all_to_all
 from para_core.layout.sequence import Run, SequenceLayout
 from para_core.layout.tokens import gather_tokens
 
-# A mask dim is "broadcast" if its size is 1, "global" if it has one entry per token of the whole sequence, and "local"
-# if it has one entry per token of this rank.
+# A mask dim is "broadcast" if its size is 1, "global" if it has one entry per token of the whole sequence,
+# and "local" if it has one entry per token of this rank.
 Extent = Literal["broadcast", "global", "local"]
 
 
@@ -35,12 +36,15 @@ class MaskExtents:
 
 
 def mask_extents(
-    sizes: Sequence[tuple[int, int]], query_layout: SequenceLayout, key_layout: SequenceLayout, ranks: Sequence[int]
+    sizes: Sequence[tuple[int, int]],
+    query_layout: SequenceLayout,
+    key_layout: SequenceLayout,
+    ranks: Sequence[int],
 ) -> MaskExtents:
     """Infer the extents of a mask (whether its dims are local, global or broadcast) from its last two sizes.
 
-    ``sizes`` are those on each of ``ranks``: all ranks if they exchanged them (in eager code), otherwise this rank
-    alone.
+    ``sizes`` are those on each of ``ranks``: all ranks if they exchanged them (in eager code), otherwise this
+    rank alone.
 
     Raises:
         ValueError: The sizes fit no extent, or both dims are local.
@@ -90,12 +94,13 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
 
 
 def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tensor:
-    """Return the part of ``mask`` for the queries and heads that this rank computes after the Ulysses exchange.
+    """Return the part of ``mask`` for the queries and heads that this rank computes after the Ulysses
+    exchange.
 
-    The function is differentiable. It is a collective call if a dim of ``mask``, ``[B or 1, H or 1, S_q, S_k]``, is
-    local. The result is ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the order of this rank's
-    queries; with Attention2D they are followed by those of the other ranks in this rank's row of the grid. Columns are
-    positions in the whole sequence.
+    The function is differentiable. It is a collective call if a dim of ``mask``, ``[B or 1, H or 1, S_q,
+    S_k]``, is local. The result is ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the
+    order of this rank's queries; with Attention2D they are followed by those of the other ranks in this
+    rank's row of the grid. Columns are positions in the whole sequence.
     """
     if mask.dtype == torch.bool:  # Send bytes instead, because gloo cannot send bool tensors.
         return mask_of_block(mask.view(torch.uint8), extents, plan).view(torch.bool)
@@ -126,7 +131,9 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
 
 
 def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
-    """Return ``mask`` followed along dim 2 by the masks of the others in this rank's row of the grid. Collective."""
+    """Return ``mask`` followed along dim 2 by the masks of the others in this rank's row of the grid.
+    Collective.
+    """
     if not grid.row:
         return mask
     rows = mask.movedim(2, 0)

@@ -17,8 +17,8 @@ def _merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`para_core.kernels.merge_reference.merge`, but with ``out`` in the dtype of lse, in ``into``."""
-    # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). If a row has no key on both sides, -inf - -inf is NaN;
-    # any weight is then correct.
+    # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). If a row has no key on both sides, -inf -
+    # -inf is NaN; any weight is then correct.
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
     # Test the dtype first, because to() costs the host as much as a small addition even if it does nothing.
     if out_a.dtype != lse_a.dtype:
@@ -67,8 +67,8 @@ class Merged:
 
     Attributes:
         count: Number of partial results that were merged.
-        out, lse: The merged result; not set while ``count`` is 0. With two or more partial results ``out`` has the
-            dtype of lse, so that the caller rounds it only once.
+        out, lse: The merged result; not set while ``count`` is 0. With two or more partial results ``out``
+            has the dtype of lse, so that the caller rounds it only once.
     """
 
     out: Tensor

@@ -34,10 +34,15 @@ from para_core.distributed.agree import Signature, check_consistent
 from para_core.distributed.collectives import HostGroups
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import SequenceLayout
-from para_core.torch_internals import FORWARD_AD_LEVEL, forward_ad_globals, innermost_transform, math_sdp_enabled
+from para_core.torch_internals import (
+    FORWARD_AD_LEVEL,
+    forward_ad_globals,
+    innermost_transform,
+    math_sdp_enabled,
+)
 
-# A function (local query length, local key length, whether positions matter) -> (query layout, key layout). Positions
-# of tokens matter to a call that is causal, has a mask, or has an option such as a block mask.
+# A function (local query length, local key length, whether positions matter) -> (query layout, key layout).
+# Positions of tokens matter to a call that is causal, has a mask, or has an option such as a block mask.
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
 
 # The caches of one MeshAttention have at most these numbers of entries. A full cache is emptied.
@@ -49,9 +54,9 @@ _MOST_STATES = 64
 class _Prepared:
     """The cached result of validating and planning a call, for all calls with the same shapes and flags.
 
-    ``signature`` is None if the ranks do not compare calls. ``extents`` is None without a mask, and if ranks exchange
-    the sizes of their masks in each call. With ``has_single_tokens`` (some rank holds a single token, without
-    ``is_causal``), each call must check whether the calling module is causal.
+    ``signature`` is None if the ranks do not compare calls. ``extents`` is None without a mask, and if ranks
+    exchange the sizes of their masks in each call. With ``has_single_tokens`` (some rank holds a single
+    token, without ``is_causal``), each call must check whether the calling module is causal.
     """
 
     plan: AttentionPlan
@@ -61,16 +66,18 @@ class _Prepared:
 
 
 class MeshAttention:
-    """``scaled_dot_product_attention`` over a mesh, as a callable. Each rank calls it with its part of the tensors.
+    """``scaled_dot_product_attention`` over a mesh, as a callable. Each rank calls it with its part of the
+    tensors.
 
     In eager code, validation and planning are cached for calls with the same shapes and flags.
 
     Args:
         mesh: The ranks that share the sequence.
-        layouts: Returns the layouts of queries and keys. Results are cached for each state; see :meth:`under`.
+        layouts: Returns the layouts of queries and keys. Results are cached for each state; see
+            :meth:`under`.
         options: The options of all calls.
-        assume_equal: Whether to skip the exchange at the start of each call. Invalid input on one rank may then hang or
-            abort the other ranks.
+        assume_equal: Whether to skip the exchange at the start of each call. Invalid input on one rank may
+            then hang or abort the other ranks.
         attn_func: Computes local attention in place of SDPA, if it is not None.
     """
 
@@ -89,10 +96,11 @@ class MeshAttention:
         self._host_groups = HostGroups(mesh)
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
-        # These reviews tell whether a model counted the rows of its mask from 0 on each rank, which is an error.
+        # These reviews tell whether a model counted the rows of its mask from 0 on each rank, which is an
+        # error.
         self.reviews = MaskReviews()
-        # If True, the next call checks that ranks hold different tokens. A mode sets this as long as it knows no
-        # layout and no sharded tensor, because the user may have forgotten to shard the input.
+        # If True, the next call checks that ranks hold different tokens. A mode sets this as long as it knows
+        # no layout and no sharded tensor, because the user may have forgotten to shard the input.
         self.looks_for_copies = False
 
     def under(self, state: Any) -> None:
@@ -102,16 +110,19 @@ class MeshAttention:
         self._prepared = self._prepared_in.setdefault(state, {})
 
     def __call__(self, call: SdpaCall) -> Tensor:
-        """Return the attention output of this rank's queries over all keys, with the memory layout of SDPA's result.
+        """Return the attention output of this rank's queries over all keys, with the memory layout of SDPA's
+        result.
 
-        The tensors of ``call`` are ``[B, H, S_local, D]``, or have any leading dims that SDPA accepts. At most one of
-        the last two dims of the mask may cover this rank's tokens only.
+        The tensors of ``call`` are ``[B, H, S_local, D]``, or have any leading dims that SDPA accepts. At
+        most one of the last two dims of the mask may cover this rank's tokens only.
 
         Raises:
-            TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code every rank raises.
+            TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code every rank
+                raises.
         """
         compiling = torch.compiler.is_compiling()
-        # Test here whether check_transforms() could raise, which is rare, to save the time of a function call.
+        # Test here whether check_transforms() could raise, which is rare, to save the time of a function
+        # call.
         if compiling or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
             check_transforms()
         call = _normalize(call)
@@ -150,8 +161,8 @@ class MeshAttention:
         return out.reshape(*leading, *out.shape[1:])
 
     def _learns_in_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-        """Whether a single device would compute this 16-bit call and its gradient in float32. Several ranks then do the
-        same: with partial results rounded to 16 bits, gradients that nearly cancel would be lost.
+        """Whether a single device would compute this 16-bit call and its gradient in float32. Several ranks
+        then do the same: with partial results rounded to 16 bits, gradients that nearly cancel would be lost.
         """
         tensors = [x for x in (query, key, value, mask) if isinstance(x, Tensor)]
         if self._attn_func is not None or len(tensors) < 3 or any(x.is_nested for x in tensors):
@@ -163,12 +174,14 @@ class MeshAttention:
     def _agree(
         self, prepared: _Prepared, expected: Signature, query: Tensor, key: Tensor, mask: Tensor | None
     ) -> tuple[Tensor | None, MaskExtents | None]:
-        """Compare this call with those of the other ranks, which must have the record ``expected``; raise on all ranks
-        if they differ. Return the mask to use and the extents of its dims.
+        """Compare this call with those of the other ranks, which must have the record ``expected``; raise on
+        all ranks if they differ. Return the mask to use and the extents of its dims.
         """
         look, own = self.looks_for_copies, NO_MASK
         if mask is not None or look or prepared.has_single_tokens:
-            own = own_part(prepared.plan.spec, self._mesh, query, key, mask, self.reviews, look_for_copies=look)
+            own = own_part(
+                prepared.plan.spec, self._mesh, query, key, mask, self.reviews, look_for_copies=look
+            )
             # If this call could not be checked (a single token has the digest 0), check the next one.
             self.looks_for_copies = look and own.digest == 0 and query.shape[-2] < 2
         explain = partial(explain_difference, self._mesh, mask)
@@ -178,7 +191,9 @@ class MeshAttention:
         return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
-        """Validate and plan a call by its shapes and flags. Cache the result under ``lookup_key`` unless it is None."""
+        """Validate and plan a call by its shapes and flags.
+        Cache the result under ``lookup_key`` unless it is None.
+        """
         query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
         exchanges = not (self._assume_equal or torch.compiler.is_compiling())
         if exchanges:
@@ -249,11 +264,14 @@ class MeshAttention:
             if torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return differentiable_usp(plan, query, key, value, mask)
             return usp_forward(plan, query, key, value, mask)[0]
-        return usp_forward(plan, query, key, value, mask, attn_func=partial(run_attn_func, self._attn_func))[0]
+        return usp_forward(plan, query, key, value, mask, attn_func=partial(run_attn_func, self._attn_func))[
+            0
+        ]
 
 
 def _expand(call: SdpaCall) -> SdpaCall | None:
-    """Return ``call`` with query, key and value expanded to one batch and number of heads, as SDPA broadcasts them.
+    """Return ``call`` with query, key and value expanded to one batch and number of heads, as SDPA broadcasts
+    them.
 
     Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check` then raises.
     """
@@ -272,12 +290,14 @@ def _expand(call: SdpaCall) -> SdpaCall | None:
 
 
 def _normalize(call: SdpaCall) -> SdpaCall:
-    """Return ``call`` in a canonical form: cast as autocast would for SDPA, with ``is_causal`` and ``scale`` as plain
-    Python values, with a mask of at least two dims, and with one row of a mask that expands one row to all queries.
+    """Return ``call`` in a canonical form: cast as autocast would for SDPA, with ``is_causal`` and ``scale``
+    as plain Python values, with a mask of at least two dims, and with one row of a mask that expands one row
+    to all queries.
     """
     query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
     if autocasts(query):
-        # Cast here, because autocast casts the arguments of SDPA, but not those of the operators used in its place.
+        # Cast here, because autocast casts the arguments of SDPA, but not those of the operators used in its
+        # place.
         query, key, value, mask = _cast(query), _cast(key), _cast(value), _cast(mask)
     elif (
         mask is None
@@ -293,7 +313,9 @@ def _normalize(call: SdpaCall) -> SdpaCall:
         expands_one_row = guard_or_false(mask.stride(-2) == 0 and mask.shape[-2] > 1)
         if expands_one_row:
             mask = mask[..., :1, :]
-    return SdpaCall(query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths)
+    return SdpaCall(
+        query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths
+    )
 
 
 def _cast(x: Any) -> Any:
@@ -306,8 +328,9 @@ def _cast(x: Any) -> Any:
 def _lookup_key(call: SdpaCall) -> Any:
     """Return the key of a call in the cache of plans; None if the call must not be cached."""
     query, key, value, mask, *flags = call
-    # Do not cache nested tensors, whose `shape` raises. Do not cache while the user has disabled the math backend:
-    # whether a call is valid then depends on the other enabled backends, which are not part of the key.
+    # Do not cache nested tensors, whose `shape` raises. Do not cache while the user has disabled the math
+    # backend: whether a call is valid then depends on the other enabled backends, which are not part of the
+    # key.
     try:
         if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None

@@ -1,9 +1,10 @@
-"""Attention over the mesh as one differentiable operation: an autograd function in eager code, an operator in a graph.
+"""Attention over the mesh as one differentiable operation: an autograd function in eager code, an operator in
+a graph.
 
-In a graph, each call and its gradient are one opaque operator each. The compiler can then neither drop nor reorder the
-collectives inside; a ring of any size is one node; lengths are plain integers at run time; and a rank without tokens or
-heads takes part in the collectives. The operator gets the tensors, the spec of the call as constant JSON
-(``AttentionSpec.text``), and the lengths.
+In a graph, each call and its gradient are one opaque operator each. The compiler can then neither drop nor
+reorder the collectives inside; a ring of any size is one node; lengths are plain integers at run time; and a
+rank without tokens or heads takes part in the collectives. The operator gets the tensors, the spec of the
+call as constant JSON (``AttentionSpec.text``), and the lengths.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from para_core.distributed.collectives import define_collective, done
 from para_core.torch_internals import innermost_transform, is_grad_tracking_tensor, unwrap_transform_tensor
 
 
-def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def differentiable_usp(
+    plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
     """Return the output of :func:`~para_core.attention.usp.usp_forward`, differentiable; one operator in a graph."""
     save = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (mask is not None and mask.requires_grad)
     )
     if torch.compiler.is_compiling():
         operator = torch.ops.para_core.attention
@@ -40,8 +46,9 @@ def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: T
         return usp_forward(plan, query, key, value, mask)[0]
 
 
-# The next two functions choose what the backward needs: lse, and query, key, value and out after the Ulysses exchange.
-# Without an exchange these four are the inputs and the output of the call, so they are not returned again.
+# The next two functions choose what the backward needs: lse, and query, key, value and out after the Ulysses
+# exchange. Without an exchange these four are the inputs and the output of the call, so they are not returned
+# again.
 
 
 def _outputs(saved: Saved | None, plan: AttentionPlan) -> tuple[Tensor, ...]:
@@ -60,8 +67,8 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], plan: Atten
     out, lse, block_query, block_key, block_value, block_out, *_ = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    # If activation checkpointing recomputes this call outside the mode, by SDPA, the marker makes torch raise an error,
-    # because the saved tensors then differ in shape.
+    # If activation checkpointing recomputes this call outside the mode, by SDPA, the marker makes torch raise
+    # an error, because the saved tensors then differ in shape.
     marker = lse.new_empty(plan.spec.mesh.ranks, 0)
     if plan.ulysses is None:
         ctx.save_for_backward(mask, marker, query, key, value, out, lse)
@@ -76,15 +83,16 @@ def _is_followed_outside(tensors: Sequence[Any]) -> bool:
 
 
 def _check_no_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
-    """Raise ``RuntimeError`` if this gradient would itself be differentiated, which would silently be wrong, because
-    autograd does not record the operators that compute it.
+    """Raise ``RuntimeError`` if this gradient would itself be differentiated, which would silently be wrong,
+    because autograd does not record the operators that compute it.
 
-    ``followed_outside`` says whether an input requires a gradient outside the torch.func transform of the forward.
+    ``followed_outside`` says whether an input requires a gradient outside the torch.func transform of the
+    forward.
     """
     if not torch.is_grad_enabled():
         return
-    # Do not raise for a plain torch.func.grad. It always builds a graph of the gradient, but this graph is used only if
-    # there is another transform around torch.func.grad, or if an input requires a gradient.
+    # Do not raise for a plain torch.func.grad. It always builds a graph of the gradient, but this graph is
+    # used only if there is another transform around torch.func.grad, or if an input requires a gradient.
     innermost = innermost_transform()
     if innermost is None or innermost.level() > 1 or followed_outside or _is_followed_outside([grad_out]):
         raise RuntimeError(
@@ -95,7 +103,9 @@ def _check_no_second_derivative(followed_outside: bool, grad_out: Tensor) -> Non
 
 
 class _EagerAttention(torch.autograd.Function):
-    """The autograd function of attention over the mesh in eager code. Graphs use the operators below instead."""
+    """The autograd function of attention over the mesh in eager code.
+    Graphs use the operators below instead.
+    """
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: AttentionPlan) -> Any:
@@ -121,8 +131,8 @@ class _EagerAttention(torch.autograd.Function):
         return (*grads, grad_mask, None)
 
 
-# These are the schemas of the arguments that the functions below take as ``*call``: the arguments of read_plan, and
-# ``after``, which define_collective adds.
+# These are the schemas of the arguments that the functions below take as ``*call``: the arguments of
+# read_plan, and ``after``, which define_collective adds.
 _CALL = "str call, SymInt[] numbers, float? scale, Tensor? after=None"
 _INPUTS = f"Tensor query, Tensor key, Tensor value, Tensor? mask, {_CALL}"
 
@@ -131,7 +141,9 @@ def _plan_of(text: str, numbers: list[int], scale: float | None, *_: Any) -> Att
     return cached_plan(text, tuple(numbers), scale)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *call: Any) -> tuple[Tensor, Tensor]:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *call: Any
+) -> tuple[Tensor, Tensor]:
     out, _ = usp_forward(_plan_of(*call), query, key, value, mask)
     return out, done(out)
 
@@ -180,7 +192,9 @@ def _attention_backward(
     grad_out: Tensor, mask: Tensor | None, saved: list[Tensor], mask_gradient: bool, *call: Any
 ) -> tuple[Tensor, ...]:
     with torch.no_grad():
-        *grads, grad_mask = usp_backward(_plan_of(*call), grad_out, Saved(*saved), mask, mask_gradient=mask_gradient)
+        *grads, grad_mask = usp_backward(
+            _plan_of(*call), grad_out, Saved(*saved), mask, mask_gradient=mask_gradient
+        )
     if grad_mask is None or mask is None:
         grad_mask = grad_out.new_empty(0)
     else:
@@ -195,7 +209,10 @@ def _attention_backward_shape(
     spec = plan.spec
     of_query = spec.num_heads, spec.query_layout.size(spec.mesh.rank)
     of_key = spec.num_kv_heads, spec.key_layout.size(spec.mesh.rank)
-    grads = [x.new_empty(x.shape[0], *of, x.shape[3]) for x, of in zip(saved, (of_query, of_key, of_key), strict=False)]
+    grads = [
+        x.new_empty(x.shape[0], *of, x.shape[3])
+        for x, of in zip(saved, (of_query, of_key, of_key), strict=False)
+    ]
     if mask is not None and mask_gradient:
         grad_mask = mask.new_empty(mask.shape)
     else:
@@ -212,7 +229,9 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> N
 def _gradient(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     mask, _, *saved = ctx.saved_tensors
     mask_gradient = ctx.needs_input_grad[3]
-    *grads, grad_mask, _ = torch.ops.para_core.attention_backward(grad_out, mask, saved, mask_gradient, *ctx.call)
+    *grads, grad_mask, _ = torch.ops.para_core.attention_backward(
+        grad_out, mask, saved, mask_gradient, *ctx.call
+    )
     if not mask_gradient:
         grad_mask = None
     # The text, the numbers, the scale and the token of the call have no gradient.

@@ -1,7 +1,7 @@
 """Operators that pack tensors into the buffer of an all-to-all, and unpack it, each dispatched as one launch.
 
-With the option ``comm_dtype``, which is not exact and forward only, tensors are rounded to 8 bits: a vector ``[D]`` of
-one token and head is sent as D + 4 bytes, and the last 4 bytes are its scale.
+With the option ``comm_dtype``, which is not exact and forward only, tensors are rounded to 8 bits: a vector
+``[D]`` of one token and head is sent as D + 4 bytes, and the last 4 bytes are its scale.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def pack(
     """Copy ``regions`` of ``tensors`` into a new buffer, whose ``numel`` elements they must cover.
 
     See :func:`para_core.kernels.pack_reference.pack`. ``regions`` are integers from :func:`as_numbers`. With
-    ``to``, an 8-bit dtype, tensors are rounded (not exact) and the buffer holds bytes. ``kernels`` is the module whose
-    ``pack`` is called: the Triton kernels, or their references in PyTorch.
+    ``to``, an 8-bit dtype, tensors are rounded (not exact) and the buffer holds bytes. ``kernels`` is the
+    module whose ``pack`` is called: the Triton kernels, or their references in PyTorch.
     """
     buffer = _new_buffer(tensors, regions, numel, to)
     packed: Tensor = kernels.pack(tensors, read_regions(tuple(regions)), buffer, to)
@@ -73,9 +73,9 @@ def unpack(
 ) -> list[Tensor]:
     """Copy ``regions`` of ``buffer`` into new tensors. Elements that no region covers stay uninitialised.
 
-    ``shapes`` are B, H, S and D of each tensor, in one list. Tensors get the memory layout of SDPA's result, ``[B, S,
-    H, D]``. For a rounded buffer, ``of`` is its 8-bit dtype and ``dtype`` that of the new tensors. The other arguments
-    are those of :func:`pack`.
+    ``shapes`` are B, H, S and D of each tensor, in one list. Tensors get the memory layout of SDPA's result,
+    ``[B, S, H, D]``. For a rounded buffer, ``of`` is its 8-bit dtype and ``dtype`` that of the new tensors.
+    The other arguments are those of :func:`pack`.
     """
     tensors = _new_tensors(buffer, regions, shapes, of, dtype)
     return list(kernels.unpack(buffer, read_regions(tuple(regions)), tensors, of))
@@ -97,7 +97,11 @@ def _new_buffer(tensors: list[Tensor], _: list[int], numel: int, to: torch.dtype
 
 
 def _new_tensors(
-    buffer: Tensor, _: list[int], shapes: list[int], __: torch.dtype | None = None, dtype: torch.dtype | None = None
+    buffer: Tensor,
+    _: list[int],
+    shapes: list[int],
+    __: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     each = zip(*[iter(shapes)] * 4, strict=True)
     return [

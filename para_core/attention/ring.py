@@ -1,23 +1,24 @@
-"""Ring attention: key and value blocks are passed around the ring, and partial results merge by lse (arXiv:2310.01889).
+"""Ring attention: key and value blocks are passed around the ring, and partial results merge by lse
+(arXiv:2310.01889).
 
-R ring ranks need R - 1 hops of one buffer with a key and a value block. Per hop, rank i sends B · H_kv · S_block · (D +
-D_v) elements, where S_block is the length of the block that it passes on. The next block is in flight while attention
-to the current one is computed, so two blocks are in memory in addition to the rank's own. A replicated segment is not
-sent: each rank attends to it once, together with its own block.
+R ring ranks need R - 1 hops of one buffer with a key and a value block. Per hop, rank i sends B · H_kv ·
+S_block · (D + D_v) elements, where S_block is the length of the block that it passes on. The next block is in
+flight while attention to the current one is computed, so two blocks are in memory in addition to the rank's
+own. A replicated segment is not sent: each rank attends to it once, together with its own block.
 
-With ``rotate_method="allgather"`` one collective gathers all blocks while attention to the rank's own is computed. It
-sends the same number of bytes if all blocks have equal lengths (otherwise shorter ones are padded), and holds R blocks
-in memory.
+With ``rotate_method="allgather"`` one collective gathers all blocks while attention to the rank's own is
+computed. It sends the same number of bytes if all blocks have equal lengths (otherwise shorter ones are
+padded), and holds R blocks in memory.
 
-With a block mask each rank sends its block directly to the ranks that see any of its keys. The hop over a distance of s
-ranks is left out if no rank sees a key of the rank s positions before it.
+With a block mask each rank sends its block directly to the ranks that see any of its keys. The hop over a
+distance of s ranks is left out if no rank sees a key of the rank s positions before it.
 
-The host launches one operator to pack, and per block one attention, one hop and one merge. With ``backend="triton"``
-attention continues from the earlier blocks' result, without a merge.
+The host launches one operator to pack, and per block one attention, one hop and one merge. With
+``backend="triton"`` attention continues from the earlier blocks' result, without a merge.
 
-In the backward the blocks are passed around again, with R - 1 hops. The gradient of each block follows the block with
-as many hops, and every rank adds its share; gradients are in float32 also for 16-bit input. Only query, key, value,
-mask, out and lse are saved.
+In the backward the blocks are passed around again, with R - 1 hops. The gradient of each block follows the
+block with as many hops, and every rank adds its share; gradients are in float32 also for 16-bit input. Only
+query, key, value, mask, out and lse are saved.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ from para_core.layout.runs import put, take
 
 
 class Packing:
-    """The format in which a ring rank sends keys and values, ``[B, H, S, D]`` and ``[B, H, S, D_v]``: one flat buffer.
+    """The format in which a ring rank sends keys and values, ``[B, H, S, D]`` and ``[B, H, S, D_v]``: one
+    flat buffer.
 
-    ``lengths`` are the numbers of tokens that each ring rank sends. ``comm_dtype`` rounds to 8 bits (not exact).
+    ``lengths`` are the numbers of tokens that each ring rank sends. ``comm_dtype`` rounds to 8 bits (not
+    exact).
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class Packing:
         return torch.cat([key.reshape(-1), value.reshape(-1)])
 
     def unpack(self, buffer: Tensor, rank: int) -> Block:
-        """Return the keys and values of a buffer from ring rank ``rank``. They are views unless they were rounded."""
+        """Return the keys and values of a buffer from ring rank ``rank``.
+        They are views unless they were rounded.
+        """
         rows = (self._batch, self._heads, self._lengths[rank])
         if self._comm_dtype is not None:
             arguments = self._regions(rows[2]), [*rows, self._width, *rows, self._value_width]
@@ -86,13 +91,15 @@ class Packing:
         """Return the regions of the keys and of the values of ``length`` tokens in a rounded buffer, as integers."""
         key, value = (self._heads * row for row in self._rows)
         run = 0, length, 0, self._heads
-        return as_numbers([CopyRegion(0, *run, 0, key), CopyRegion(1, *run, self._batch * length * key, value)])
+        return as_numbers(
+            [CopyRegion(0, *run, 0, key), CopyRegion(1, *run, self._batch * length * key, value)]
+        )
 
 
-# The two generators below send this rank's packed block, ``sent``, and yield this rank's own block first, then those
-# that arrive. Communication runs while the caller computes. The caller must drop each block before it asks for the next
-# one, or one more block stays in memory. With gradients enabled, the generators append the received buffers to
-# ``received``, so that the caller can make the result depend on them.
+# The two generators below send this rank's packed block, ``sent``, and yield this rank's own block first,
+# then those that arrive. Communication runs while the caller computes. The caller must drop each block before
+# it asks for the next one, or one more block stays in memory. With gradients enabled, the generators append
+# the received buffers to ``received``, so that the caller can make the result depend on them.
 
 
 def ring_pass(
@@ -100,8 +107,9 @@ def ring_pass(
 ) -> Iterator[tuple[Hop, Block | None]]:
     """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first.
 
-    Blocks are passed on from neighbour to neighbour. With a block mask, each rank instead sends its block directly to
-    the ranks that see any of its keys; the block is None in a hop in which only other ranks receive one.
+    Blocks are passed on from neighbour to neighbour. With a block mask, each rank instead sends its block
+    directly to the ranks that see any of its keys; the block is None in a hop in which only other ranks
+    receive one.
     """
     hops, dim = plan.hops, plan.dim
     passes_on = plan.spec.options.block_mask is None
@@ -114,7 +122,8 @@ def ring_pass(
             x = sent[:0]
         if hop.receives:
             numel = packing.numel(hop.source)
-        # The dependency makes autograd run the collectives of the backward in the same (reverse) order on every rank.
+        # The dependency makes autograd run the collectives of the backward in the same (reverse) order on
+        # every rank.
         x = add_autograd_dependency(x, received[-1:])
         return start_ring_shift(x, numel, dim, distance=hop.step)
 
@@ -153,7 +162,13 @@ def all_gather_kv(
 
 
 def _blocks(
-    key: Tensor, value: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor], *, gather: bool = False
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    plan: RingPlan,
+    received: list[Tensor],
+    *,
+    gather: bool = False,
 ) -> Iterable[tuple[Hop, Block | None]]:
     if not plan.hops:
         return [(OWN, (key, value))]
@@ -169,8 +184,8 @@ def _blocks(
 def ring(attend: Attend, plan: RingPlan) -> Attend:
     """Return attention to the keys of all ring ranks: ``attend`` for each block, this rank's own first.
 
-    ``forward`` takes this rank's keys and values, at the positions ``plan.key_runs(0)``. ``backward`` sums the
-    gradients of this rank's keys and values over the ranks.
+    ``forward`` takes this rank's keys and values, at the positions ``plan.key_runs(0)``. ``backward`` sums
+    the gradients of this rank's keys and values over the ranks.
     """
     options = plan.spec.options
     gather = options.rotate_method == "allgather" and options.block_mask is None
@@ -183,7 +198,8 @@ def ring(attend: Attend, plan: RingPlan) -> Attend:
         for hop, block in _blocks(key, value, packing, plan, into.received, gather=gather):
             if block is not None:
                 attend.forward(into, *block, hop.step, is_last and hop is last_hop)
-            # Drop the block here, or three received blocks would be in memory while the next hop is in flight.
+            # Drop the block here, or three received blocks would be in memory while the next hop is in
+            # flight.
             del block
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
@@ -195,7 +211,8 @@ def ring(attend: Attend, plan: RingPlan) -> Attend:
 def _key_gradients(attend: Attend, into: QueryGradients, key: Tensor, value: Tensor, plan: RingPlan) -> Block:
     """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``.
 
-    The gradient of a block follows it around the ring; with a block mask every rank sends its share to the owner.
+    The gradient of a block follows it around the ring; with a block mask every rank sends its share to the
+    owner.
     """
     dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
     own: Block = (key, value)
@@ -213,7 +230,9 @@ def _key_gradients(attend: Attend, into: QueryGradients, key: Tensor, value: Ten
             if arriving:
                 for grad, other in zip(grads, packing.unpack(wait(arriving.pop()), hop.source), strict=True):
                     grad.add_(other)
-            arriving.append(start_ring_shift(packing.pack(*grads), packing.numel(plan.source(hop.step + 1)), dim))
+            arriving.append(
+                start_ring_shift(packing.pack(*grads), packing.numel(plan.source(hop.step + 1)), dim)
+            )
         else:
             if grads is None:
                 sent = own[0].new_empty(0)

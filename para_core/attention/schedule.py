@@ -1,4 +1,6 @@
-"""A schedule of attention over denoising steps. Imports no torch, so that a command can validate it at once."""
+"""A schedule of attention over denoising steps.
+Imports no torch, so that a command can validate it at once.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeptKeys:
-    """Attention in which each head attends only to a share of the keys. **Not exact.** See :class:`SparseKVAttnMode`.
+    """Attention in which each head attends only to a share of the keys. **Not exact.** See
+    :class:`SparseKVAttnMode`.
 
     Args:
-        share (`float`): Share of the keys that each head keeps, 0 < share <= 1. The number of keys is rounded up.
-        window (`int`, *optional*, defaults to `64`): Number of queries whose attention weights decide which keys are
-            kept.
+        share (`float`): Share of the keys that each head keeps, 0 < share <= 1. The number of keys is rounded
+            up.
+        window (`int`, *optional*, defaults to `64`): Number of queries whose attention weights decide which
+            keys are kept.
 
     Raises:
         ValueError: If ``share`` or ``window`` is out of range.
@@ -28,8 +32,14 @@ class KeptKeys:
     window: int = 64
 
     def __post_init__(self) -> None:
-        if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
-            raise ValueError(f"share is {self.share!r}; expected the share of the keys to keep, 0 < share <= 1.")
+        if (
+            isinstance(self.share, bool)
+            or not isinstance(self.share, (int, float))
+            or not 0 < self.share <= 1
+        ):
+            raise ValueError(
+                f"share is {self.share!r}; expected the share of the keys to keep, 0 < share <= 1."
+            )
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window is {self.window!r}; expected a positive number of observed queries.")
 
@@ -41,7 +51,8 @@ class KeptKeys:
     def observed(self, num_queries: int) -> list[int]:
         """Return the positions of the queries whose attention weights decide which keys are kept.
 
-        They are the middles of ``window`` equal parts of the sequence; all positions if ``num_queries <= window``.
+        They are the middles of ``window`` equal parts of the sequence; all positions if ``num_queries <=
+        window``.
 
         >>> KeptKeys(0.5, 3).observed(12)
         [2, 6, 10]
@@ -58,15 +69,17 @@ class AttentionSchedule:
     Pass it as ``backend=`` of :func:`~para_core.adapters.parallelize_pipe`.
 
     Args:
-        middle (`str` or `KeptKeys`): The attention of the steps between the first and the last ones: a backend such as
-            ``"sage"`` or ``"triton-int8"``, or ``KeptKeys(share)``, with which each head attends to a share of the
-            keys.
-        first (`int`, *optional*, defaults to `4`): Number of steps at the beginning that use the backend ``exact``.
+        middle (`str` or `KeptKeys`): The attention of the steps between the first and the last ones: a
+            backend such as ``"sage"`` or ``"triton-int8"``, or ``KeptKeys(share)``, with which each head
+            attends to a share of the keys.
+        first (`int`, *optional*, defaults to `4`): Number of steps at the beginning that use the backend
+            ``exact``.
         last (`int`, *optional*, defaults to `4`): Number of steps at the end that use the backend ``exact``.
         exact (`str`, *optional*): The backend of the first and last steps. By default SDPA chooses.
 
     Raises:
-        ValueError: If a backend is unknown, ``exact`` names one that approximates, or a number of steps is negative.
+        ValueError: If a backend is unknown, ``exact`` names one that approximates, or a number of steps is
+            negative.
         TypeError: If a number of steps is not an integer.
 
     Example:
@@ -83,7 +96,9 @@ class AttentionSchedule:
     def __post_init__(self) -> None:
         exact = [name for name in BACKENDS if name not in EXACT_FORM]
         if not isinstance(self.middle, KeptKeys) and self.middle not in BACKENDS:
-            raise ValueError(f"middle is {self.middle!r}; expected one of {', '.join(BACKENDS)}, or KeptKeys(share).")
+            raise ValueError(
+                f"middle is {self.middle!r}; expected one of {', '.join(BACKENDS)}, or KeptKeys(share)."
+            )
         if self.exact not in (None, *exact):
             raise ValueError(f"exact is {self.exact!r}; expected one of {', '.join(exact)}, or None.")
         for name, value in (("first", self.first), ("last", self.last)):

@@ -17,11 +17,13 @@ from para_core.torch_internals import FORWARD_AD_LEVEL, TransformType, forward_a
 
 @dataclass(frozen=True)
 class LengthCheck:
-    """The lengths that a FlashAttention call requires of the whole sequences, checked when their layouts are known.
+    """The lengths that a FlashAttention call requires of the whole sequences, checked when their layouts are
+    known.
 
-    ``name`` is that of the calling function, for error messages. With ``lower_right`` the call is causal and aligns its
-    mask with the last query and key, as FlashAttention does; over several ranks both lengths must then be equal.
-    ``num_queries`` and ``num_keys`` are the lengths that the call passes (``cu_seqlens``), or None.
+    ``name`` is that of the calling function, for error messages. With ``lower_right`` the call is causal and
+    aligns its mask with the last query and key, as FlashAttention does; over several ranks both lengths must
+    then be equal. ``num_queries`` and ``num_keys`` are the lengths that the call passes (``cu_seqlens``), or
+    None.
     """
 
     name: str
@@ -46,13 +48,13 @@ class LengthCheck:
 
 
 class SdpaCall(NamedTuple):
-    """The arguments of one call of ``scaled_dot_product_attention``, and conditions on lengths of FlashAttention's
-    operators.
+    """The arguments of one call of ``scaled_dot_product_attention``, and conditions on lengths of
+    FlashAttention's operators.
 
-    ``SdpaCall(*args, **kwargs)`` binds the arguments of an intercepted call like SDPA's signature. The class is a named
-    tuple because Dynamo can trace its construction, which takes only a microsecond in eager code. ``query`` is ``[...,
-    H, S_q, D]``, ``key`` and ``value`` are ``[..., H_kv, S_k, D]`` and ``[..., H_kv, S_k, D_v]``, and ``attn_mask`` is
-    bool or float, broadcastable to ``[..., H, S_q, S_k]``.
+    ``SdpaCall(*args, **kwargs)`` binds the arguments of an intercepted call like SDPA's signature. The class
+    is a named tuple because Dynamo can trace its construction, which takes only a microsecond in eager code.
+    ``query`` is ``[..., H, S_q, D]``, ``key`` and ``value`` are ``[..., H_kv, S_k, D]`` and ``[..., H_kv,
+    S_k, D_v]``, and ``attn_mask`` is bool or float, broadcastable to ``[..., H, S_q, S_k]``.
     """
 
     query: Tensor
@@ -66,7 +68,9 @@ class SdpaCall(NamedTuple):
     lengths: LengthCheck | None = None
 
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> SdpaCall:
-        """Return a copy of this call with other tensors. Unlike ``_replace``, Dynamo of torch 2.11 can trace it."""
+        """Return a copy of this call with other tensors.
+        Unlike ``_replace``, Dynamo of torch 2.11 can trace it.
+        """
         flags = (self.dropout_p, self.is_causal, self.scale, self.enable_gqa, self.lengths)
         return SdpaCall(query, key, value, attn_mask, *flags)
 
@@ -84,12 +88,15 @@ class SdpaCall(NamedTuple):
 
 # An SdpaHandler is a function that computes an intercepted call of SDPA.
 SdpaHandler = Callable[[SdpaCall], Tensor]
-# A function that raises the exception it gets. A mode that a user enters passes a function that makes all ranks raise.
+# A function that raises the exception it gets. A mode that a user enters passes a function that makes all
+# ranks raise.
 Fail = Callable[[Exception], NoReturn]
 
 
 def raise_here(error: Exception) -> NoReturn:
-    """Raise ``error`` without an exchange between ranks. Under a plan all ranks get equal arguments, so all raise."""
+    """Raise ``error`` without an exchange between ranks.
+    Under a plan all ranks get equal arguments, so all raise.
+    """
     raise error
 
 
@@ -132,16 +139,22 @@ def check(
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query and key must have the same head dim; got {_shapes(query, key, value)}.")
     if not _equal_shapes(key.shape[:-1], value.shape[:-1]):
-        raise ValueError(f"key and value must have the same batch, heads and length; got {_shapes(query, key, value)}.")
+        raise ValueError(
+            f"key and value must have the same batch, heads and length; got {_shapes(query, key, value)}."
+        )
     if query.shape[:-3] != key.shape[:-3]:
         raise ValueError(
             f"query and key must have the same batch; got {_shapes(query, key, value)}. Only a batch of 1 is expanded."
         )
     num_heads, num_kv_heads = query.shape[-3], key.shape[-3]
     if num_heads != num_kv_heads and not enable_gqa:
-        raise ValueError(f"query has {num_heads} heads and key {num_kv_heads}; pass enable_gqa=True for grouped heads.")
+        raise ValueError(
+            f"query has {num_heads} heads and key {num_kv_heads}; pass enable_gqa=True for grouped heads."
+        )
     if num_heads != num_kv_heads and (num_kv_heads == 0 or num_heads % num_kv_heads):
-        raise ValueError(f"enable_gqa needs query heads divisible by key heads; got {num_heads} and {num_kv_heads}.")
+        raise ValueError(
+            f"enable_gqa needs query heads divisible by key heads; got {num_heads} and {num_kv_heads}."
+        )
     if attn_mask is not None:
         _check_mask(attn_mask, query)
     check_dropout(dropout_p)
@@ -159,7 +172,9 @@ def _equal_shapes(shape: torch.Size, other: torch.Size) -> bool:
 
 
 def _check_mask(mask: Tensor, query: Tensor) -> None:
-    """Raise ``ValueError`` for a wrong dtype, device, or leading dims. The last two dims depend on the layouts."""
+    """Raise ``ValueError`` for a wrong dtype, device, or leading dims.
+    The last two dims depend on the layouts.
+    """
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"attn_mask has dtype {mask.dtype}; expected bool (True: may attend), or a float that is added."
@@ -189,7 +204,8 @@ def check_dropout(dropout_p: float) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def check_transforms() -> bool:
-    """Raise ``RuntimeError`` inside ``torch.func.vmap`` and in forward-mode AD, which collectives do not support.
+    """Raise ``RuntimeError`` inside ``torch.func.vmap`` and in forward-mode AD, which collectives do not
+    support.
 
     Otherwise return True: Dynamo runs this once, while tracing, and needs a result to treat as a constant.
     """

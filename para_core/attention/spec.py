@@ -1,4 +1,5 @@
-"""The specification of one attention call over a mesh, without its tensors, as a frozen value with a JSON form.
+"""The specification of one attention call over a mesh, without its tensors, as a frozen value with a JSON
+form.
 
 The JSON is a constant argument of the operators in compiled graphs.
 """
@@ -23,10 +24,10 @@ from para_core.layout.sequence import Segment, SequenceLayout
 class AttentionSpec:
     """The specification of one attention call over a mesh: what it computes, and over which ranks.
 
-    :class:`~para_core.attention.attention_plan.AttentionPlan` derives the communication from it. ``key_layout`` is the
-    same object as ``query_layout`` if keys are sharded like queries. ``num_heads`` and its divisor ``num_kv_heads`` are
-    over all ranks. ``options_text`` is ``options`` as JSON, written before tracing, because Dynamo would treat numbers
-    as variables.
+    :class:`~para_core.attention.attention_plan.AttentionPlan` derives the communication from it.
+    ``key_layout`` is the same object as ``query_layout`` if keys are sharded like queries. ``num_heads`` and
+    its divisor ``num_kv_heads`` are over all ranks. ``options_text`` is ``options`` as JSON, written before
+    tracing, because Dynamo would treat numbers as variables.
     """
 
     query_layout: SequenceLayout
@@ -45,12 +46,16 @@ class AttentionSpec:
         key_kinds = None
         if self.key_layout is not self.query_layout:
             key_kinds = _kinds(self.key_layout)
-        text: str = _to_json(self.mesh.text, self.is_causal, _kinds(self.query_layout), key_kinds, self.options_text)
+        text: str = _to_json(
+            self.mesh.text, self.is_causal, _kinds(self.query_layout), key_kinds, self.options_text
+        )
         return text
 
     @cached_property
     def positional_masks(self) -> tuple[PositionalMask, ...]:
-        """The masks of this call that decide by the positions of tokens. A mask tensor applies in addition."""
+        """The masks of this call that decide by the positions of tokens.
+        A mask tensor applies in addition.
+        """
         causal: tuple[PositionalMask, ...] = ()
         if self.is_causal:
             causal = (Causal(),)
@@ -61,10 +66,11 @@ class AttentionSpec:
 
     @property
     def orders_queries(self) -> bool:
-        """Whether the Ulysses exchange brings queries into the order of the sequence, as it does with keys and values.
+        """Whether the Ulysses exchange brings queries into the order of the sequence, as it does with keys
+        and values.
 
-        Otherwise they are in the order in which they arrive, rank by rank. This saves two launches, and only the order
-        of the keys changes a result.
+        Otherwise they are in the order in which they arrive, rank by rank. This saves two launches, and only
+        the order of the keys changes a result.
         """
         layout = self.query_layout
         arrive_in_order = len(layout.segments) == 1 and not layout.segments[0].balanced
@@ -96,22 +102,35 @@ class AttentionSpec:
 
     @staticmethod
     def read(text: str, numbers: Sequence[int], scale: float | None) -> AttentionSpec:
-        """Return the spec with this :attr:`text`, :attr:`numbers` and scale. Its mesh has only names of groups."""
+        """Return the spec with this :attr:`text`, :attr:`numbers` and scale.
+        Its mesh has only names of groups.
+        """
         fields = json.loads(text)
         mesh, ranks = read_mesh(fields["mesh"])
         num_heads, num_kv_heads, *totals = numbers
         query_kinds, key_kinds, options_text = fields["queries"].split(","), fields["keys"], fields["options"]
-        query_layout, of_keys = _layout(totals[: len(query_kinds)], query_kinds, ranks), totals[len(query_kinds) :]
+        query_layout, of_keys = (
+            _layout(totals[: len(query_kinds)], query_kinds, ranks),
+            totals[len(query_kinds) :],
+        )
         key_layout = query_layout
         if key_kinds is not None:
             key_layout = _layout(of_keys, key_kinds.split(","), ranks)
-        flags = (num_heads, num_kv_heads, fields["is_causal"], scale, AttnOptions.read(options_text), options_text)
+        flags = (
+            num_heads,
+            num_kv_heads,
+            fields["is_causal"],
+            scale,
+            AttnOptions.read(options_text),
+            options_text,
+        )
         return AttentionSpec(query_layout, key_layout, mesh, *flags)
 
 
 def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOptions) -> SequenceMesh:
     """Return the mesh that a call needs: ``mesh``, or a mesh of this rank alone if all keys are replicated."""
-    # With kept_keys, the choice of keys to attend to depends on queries of all ranks and needs the whole mesh.
+    # With kept_keys, the choice of keys to attend to depends on queries of all ranks and needs the whole
+    # mesh.
     if key_layout.sharded or options.kept_keys is not None:
         return mesh
     return mesh.alone()
@@ -119,14 +138,19 @@ def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOpt
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(mesh: str, is_causal: bool, queries: str, keys: str | None, options: str) -> str:
-    # Dynamo cannot trace the JSON encoder, so it takes the result as a constant. All arguments are constants, too.
-    return json.dumps({"mesh": mesh, "is_causal": is_causal, "queries": queries, "keys": keys, "options": options})
+    # Dynamo cannot trace the JSON encoder, so it takes the result as a constant. All arguments are constants,
+    # too.
+    return json.dumps(
+        {"mesh": mesh, "is_causal": is_causal, "queries": queries, "keys": keys, "options": options}
+    )
 
 
 def _kinds(layout: SequenceLayout) -> str:
-    """Return the kind of each segment: ``r`` replicated, ``b`` balanced, or the number of tokens that stay together.
+    """Return the kind of each segment: ``r`` replicated, ``b`` balanced, or the number of tokens that stay
+    together.
 
-    >>> _kinds(SequenceLayout((Segment("text", 3, replicated=True), Segment("video", 10, together=5)), ranks=2))
+    >>> _kinds(SequenceLayout((Segment("text", 3, replicated=True), Segment("video", 10, together=5)),
+    ranks=2))
     'r,5'
     """
     return ",".join([_kind(segment) for segment in layout.segments])

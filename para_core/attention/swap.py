@@ -1,18 +1,19 @@
 """Swap tokens for heads among the ranks of a Ulysses group, and back, by one all-to-all.
 
-:mod:`.to_heads` sends each rank its heads of this rank's tokens, and returns this rank's heads of all tokens of the
-group, in the order of the sequence. :mod:`.to_tokens` is its inverse. This file has what both share. Several tensors
-travel together.
+:mod:`.to_heads` sends each rank its heads of this rank's tokens, and returns this rank's heads of all tokens
+of the group, in the order of the sequence. :mod:`.to_tokens` is its inverse. This file has what both share.
+Several tensors travel together.
 
-The buffer has one part per rank. A part holds one table per kind of tensor: tensors with the same tokens and the same
-width share a table ``[tokens, B, sum of heads, D]``. For two ranks, query, key and value of four heads each::
+The buffer has one part per rank. A part holds one table per kind of tensor: tensors with the same tokens and
+the same width share a table ``[tokens, B, sum of heads, D]``. For two ranks, query, key and value of four
+heads each::
 
     tokens of rank 0 ─┬─ heads 0 1 of q, k, v   →  rank 0      rank 0 receives, one below the other: a table of all
                       └─ heads 2 3 of q, k, v   →  rank 1      tokens with its heads, of which q, k and v are views
 
-How a table is packed is chosen once per set of shapes. Slices of equal size are one strided view, so the number of
-launches does not depend on the number of ranks. On a GPU one kernel copies all slices (:mod:`.pack_ops`), which is also
-the only way that rounds to 8 bits.
+How a table is packed is chosen once per set of shapes. Slices of equal size are one strided view, so the
+number of launches does not depend on the number of ranks. On a GPU one kernel copies all slices
+(:mod:`.pack_ops`), which is also the only way that rounds to 8 bits.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Steps(NamedTuple):
 class Shapes(NamedTuple):
     """The sizes of the tensors ``[B, H, S, D]`` of one exchange, as they are on this rank before it.
 
-    ``tables`` are the indices of the tensors that share a table. ``row_widths`` are the numbers of buffer elements per
-    token and head of each tensor: D, or D plus the bytes of a scale.
+    ``tables`` are the indices of the tensors that share a table. ``row_widths`` are the numbers of buffer
+    elements per token and head of each tensor: D, or D plus the bytes of a scale.
     """
 
     batch: int
@@ -62,7 +63,9 @@ class Shapes(NamedTuple):
 
 
 def takes_kernels(x: Tensor) -> bool:
-    """Whether a Triton kernel packs ``x``: on CUDA, in eager code without gradients. Meta tensors count as CUDA."""
+    """Whether a Triton kernel packs ``x``: on CUDA, in eager code without gradients.
+    Meta tensors count as CUDA.
+    """
     if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return load_kernel("pack", x.device) is not None
@@ -72,11 +75,13 @@ class Swap:
     """The part that both directions share: the sizes of the exchange, and the steps for each set of shapes.
 
     Args:
-        rows: For each tensor, where the tokens of the group lie. Tensors with the same layout share one object.
+        rows: For each tensor, where the tokens of the group lie. Tensors with the same layout share one
+            object.
         heads: For each tensor, the heads ``(start, count)`` that each rank computes.
         dim: The mesh dim of the ranks.
         replicated: Whether replicated tokens are sent, too.
-        comm_dtype: The 8-bit dtype to which tensors are rounded for sending (not exact); None to send them unchanged.
+        comm_dtype: The 8-bit dtype to which tensors are rounded for sending (not exact); None to send them
+            unchanged.
     """
 
     def __init__(
@@ -88,10 +93,16 @@ class Swap:
         replicated: bool = False,
         comm_dtype: torch.dtype | None = None,
     ) -> None:
-        self.rows, self.heads, self.dim, self.replicated, self.comm_dtype = rows, heads, dim, replicated, comm_dtype
+        self.rows, self.heads, self.dim, self.replicated, self.comm_dtype = (
+            rows,
+            heads,
+            dim,
+            replicated,
+            comm_dtype,
+        )
         self.sizes = [of.sizes(replicated=replicated) for of in rows]
-        # If all parts are equal, the collective needs no sizes and is faster. Do not compare lengths while tracing,
-        # because a comparison of symbolic lengths would add a guard.
+        # If all parts are equal, the collective needs no sizes and is faster. Do not compare lengths while
+        # tracing, because a comparison of symbolic lengths would add a guard.
         self._is_even = not torch.compiler.is_compiling() and all(
             len(set(numbers)) == 1 for numbers in (*self.sizes, *[[count for _, count in of] for of in heads])
         )
@@ -102,7 +113,8 @@ class Swap:
         steps, first = None, tensors[0]
         by_kernel, compiling = takes_kernels(first), torch.compiler.is_compiling()
         if not compiling:
-            # The widths of key and value, the last tensors, are all that the other tensors do not have from the first.
+            # The widths of key and value, the last tensors, are all that the other tensors do not have from
+            # the first.
             key = (by_kernel, torch.is_grad_enabled(), first.dtype, first.shape, tensors[-1].shape)
             steps = self._steps.get(key)
         if steps is None:
@@ -144,13 +156,16 @@ class Swap:
         """Return the number of buffer elements of one token of ``table``, with the heads of ``rank``."""
         return shapes.batch * sum([self.heads[index][rank][1] * shapes.row_widths[index] for index in table])
 
-    def regions(self, shapes: Shapes, tokens: Sequence[Sequence[Sequence[Run]]], *, by_head: bool) -> list[int]:
+    def regions(
+        self, shapes: Shapes, tokens: Sequence[Sequence[Sequence[Run]]], *, by_head: bool
+    ) -> list[int]:
         """Return the regions of the buffer for a kernel, as one list of integers.
 
         Args:
-            tokens: ``tokens[index][rank]`` are the runs of tokens of tensor ``index`` in the part of ``rank``.
-            by_head: Whether the tensor has all heads, of which the part of a rank has those of ``rank``; otherwise it
-                has this rank's heads only, and all parts have all of them.
+            tokens: ``tokens[index][rank]`` are the runs of tokens of tensor ``index`` in the part of
+                ``rank``.
+            by_head: Whether the tensor has all heads, of which the part of a rank has those of ``rank``;
+                otherwise it has this rank's heads only, and all parts have all of them.
         """
         regions, offset, own = [], 0, self.dim.index
         for rank in range(self.dim.size):
@@ -206,7 +221,9 @@ def pack_views(shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Te
     return torch.cat(views, 3)
 
 
-def unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor, _: Sequence[Tensor]) -> Sequence[Tensor]:
+def unpack_views(
+    table: Sequence[int], heads: list[int], buffer: Tensor, _: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """Return views of the received table, ``[tokens, B, sum of heads, D]``; ``heads`` has one number per tensor."""
     blocks = buffer.view(table).permute(1, 2, 0, 3)
     # Use split_with_sizes(), because split() is implemented in Python and slower.

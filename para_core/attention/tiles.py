@@ -1,14 +1,15 @@
-"""Split a call with positional masks into pieces of queries and tiles of keys, so that it needs no mask tensor.
+"""Split a call with positional masks into pieces of queries and tiles of keys, so that it needs no mask
+tensor.
 
-A mask consists of *positional masks*, which decide by the positions of tokens in the whole sequence, and of at most one
-tensor. A *piece* is a run of queries that see the same keys; a *tile* is the keys of a block that a piece sees. What a
-tile is not (keys that no query of the piece sees) is never computed. The tiles of a causal call on two ring ranks of
-four tokens, for the rank with the tokens 4 to 7::
+A mask consists of *positional masks*, which decide by the positions of tokens in the whole sequence, and of
+at most one tensor. A *piece* is a run of queries that see the same keys; a *tile* is the keys of a block that
+a piece sees. What a tile is not (keys that no query of the piece sees) is never computed. The tiles of a
+causal call on two ring ranks of four tokens, for the rank with the tokens 4 to 7::
 
     piece 4 5 6 7:   keys 4 5 6 7 (its own)  →  one causal tile       keys 0 1 2 3 (arriving)  →  one full tile
 
-Everything here is integer arithmetic, done once per call with the same shapes. A list of positions is given as runs
-``(start, length)``.
+Everything here is integer arithmetic, done once per call with the same shapes. A list of positions is given
+as runs ``(start, length)``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from para_core.layout.sequence import Run
 
 @dataclass(frozen=True)
 class Tile:
-    """The keys of a block that a piece (a run of queries) sees, as runs that are not empty, in the order of the block.
+    """The keys of a block that a piece (a run of queries) sees, as runs that are not empty, in the order of
+    the block.
 
-    ``runs`` are offsets in the block, and ``positions`` the same keys in the whole sequence. With ``is_causal``, these
-    are also the positions of the queries: query i of the piece sees keys 0 … i of the tile. Otherwise every query of
-    the piece sees every key of the tile.
+    ``runs`` are offsets in the block, and ``positions`` the same keys in the whole sequence. With
+    ``is_causal``, these are also the positions of the queries: query i of the piece sees keys 0 … i of the
+    tile. Otherwise every query of the piece sees every key of the tile.
     """
 
     runs: tuple[Run, ...]
@@ -56,7 +58,8 @@ class PositionalMask(Protocol):
         ...
 
     def tile(self, queries: Run, keys: Sequence[Run]) -> list[tuple[list[Run], bool]]:
-        """Return the keys that a piece sees: ``(ascending positions, whether the tile is causal)`` of each tile.
+        """Return the keys that a piece sees: ``(ascending positions, whether the tile is causal)`` of each
+        tile.
 
         ``keys`` are ascending. The list is empty if the piece sees none of them.
         """
@@ -91,7 +94,8 @@ def tiles_of_piece(queries: Run, block: Sequence[Run], masks: Sequence[Positiona
     """Return the tiles of a block of keys that a piece sees through all ``masks``.
 
     Args:
-        queries: The run ``(start, length)`` of the queries, not empty, cut at the edges that the masks ask for.
+        queries: The run ``(start, length)`` of the queries, not empty, cut at the edges that the masks ask
+            for.
         block: The positions of the keys, as runs in the order of the block.
 
     >>> tiles_of_piece((4, 2), [(4, 6), (0, 2)], [Causal()])

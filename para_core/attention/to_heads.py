@@ -30,8 +30,8 @@ from para_core.layout.sequence import Run
 class ToHeads(Swap):
     """The exchange of ``[B, H, S_local, D]`` for ``[B, H_local, S_block, D]``.
 
-    Replicated tokens are not sent: each rank takes its own heads of them. With ``replicated`` they are sent and summed
-    over the ranks, as the gradients of copies are.
+    Replicated tokens are not sent: each rank takes its own heads of them. With ``replicated`` they are sent
+    and summed over the ranks, as the gradients of copies are.
     """
 
     def share_tokens(self, index: int, other: int) -> bool:
@@ -50,15 +50,21 @@ class ToHeads(Swap):
         rounds = self.comm_dtype is not None
         if rounds or (by_kernel and len(self.rows) > 1):
             own = [[rows.own(replicated=self.replicated)] * size for rows in self.rows]
-            pack: Pack = partial(pack_regions, self.regions(shapes, own, by_head=True), sum(send), self.comm_dtype)
+            pack: Pack = partial(
+                pack_regions, self.regions(shapes, own, by_head=True), sum(send), self.comm_dtype
+            )
         else:
             groups = group_ranks(self.heads)
             pack = partial(self._pack, shapes, groups, sum(send))
             if self._packs_views(shapes, groups):
-                pack = partial(pack_views, [self._view_shape(shapes, of_tensor) for of_tensor in range(len(self.rows))])
+                pack = partial(
+                    pack_views, [self._view_shape(shapes, of_tensor) for of_tensor in range(len(self.rows))]
+                )
         if rounds or (by_kernel and len(shapes.tables) > 1):
             return Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
-        if len(shapes.tables) == 1 and all(rows is self.rows[0] and rows.is_rank_by_rank for rows in self.rows):
+        if len(shapes.tables) == 1 and all(
+            rows is self.rows[0] and rows.is_rank_by_rank for rows in self.rows
+        ):
             heads = [of_ranks[index][1] for of_ranks in self.heads]
             table = (sum(self.sizes[0]), shapes.batch, sum(heads), shapes.widths[0])
             return Steps(pack, send, receive, partial(unpack_views, table, heads))
@@ -81,7 +87,9 @@ class ToHeads(Swap):
     def _leaves_out_replicated(self) -> bool:
         return not self.replicated and any(rows.replicates for rows in self.rows)
 
-    def _pack(self, shapes: Shapes, groups: Sequence[RankGroup], numel: int, tensors: Sequence[Tensor]) -> Tensor:
+    def _pack(
+        self, shapes: Shapes, groups: Sequence[RankGroup], numel: int, tensors: Sequence[Tensor]
+    ) -> Tensor:
         """Pack with one copy if all ranks get equally many heads, otherwise with one copy per group of equal ranks."""
         if self._leaves_out_replicated:
             tensors = [take(x, 2, rows.own_sharded) for x, rows in zip(tensors, self.rows, strict=True)]
@@ -199,7 +207,8 @@ class ToHeads(Swap):
 def _in_order(rows: BlockRows, table: Tensor, own: Sequence[Tensor]) -> Tensor:
     """Return ``table``, ``[tokens, B, heads, D]``, which arrived rank by rank, in the order of the block.
 
-    Replicated tokens come from ``own``: this rank's tensors, ``[S_local, B, heads, D]`` with this rank's heads.
+    Replicated tokens come from ``own``: this rank's tensors, ``[S_local, B, heads, D]`` with this rank's
+    heads.
     """
     parts = []
     for replicated, run in rows.arrivals:
@@ -213,10 +222,11 @@ def _in_order(rows: BlockRows, table: Tensor, own: Sequence[Tensor]) -> Tensor:
 
 
 class RankGroup(NamedTuple):
-    """Consecutive ranks from ``first`` on whose slices of heads are equally large and begin at equal distances.
+    """Consecutive ranks from ``first`` on whose slices of heads are equally large and begin at equal
+    distances.
 
-    ``heads`` has ``(start, count, step)`` for each tensor: rank ``first + i`` gets ``count`` heads from ``start + i ·
-    step`` on. ``step`` is ``count``, or 0 if all ranks get the same heads.
+    ``heads`` has ``(start, count, step)`` for each tensor: rank ``first + i`` gets ``count`` heads from
+    ``start + i · step`` on. ``step`` is ``count``, or 0 if all ranks get the same heads.
     """
 
     first: int
@@ -225,7 +235,8 @@ class RankGroup(NamedTuple):
 
 
 def group_ranks(heads: Sequence[Sequence[Run]]) -> list[RankGroup]:
-    """Split the ranks into groups with equal numbers of heads. ``heads[k][i]`` is the run of rank i for tensor k.
+    """Split the ranks into groups with equal numbers of heads. ``heads[k][i]`` is the run of rank i for
+    tensor k.
 
     >>> group_ranks([[(0, 2), (2, 2), (4, 1)]])
     [RankGroup(first=0, number=2, heads=((0, 2, 2),)), RankGroup(first=2, number=1, heads=((4, 1, 1),))]
@@ -239,7 +250,9 @@ def group_ranks(heads: Sequence[Sequence[Run]]) -> list[RankGroup]:
             groups.append(RankGroup(rank, 1, tuple([(start, count, count) for start, count in runs])))
         else:
             last = groups[-1]
-            grown = tuple([(start, count, step) for (start, count, _), step in zip(last.heads, steps, strict=True)])
+            grown = tuple(
+                [(start, count, step) for (start, count, _), step in zip(last.heads, steps, strict=True)]
+            )
             groups[-1] = RankGroup(last.first, last.number + 1, grown)
     return groups
 
@@ -282,7 +295,10 @@ def _parts(
     offset = 0
     for group in groups:
         each = sum(
-            [swap.numel_of_token(of, group.first, shapes) * swap.sizes[of[0]][swap.dim.index] for of in shapes.tables]
+            [
+                swap.numel_of_token(of, group.first, shapes) * swap.sizes[of[0]][swap.dim.index]
+                for of in shapes.tables
+            ]
         )
         yield group, buffer.narrow(0, offset, group.number * each).view(group.number, each)
         offset += group.number * each

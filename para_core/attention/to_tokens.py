@@ -27,11 +27,12 @@ from para_core.layout.sequence import Run
 
 
 class ToTokens(Swap):
-    """The exchange of ``[B, H_local, S_block, D]`` for ``[B, H, S_local, D]``: the inverse of :class:`ToHeads`.
+    """The exchange of ``[B, H_local, S_block, D]`` for ``[B, H, S_local, D]``: the inverse of
+    :class:`ToHeads`.
 
-    With ``replicated``, every rank gets all heads of the replicated tokens. Without it, they are not sent, and a result
-    has zeros for the heads of other ranks: it is a share of a sum over ranks, as gradients of copies are. Where several
-    ranks have the same head, their results are summed.
+    With ``replicated``, every rank gets all heads of the replicated tokens. Without it, they are not sent,
+    and a result has zeros for the heads of other ranks: it is a share of a sum over ranks, as gradients of
+    copies are. Where several ranks have the same head, their results are summed.
     """
 
     def share_tokens(self, index: int, other: int) -> bool:
@@ -50,7 +51,9 @@ class ToTokens(Swap):
         rounds = self.comm_dtype is not None
         if rounds or (by_kernel and len(self.rows) > 1):
             blocks = [[self._blocks_of(rows, rank) for rank in range(size)] for rows in self.rows]
-            pack: Pack = partial(pack_regions, self.regions(shapes, blocks, by_head=False), sum(send), self.comm_dtype)
+            pack: Pack = partial(
+                pack_regions, self.regions(shapes, blocks, by_head=False), sum(send), self.comm_dtype
+            )
             whole = self.replicated or not any(rows.replicates for rows in self.rows)
             if whole and all(_are_disjoint(heads) for heads in self.heads):
                 return Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
@@ -60,7 +63,9 @@ class ToTokens(Swap):
             tokens, counts = self.sizes[0][index], [count for _, count in self.heads[0] if count] or [0]
             unpack: Unpack = partial(_unpack_uneven_heads, shapes.batch, tokens, counts, shapes.widths[0])
             if all(count == counts[0] for count in counts):
-                unpack = partial(unpack_even_heads, (len(counts), tokens, shapes.batch, counts[0], shapes.widths[0]))
+                unpack = partial(
+                    unpack_even_heads, (len(counts), tokens, shapes.batch, counts[0], shapes.widths[0])
+                )
             if self.rows[0].is_rank_by_rank:
                 return Steps(pack_block, send, receive, unpack)
             return Steps(partial(self._pack_one, self.rows[0]), send, receive, unpack)
@@ -68,7 +73,9 @@ class ToTokens(Swap):
 
     def _blocks_of(self, rows: BlockRows, rank: int) -> list[Run]:
         """Return where the tokens of ``rank`` lie in the block."""
-        runs = [(row.block, row.length) for row in rows.of_peers[rank] if self.replicated or not row.replicated]
+        runs = [
+            (row.block, row.length) for row in rows.of_peers[rank] if self.replicated or not row.replicated
+        ]
         return join_neighbours(runs)
 
     def _regions_unpacker(self, shapes: Shapes, dtype: torch.dtype) -> Unpack:
@@ -142,7 +149,9 @@ def _unpack_uneven_heads(
 ) -> Sequence[Tensor]:
     """Bring the heads of all ranks together, as :func:`unpack_even_heads` does, if rank i has ``counts[i]`` heads."""
     slices = buffer.view(-1).split_with_sizes([tokens * batch * count * width for count in counts])
-    parts = [x.view(tokens, batch, count, width).transpose(0, 1) for x, count in zip(slices, counts, strict=True)]
+    parts = [
+        x.view(tokens, batch, count, width).transpose(0, 1) for x, count in zip(slices, counts, strict=True)
+    ]
     return (torch.cat(parts, 2).transpose(1, 2),)
 
 

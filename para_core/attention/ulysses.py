@@ -1,25 +1,25 @@
 """Ulysses: exchange a shard of the tokens for a shard of the heads, and back (arXiv:2309.14509).
 
-Each attention call runs one all-to-all before attention, for query, key and value together (in), and one after it, for
-the output (out). With S_r tokens and H_r heads on rank r, and e bytes per element, rank r sends
+Each attention call runs one all-to-all before attention, for query, key and value together (in), and one
+after it, for the output (out). With S_r tokens and H_r heads on rank r, and e bytes per element, rank r sends
 
     in:   B · e · Σ_{j≠r} (S_r · (H_j · D + H_kv,j · (D + D_v)))   bytes
     out:  B · e · D_v · H_r · Σ_{j≠r} (S_j + replicated tokens)    bytes
 
-Heads are split like :func:`torch.tensor_split`. A rank gets the key heads that its query heads need, so several ranks
-get the same key head if there are fewer key heads than ranks. A replicated segment is not sent on the way in, because
-each rank takes its own heads of it; its output is gathered over heads.
+Heads are split like :func:`torch.tensor_split`. A rank gets the key heads that its query heads need, so
+several ranks get the same key head if there are fewer key heads than ranks. A replicated segment is not sent
+on the way in, because each rank takes its own heads of it; its output is gathered over heads.
 
-Keys and values arrive in the order of the sequence, as one device has them. A sequence of several sharded segments
-needs one more copy for that. Queries are ordered, too, where it costs nothing or positions matter
+Keys and values arrive in the order of the sequence, as one device has them. A sequence of several sharded
+segments needs one more copy for that. Queries are ordered, too, where it costs nothing or positions matter
 (:attr:`~para_core.attention.spec.AttentionSpec.orders_queries`).
 
-The number of launches does not depend on the number of ranks: one strided copy packs the slices of all peers that have
-equal sizes. If heads and tokens divide evenly, this is one concatenation before the first all-to-all, one copy after
-the second and, with more than one sample, one copy before it.
+The number of launches does not depend on the number of ranks: one strided copy packs the slices of all peers
+that have equal sizes. If heads and tokens divide evenly, this is one concatenation before the first
+all-to-all, one copy after the second and, with more than one sample, one copy before it.
 
-The backward runs the transposed all-to-alls: one for the gradient of the output (those of replicated tokens are summed
-over ranks), and one for the gradients of query, key and value together.
+The backward runs the transposed all-to-alls: one for the gradient of the output (those of replicated tokens
+are summed over ranks), and one for the gradients of query, key and value together.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class Heads:
 
     @cached_property
     def of_key(self) -> tuple[Run, ...]:
-        """The key heads that the query heads of each rank need. Neighbouring ranks may need the same key head."""
+        """The key heads that the query heads of each rank need.
+        Neighbouring ranks may need the same key head.
+        """
         if self.num_kv_heads == self.num_heads:
             return self.of_query
         group = self.num_heads // self.num_kv_heads
@@ -87,8 +89,9 @@ class Heads:
 class UlyssesPlan:
     """The Ulysses exchanges of one attention call, forward and backward.
 
-    A *block* is all tokens of a Ulysses group in the order of the sequence, with some of the heads; queries are rank by
-    rank if not ``ordered``. With ``comm_dtype`` the tensors of the forward are rounded for sending.
+    A *block* is all tokens of a Ulysses group in the order of the sequence, with some of the heads; queries
+    are rank by rank if not ``ordered``. With ``comm_dtype`` the tensors of the forward are rounded for
+    sending.
     """
 
     def __init__(self, spec: AttentionSpec, heads: Heads, *, ordered: bool) -> None:
@@ -106,19 +109,23 @@ class UlyssesPlan:
     def start_enter(self) -> Start:
         """A function that starts the all-to-all of ``(query, key, value)``, each ``[B, H, S_local, D]``.
 
-        It returns a function that waits, and returns their blocks, ``[B, H_local, S_block, D]``. Replicated tokens are
-        not sent: each rank takes its own heads of them.
+        It returns a function that waits, and returns their blocks, ``[B, H_local, S_block, D]``. Replicated
+        tokens are not sent: each rank takes its own heads of them.
         """
         return ToHeads(self._rows, self._heads, self._dim, comm_dtype=self._comm_dtype).start
 
     @cached_property
     def start_leave(self) -> Start:
-        """A function that starts the all-to-all of ``(out,)``, the output's block ``[B, H_local, S_block, D_v]``.
+        """A function that starts the all-to-all of ``(out,)``, the output's block ``[B, H_local, S_block,
+        D_v]``.
 
-        It returns a function that waits, and returns all heads of this rank's tokens, ``([B, H, S_local, D_v],)``.
+        It returns a function that waits, and returns all heads of this rank's tokens, ``([B, H, S_local,
+        D_v],)``.
         """
         of_query = [self.heads.of_query]
-        return ToTokens([self.queries], of_query, self._dim, replicated=True, comm_dtype=self._comm_dtype).start
+        return ToTokens(
+            [self.queries], of_query, self._dim, replicated=True, comm_dtype=self._comm_dtype
+        ).start
 
     def enter_mask(self, mask: Tensor, heads: Sequence[Run]) -> Tensor:
         """Exchange the mask's rows of this rank for those of the block. Differentiable, and may be traced."""

@@ -1,4 +1,5 @@
-"""Unified sequence parallelism (USP): SDPA and its gradient over a ``ring × ulysses`` mesh (arXiv:2405.07719).
+"""Unified sequence parallelism (USP): SDPA and its gradient over a ``ring × ulysses`` mesh
+(arXiv:2405.07719).
 
 Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the groups form a ring.
 """
@@ -39,10 +40,12 @@ def usp_forward(
         query, key, value: ``[B, H, S_local, D]``, this rank's tokens in the layouts of queries and of keys.
         mask: The result of :func:`~para_core.attention.masks.mask_of_block`, or None.
         attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
-        save: Whether to return the tensors that :func:`usp_backward` needs. Tensors are then not rounded for sending.
+        save: Whether to return the tensors that :func:`usp_backward` needs. Tensors are then not rounded for
+            sending.
 
     Returns:
-        out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result; and the saved tensors, or None.
+        out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result; and the saved tensors, or
+        None.
     """
     if autocasts(query):
         # Disable autocast, because it would round scores and lse, which must be float32.
@@ -79,10 +82,12 @@ def attend_block(
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention of this rank's queries and heads to the keys of all ring ranks, after the Ulysses exchange.
+    """Compute attention of this rank's queries and heads to the keys of all ring ranks, after the Ulysses
+    exchange.
 
     Args:
-        query, key, value: ``[B, H_local, S_block, D]``: all tokens of this rank's Ulysses group, and its own heads.
+        query, key, value: ``[B, H_local, S_block, D]``: all tokens of this rank's Ulysses group, and its own
+            heads.
         plan, mask, attn_func, save: As in :func:`usp_forward`.
 
     Returns:
@@ -93,7 +98,9 @@ def attend_block(
         key_heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
     if attn_func is not None and key.shape[1] != query.shape[1] and key_heads is None:
         # Expand the key heads, because a user's attn_func needs as many key heads as query heads.
-        key_heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // max(1, key.shape[1]))
+        key_heads = torch.arange(query.shape[1], device=query.device) // (
+            query.shape[1] // max(1, key.shape[1])
+        )
     if not save and attn_func is None and plan.is_local:
         if key_heads is not None:
             key, value = expand(key, key_heads), expand(value, key_heads)
@@ -142,7 +149,8 @@ def attend_all(
 
 
 def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None = None) -> Attend:
-    """Return the attention of a call: to one block, with key heads expanded, over all ring ranks, with masks kept.
+    """Return the attention of a call: to one block, with key heads expanded, over all ring ranks, with masks
+    kept.
 
     ``masked`` tells whether the call has a mask tensor.
     """
@@ -191,7 +199,14 @@ def usp_backward(
         is_kept = snapkv.select_keys(kept_keys, query, saved.key, mask, plan.ring, heads=heads)
         hidden = snapkv.hide(mask, is_kept)
     into = QueryGradients.of(
-        grad_out, query, saved.out, saved.lse, hidden, plan.tiling, key_heads=heads, mask_gradient=mask_gradient
+        grad_out,
+        query,
+        saved.out,
+        saved.lse,
+        hidden,
+        plan.tiling,
+        key_heads=heads,
+        mask_gradient=mask_gradient,
     )
     grad_key, grad_value = compose_once(plan, hidden is not None).backward(into, saved.key, saved.value, 0)
     grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]

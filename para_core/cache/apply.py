@@ -34,26 +34,27 @@ def apply_cache(
 ) -> Model:
     """Apply First Block Cache to a model that you call in your own denoising loop. Not exact.
 
-    The transformer blocks after the first are skipped in steps in which the first-block residual hardly changes. Call
-    :func:`reset_cache` before each generation. A call inside ``with cache_context(model, name)`` belongs to the CFG
-    branch ``name``. Other calls are assigned to branches by ``blocks.conditions``. Calls of one step that their
-    arguments do not tell apart are computed, with a warning.
-    Calling this function again replaces the settings; :func:`remove_cache` removes the cache.
+    The transformer blocks after the first are skipped in steps in which the first-block residual hardly
+    changes. Call :func:`reset_cache` before each generation. A call inside ``with cache_context(model,
+    name)`` belongs to the CFG branch ``name``. Other calls are assigned to branches by ``blocks.conditions``.
+    Calls of one step that their arguments do not tell apart are computed, with a warning. Calling this
+    function again replaces the settings; :func:`remove_cache` removes the cache.
 
     Args:
         model (`nn.Module`): The model. It may be compiled before or after this call.
         blocks (`CachedBlocks`): The description of the model's block stack.
-        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that hold parts of one sequence, which decide
-            together. Defaults to the mesh of the plan that is applied to the model, or of the mode around the call.
-            Required if you compile the model inside your own mode.
-        **options: The options of :class:`CacheOptions`. The threshold is required. Options that need a pipeline's
-            schedule, such as ``start``, are refused.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that hold parts of one sequence, which
+            decide together. Defaults to the mesh of the plan that is applied to the model, or of the mode
+            around the call. Required if you compile the model inside your own mode.
+        **options: The options of :class:`CacheOptions`. The threshold is required. Options that need a
+            pipeline's schedule, such as ``start``, are refused.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        TypeError, ValueError: An option is invalid, or the model does not have the blocks that ``blocks`` describes.
+        TypeError, ValueError: An option is invalid, or the model does not have the blocks that ``blocks``
+            describes.
     """
     module: Any = uncompiled(model)
     settings = options_of("apply_cache", options)
@@ -110,9 +111,9 @@ def reset_cache(model: nn.Module) -> None:
 def cache_context(model: nn.Module, name: str) -> Iterator[None]:
     """Name the CFG branch of the calls of ``model`` inside the ``with`` block.
 
-    Needed if the arguments of a model do not tell its branches apart, or if it is called for several tiles or images in
-    turn: each call of a step needs another name, and keeps it from step to step. Models of diffusers have a method
-    ``cache_context(name)``, which does the same.
+    Needed if the arguments of a model do not tell its branches apart, or if it is called for several tiles or
+    images in turn: each call of a step needs another name, and keeps it from step to step. Models of
+    diffusers have a method ``cache_context(name)``, which does the same.
 
     Raises:
         ValueError: The model has no cache.

@@ -20,16 +20,33 @@ from para_core.torch_internals import version_of
 _CLOCK = re.compile(r"(.*_)?(t|times?|timesteps?|sigmas?|noise_levels?)(_r)?")
 # A clock with more elements is compared on the device; a smaller one is read by the host.
 MOST_READ = 1 << 16
-# Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later call.
+# Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later
+# call.
 _MAX_KEPT_BYTES = 1 << 20
-# Bounds of the search in nested arguments. What is nested more deeply, or has more values, is compared by identity.
+# Bounds of the search in nested arguments. What is nested more deeply, or has more values, is compared by
+# identity.
 _MAX_DEPTH = 8
 _MAX_LEAVES = 512
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, range, slice, type)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    Enum,
+    torch.dtype,
+    torch.device,
+    range,
+    slice,
+    type,
+)
 
 
 class Leaf:
-    """A tensor or another value inside an argument of a call, with the version counter of the tensor in that call.
+    """A tensor or another value inside an argument of a call, with the version counter of the tensor in that
+    call.
 
     A large tensor is not kept alive, unless ``keep`` is set. If it is gone, it counts as another one.
     """

@@ -36,7 +36,9 @@ Roles = list[tuple[nn.Module, BlockRole]]
 
 
 class BlockHookHost:
-    """The hooks on one model and its blocks, and the cache that uses them. It fills their slots ``CACHED_BLOCK``."""
+    """The hooks on one model and its blocks, and the cache that uses them.
+    It fills their slots ``CACHED_BLOCK``.
+    """
 
     def __init__(self) -> None:
         # The cache of the model call that is running, and the thread of this call.
@@ -56,7 +58,9 @@ class BlockHookHost:
         return name
 
     @contextmanager
-    def _run_named(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _run_named(
+        self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
         """Run diffusers' ``cache_context(name)``, and record the name of the CFG branch."""
         name = args[0] if args else kwargs["name"]
         with self.in_branch(str(name)), call(module, *args, **kwargs):
@@ -97,7 +101,8 @@ class BlockHookHost:
     def _around_block(self, role: BlockRole) -> Around:
         def run_block(call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             cache = self.running or self.resident
-            # A cache that runs in another thread is not for this call, which may come from a pipeline without a cache.
+            # A cache that runs in another thread is not for this call, which may come from a pipeline without
+            # a cache.
             in_other_thread = (
                 not torch.compiler.is_compiling() and self.running is not None and self.thread != get_ident()
             )
@@ -152,8 +157,8 @@ def find_foreign_cache(module: nn.Module) -> str | None:
         if registry is None:
             continue
         for hook in registry.hooks.values():
-            # Look for hooks too, because apply_first_block_cache(transformer, ...) and similar functions set no
-            # _cache_config.
+            # Look for hooks too, because apply_first_block_cache(transformer, ...) and similar functions set
+            # no _cache_config.
             if type(hook).__module__.rsplit(".", maxsplit=1)[-1] in _DIFFUSERS_CACHES:
                 return type(hook).__name__
     return None

@@ -1,12 +1,13 @@
 """First Block Cache on one model, in eager code and in a compiled graph.
 
-Each block gets a hook (:mod:`para_core.cache.attachment`). The hook of the first block measures the residual and
-decides the step. The hooks of the other blocks run or skip their blocks. In a skipped step, the hook of the last block
-of a group adds the stored residual to the input of the group. Computations of the model between its blocks (such as
-residuals of a ControlNet) also run in skipped steps, but have no effect there, because the stored residual has them.
+Each block gets a hook (:mod:`para_core.cache.attachment`). The hook of the first block measures the residual
+and decides the step. The hooks of the other blocks run or skip their blocks. In a skipped step, the hook of
+the last block of a group adds the stored residual to the input of the group. Computations of the model
+between its blocks (such as residuals of a ControlNet) also run in skipped steps, but have no effect there,
+because the stored residual has them.
 
-In a graph, skippable blocks are in a branch of ``torch.cond``: one ``cond`` for all blocks of a group if the model does
-nothing between them, otherwise one per block, all with the same predicate.
+In a graph, skippable blocks are in a branch of ``torch.cond``: one ``cond`` for all blocks of a group if the
+model does nothing between them, otherwise one per block, all with the same predicate.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class BlockCache:
         mesh: As in :func:`~para_core.cache.apply.apply_cache`.
 
     Raises:
-        ValueError: The model does not have the blocks that ``blocks`` describes, no block would be skipped, or one of
-            diffusers' own caches is enabled on the model.
+        ValueError: The model does not have the blocks that ``blocks`` describes, no block would be skipped,
+            or one of diffusers' own caches is enabled on the model.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class BlockCache:
         # Whether the hooks currently run all blocks, as without a cache.
         self.idle = False
         self._warnings = WarningLog()
-        # The report needs the number of CFG branches in a batch, and the number of samples in it (0 if unknown).
+        # The report needs the number of CFG branches in a batch, and the number of samples in it (0 if
+        # unknown).
         self.num_branches = 1
         self.batch = 0
         # The name of the argument that made the last call run without the cache; None if the cache was used.
@@ -99,7 +101,8 @@ class BlockCache:
         self.params = DecisionParams.of(self.step, options, self.threshold)
         # The values of self.params as one tensor, because a graph reads them from the device.
         self.params_on_device = self.params.tensor(device)
-        # For each block group, whether the model may compute something between its blocks in the current call.
+        # For each block group, whether the model may compute something between its blocks in the current
+        # call.
         self.unchained = [not group.chained for group in blocks.groups]
         self.graph = GraphForm(self)
         self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
@@ -125,14 +128,16 @@ class BlockCache:
         step_of: Callable[[str], Step],
         moment: int | None = None,
     ) -> Any:
-        """Run one call of the model with the cache, and return its output. The model or its blocks may be compiled.
+        """Run one call of the model with the cache, and return its output. The model or its blocks may be
+        compiled.
 
-        ``call()`` calls the model with ``arguments``, by name. ``step_of(branch)`` returns the position of the call of
-        this CFG branch in the schedule. ``moment`` changes from step to step; None if only the arguments can tell.
+        ``call()`` calls the model with ``arguments``, by name. ``step_of(branch)`` returns the position of
+        the call of this CFG branch in the schedule. ``moment`` changes from step to step; None if only the
+        arguments can tell.
 
         Raises:
-            RuntimeError: The model already runs with this cache, two calls of one step were taken for one branch, or
-                the user's policy function branches on values of tensors, so it cannot be compiled.
+            RuntimeError: The model already runs with this cache, two calls of one step were taken for one
+                branch, or the user's policy function branches on values of tensors, so it cannot be compiled.
         """
         if getattr(self.module, "_cache_config", None) is not None:
             check_no_foreign_cache(self.module)
@@ -152,14 +157,16 @@ class BlockCache:
                 return call()
         self.find_mesh()
         device = self.device_of(arguments)
-        branch, repeated, begins = self._branches.identify(arguments, host.branch, moment, self.agreement(device))
+        branch, repeated, begins = self._branches.identify(
+            arguments, host.branch, moment, self.agreement(device)
+        )
         if branch is None:
             self.reset_states()
             self._warnings.warn("branches", self._branches.why_unknown(), CacheWarning)
             with self.pause():
                 return call()
-        # Ask for the step before looking up the state: for the first call of a section of a video, step_of() resets
-        # the cache.
+        # Ask for the step before looking up the state: for the first call of a section of a video, step_of()
+        # resets the cache.
         step = step_of(branch)
         if repeated:
             step = replace(step, forced=Verdict.REPEATED)
@@ -175,7 +182,8 @@ class BlockCache:
             for name in group.between:
                 self.unchained[index] = self.unchained[index] or arguments.get(name) is not None
         self.params = DecisionParams.of(step, self.options, self.threshold)
-        # Create a new tensor instead of overwriting the previous tensor, which the device may still have to read.
+        # Create a new tensor instead of overwriting the previous tensor, which the device may still have to
+        # read.
         self.params_on_device = self.params.tensor(device)
         stopwatch = Stopwatch(device)
         decider = state.decider
@@ -229,7 +237,8 @@ class BlockCache:
     def agreement(self, device: torch.device) -> Agree | None:
         """Return the function by which ranks agree on values of arguments; None if each rank has all of them.
 
-        Without a plan, the arguments may be this rank's part of the inputs, which may be equal on one rank only.
+        Without a plan, the arguments may be this rank's part of the inputs, which may be equal on one rank
+        only.
         """
         mesh = self.mesh
         if mesh is None or mesh_of_plan(self.module) is not None:
@@ -258,7 +267,9 @@ class BlockCache:
         self.mesh = self._given_mesh or mesh_of_plan(self.module)
         if self.mesh is None and not torch.compiler.is_compiling():
             modes = function_mode_stack()
-            self.mesh = next((mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None)
+            self.mesh = next(
+                (mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None
+            )
 
     def state_of(self, branch: str) -> CacheState:
         """Return the state of ``branch``; create it if needed. At most 8 states are kept, those used last."""
@@ -309,20 +320,26 @@ class BlockCache:
         self.states: dict[str, CacheState] = {}
         self.state = self._empty_state()
         self.graph.forget()
-        # The state of the current call: the inputs of each group, in a list whose items are set, because Dynamo 2.13
-        # loses the new value of an attribute that is set after torch.cond.
+        # The state of the current call: the inputs of each group, in a list whose items are set, because
+        # Dynamo 2.13 loses the new value of an attribute that is set after torch.cond.
         self.entries: list[Streams | None] = [None] * len(self.blocks.groups)
         self._before: tuple[Any, ...] | None = None
-        # Whether to skip the remaining blocks: a bool, in a graph a bool tensor, None if nothing can be compared.
+        # Whether to skip the remaining blocks: a bool, in a graph a bool tensor, None if nothing can be
+        # compared.
         self.skip: bool | Tensor | None = None
 
     def run_block(
-        self, role: BlockRole, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        role: BlockRole,
+        block: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run or skip one transformer block, and return its output.
 
-        The output of a skipped block is its input or, in a graph, may be an uninitialised tensor. Only the last block
-        of a group returns the forecast output of the group.
+        The output of a skipped block is its input or, in a graph, may be an uninitialised tensor. Only the
+        last block of a group returns the forecast output of the group.
         """
         if self.idle:
             return call(block, *args, **kwargs)
@@ -331,7 +348,9 @@ class BlockCache:
         if role.opens and not role.skipped:
             self._before = inputs
         elif role.opens and self.blocks.modulated is not None:
-            self._decide(self.blocks.modulated(block, {**dict(zip(role.parameters, args, strict=False)), **kwargs}))
+            self._decide(
+                self.blocks.modulated(block, {**dict(zip(role.parameters, args, strict=False)), **kwargs})
+            )
             if self.skip is True:
                 attention_is_skipped(self.module)
         if not role.skipped:
@@ -369,8 +388,9 @@ class BlockCache:
     def _decide(self, residual: Tensor) -> None:
         """Decide whether to skip the remaining blocks. Set ``skip`` to a bool, in a graph to a bool tensor.
 
-        ``skip`` is None, and the blocks run, if no earlier step can be compared with this one. ``residual`` is the
-        tensor that the rule compares: the first-block residual or the modulated input of the first block.
+        ``skip`` is None, and the blocks run, if no earlier step can be compared with this one. ``residual``
+        is the tensor that the rule compares: the first-block residual or the modulated input of the first
+        block.
         """
         state = self.state
         traced = torch.compiler.is_compiling()
@@ -383,7 +403,11 @@ class BlockCache:
             params = self.graph.params()
         inputs = DecisionInput(sample, self.options, params, self.mesh, ranks_sharing_samples(self.module))
         decider = state.decider
-        if decider is None or isinstance(decider, TensorDecider) != traced or _form(decider.first) != _form(sample):
+        if (
+            decider is None
+            or isinstance(decider, TensorDecider) != traced
+            or _form(decider.first) != _form(sample)
+        ):
             self.skip = None
             self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, inputs.samples)
             state.drop_residuals()

@@ -19,24 +19,26 @@ class BlockGroup:
     """Consecutive transformer blocks with the same inputs and outputs, which a cache skips together.
 
     Args:
-        lists (`tuple[str, ...]`): Names of the model's module lists that contain the blocks, in the order in which they
-            run.
-        streams (`tuple[str, ...]`, defaults to `("hidden_states",)`): Parameters of a block's ``forward`` whose new
-            values it returns, in the order in which it returns them. A block with one stream returns the tensor itself.
-            If a parameter is a dataclass, its name means all fields with tensors, and ``"video.x"`` means one field.
-        measured (`str`, defaults to `"hidden_states"`): The stream whose change is compared from step to step.
-        chained (`bool`, defaults to `False`): Whether the model only passes the streams from block to block, and gives
-            all blocks the same other arguments. A compiled graph then skips all blocks of the group with one
-            ``torch.cond``.
+        lists (`tuple[str, ...]`): Names of the model's module lists that contain the blocks, in the order in
+            which they run.
+        streams (`tuple[str, ...]`, defaults to `("hidden_states",)`): Parameters of a block's ``forward``
+            whose new values it returns, in the order in which it returns them. A block with one stream
+            returns the tensor itself. If a parameter is a dataclass, its name means all fields with tensors,
+            and ``"video.x"`` means one field.
+        measured (`str`, defaults to `"hidden_states"`): The stream whose change is compared from step to
+            step.
+        chained (`bool`, defaults to `False`): Whether the model only passes the streams from block to block,
+            and gives all blocks the same other arguments. A compiled graph then skips all blocks of the group
+            with one ``torch.cond``.
         between (`tuple[str, ...]`, defaults to `()`): Names of arguments of the model, such as residuals of a
-            ControlNet. If one of them is passed, the model computes something between its blocks although ``chained``
-            is set.
+            ControlNet. If one of them is passed, the model computes something between its blocks although
+            ``chained`` is set.
         samples (`int`, defaults to `0`): Index of the batch dim of ``measured``: 0 for ``[B, S, C]``, 1 for
             ``[S, B, C]``.
 
     Raises:
-        TypeError, ValueError: A value is not a tuple of names, ``lists`` or ``streams`` is empty, or ``measured`` is
-            not a stream.
+        TypeError, ValueError: A value is not a tuple of names, ``lists`` or ``streams`` is empty, or
+            ``measured`` is not a stream.
     """
 
     lists: tuple[str, ...]
@@ -61,19 +63,20 @@ class BlockGroup:
 class CachedBlocks:
     """The block stack of a model, in groups.
 
-    A new group begins where the tensors that a block takes and returns change, for example where text and image tokens
-    are concatenated.
+    A new group begins where the tensors that a block takes and returns change, for example where text and
+    image tokens are concatenated.
 
     Args:
         groups (`tuple[BlockGroup, ...]`): The groups in the order in which they run.
-        conditions (`tuple[str, ...]`, *optional*): Arguments of the model that differ between CFG branches and stay
-            equal from step to step, or fields of dataclasses in them (``"video.text"``). They identify the branch if
-            the pipeline does not name it. Defaults to ``encoder_hidden_states``, if the model has it.
-        uncached (`tuple[str, ...]`, defaults to `()`): Names of arguments of the model, such as layers to skip. A call
-            with one of them runs without the cache.
-        modulated (`Callable`, *optional*): ``modulated(block, arguments)`` returns the input ``[B, S, C]`` of the first
-            block after its normalization and modulation by the timestep, given the block and its arguments. Required
-            for rules that decide a step before the first block runs.
+        conditions (`tuple[str, ...]`, *optional*): Arguments of the model that differ between CFG branches
+            and stay equal from step to step, or fields of dataclasses in them (``"video.text"``). They
+            identify the branch if the pipeline does not name it. Defaults to ``encoder_hidden_states``, if
+            the model has it.
+        uncached (`tuple[str, ...]`, defaults to `()`): Names of arguments of the model, such as layers to
+            skip. A call with one of them runs without the cache.
+        modulated (`Callable`, *optional*): ``modulated(block, arguments)`` returns the input ``[B, S, C]`` of
+            the first block after its normalization and modulation by the timestep, given the block and its
+            arguments. Required for rules that decide a step before the first block runs.
 
     Raises:
         TypeError, ValueError: A value is not a tuple of the expected kind, or there is no group.
@@ -85,7 +88,9 @@ class CachedBlocks:
     modulated: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.groups, tuple) or not all(isinstance(group, BlockGroup) for group in self.groups):
+        if not isinstance(self.groups, tuple) or not all(
+            isinstance(group, BlockGroup) for group in self.groups
+        ):
             raise TypeError(
                 f"CachedBlocks(groups={self.groups!r}): expected a tuple of BlockGroups: "
                 "CachedBlocks((BlockGroup(...),))."
@@ -107,17 +112,19 @@ def _check_names(cls: str, name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class BlockRole:
-    """The part that a block plays for the cache. Blocks with equal roles share a class, and therefore a compiled graph.
+    """The part that a block plays for the cache. Blocks with equal roles share a class, and therefore a
+    compiled graph.
 
-    ``streams``, ``measured``, ``chained`` and ``samples`` are the settings of the :class:`BlockGroup` with index
-    ``group``.
+    ``streams``, ``measured``, ``chained`` and ``samples`` are the settings of the :class:`BlockGroup` with
+    index ``group``.
 
     Args:
         parameters: Names of the parameters of the block's ``forward``.
-        opens: Whether this is block 0 of the model, whose input is recorded to compute the first-block residual.
+        opens: Whether this is block 0 of the model, whose input is recorded to compute the first-block
+            residual.
         decides: Whether the cache decides after this block to skip or compute the rest.
-        enters, exits: Whether this is the first (last) block of its group that may be skipped. After the last one the
-            residual of the group is stored or added.
+        enters, exits: Whether this is the first (last) block of its group that may be skipped. After the last
+            one the residual of the group is stored or added.
         skipped: Whether the cache may skip this block.
     """
 
@@ -161,7 +168,8 @@ class BlockRole:
         return any(value is not None and not isinstance(value, Tensor) for value in given.values())
 
     def tensors(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the tensors of all streams, with None for a stream that is None. A dataclass may hold several.
+        """Return the tensors of all streams, with None for a stream that is None. A dataclass may hold
+        several.
 
         Raises:
             TypeError: A stream is not a tensor, or a dataclass that holds tensors.
@@ -171,7 +179,8 @@ class BlockRole:
         return tuple([x for name in self.streams for _, x in self._leaves(name, given)])
 
     def as_output(self, given: Mapping[str, Any], values: tuple[Any, ...]) -> Any:
-        """Return the streams with these ``values`` as a block returns them: one as a tensor, several as a tuple.
+        """Return the streams with these ``values`` as a block returns them: one as a tensor, several as a
+        tuple.
 
         A dataclass keeps its other fields, and those whose value is None.
         """
@@ -193,15 +202,20 @@ class BlockRole:
             return next(iter(outputs.values()))
         return tuple(outputs.values())
 
-    def measured_index(self, given: Mapping[str, Any], before: tuple[Any, ...], after: tuple[Any, ...]) -> int:
-        """Return the index of the measured tensor: if it is a dataclass, of its first float field that changed.
+    def measured_index(
+        self, given: Mapping[str, Any], before: tuple[Any, ...], after: tuple[Any, ...]
+    ) -> int:
+        """Return the index of the measured tensor: if it is a dataclass, of its first float field that
+        changed.
 
         Raises:
             ValueError: The stream is a dataclass, and the block changed none of its float fields.
         """
         if self._are_plain(given.values()):
             return self.streams.index(self.measured)
-        begin = sum(len(self._leaves(name, given)) for name in self.streams[: self.streams.index(self.measured)])
+        begin = sum(
+            len(self._leaves(name, given)) for name in self.streams[: self.streams.index(self.measured)]
+        )
         leaves = self._leaves(self.measured, given)
         if len(leaves) == 1:
             return begin
@@ -238,12 +252,12 @@ class BlockRole:
     def check_outputs(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
         """Return the block's ``output`` as a tuple of streams.
 
-        A block may broadcast one sample to a batch: the text of FLUX, if one negative prompt is given for several
-        images. A graph has a fixed shape for a block that it may skip, so there it may not.
+        A block may broadcast one sample to a batch: the text of FLUX, if one negative prompt is given for
+        several images. A graph has a fixed shape for a block that it may skip, so there it may not.
 
         Raises:
-            ValueError: The number or the shapes of the outputs differ from those of ``inputs``, the streams passed to
-                the block.
+            ValueError: The number or the shapes of the outputs differ from those of ``inputs``, the streams
+                passed to the block.
         """
         returned = as_tuple(output)
         if len(returned) == len(inputs) and self._are_plain(returned) and not torch.compiler.is_compiling():
@@ -288,8 +302,8 @@ def roles_of(
 ) -> list[tuple[nn.Module, BlockRole]]:
     """Return ``(block, role)`` for all blocks that need a hook, in the order in which they run.
 
-    The ``first_blocks`` and ``last_blocks`` always run. Of these, only block 0 and the last one of ``first_blocks`` get
-    a hook: the residual is measured between them.
+    The ``first_blocks`` and ``last_blocks`` always run. Of these, only block 0 and the last one of
+    ``first_blocks`` get a hook: the residual is measured between them.
 
     Raises:
         ValueError: The model does not have the blocks that ``blocks`` names, or no block would be skipped.
@@ -314,7 +328,9 @@ def roles_of(
         parameters = parameters_of(block)
         missing = [name for name in group.streams if name.partition(".")[0] not in parameters]
         if missing:
-            raise ValueError(f"{type(block).__name__} has no parameter {missing[0]!r}; its forward takes {parameters}.")
+            raise ValueError(
+                f"{type(block).__name__} has no parameter {missing[0]!r}; its forward takes {parameters}."
+            )
         of_group = [i for i in skipped if stack[i][0] == group_index]
         role = BlockRole(
             group=group_index,
@@ -385,7 +401,10 @@ def _wrong_streams(cls: str, streams: tuple[str, ...], before: _Shapes, after: _
     shapes = f"was given {streams} of shapes {before}, and returned shapes {after}"
     # Shapes that differ in one dim, which is neither the first (batch) nor the last (channels).
     sharded = [
-        len(x) == len(y) and x[0] == y[0] and x[-1] == y[-1] and sum(a != b for a, b in zip(x, y, strict=True)) == 1
+        len(x) == len(y)
+        and x[0] == y[0]
+        and x[-1] == y[-1]
+        and sum(a != b for a, b in zip(x, y, strict=True)) == 1
         for x, y in zip(before, after, strict=False)
         if x and y
     ]

@@ -25,7 +25,8 @@ class BranchCall(NamedTuple):
 
     Args:
         name: The name of the branch; None if it is unknown.
-        repeated: Whether calls of this branch within one step cannot be told apart, so that they must be computed.
+        repeated: Whether calls of this branch within one step cannot be told apart, so that they must be
+            computed.
         begins: Whether a generation begins, so that the state of the branch is not valid.
     """
 
@@ -63,7 +64,8 @@ class Branch:
 
 @dataclass
 class BranchGroup:
-    """The branches with one ``cache_context`` name, or with equal conditions, whose tensors and values are ``leaves``.
+    """The branches with one ``cache_context`` name, or with equal conditions, whose tensors and values are
+    ``leaves``.
 
     Args:
         told_by: Paths of tensors that differ between calls of one step, and so tell branches apart.
@@ -121,7 +123,8 @@ class BranchSearch:
         *,
         raises: bool,
     ) -> None:
-        # With CFG parallelism, only the rank that computed a call knows whether it was skipped, so no rank may raise.
+        # With CFG parallelism, only the rank that computed a call knows whether it was skipped, so no rank
+        # may raise.
         self._raises = raises
         self._clocks = clocks
         self._owner = owner
@@ -130,7 +133,9 @@ class BranchSearch:
         self._moment = moment
         self._agree = agree
         # The first tensor of a model's arguments is the latents.
-        self._latents = next((path for path, leaf in leaves.items() if leaf.is_tensor and path not in clocks), None)
+        self._latents = next(
+            (path for path, leaf in leaves.items() if leaf.is_tensor and path not in clocks), None
+        )
 
     def run(self) -> BranchCall:
         group = self._group
@@ -163,7 +168,8 @@ class BranchSearch:
         branch.before = branch.leaves
         branch.leaves = self._leaves
         branch.moment = self._moment
-        # A new list order, the branch that was called last at the end, decides between branches that become equal.
+        # A new list order, the branch that was called last at the end, decides between branches that become
+        # equal.
         self._group.branches.remove(branch)
         self._group.branches.append(branch)
         self._owner.last = branch
@@ -203,7 +209,8 @@ class BranchSearch:
         """Return the branch of a call in the same step as the last call of ``branch``."""
         group = self._group
         paths = self._all_paths_of_difference(branch)
-        # If the last call differed from the call before it where this call does not, it was no call of this branch.
+        # If the last call differed from the call before it where this call does not, it was no call of this
+        # branch.
         was_other = branch.before is not None and any(
             not self._is_same(branch.before.get(path), branch.leaves.get(path))
             and self._is_same(branch.before.get(path), self._leaves.get(path))
@@ -230,7 +237,9 @@ class BranchSearch:
         return call
 
     def _give_up(self, paths: Sequence[str]) -> BranchCall:
-        """Let all later calls of the group be computed, and warn. ``paths`` are the differences of two calls."""
+        """Let all later calls of the group be computed, and warn.
+        ``paths`` are the differences of two calls.
+        """
         self._group.mixed = True
         self._owner.warn(
             f"repeated {self._group.name}",
@@ -244,7 +253,9 @@ class BranchSearch:
 
     def _warn_of(self, paths: Sequence[str]) -> None:
         """Warn that the values at ``paths`` tell branches apart, unless they are settings, which cost no wait."""
-        both = [leaves.get(path) for path in paths for leaves in (self._leaves, self._group.branches[-1].leaves)]
+        both = [
+            leaves.get(path) for path in paths for leaves in (self._leaves, self._group.branches[-1].leaves)
+        ]
         if not any(leaf is not None and (leaf.is_tensor or isinstance(leaf.value, float)) for leaf in both):
             return
         arguments = dict.fromkeys(argument_of(path) for path in paths)
@@ -275,7 +286,9 @@ class BranchSearch:
     def _all_paths_of_difference(self, branch: Branch) -> list[str]:
         """Return all paths, except the timestep, at which this call differs from the last call of ``branch``."""
         return [
-            path for path in self._paths(branch) if not self._is_same(branch.leaves.get(path), self._leaves.get(path))
+            path
+            for path in self._paths(branch)
+            if not self._is_same(branch.leaves.get(path), self._leaves.get(path))
         ]
 
     def _paths(self, branch: Branch) -> list[str]:
@@ -287,7 +300,9 @@ class BranchSearch:
             return False
         clocks = [path for path in self._leaves if path in self._clocks and path in branch.leaves]
         if self._moment is not None or clocks:
-            return self._agree_on_all(all(self._is_same(branch.leaves[path], self._leaves[path]) for path in clocks))
+            return self._agree_on_all(
+                all(self._is_same(branch.leaves[path], self._leaves[path]) for path in clocks)
+            )
         # Without a timestep, only equal latents say that a call belongs to the same step.
         if self._latents is None or self._latents not in branch.leaves:
             return False
@@ -301,7 +316,11 @@ class BranchSearch:
         if not path:
             return False
         values = _as_times(self._leaves[path].value)
-        if self._moment is not None or not values or not all(isinstance(value, (int, float)) for value in values):
+        if (
+            self._moment is not None
+            or not values
+            or not all(isinstance(value, (int, float)) for value in values)
+        ):
             return False
         now = float(max(values))
         if branch.start is None:

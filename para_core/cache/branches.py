@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.cache.argument_values import MOST_READ, Leaf, Leaves, argument_of, clocks_in, leaves_of, value_at
+from para_core.cache.argument_values import (
+    MOST_READ,
+    Leaf,
+    Leaves,
+    argument_of,
+    clocks_in,
+    leaves_of,
+    value_at,
+)
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.branch_search import (
     MOST_BRANCHES,
@@ -28,8 +36,8 @@ from para_core.user_warnings import CacheWarning, warn_user
 
 # The arguments that identify branches if the user names none. Those that the model does not have are ignored.
 DEFAULT_CONDITIONS = ("encoder_hidden_states",)
-# After more than this number of calls with different conditions, none of which was repeated, the conditions are
-# considered to change from step to step. They then cannot identify branches.
+# After more than this number of calls with different conditions, none of which was repeated, the conditions
+# are considered to change from step to step. They then cannot identify branches.
 _MOST_NEW = 4
 
 
@@ -59,9 +67,9 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
 class Branches:
     """The CFG branches of a model, identified by arguments of its calls, never by counting calls.
 
-    Within one step, a branch is called once. If two calls of one step agree in the conditions, other arguments that
-    differ between them tell them apart. If only arguments differ that change from step to step (two tiles), or none,
-    nothing tells them apart, and all calls with these conditions must be computed.
+    Within one step, a branch is called once. If two calls of one step agree in the conditions, other
+    arguments that differ between them tell them apart. If only arguments differ that change from step to step
+    (two tiles), or none, nothing tells them apart, and all calls with these conditions must be computed.
 
     Args:
         conditions: Names of the arguments that differ between branches and stay equal from step to step.
@@ -70,7 +78,10 @@ class Branches:
     """
 
     def __init__(
-        self, conditions: tuple[str, ...], model: str = "model", warn: Callable[[str, str], None] | None = None
+        self,
+        conditions: tuple[str, ...],
+        model: str = "model",
+        warn: Callable[[str, str], None] | None = None,
     ) -> None:
         self.conditions = conditions
         self.model = model
@@ -85,18 +96,22 @@ class Branches:
     def announce(self, arguments: Mapping[str, Any], moment: int | None) -> None:
         """Identify the branch of the next model call, and keep it for :meth:`identify`.
 
-        With CFG parallelism all ranks call this for every model call, also if another rank runs the model, so that the
-        branches get the same names on all ranks.
+        With CFG parallelism all ranks call this for every model call, also if another rank runs the model, so
+        that the branches get the same names on all ranks.
         """
         self._announced = self._identify(arguments, None, moment, None, raises=False)
 
     def identify(
-        self, arguments: Mapping[str, Any], context: str | None, moment: int | None, agree: Agree | None = None
+        self,
+        arguments: Mapping[str, Any],
+        context: str | None,
+        moment: int | None,
+        agree: Agree | None = None,
     ) -> BranchCall:
         """Return the branch of a model call.
 
-        The host waits for the device if conditions are new tensors, to compare their values, and, if ``moment`` is
-        None, to read the timestep.
+        The host waits for the device if conditions are new tensors, to compare their values, and, if
+        ``moment`` is None, to read the timestep.
 
         Args:
             arguments: The arguments of the call by name.
@@ -119,7 +134,8 @@ class Branches:
             self.last.outcome = outcome
 
     def name_of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the name of the branch by its conditions alone: ``branch 0``, ``branch 1``, …; None if unknown.
+        """Return the name of the branch by its conditions alone: ``branch 0``, ``branch 1``, …; None if
+        unknown.
 
         The host waits for the device once if conditions are new tensors, to compare their values.
         """
@@ -159,7 +175,9 @@ class Branches:
         if moment is None:
             _read_clocks(leaves, clocks)
         if context is None:
-            leaves = {path: leaf for path, leaf in leaves.items() if path in clocks or not self._is_condition(path)}
+            leaves = {
+                path: leaf for path, leaf in leaves.items() if path in clocks or not self._is_condition(path)
+            }
         return BranchSearch(self, group, leaves, clocks, moment, agree, raises=raises).run()
 
     def _is_condition(self, path: str) -> bool:
@@ -169,14 +187,15 @@ class Branches:
         if self._count > _MOST_NEW and not any(group.came_back for group in self._groups):
             return None
         values = pytree.tree_leaves([value_at(arguments, name) for name in self.conditions])
-        # Include all bools and strings, because some pipelines call the model a third time per step with some layers
-        # left out, and say so by an argument of this kind.
+        # Include all bools and strings, because some pipelines call the model a third time per step with some
+        # layers left out, and say so by an argument of this kind.
         values += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
         leaves = [Leaf(x, keep=True) for x in values]
         group = self._find(leaves, agree)
         if group is not None:
             group.came_back = True
-            # Store the new tensors: if the next call passes the same objects, their values need not be compared.
+            # Store the new tensors: if the next call passes the same objects, their values need not be
+            # compared.
             group.leaves = leaves
             return group
         self._count += 1
@@ -197,9 +216,13 @@ class Branches:
             if all(results):
                 return group
             if False not in results:
-                candidates[index] = [pair for pair, result in zip(pairs, results, strict=True) if result is None]
+                candidates[index] = [
+                    pair for pair, result in zip(pairs, results, strict=True) if result is None
+                ]
         equal = all_equal(list(candidates.values()), agree)
-        return next((self._groups[i] for i, is_equal in zip(candidates, equal, strict=True) if is_equal), None)
+        return next(
+            (self._groups[i] for i, is_equal in zip(candidates, equal, strict=True) if is_equal), None
+        )
 
 
 def _read_clocks(leaves: Leaves, clocks: set[str]) -> None:

@@ -1,7 +1,8 @@
-"""Recognize in a graph that calls of several CFG branches share one state, which a graph cannot look up by itself.
+"""Recognize in a graph that calls of several CFG branches share one state, which a graph cannot look up by
+itself.
 
-If a model is compiled after :func:`~para_core.cache.apply.apply_cache`, or called inside a compiled function, the hook
-that identifies branches is part of the graph, and calls without a ``cache_context`` share one state.
+If a model is compiled after :func:`~para_core.cache.apply.apply_cache`, or called inside a compiled function,
+the hook that identifies branches is part of the graph, and calls without a ``cache_context`` share one state.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class CallDigest(NamedTuple):
     def update(self, now: CallDigest, agree: Callable[[Tensor], Tensor]) -> Tensor:
         """Store ``now``, the digest of the next call, in place, and return the new ``mixed``.
 
-        The next call belongs to another branch if its conditions differ, or its position in the schedule is the same.
-        ``agree`` returns, on all ranks, the largest value of any rank.
+        The next call belongs to another branch if its conditions differ, or its position in the schedule is
+        the same. ``agree`` returns, on all ranks, the largest value of any rank.
         """
         differs = (self.conditions != now.conditions).any()
         if self.clock.numel() > 0:
@@ -60,7 +61,9 @@ def digest_of(
     times = [_sums(x, device) for name in clocks for x in pytree.tree_leaves(arguments.get(name))]
     none = torch.zeros(0, dtype=torch.float64, device=device)
     return CallDigest(
-        torch.cat([none, *sums]), torch.cat([none, *times]), torch.zeros(1, dtype=torch.float64, device=device)
+        torch.cat([none, *sums]),
+        torch.cat([none, *times]),
+        torch.zeros(1, dtype=torch.float64, device=device),
     )
 
 

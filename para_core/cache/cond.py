@@ -1,8 +1,10 @@
-"""``torch.cond`` over transformer blocks: branches that return None or symbolic shapes, and quantized weights in them.
+"""``torch.cond`` over transformer blocks: branches that return None or symbolic shapes, and quantized weights
+in them.
 
-The branches of ``torch.cond`` only support plain tensors (torch 2.13 and 2.15). A weight that is a tensor wrapper
-subclass, as torchao's are, fails with "There was no rule registered for HOP cond". Inside a branch, ``F.linear`` is
-therefore replaced by a function that takes the plain tensors inside such a weight, and rebuilds the weight from them.
+The branches of ``torch.cond`` only support plain tensors (torch 2.13 and 2.15). A weight that is a tensor
+wrapper subclass, as torchao's are, fails with "There was no rule registered for HOP cond". Inside a branch,
+``F.linear`` is therefore replaced by a function that takes the plain tensors inside such a weight, and
+rebuilds the weight from them.
 """
 
 from __future__ import annotations
@@ -21,20 +23,25 @@ from para_core.instance.private_class import original_class
 from para_core.modes.interceptor import call_original, inside_branch
 from para_core.torch_internals import no_frame_of_its_own
 
-# Streams are the inputs or outputs of a block group, in the order of BlockGroup.streams. If the blocks return None for
-# a stream, its item is None.
+# Streams are the inputs or outputs of a block group, in the order of BlockGroup.streams. If the blocks return
+# None for a stream, its item is None.
 Streams = tuple[Tensor | None, ...]
 # A path is the names of the attributes that lead from a weight to one of the plain tensors inside it.
 Path = tuple[str, ...]
 
 
 def cond(
-    condition: Any, if_true: Callable[[], Streams], if_false: Callable[[], Streams], present: list[int], inputs: Streams
+    condition: Any,
+    if_true: Callable[[], Streams],
+    if_false: Callable[[], Streams],
+    present: list[int],
+    inputs: Streams,
 ) -> Streams:
     """Return the outputs of ``if_true`` or of ``if_false``, chosen by ``torch.cond``.
 
     Args:
-        condition: A bool tensor with one element. If it is on an accelerator, the host waits for it at each call.
+        condition: A bool tensor with one element. If it is on an accelerator, the host waits for it at each
+            call.
         if_true, if_false: Functions that return the outputs, a tuple of tensors and None.
         present: Indices of the outputs that are tensors; the others are None.
         inputs: Tensors with the shapes that the outputs have.
@@ -44,13 +51,16 @@ def cond(
     """
 
     def flatten(make: Callable[[], Streams]) -> tuple[Tensor, ...]:
-        # torch.cond requires that its outputs are not views, and that both branches return equal strides. If a size is
-        # symbolic, it derives the strides of the result from the sizes, and fails if a dim has size 1 or if the
-        # branches have different expressions for a size. A tensor with one dim always has stride 1.
+        # torch.cond requires that its outputs are not views, and that both branches return equal strides. If
+        # a size is symbolic, it derives the strides of the result from the sizes, and fails if a dim has size
+        # 1 or if the branches have different expressions for a size. A tensor with one dim always has stride
+        # 1.
         values = make()
         tensors = [x for x in [values[i] for i in present] if x is not None]
         if len(tensors) < len(present):
-            raise RuntimeError("a block returned None where it returned a tensor before; call it without the cache.")
+            raise RuntimeError(
+                "a block returned None where it returned a tensor before; call it without the cache."
+            )
         return tuple([x.clone(memory_format=torch.contiguous_format).view(-1) for x in tensors])
 
     flat = torch.cond(condition, lambda: flatten(if_true), lambda: flatten(if_false), ())
@@ -67,8 +77,8 @@ class WrappedLinear(NamedTuple):
     Args:
         paths: The attribute paths from its weight to the plain tensors inside.
         structure: The :class:`_WeightStructure` of the weight, to detect that it was replaced.
-        linear: The function ``linear(input, bias, *tensors)`` that computes the layer from the plain tensors. Dynamo
-            puts it into a graph without tracing it.
+        linear: The function ``linear(input, bias, *tensors)`` that computes the layer from the plain tensors.
+            Dynamo puts it into a graph without tracing it.
     """
 
     module: nn.Module
@@ -80,7 +90,8 @@ class WrappedLinear(NamedTuple):
 def find_wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
     """Return the linear layers of ``block`` whose weights are tensor wrapper subclasses, such as torchao's.
 
-    Entries of the previous result ``before`` that are still valid are returned again: graphs guard on these objects.
+    Entries of the previous result ``before`` that are still valid are returned again: graphs guard on these
+    objects.
     """
     earlier = {id(layer.module): layer for layer in before}
     layers = []
@@ -110,7 +121,8 @@ class GroupBlocks:
     def refresh(self) -> None:
         """Search the blocks again for quantized weights, because the user may have quantized some in the meantime."""
         self._layers = [
-            find_wrapped_linears(block, before) for (block, _), before in zip(self._blocks, self._layers, strict=True)
+            find_wrapped_linears(block, before)
+            for (block, _), before in zip(self._blocks, self._layers, strict=True)
         ]
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
@@ -118,12 +130,18 @@ class GroupBlocks:
             yield partial(_call_in_branch, layers, call, block)
 
     def call(self, block: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return ``call(block, *args, **kwargs)``. Linear layers with quantized weights compute with plain tensors."""
-        layers = next(layers for (other, _), layers in zip(self._blocks, self._layers, strict=True) if other is block)
+        """Return ``call(block, *args, **kwargs)``.
+        Linear layers with quantized weights compute with plain tensors.
+        """
+        layers = next(
+            layers for (other, _), layers in zip(self._blocks, self._layers, strict=True) if other is block
+        )
         return _call_in_branch(layers, call, block, *args, **kwargs)
 
 
-def _call_in_branch(layers: Sequence[WrappedLinear], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _call_in_branch(
+    layers: Sequence[WrappedLinear], call: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     if not layers:
         return call(*args, **kwargs)
 

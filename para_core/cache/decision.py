@@ -26,8 +26,8 @@ class Verdict(IntEnum):
     WARMUP = 2
     # The step was computed, because max_consecutive_hits or max_hits was reached.
     LIMIT = 3
-    # The step was computed, because it is before start or after end, the last step (always_compute_last), or in
-    # compute_steps.
+    # The step was computed, because it is before start or after end, the last step (always_compute_last), or
+    # in compute_steps.
     SCHEDULE = 4
     # The step was computed, because the difference was not finite.
     NOT_FINITE = 5
@@ -121,8 +121,8 @@ def force_if_mixed(params: Tensor, mixed: Tensor) -> Tensor:
 class BranchCounters(NamedTuple):
     """Counters of the calls of one CFG branch in a generation.
 
-    ``times`` are the timesteps of the last computed steps, newest first, one per residual that the options store. Zeros
-    stand for steps that do not exist yet.
+    ``times`` are the timesteps of the last computed steps, newest first, one per residual that the options
+    store. Zeros stand for steps that do not exist yet.
     """
 
     calls: Number
@@ -135,16 +135,21 @@ class BranchCounters(NamedTuple):
         return self.calls - self.hits
 
     def after(self, skip: Any, time: Number, where: Where) -> BranchCounters:
-        """Return the counters after one more call, at timestep ``time``. ``skip`` is whether that call was skipped."""
+        """Return the counters after one more call, at timestep ``time``.
+        ``skip`` is whether that call was skipped.
+        """
         return BranchCounters(
             self.calls + 1,
             where(skip, self.hits + 1, self.hits),
             where(skip, self.hits_in_a_row + 1, 0.0),
-            tuple([where(skip, old, new) for old, new in zip(self.times, (time, *self.times[:-1]), strict=True)]),
+            tuple(
+                [where(skip, old, new) for old, new in zip(self.times, (time, *self.times[:-1]), strict=True)]
+            ),
         )
 
 
-# A function where(condition, a, b) that returns a or b: torch.where for 0-dim tensors, _where for Python numbers.
+# A function where(condition, a, b) that returns a or b: torch.where for 0-dim tensors, _where for Python
+# numbers.
 Where = Callable[[Any, Any, Any], Any]
 
 
@@ -184,12 +189,12 @@ class DecisionInput:
 
     Args:
         sample: ``[B, ...]``, the values of this rank's tokens that are compared, usually some channels of the
-            first-block residual. Each sample of the batch is compared with its own earlier value. If one difference is
-            large, the whole batch is computed, because a graph cannot skip a part of it.
+            first-block residual. Each sample of the batch is compared with its own earlier value. If one
+            difference is large, the whole batch is computed, because a graph cannot skip a part of it.
         params: The numbers of the step and the options; in a graph, a tensor ``[8]`` that contains them.
         mesh: The ranks that hold parts of one sequence, which decide together; None for a single rank.
-        sharing: The mesh dim along which the batch is split in equal parts, if it is split. These ranks also decide
-            together, from all samples, as one device would.
+        sharing: The mesh dim along which the batch is split in equal parts, if it is split. These ranks also
+            decide together, from all samples, as one device would.
     """
 
     sample: Tensor
@@ -206,14 +211,15 @@ class DecisionInput:
         return self.sample.shape[0] * self.sharing.size
 
     def differences(self, first: Tensor) -> Tensor:
-        """Return how much each sample differs from ``first``, its values in the last computed step, by the rule.
+        """Return how much each sample differs from ``first``, its values in the last computed step, by the
+        rule.
 
         The result, ``[samples]``, is equal on all ranks that decide together. This is a collective call.
         """
         rule = rule_of(self.options.rule)
         sums = rule.sums(self.sample.flatten(1), first.flatten(1))
-        # Gather the sums and add them on each rank, so that all ranks add in the same order: different rounding could
-        # make their decisions differ.
+        # Gather the sums and add them on each rank, so that all ranks add in the same order: different
+        # rounding could make their decisions differ.
         if self.mesh is not None:
             for dim in self.mesh.dims:
                 if dim.size > 1:
@@ -235,8 +241,8 @@ class DecisionInput:
 class NumberDecider:
     """The object that decides the steps of one CFG branch in eager code, with Python numbers.
 
-    The first call of the branch creates it. ``first`` holds the compared values of the last computed step. The host
-    waits for the device at most once per call, and only if the difference decides.
+    The first call of the branch creates it. ``first`` holds the compared values of the last computed step.
+    The host waits for the device at most once per call, and only if the difference decides.
     """
 
     def __init__(self, inputs: DecisionInput) -> None:
@@ -246,7 +252,9 @@ class NumberDecider:
         self._counts = BranchCounters(1, 0, 0, (params.time, *later))
 
     def decide(self, inputs: DecisionInput) -> tuple[bool, DecisionOutcome]:
-        """Return whether to skip the step, and the outcome for the report. Update the counters and ``first``."""
+        """Return whether to skip the step, and the outcome for the report.
+        Update the counters and ``first``.
+        """
         params: Any = inputs.params
         counts = self._counts
         verdict = Verdict(int(_verdict_without_difference(params, counts, _where)))
@@ -265,7 +273,9 @@ class NumberDecider:
         return skip, DecisionOutcome(differences, verdict, counts.computed, inputs.samples)
 
     def weights(self, options: CacheOptions, params: Any) -> list[float]:
-        """Return the weights of the stored residuals in the forecast, newest first. Call :meth:`decide` before."""
+        """Return the weights of the stored residuals in the forecast, newest first.
+        Call :meth:`decide` before.
+        """
         if options.num_residuals == 1:
             return [1.0]
         times = torch.tensor(self._counts.times, dtype=torch.float64)
@@ -280,7 +290,8 @@ class TensorDecider:
 
     def __init__(self, inputs: DecisionInput) -> None:
         self.first = inputs.sample.contiguous()
-        # One tensor holds the numbers of calls, hits and hits in a row, then the timesteps of the stored residuals.
+        # One tensor holds the numbers of calls, hits and hits in a row, then the timesteps of the stored
+        # residuals.
         counters = self.first.new_tensor([1.0, 0.0, 0.0], dtype=torch.float64)
         later = torch.zeros(inputs.options.num_residuals - 1, dtype=torch.float64, device=self.first.device)
         params: Any = inputs.params
@@ -321,7 +332,8 @@ class TensorDecider:
 
 
 def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptions) -> int:
-    """Return the number of blocks that run before a step is decided: 0 if the rule compares the input of block 0.
+    """Return the number of blocks that run before a step is decided: 0 if the rule compares the input of
+    block 0.
 
     Raises:
         ValueError: The rule decides before block 0, but ``modulated`` is None, or ``first_blocks`` is set.

@@ -1,6 +1,7 @@
 """Forecasts: rules that compute the residual of a skipped step from the residuals of computed steps.
 
-The operators that compare and forecast residuals use Triton kernels on a GPU (few launches) and PyTorch elsewhere.
+The operators that compare and forecast residuals use Triton kernels on a GPU (few launches) and PyTorch
+elsewhere.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ class Forecast:
     Args:
         name (`str`): The name of the rule in reports and messages.
         num_residuals (`int`): Number of residuals that are stored, at least 1.
-        weights (`Callable`): ``weights(times, now, num_computed)`` returns the weights ``[num_residuals]``. ``times``,
-            ``[num_residuals]``, are the timesteps of the stored residuals, newest first; ``now`` is the timestep to
-            forecast for; ``num_computed`` is the number of residuals that were computed so far. All are float64
-            tensors. In a compiled graph they are on the device, so the function must not branch on their values.
+        weights (`Callable`): ``weights(times, now, num_computed)`` returns the weights ``[num_residuals]``.
+            ``times``, ``[num_residuals]``, are the timesteps of the stored residuals, newest first; ``now``
+            is the timestep to forecast for; ``num_computed`` is the number of residuals that were computed so
+            far. All are float64 tensors. In a compiled graph they are on the device, so the function must not
+            branch on their values.
         source (`str`): The publication of the rule.
 
     Raises:
@@ -44,7 +46,9 @@ class Forecast:
         if self.num_residuals < 1:
             raise ValueError(f"num_residuals is {self.num_residuals}; expected at least 1.")
         if not callable(self.weights):
-            raise TypeError(f"weights is {self.weights!r}; expected a function weights(times, now, num_computed).")
+            raise TypeError(
+                f"weights is {self.weights!r}; expected a function weights(times, now, num_computed)."
+            )
 
 
 def taylor(order: int) -> Forecast:
@@ -59,8 +63,9 @@ def taylor(order: int) -> Forecast:
 def forecast_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor:
     """Return the weights ``[n]`` of the last n residuals that evaluate their Lagrange polynomial at ``now``.
 
-    The forecast is exact if the residual is a polynomial of degree n - 1 in time, whatever the distances between the
-    times. With equal distances it is the Taylor forecast with finite differences (TaylorSeer, arXiv:2503.06923, eq. 9).
+    The forecast is exact if the residual is a polynomial of degree n - 1 in time, whatever the distances
+    between the times. With equal distances it is the Taylor forecast with finite differences (TaylorSeer,
+    arXiv:2503.06923, eq. 9).
 
     Args:
         times: ``[n]``, the times of the residuals, newest first, in any unit.
@@ -89,12 +94,13 @@ def forecast_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor
 
 
 def foca_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor:
-    """Return the weights of FoCa (arXiv:2508.16211): a BDF2 prediction (eq. 7), corrected by Heun's method (eq. 8).
+    """Return the weights of FoCa (arXiv:2508.16211): a BDF2 prediction (eq. 7), corrected by Heun's method
+    (eq. 8).
 
-    Heun's method averages two slopes. The slope at the predicted step is, by eq. 6, the slope between the last two
-    residuals. As the slope at the last computed step, this function uses that of the parabola through the last three
-    residuals, because with the slope of eq. 6 at both steps the result would be the Taylor forecast of order 1.
-    Arguments and result are those of :func:`forecast_weights`, with n = 3.
+    Heun's method averages two slopes. The slope at the predicted step is, by eq. 6, the slope between the
+    last two residuals. As the slope at the last computed step, this function uses that of the parabola
+    through the last three residuals, because with the slope of eq. 6 at both steps the result would be the
+    Taylor forecast of order 1. Arguments and result are those of :func:`forecast_weights`, with n = 3.
     """
     gap = times[0] - times[1]
     older = times[1] - times[2]
@@ -106,7 +112,8 @@ def foca_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor:
     curve = (straight - torch.stack([zero, unit, -unit]) / safe_older) / (safe + safe_older)
     newest = torch.stack([unit, zero, zero])
     first = newest + (now - times[0]) * straight
-    # Extrapolate with the mean of two slopes: of the parabola at its newest point, and between the last two residuals.
+    # Extrapolate with the mean of two slopes: of the parabola at its newest point, and between the last two
+    # residuals.
     second = first + (now - times[0]) / 2 * safe * curve
     weights = torch.where((num_computed >= 2) & (gap != 0), first, newest)
     return torch.where((num_computed >= 3) & (gap != 0) & (older != 0), second, weights)
@@ -144,7 +151,9 @@ LIBRARY.impl("residual_change", change_on_gpu, "CUDA")
 LIBRARY.impl("forecast", residual_reference.forecast, "CompositeExplicitAutograd")
 LIBRARY.impl("forecast", forecast_on_gpu, "CUDA")
 torch.library.register_fake(
-    "para_core::residual_change", lambda now, _: now.new_empty(now.shape[0], 2, dtype=torch.float32), lib=LIBRARY
+    "para_core::residual_change",
+    lambda now, _: now.new_empty(now.shape[0], 2, dtype=torch.float32),
+    lib=LIBRARY,
 )
 torch.library.register_fake("para_core::forecast", lambda entry, *_: torch.empty_like(entry), lib=LIBRARY)
 

@@ -1,8 +1,8 @@
 """First Block Cache in a compiled graph, where skippable blocks are in a branch of ``torch.cond``.
 
-There is one ``cond`` for all blocks of a group if the model does nothing between them, otherwise one per block, all
-with the same predicate. A graph cannot look up the state of a CFG branch; if the calls of several branches share one,
-all of them are computed.
+There is one ``cond`` for all blocks of a group if the model does nothing between them, otherwise one per
+block, all with the same predicate. A graph cannot look up the state of a CFG branch; if the calls of several
+branches share one, all of them are computed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class GraphForm:
 
     def forget(self) -> None:
         """Drop the state of the current call."""
-        # A list whose items are set, because Dynamo 2.13 loses the new value of an attribute that is set after
-        # torch.cond.
+        # A list whose items are set, because Dynamo 2.13 loses the new value of an attribute that is set
+        # after torch.cond.
         self._outputs: list[Streams | None] = [None] * len(self._groups)
-        # In a graph that identifies no branches, a tensor that is 1 if calls of several branches share the state.
+        # In a graph that identifies no branches, a tensor that is 1 if calls of several branches share the
+        # state.
         self._mixed: Tensor | None = None
         self._skip_on_device: Any = None
 
@@ -78,14 +79,19 @@ class GraphForm:
         return force_if_mixed(params, self._mixed)
 
     def copy_to_host(self, skip: Tensor) -> Tensor:
-        """Return the decision ``skip`` on the CPU, copied once, because otherwise every torch.cond would wait for the
-        device.
+        """Return the decision ``skip`` on the CPU, copied once, because otherwise every torch.cond would wait
+        for the device.
         """
         self._skip_on_device = skip
         return skip.to("cpu")
 
     def run_block(
-        self, role: BlockRole, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        role: BlockRole,
+        block: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Return the output of one block, which a ``torch.cond`` runs or skips."""
         given = role.given(args, kwargs)
@@ -101,21 +107,27 @@ class GraphForm:
             return role.as_output(given, self._end_group(role, inputs, compute))
 
         def allocate() -> Streams:
-            # The values are not used, because the last block of the group replaces the outputs of skipped blocks.
+            # The values are not used, because the last block of the group replaces the outputs of skipped
+            # blocks.
             return tuple([x.new_empty(x.shape) for x in inputs])
 
-        return role.as_output(given, cond(self.cache.skip, allocate, compute, list(range(len(inputs))), inputs))
+        return role.as_output(
+            given, cond(self.cache.skip, allocate, compute, list(range(len(inputs))), inputs)
+        )
 
     def _run_group(
         self, role: BlockRole, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Streams:
-        """Return the streams of one block in a graph in which one ``torch.cond`` runs or skips the whole group.
+        """Return the streams of one block in a graph in which one ``torch.cond`` runs or skips the whole
+        group.
 
-        The call of the group's first block contains this ``cond``. The calls of the other blocks return their inputs.
+        The call of the group's first block contains this ``cond``. The calls of the other blocks return their
+        inputs.
         """
         if not role.enters:
             before = self._outputs[role.group] or (None,) * len(inputs)
-            # Use a list, not a generator: Dynamo 2.13 evaluates a generator beyond the item at which all() stops.
+            # Use a list, not a generator: Dynamo 2.13 evaluates a generator beyond the item at which all()
+            # stops.
             if not all([x is y for x, y in zip(inputs, before, strict=True)]):  # noqa: C419
                 raise RuntimeError(
                     f"{type(self.cache.module).__name__} does something between the blocks of "
@@ -131,8 +143,12 @@ class GraphForm:
         def compute() -> Streams:
             values = inputs
             for call in self._groups[role.group]:
-                positional = [x if index is None else values[index] for index, x in zip(indices, args, strict=False)]
-                named = {name: values[streams.index(name)] if name in streams else x for name, x in kwargs.items()}
+                positional = [
+                    x if index is None else values[index] for index, x in zip(indices, args, strict=False)
+                ]
+                named = {
+                    name: values[streams.index(name)] if name in streams else x for name, x in kwargs.items()
+                }
                 values = as_tuple(call(*positional, **named))
             return values
 

@@ -19,19 +19,19 @@ Number = float | Tensor
 class Rule:
     """A rule that measures how much a step differs from the last computed step.
 
-    Each rank computes sums over its own tokens of the two steps, ``now`` and ``before``. The sums are added over ranks,
-    and the difference is computed from the totals.
+    Each rank computes sums over its own tokens of the two steps, ``now`` and ``before``. The sums are added
+    over ranks, and the difference is computed from the totals.
 
     Args:
         name (`str`): The name of the rule in reports and messages.
-        sums (`Callable`): ``sums(now, before)`` takes the flattened values of this rank, ``[B, n]``, and returns k sums
-            for each sample, ``[B, k]`` in float32.
-        difference (`Callable`): ``difference(totals)`` takes the sums over all ranks, ``[B, k]``, and returns the
-            difference of each sample, ``[B]``.
+        sums (`Callable`): ``sums(now, before)`` takes the flattened values of this rank, ``[B, n]``, and
+            returns k sums for each sample, ``[B, k]`` in float32.
+        difference (`Callable`): ``difference(totals)`` takes the sums over all ranks, ``[B, k]``, and returns
+            the difference of each sample, ``[B]``.
         source (`str`): The publication of the rule.
-        compares (`"residual"` or `"input"`, defaults to `"residual"`): Whether the first-block residual is compared, or
-            the modulated input of the first block (``CachedBlocks.modulated``). The input is known before any block
-            runs, so a skipped step runs no block at all.
+        compares (`"residual"` or `"input"`, defaults to `"residual"`): Whether the first-block residual is
+            compared, or the modulated input of the first block (``CachedBlocks.modulated``). The input is
+            known before any block runs, so a skipped step runs no block at all.
     """
 
     name: str
@@ -47,10 +47,14 @@ def _ratio(sums: Tensor) -> Tensor:
 
 # The difference is mean|now - before| / mean|before| of the first-block residual.
 FIRST_BLOCK = Rule(
-    "first_block", change, _ratio, source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)"
+    "first_block",
+    change,
+    _ratio,
+    source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
 )
 
-# The difference is mean|now - before| / mean|before| of the input of block 0 after its normalization and modulation.
+# The difference is mean|now - before| / mean|before| of the input of block 0 after its normalization and
+# modulation.
 MODULATED_INPUT = Rule(
     "modulated_input",
     change,
@@ -66,7 +70,9 @@ RULES = {rule.name: rule for rule in (FIRST_BLOCK, MODULATED_INPUT)}
 Value = TypeVar("Value", Rule, Forecast)
 
 
-def _look_up(option: str, value: Any, kind: type[Value], by_name: Mapping[str, Value], otherwise: str = "") -> Value:
+def _look_up(
+    option: str, value: Any, kind: type[Value], by_name: Mapping[str, Value], otherwise: str = ""
+) -> Value:
     """Return ``value`` if it is a ``kind``, else the one with this name in ``by_name``.
 
     Raises:
@@ -75,7 +81,9 @@ def _look_up(option: str, value: Any, kind: type[Value], by_name: Mapping[str, V
     if isinstance(value, kind):
         return value
     if not isinstance(value, str):
-        raise TypeError(f"{option} is {value!r}; expected a name, or a {kind.__name__} of para_core{otherwise}.")
+        raise TypeError(
+            f"{option} is {value!r}; expected a name, or a {kind.__name__} of para_core{otherwise}."
+        )
     if value not in by_name:
         names = ", ".join(map(repr, by_name))
         raise ValueError(f"{option} is {value!r}; expected one of {names}, or a {kind.__name__}{otherwise}.")
@@ -83,7 +91,9 @@ def _look_up(option: str, value: Any, kind: type[Value], by_name: Mapping[str, V
 
 
 def rule_of(rule: str | Rule) -> Rule:
-    """Return the rule with the name ``rule``, or ``rule`` itself. Raise ``TypeError`` or ``ValueError`` for others."""
+    """Return the rule with the name ``rule``, or ``rule`` itself.
+    Raise ``TypeError`` or ``ValueError`` for others.
+    """
     return _look_up("rule", rule, Rule, RULES)
 
 
@@ -92,8 +102,8 @@ class Observation:
     """The inputs of a policy: numbers in eager code, 0-dim tensors in a compiled graph.
 
     Args:
-        difference: How much the step differs from the last computed step, measured by the rule: the largest difference
-            of all samples and branches in the batch.
+        difference: How much the step differs from the last computed step, measured by the rule: the largest
+            difference of all samples and branches in the batch.
         threshold: The option ``residual_diff_threshold``.
         step: Index of the step in the schedule, from 0.
         num_steps: Number of steps in the schedule.
@@ -169,14 +179,20 @@ class CacheOptions:
             is_checked=False,
         ),
     ] = None
-    always_compute_last: Annotated[bool, Option(60, "Whether to compute the last step of the schedule.")] = False
+    always_compute_last: Annotated[bool, Option(60, "Whether to compute the last step of the schedule.")] = (
+        False
+    )
     start: Annotated[
         float,
-        Option(70, "The fraction of the schedule after which steps may be skipped.", at_least=0.0, at_most=1.0),
+        Option(
+            70, "The fraction of the schedule after which steps may be skipped.", at_least=0.0, at_most=1.0
+        ),
     ] = 0.0
     end: Annotated[
         float,
-        Option(80, "The fraction of the schedule until which steps may be skipped.", at_least=0.0, at_most=1.0),
+        Option(
+            80, "The fraction of the schedule until which steps may be skipped.", at_least=0.0, at_most=1.0
+        ),
     ] = 1.0
     first_blocks: Annotated[
         int,
@@ -261,21 +277,28 @@ class CacheOptions:
         steps: tuple[Any, ...] = ()
         if isinstance(values, Collection) and not isinstance(values, (str, bytes)):
             steps = tuple(values)
-        if not steps or not all(isinstance(step, int) for step in steps) or len({type(step) for step in steps}) > 1:
+        if (
+            not steps
+            or not all(isinstance(step, int) for step in steps)
+            or len({type(step) for step in steps}) > 1
+        ):
             raise TypeError(
                 f"compute_steps is {value!r}; expected indices of the steps to compute, or a bool for each step of "
                 "the schedule."
             )
         void = self._find_changed(_VOID)
         if void:
-            raise ValueError(f"compute_steps decides alone, so {void[0]} has no effect. Leave one of the two out.")
+            raise ValueError(
+                f"compute_steps decides alone, so {void[0]} has no effect. Leave one of the two out."
+            )
         return steps
 
     def computes(self, index: int, total: int) -> bool:
         """Whether ``compute_steps`` contains step ``index`` of ``total`` steps. Other indices have no effect.
 
         Raises:
-            ValueError: ``compute_steps`` has bools, and not ``total`` of them, or no index of a step of the schedule.
+            ValueError: ``compute_steps`` has bools, and not ``total`` of them, or no index of a step of the
+                schedule.
         """
         steps: Any = self.compute_steps
         if isinstance(steps[0], bool):

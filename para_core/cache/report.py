@@ -27,17 +27,17 @@ class CachedStep:
     Args:
         step: Index of the step in the schedule.
         branch: The name of the branch.
-        difference: The difference that was compared with the threshold, the largest of all samples; None if the
-            decision did not depend on it.
+        difference: The difference that was compared with the threshold, the largest of all samples; None if
+            the decision did not depend on it.
         threshold: The threshold during the call, which the user may change between calls.
         verdict: The reason why the step was skipped or computed.
         seconds: Duration of the model call, which may have contained several branches.
         call: Index of the model call. Branches that ran in one call have the same index.
         samples: The difference of each sample of this branch.
-        held_back_by: Names of the branches and samples whose differences caused the call to be computed, although
-            others in the same call could have been skipped.
-        forecast_from: Number of computed steps from which the residual of a skipped step was forecast; 0 for a computed
-            step.
+        held_back_by: Names of the branches and samples whose differences caused the call to be computed,
+            although others in the same call could have been skipped.
+        forecast_from: Number of computed steps from which the residual of a skipped step was forecast; 0 for
+            a computed step.
     """
 
     step: int
@@ -87,11 +87,13 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The record of one model call, for :class:`CachedStep`. Reading its tensors or seconds may wait for the device.
+    """The record of one model call, for :class:`CachedStep`. Reading its tensors or seconds may wait for the
+    device.
 
     Args:
         branch: The name of the branch, or one name for all branches in the batch.
-        num_branches, batch: Number of branches and number of samples in the whole batch; ``batch`` is 0 if unknown.
+        num_branches, batch: Number of branches and number of samples in the whole batch; ``batch`` is 0 if
+            unknown.
         room: Maximum number of stored residuals, and therefore of residuals in a forecast.
         stopwatch: The stopped timer of the call.
     """
@@ -106,9 +108,9 @@ class StepRecord:
     stopwatch: Stopwatch
 
 
-# Maximum number of model calls whose records are kept for the report. A pipeline clears the records before every
-# generation, but a loop that never calls reset_cache would otherwise accumulate them, and their tensors on a GPU,
-# without limit.
+# Maximum number of model calls whose records are kept for the report. A pipeline clears the records before
+# every generation, but a loop that never calls reset_cache would otherwise accumulate them, and their tensors
+# on a GPU, without limit.
 MOST_READINGS = 4096
 
 
@@ -129,7 +131,9 @@ class Readings(deque[StepRecord]):
 
 
 def rows_of(readings: Iterable[StepRecord]) -> list[CachedStep]:
-    """Convert the records of model calls to rows, one per call and branch. The host may wait for the device."""
+    """Convert the records of model calls to rows, one per call and branch.
+    The host may wait for the device.
+    """
     return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
 
 
@@ -141,17 +145,20 @@ def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
     differences, verdict, computed, samples = outcome
     verdict = Verdict(int(verdict))
     if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
-        # The differences did not decide this step, but a graph computes them anyway. Leave them out of the report.
+        # The differences did not decide this step, but a graph computes them anyway. Leave them out of the
+        # report.
         differences = [None] * samples
-    # The branches in the batch have equal parts of the samples, in order. A plan may give this rank only a part of
-    # the batch, so compute the number of branches in this part.
+    # The branches in the batch have equal parts of the samples, in order. A plan may give this rank only a
+    # part of the batch, so compute the number of branches in this part.
     num_branches = reading.num_branches
     if reading.batch != 0:
         num_branches = reading.num_branches * samples // reading.batch
     of_branches = {reading.branch: differences}
     if num_branches > 1 and samples % num_branches == 0:
         each = len(differences) // num_branches
-        of_branches = {f"{reading.branch}/{i}": differences[i * each : (i + 1) * each] for i in range(num_branches)}
+        of_branches = {
+            f"{reading.branch}/{i}": differences[i * each : (i + 1) * each] for i in range(num_branches)
+        }
     held_back_by: tuple[str, ...] = ()
     if verdict is Verdict.MISS:
         held_back_by = _names_above(of_branches, reading.threshold)
@@ -229,7 +236,11 @@ class CacheReport:
 
     def differences(self) -> list[float]:
         """Return the differences of all rows, without those that are None or not finite."""
-        return [row.difference for row in self.rows if row.difference is not None and math.isfinite(row.difference)]
+        return [
+            row.difference
+            for row in self.rows
+            if row.difference is not None and math.isfinite(row.difference)
+        ]
 
     def __str__(self) -> str:
         if not self.rows:
@@ -305,15 +316,23 @@ class CacheReport:
                 chosen = [(step, y) for step, y, was_hit in measured if was_hit is hit]
                 axes.scatter([step for step, _ in chosen], [y for _, y in chosen], color=color, label=label)
             others = [row.step for row in rows if row.difference is None]
-            axes.scatter(others, [0] * len(others), color="tab:blue", marker="x", label="computed without comparison")
+            axes.scatter(
+                others, [0] * len(others), color="tab:blue", marker="x", label="computed without comparison"
+            )
             if rows and math.isfinite(rows[0].threshold):
                 axes.axhline(rows[0].threshold, color="0.3", linestyle="--", label="threshold")
-            axes.set(title=f"Branch {branch!r}: change since the last computed step", xlabel="step", ylabel=self.rule)
+            axes.set(
+                title=f"Branch {branch!r}: change since the last computed step",
+                xlabel="step",
+                ylabel=self.rule,
+            )
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             handles, labels = axes.get_legend_handles_labels()
             shown.update(zip(labels, handles, strict=True))
         # Place the legend below all plots, because inside a plot it would hide points.
-        figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown), fontsize="small")
+        figure.legend(
+            list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown), fontsize="small"
+        )
         return figure
 
 

@@ -17,8 +17,8 @@ class Residuals:
     """The residuals (output minus input) of one group's skippable blocks at the last ``room`` computed steps.
 
     Attributes:
-        histories: For each stream, the list of its residuals, newest first; empty if the blocks return the stream as it
-            is, None if they return None for it. Empty before the first computed step.
+        histories: For each stream, the list of its residuals, newest first; empty if the blocks return the
+            stream as it is, None if they return None for it. Empty before the first computed step.
     """
 
     def __init__(self, room: int) -> None:
@@ -28,8 +28,8 @@ class Residuals:
     def store(self, entries: Streams, outputs: Streams, *, in_graph: bool) -> None:
         """Store the residuals of a computed step, from the inputs and the outputs of the group.
 
-        If later steps run in a compiled graph (``in_graph``), which needs a fixed number of tensors, zero tensors whose
-        weight is 0 are placeholders for later residuals.
+        If later steps run in a compiled graph (``in_graph``), which needs a fixed number of tensors, zero
+        tensors whose weight is 0 are placeholders for later residuals.
         """
         new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
         if not self.histories and not in_graph:
@@ -71,14 +71,17 @@ class Residuals:
 
     def forecast(self, entries: Streams, weights: list[Any]) -> Streams:
         """Return the forecast outputs of the skipped blocks: their inputs ``entries`` plus weighted residuals."""
-        return tuple([_add_residuals(x, history, weights) for x, history in zip(entries, self.histories, strict=True)])
+        return tuple(
+            [_add_residuals(x, history, weights) for x, history in zip(entries, self.histories, strict=True)]
+        )
 
 
 class CacheState:
     """The stored residuals of each block group, and the decider, of one CFG branch.
 
-    ``decider`` is None before the first step. ``signature`` holds the shapes, dtypes and devices of the model's
-    arguments for which the residuals are valid. ``last_call`` describes the last call, if a graph identifies branches.
+    ``decider`` is None before the first step. ``signature`` holds the shapes, dtypes and devices of the
+    model's arguments for which the residuals are valid. ``last_call`` describes the last call, if a graph
+    identifies branches.
     """
 
     def __init__(self, num_groups: int, room: int) -> None:
@@ -90,7 +93,8 @@ class CacheState:
     def leave_graph(self) -> None:
         """Clone all tensors that a graph returned, before the next replay of a CUDA graph overwrites them.
 
-        This is needed once per branch and generation, because later calls of the graph change the clones in place.
+        This is needed once per branch and generation, because later calls of the graph change the clones in
+        place.
         """
         if isinstance(self.decider, TensorDecider):
             self.decider.leave_graph()

@@ -1,17 +1,17 @@
 """CFG parallelism: distribute the model calls of CFG branches over ranks, without changes to pipeline code.
 
-Each model call is computed only by the ranks that have a certain index along the ``batch`` mesh dim. The other ranks
-get a lazy tensor (:class:`~para_core.cfg.lazy.LazyTensor`) and continue. When the values of a lazy tensor are
-needed, usually after the call of the next branch, one exchange gives every rank the results of all branches. The calls
-between two exchanges are a *round*.
+Each model call is computed only by the ranks that have a certain index along the ``batch`` mesh dim. The
+other ranks get a lazy tensor (:class:`~para_core.cfg.lazy.LazyTensor`) and continue. When the values of a
+lazy tensor are needed, usually after the call of the next branch, one exchange gives every rank the results
+of all branches. The calls between two exchanges are a *round*.
 
-If a round has a single call, this call, too, is computed by the ranks of one index only. Computing it on all ranks
-would not be faster. First Block Cache, which decides by the branches that its rank has computed, would moreover decide
-differently on the ranks.
+If a round has a single call, this call, too, is computed by the ranks of one index only. Computing it on all
+ranks would not be faster. First Block Cache, which decides by the branches that its rank has computed, would
+moreover decide differently on the ranks.
 
-The other ranks must know the *form* of the output (shapes, dtypes, containers). The form is predicted on the meta
-device, or known from an earlier call that all ranks computed. At the end of a round with new forms, the ranks compare
-the predictions with each other and with the outputs.
+The other ranks must know the *form* of the output (shapes, dtypes, containers). The form is predicted on the
+meta device, or known from an earlier call that all ranks computed. At the end of a round with new forms, the
+ranks compare the predictions with each other and with the outputs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from para_core.distributed.collectives import all_gather, tensor_bytes
 from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.torch_internals import pytree
 
-# A function predict(model, args, kwargs) that returns the output of the call as meta tensors, or None if this is
-# impossible. The result must only depend on values that are equal on all ranks.
+# A function predict(model, args, kwargs) that returns the output of the call as meta tensors, or None if this
+# is impossible. The result must only depend on values that are equal on all ranks.
 PredictOutput = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of a model's output: the shape, dtype and device of each tensor in ``leaves`` (None for each None), and
-    the containers in ``spec``.
+    """The form of a model's output: the shape, dtype and device of each tensor in ``leaves`` (None for each
+    None), and the containers in ``spec``.
     """
 
     leaves: list[Expected | None]
@@ -65,10 +65,11 @@ class _Form:
 
 
 class Guidance:
-    """CFG parallelism of one pipeline: distributes its model calls over the ranks of ``dim``. Eager, in one thread.
+    """CFG parallelism of one pipeline: distributes its model calls over the ranks of ``dim``. Eager, in one
+    thread.
 
-    ``predict`` predicts the form of a model's output without running it. Without it, all ranks compute the first call
-    with each combination of input shapes, to learn the form of its output.
+    ``predict`` predicts the form of a model's output without running it. Without it, all ranks compute the
+    first call with each combination of input shapes, to learn the form of its output.
     """
 
     def __init__(self, dim: MeshDim, predict: PredictOutput | None = None) -> None:
@@ -77,8 +78,8 @@ class Guidance:
         self._predict = predict
         self._live = LiveTensors()
         self._round = self._begin()
-        # The known or predicted form of a model's output. The key is the model and the shapes, dtypes, bools and
-        # strings of its inputs.
+        # The known or predicted form of a model's output. The key is the model and the shapes, dtypes, bools
+        # and strings of its inputs.
         self._forms: dict[Any, _Form] = {}
         # The forms, by the same keys, that the ranks have not compared yet; None if a form was not predicted.
         self._unverified: dict[Any, _Form | None] = {}
@@ -91,7 +92,9 @@ class Guidance:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Distribute model calls over ranks inside the ``with`` block. At its end, lazy tensors get their data."""
+        """Distribute model calls over ranks inside the ``with`` block.
+        At its end, lazy tensors get their data.
+        """
         self._live = LiveTensors()
         self._round = self._begin()
         self.rounds = []
@@ -104,12 +107,15 @@ class Guidance:
             self.active = False
             self._live.become_tensors()
 
-    def call(self, model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of ``compute(*args, **kwargs)``, which only some of the ranks compute, as lazy tensors.
+    def call(
+        self, model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the output of ``compute(*args, **kwargs)``, which only some of the ranks compute, as lazy
+        tensors.
 
-        The ranks with a certain index along the mesh dim compute the call. If the form of its output is neither known
-        nor predicted, all ranks compute the call. Calls whose arguments have equal shapes, dtypes, devices, bools and
-        strings must return outputs of the same form.
+        The ranks with a certain index along the mesh dim compute the call. If the form of its output is
+        neither known nor predicted, all ranks compute the call. Calls whose arguments have equal shapes,
+        dtypes, devices, bools and strings must return outputs of the same form.
 
         Args:
             model: The model that is called.
@@ -117,12 +123,13 @@ class Guidance:
 
         Raises:
             TypeError: The output contains something besides tensors and None.
-            RuntimeError: The form of the output was predicted wrongly. This is raised on all ranks when the round ends.
+            RuntimeError: The form of the output was predicted wrongly. This is raised on all ranks when the
+                round ends.
         """
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(x, LazyTensor) and getattr(x.source, "round", None) is self._round for x in leaves):
-            # An argument is the result of a call in this round, so end the round. Do this even on ranks that have
-            # computed that result, because ending a round is a collective call.
+            # An argument is the result of a call in this round, so end the round. Do this even on ranks that
+            # have computed that result, because ending a round is a collective call.
             self.finish()
         args, kwargs = materialize((args, kwargs))
         key = _key_of(model, leaves)
@@ -148,24 +155,27 @@ class Guidance:
                         "prediction is needed. Or use a mesh without a 'batch' dim."
                     )
             except Exception as error:
-                # If the form is unverified, the ranks compare their records when the round ends, so keep the error
-                # until then, to raise it on all ranks. Otherwise there is no such comparison, and only this rank raises
-                # the error.
+                # If the form is unverified, the ranks compare their records when the round ends, so keep the
+                # error until then, to raise it on all ranks. Otherwise there is no such comparison, and only
+                # this rank raises the error.
                 if key not in self._unverified:
                     raise
                 failure = error
         call = ModelCall(owner, [x for x in form.leaves if x is not None], computed, failure)
         self._round.calls.append(call)
         sources = [RoundOutput(self._round, partial(call.leaf, index)) for index in range(len(call.expected))]
-        return form.with_tensors([LazyTensor.make(*pair) for pair in zip(sources, call.expected, strict=True)])
+        return form.with_tensors(
+            [LazyTensor.make(*pair) for pair in zip(sources, call.expected, strict=True)]
+        )
 
     def finish(self) -> None:
-        """End the round: give all ranks the results of its calls, then run the postponed operators. Collective.
+        """End the round: give all ranks the results of its calls, then run the postponed operators.
+        Collective.
 
         Raises:
             ValueError: The ranks predicted different forms of an output.
-            Exception: A call of the round failed on a rank: its own exception there, and on the other ranks one that
-                names that rank.
+            Exception: A call of the round failed on a rank: its own exception there, and on the other ranks
+                one that names that rank.
         """
         if not self._round.calls:
             return
@@ -181,7 +191,9 @@ class Guidance:
                 else:
                     predicted.append(form.text)
             try:
-                check_consistent(failure or signature({"the form of a model's output": predicted}), self._mesh)
+                check_consistent(
+                    failure or signature({"the form of a model's output": predicted}), self._mesh
+                )
             except Exception:
                 self._drop_unverified()
                 if failure is not None:
@@ -205,7 +217,9 @@ class Guidance:
         if predicted is None:
             self._unverified[key] = None
             return
-        device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel() > 1)
+        device = next(
+            x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel() > 1
+        )
         form, _ = _form_of(predicted, lambda x: Expected(x, device))
         self._forms[key] = self._unverified[key] = form
 
@@ -233,8 +247,8 @@ class Guidance:
 def _key_of(model: Any, leaves: list[Any]) -> tuple[Any, ...]:
     """Return the key of the form of a call of ``model`` whose arguments have these ``leaves``.
 
-    Bools and strings, such as return_dict and kv_cache_mode, may change the form of the output. Numbers are left out,
-    because they change from step to step.
+    Bools and strings, such as return_dict and kv_cache_mode, may change the form of the output. Numbers are
+    left out, because they change from step to step.
     """
     key: list[Any] = [id(model)]
     for x in leaves:

@@ -1,7 +1,7 @@
 """Lazy tensors: placeholders for data that other ranks are computing, and for results of operators on them.
 
-There is one tensor subclass. What it waits for, and which operators can be postponed, is the policy of its source:
-a round of guidance (:mod:`para_core.cfg.rounds`), or patches that arrive one after the other
+There is one tensor subclass. What it waits for, and which operators can be postponed, is the policy of its
+source: a round of guidance (:mod:`para_core.cfg.rounds`), or patches that arrive one after the other
 (:mod:`para_core.weights.patches`).
 """
 
@@ -45,7 +45,8 @@ class LazySource(Protocol):
         """Return an ordinary tensor with the data. May wait, and may be a collective call."""
 
     def postpone(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the results of the operator call ``func(*args, **kwargs)`` as lazy tensors; None to run it now.
+        """Return the results of the operator call ``func(*args, **kwargs)`` as lazy tensors; None to run it
+        now.
 
         The arguments contain lazy tensors, of which this is the source of the first.
         """
@@ -79,14 +80,16 @@ class LiveTensors:
                 if x.is_floating_point() or x.is_complex():
                     fill = float("nan")
                 value = torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
-            # If the user holds a weak reference to the tensor, it cannot be swapped, and remains a lazy tensor that has
-            # its data.
+            # If the user holds a weak reference to the tensor, it cannot be swapped, and remains a lazy
+            # tensor that has its data.
             if not weakref.getweakrefs(x):
                 torch.utils.swap_tensors(x, value)
 
 
 class LazyTensor(Tensor):
-    """A tensor whose data comes later from its :attr:`source`. An operator that cannot be postponed waits for it."""
+    """A tensor whose data comes later from its :attr:`source`.
+    An operator that cannot be postponed waits for it.
+    """
 
     source: LazySource
 
@@ -136,7 +139,9 @@ def _ready_value(x: LazyTensor) -> Tensor:
 
 
 def materialize(tree: Any) -> Any:
-    """Return the pytree ``tree`` with each lazy tensor replaced by its data. Waits for it; may be a collective call."""
+    """Return the pytree ``tree`` with each lazy tensor replaced by its data.
+    Waits for it; may be a collective call.
+    """
     if not any(isinstance(x, LazyTensor) for x in pytree.tree_leaves(tree)):
         return tree
 
@@ -153,15 +158,15 @@ def materialize(tree: Any) -> Any:
 def _is_model_output(x: Any) -> bool:
     """Whether ``x`` is an output of diffusers or transformers, a dataclass that is also a dict of its fields.
 
-    The dict has no entries for fields that are None. A pytree contains only the entries of the dict, so it cannot
-    rebuild ``x`` if such a field is required.
+    The dict has no entries for fields that are None. A pytree contains only the entries of the dict, so it
+    cannot rebuild ``x`` if such a field is required.
     """
     return isinstance(x, dict) and is_dataclass(x)
 
 
 def copy_ordinary_tensors(tree: Any) -> Any:
-    """Return ``tree``, arguments of a postponed operator, with copies of its ordinary tensors, because pipelines may
-    change these (latents, for example) in place.
+    """Return ``tree``, arguments of a postponed operator, with copies of its ordinary tensors, because
+    pipelines may change these (latents, for example) in place.
     """
 
     def copy_if_ordinary(x: Tensor) -> Tensor:
@@ -184,6 +189,7 @@ def run_without_data(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*args, **kwargs)
     except (NotImplementedError, RuntimeError):
-        # Either the operator has no meta kernel, or the shapes of its results depend on data, or the arguments are
-        # invalid. The caller then runs the operator on data, which raises the right error for invalid arguments.
+        # Either the operator has no meta kernel, or the shapes of its results depend on data, or the
+        # arguments are invalid. The caller then runs the operator on data, which raises the right error for
+        # invalid arguments.
         return None

@@ -23,7 +23,8 @@ from para_core.torch_internals import pytree, schema_of
 
 @dataclass
 class ModelCall:
-    """One model call of a round, computed by the ranks with index ``owner`` along the mesh dim, or by all if None.
+    """One model call of a round, computed by the ranks with index ``owner`` along the mesh dim, or by all if
+    None.
 
     ``leaves`` are the output's tensors, empty until the exchange if this rank does not compute the call, and
     ``failure`` is the exception that this rank raised while computing it.
@@ -51,8 +52,8 @@ class Round:
     calls: list[ModelCall] = field(default_factory=list)
     # Whether the exchange has taken place, so that each call has its output.
     is_over: bool = False
-    # Operator calls on lazy tensors, postponed to the end of the round, in the order of the calls. They are made before
-    # anything can change these tensors in place.
+    # Operator calls on lazy tensors, postponed to the end of the round, in the order of the calls. They are
+    # made before anything can change these tensors in place.
     later: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -84,10 +85,11 @@ class RoundOutput:
         return data
 
     def postpone(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Postpone a call of the operator ``func`` to the end of the round, and return its results as lazy tensors.
+        """Postpone a call of the operator ``func`` to the end of the round, and return its results as lazy
+        tensors.
 
-        Return None and do nothing if the call cannot wait, if the shapes of its results depend on data, or if some
-        result is not a tensor.
+        Return None and do nothing if the call cannot wait, if the shapes of its results depend on data, or if
+        some result is not a tensor.
         """
         if not self._can_wait(func, args, kwargs):
             return None
@@ -110,18 +112,22 @@ class RoundOutput:
         return pytree.tree_unflatten(lazy, spec)
 
     def _can_wait(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the call ``func(*args, **kwargs)``, which has lazy arguments, should wait for the end of the round.
+        """Whether the call ``func(*args, **kwargs)``, which has lazy arguments, should wait for the end of
+        the round.
 
-        The operator must neither draw random numbers nor change its arguments, and must run on one device. If some
-        arguments are ordinary tensors, it must also be pointwise (others may take weights, which should not be copied),
-        and the round must have fewer model calls than ranks, so that some ranks still have nothing to compute.
+        The operator must neither draw random numbers nor change its arguments, and must run on one device. If
+        some arguments are ordinary tensors, it must also be pointwise (others may take weights, which should
+        not be copied), and the round must have fewer model calls than ranks, so that some ranks still have
+        nothing to compute.
         """
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         ordinary = [x for x in tensors if not isinstance(x, LazyTensor)]
         devices = {x.device for x in tensors if isinstance(x, LazyTensor)}
         if len(devices) != 1 or kwargs.get("device") not in (None, *devices):
             return False
-        if not all(type(x) in (Tensor, nn.Parameter) and (x.device in devices or x.ndim == 0) for x in ordinary):
+        if not all(
+            type(x) in (Tensor, nn.Parameter) and (x.device in devices or x.ndim == 0) for x in ordinary
+        ):
             return False
         if ordinary and not (torch.Tag.pointwise in func.tags and self.round.waits_for_more):
             return False

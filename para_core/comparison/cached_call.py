@@ -21,7 +21,9 @@ class CachedCallError(RuntimeError):
     """Error for a block stack with which a call that skips blocks fails, or is not exact."""
 
 
-def error_of_cached_call(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float) -> float:
+def error_of_cached_call(
+    module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float
+) -> float:
     """Return the relative error of a call that skips ``blocks``.
 
     The model is called twice with the same inputs. The first-block residual has then not changed, so the
@@ -44,7 +46,9 @@ def error_of_cached_call(module: nn.Module, blocks: CachedBlocks, inputs: Mappin
             error = largest_error(output, expected)
         # With a wrong block stack the cached model may raise anything, which means that the guess is wrong.
         except Exception as failure:
-            raise CachedCallError(f"a call that skips blocks fails ({type(failure).__name__}: {failure})") from failure
+            raise CachedCallError(
+                f"a call that skips blocks fails ({type(failure).__name__}: {failure})"
+            ) from failure
     if not skipped or not error < tolerance:
         raise CachedCallError("a call that skips blocks is not exact")
     return error

@@ -22,7 +22,8 @@ EntryKind = Literal["call", "return", "attention", "attended"]
 class AttentionRecord:
     """The lengths, mask shape and ``is_causal`` of one attention call.
 
-    Of a call that is no SDPA, such as ``flex_attention``, only the lengths are known, and ``function`` is its name.
+    Of a call that is no SDPA, such as ``flex_attention``, only the lengths are known, and ``function`` is its
+    name.
     """
 
     queries: int
@@ -69,7 +70,9 @@ class CallRecord:
 
     def to_cpu(self) -> CallRecord:
         """Return a copy whose digests are on the CPU, so that it can be sent to another rank."""
-        entries = [replace(entry, digests=tuple([x.to_cpu() for x in entry.digests])) for entry in self.entries]
+        entries = [
+            replace(entry, digests=tuple([x.to_cpu() for x in entry.digests])) for entry in self.entries
+        ]
         return CallRecord(entries, [*self.running])
 
 

@@ -12,7 +12,9 @@ from para_core.comparison.call_record import AttentionRecord, CallRecord
 _WAYS_OUT = "Pass a 4-D mask over all tokens, or let para_core.adapters.propose_plan find a plan."
 
 
-def clues_for(name: str, module: nn.Module, alone: CallRecord, ranks: Sequence[CallRecord]) -> tuple[str, ...]:
+def clues_for(
+    name: str, module: nn.Module, alone: CallRecord, ranks: Sequence[CallRecord]
+) -> tuple[str, ...]:
     """Return what the records of the unmodified model and of each rank say of the submodule ``module``,
     ``name``.
     """
@@ -31,7 +33,9 @@ def clues_for(name: str, module: nn.Module, alone: CallRecord, ranks: Sequence[C
 
 
 def _attention_calls(name: str, record: CallRecord) -> list[AttentionRecord]:
-    return [entry.attention for entry in record.entries if entry.module == name and entry.attention is not None]
+    return [
+        entry.attention for entry in record.entries if entry.module == name and entry.attention is not None
+    ]
 
 
 def _limits(module: nn.Module, *, part: int, total: int) -> Iterator[str]:
@@ -49,7 +53,9 @@ def _limits(module: nn.Module, *, part: int, total: int) -> Iterator[str]:
             continue
         fact = f"{setting} = {value!r}"
         if type(value) is int and part <= value < total:
-            fact += f": not shorter than a rank's part ({part} tokens), but shorter than the sequence ({total})"
+            fact += (
+                f": not shorter than a rank's part ({part} tokens), but shorter than the sequence ({total})"
+            )
         yield fact
 
 
@@ -61,7 +67,9 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 def _advice(alone: AttentionRecord, ranks: Sequence[AttentionRecord]) -> list[str]:
     """Return advice for a module whose first attention call on one rank and on each rank are these."""
     if alone.mask is not None and any(call.mask is None for call in ranks):
-        reason = "The model makes its mask from the length that it is given, and makes none for a rank's part."
+        reason = (
+            "The model makes its mask from the length that it is given, and makes none for a rank's part."
+        )
         return [f"{reason} {_WAYS_OUT}"]
     if any(call.mask is not None and call.mask[-2] == call.queries != alone.queries for call in ranks):
         reason = "Its mask has a row for each token of a rank: if the model made it, rows count from 0 on every rank."

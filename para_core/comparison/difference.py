@@ -90,14 +90,18 @@ def find_first_difference(
         reason = f"its recorded call on one rank fails: {type(outcome.error).__name__}: {outcome.error}"
         return Difference("", kind, failure or reason)
     if expected and largest_error(outcome.output, expected) > tolerance:
-        reason = "two calls of the unmodified model differ: it draws random numbers, or keeps state between calls"
+        reason = (
+            "two calls of the unmodified model differ: it draws random numbers, or keeps state between calls"
+        )
         return Difference("", kind, reason)
     with torch.compiler.set_stance("force_eager"):
         results = run_parallel(module, inputs, run, method, ranks, record=True)
     records = [result.record for result in results]
     failed = first_error([result.outcome for result in results])
     if failed is None:
-        return compare_records(module, alone, records, results[0].segments, tolerance=tolerance, failure=failure)
+        return compare_records(
+            module, alone, records, results[0].segments, tolerance=tolerance, failure=failure
+        )
     rank, error = failed
     return compare_records(
         module,
@@ -181,7 +185,11 @@ def _common_entries(records: Sequence[CallRecord]) -> list[list[Entry]]:
     called = [{entry.module for entry in record.entries if entry.kind == "call"} for record in records]
     common = set.intersection(*called)
     return [
-        [entry for entry in record.entries if entry.module in common or entry.kind in ("attention", "attended")]
+        [
+            entry
+            for entry in record.entries
+            if entry.module in common or entry.kind in ("attention", "attended")
+        ]
         for record in records
     ]
 

@@ -92,7 +92,9 @@ def _shorten_tensor(x: Tensor, dims: Sequence[int], total: int, length: int) -> 
     return x
 
 
-def dims_of_tokens(module: nn.Module, inputs: ModelInputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
+def dims_of_tokens(
+    module: nn.Module, inputs: ModelInputs, dim: int | Mapping[str, int] | None
+) -> dict[int, int]:
     """Return the token dim of each tensor that is to be sharded, keyed by its index in ``inputs.leaves()``.
 
     ``dim`` is the dim of the tokens, or a dim for each parameter name. None means dim 1.
@@ -107,11 +109,15 @@ def dims_of_tokens(module: nn.Module, inputs: ModelInputs, dim: int | Mapping[st
     if dim is None:
         dim = 1
     if not isinstance(dim, int):
-        raise TypeError(f"dim is a {type(dim).__name__}; expected an int, or a dict of parameter names to ints.")
+        raise TypeError(
+            f"dim is a {type(dim).__name__}; expected an int, or a dict of parameter names to ints."
+        )
     leaves = enumerate(inputs.leaves())
     tensors = {i: x for i, x in leaves if isinstance(x, Tensor) and -x.ndim <= dim < x.ndim}
     if not tensors:
-        raise ValueError(f"none of the inputs is a tensor with a dim {dim}; say with dim= where the tokens are.")
+        raise ValueError(
+            f"none of the inputs is a tensor with a dim {dim}; say with dim= where the tokens are."
+        )
     total = next(iter(tensors.values())).shape[dim]
     return {i: dim % x.ndim for i, x in tensors.items() if x.shape[dim] == total}
 
@@ -122,9 +128,13 @@ def _dims_by_name(module: nn.Module, inputs: ModelInputs, dims: Mapping[str, int
     if unknown:
         raise ValueError(f"dim names {unknown}, which are not among the given arguments {sorted(indices)}.")
     by_index = {i: dims[name] for name in dims for i in indices[name] if isinstance(leaves[i], Tensor)}
-    bad = [list(leaves[i].shape) for i, dim in by_index.items() if not -leaves[i].ndim <= dim < leaves[i].ndim]
+    bad = [
+        list(leaves[i].shape) for i, dim in by_index.items() if not -leaves[i].ndim <= dim < leaves[i].ndim
+    ]
     if bad or not by_index:
-        raise ValueError(f"dim is {dict(dims)}; expected the dim of the tokens of tensors, got shapes {bad or 'none'}.")
+        raise ValueError(
+            f"dim is {dict(dims)}; expected the dim of the tokens of tensors, got shapes {bad or 'none'}."
+        )
     return {i: dim % leaves[i].ndim for i, dim in by_index.items()}
 
 

@@ -128,7 +128,13 @@ def run_parallel(
 
 
 def _run_rank(
-    model: nn.Module, inputs: ModelInputs, run: ParallelRun, mesh: SequenceMesh, result: RankRun, *, record: bool
+    model: nn.Module,
+    inputs: ModelInputs,
+    run: ParallelRun,
+    mesh: SequenceMesh,
+    result: RankRun,
+    *,
+    record: bool,
 ) -> Any:
     with ExitStack() as stack:
         recorder = None

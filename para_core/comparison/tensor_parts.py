@@ -112,7 +112,9 @@ def _to_compare(x: Tensor) -> Tensor:
     return x.to(torch.float32)
 
 
-def possible_positions(total: int, sizes: Sequence[int], segments: Sequence[Segment]) -> Iterator[list[Tensor]]:
+def possible_positions(
+    total: int, sizes: Sequence[int], segments: Sequence[Segment]
+) -> Iterator[list[Tensor]]:
     """Yield each possible assignment of the ``total`` entries of a dim to ranks, as the positions on each
     rank.
 

@@ -154,7 +154,9 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return self._devices
 
-    def alltoall_base(self, received: Tensor, x: Tensor, receive_sizes: Any, send_sizes: Any, *_: Any) -> _Completed:
+    def alltoall_base(
+        self, received: Tensor, x: Tensor, receive_sizes: Any, send_sizes: Any, *_: Any
+    ) -> _Completed:
         even = [x.shape[0] // self.size()] * self.size()
         sends = x.split(list(send_sizes) or even)
 
@@ -225,7 +227,10 @@ def outcomes_on_virtual_ranks(
     rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
     ulysses_groups = [_Meeting(ulysses, ranks) for _ in range(ring)]
     groups = [
-        (_LocalGroup(outer, rings[inner], device.type), _LocalGroup(inner, ulysses_groups[outer], device.type))
+        (
+            _LocalGroup(outer, rings[inner], device.type),
+            _LocalGroup(inner, ulysses_groups[outer], device.type),
+        )
         for outer in range(ring)
         for inner in range(ulysses)
     ]

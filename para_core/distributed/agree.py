@@ -1,21 +1,23 @@
 """Compare small records between ranks before tensors are sent, so that invalid input raises on every rank.
 
-A rank that raises alone would leave the others in a collective until the group's timeout. With gloo, tensors of
-unexpected sizes even abort the process. In eager code all ranks therefore exchange what they need to make the same
-decision to raise.
+A rank that raises alone would leave the others in a collective until the group's timeout. With gloo, tensors
+of unexpected sizes even abort the process. In eager code all ranks therefore exchange what they need to make
+the same decision to raise.
 
-**Protocol.** Values that must be equal on all ranks form a record of JSON values. Records are compared by digest:
+**Protocol.** Values that must be equal on all ranks form a record of JSON values. Records are compared by
+digest:
 
-1. One all-gather per mesh dim sends a header of ``_HEADER.size`` bytes per rank. It contains the digest of the record,
-   its length in bytes (negative if this rank found its input invalid; the record then contains the error), and up to
-   ``MAX_EXTRAS`` integers that may differ between ranks, for example the sizes of a local mask. If no rank reports an
-   error and all digests are equal, the check ends here.
-2. Otherwise the ranks gather the records themselves, padded to the longest one. All ranks have the same headers, so
-   either all ranks reach this step or none. Every rank then raises the same error, or finds that only the JSON differs
-   (1 and 1.0), but not the values, and continues.
+1. One all-gather per mesh dim sends a header of ``_HEADER.size`` bytes per rank. It contains the digest of
+   the record, its length in bytes (negative if this rank found its input invalid; the record then contains
+   the error), and up to ``MAX_EXTRAS`` integers that may differ between ranks, for example the sizes of a
+   local mask. If no rank reports an error and all digests are equal, the check ends here.
+2. Otherwise the ranks gather the records themselves, padded to the longest one. All ranks have the same
+   headers, so either all ranks reach this step or none. Every rank then raises the same error, or finds that
+   only the JSON differs (1 and 1.0), but not the values, and continues.
 
-A :class:`Signature` is a record with its digest. Code that sends the same record repeatedly caches the signature. A
-rank whose input is invalid passes its exception to :func:`check_consistent`, which then raises on every rank.
+A :class:`Signature` is a record with its digest. Code that sends the same record repeatedly caches the
+signature. A rank whose input is invalid passes its exception to :func:`check_consistent`, which then raises
+on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ MAX_EXTRAS = 5
 _HEADER = struct.Struct(f"<16sq{MAX_EXTRAS}q")
 
 Record = dict[str, Any]
-# A function that takes the arguments of a call by name, and raises on every rank if they differ between ranks.
+# A function that takes the arguments of a call by name, and raises on every rank if they differ between
+# ranks.
 RequireEqual = Callable[[Mapping[str, Any]], None]
 
 
@@ -56,7 +59,9 @@ class Signature:
 
 
 def signature(record: Record) -> Signature:
-    """Convert ``record``, a dict of JSON values, to a :class:`Signature`. Cache the result for repeated comparisons."""
+    """Convert ``record``, a dict of JSON values, to a :class:`Signature`.
+    Cache the result for repeated comparisons.
+    """
     encoded = json.dumps(record).encode()
     return Signature(encoded, blake2b(encoded, digest_size=16).digest())
 
@@ -65,10 +70,11 @@ _NOTHING_WRONG = signature({})
 
 
 def differing_fields(records: list[Record]) -> list[str]:
-    """Return a phrase for each field of the records that differs between rank 0 and another rank, with both values.
+    """Return a phrase for each field of the records that differs between rank 0 and another rank, with both
+    values.
 
-    ``records`` are those of all ranks, and at least one must differ from the first. If several ranks differ from rank
-    0, only the first of these is described.
+    ``records`` are those of all ranks, and at least one must differ from the first. If several ranks differ
+    from rank 0, only the first of these is described.
     """
     first = records[0]
     rank, other = next((rank, record) for rank, record in enumerate(records) if record != first)
@@ -94,22 +100,23 @@ def check_consistent(
 ) -> list[tuple[int, ...]]:
     """Raise on every rank of ``mesh`` unless all ranks pass the same signature and none passes an exception.
 
-    Every rank of ``mesh`` must call this function. ``local`` is the signature, or the exception that this rank would
-    otherwise raise alone (a ``TypeError``, ``ValueError``, ``ImportError`` or ``RuntimeError``).
+    Every rank of ``mesh`` must call this function. ``local`` is the signature, or the exception that this
+    rank would otherwise raise alone (a ``TypeError``, ``ValueError``, ``ImportError`` or ``RuntimeError``).
 
     Args:
-        extras: At most ``MAX_EXTRAS`` 64-bit integers that may differ between ranks. Their number must be the same on
-            all ranks with the same signature.
+        extras: At most ``MAX_EXTRAS`` 64-bit integers that may differ between ranks. Their number must be the
+            same on all ranks with the same signature.
         explain: Returns the error message if the records differ, given the records of all ranks in order.
-        call: The user's call that every rank must make, such as "the FluxPipeline", for the log if ranks are late.
+        call: The user's call that every rank must make, such as "the FluxPipeline", for the log if ranks are
+            late.
 
     Returns:
         The ``extras`` of every rank, in rank order.
 
     Raises:
         ValueError: The signatures of two ranks differ.
-        TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one, with the
-            number of that rank in its message.
+        TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one,
+            with the number of that rank in its message.
     """
     failed = isinstance(local, Exception)
     if isinstance(local, Exception):
@@ -132,8 +139,8 @@ def check_consistent(
     return [row[2 : 2 + len(extras)] for row in headers]
 
 
-# An exception that was raised on all ranks of a mesh has an attribute of this name, which lists the mesh's process
-# groups.
+# An exception that was raised on all ranks of a mesh has an attribute of this name, which lists the mesh's
+# process groups.
 _RAISED_ON = "_para_core_raised_on"
 
 
@@ -143,12 +150,13 @@ def _groups_of(mesh: SequenceMesh | GuidedMesh | HostGroups) -> tuple[str, ...]:
 
 @contextmanager
 def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str, *, call: str = "this call") -> Iterator[None]:
-    """Return a context manager that raises an exception of one rank on every rank of ``mesh``, with ``what`` as prefix.
+    """Return a context manager that raises an exception of one rank on every rank of ``mesh``, with ``what``
+    as prefix.
 
-    Every rank must enter the context. Contexts over the same ranks may be nested: an exception that an inner context
-    has raised on all ranks is not exchanged again. If a rank fails before it enters an inner context, its exchange at
-    the end of the outer context meets the exchange with which the other ranks end the inner one. ``call`` names the
-    user's call for the log if ranks are late.
+    Every rank must enter the context. Contexts over the same ranks may be nested: an exception that an inner
+    context has raised on all ranks is not exchanged again. If a rank fails before it enters an inner context,
+    its exchange at the end of the outer context meets the exchange with which the other ranks end the inner
+    one. ``call`` names the user's call for the log if ranks are late.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: That of the rank that failed. Other types become a
@@ -169,27 +177,35 @@ def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str, *, call: str = "t
 def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
     """Return the records of all ranks of ``mesh`` in rank order. A record is a dict of JSON values.
 
-    The exchange costs two all-gathers per mesh dim. To check that records are equal, use :func:`check_consistent`,
-    which costs one all-gather.
+    The exchange costs two all-gathers per mesh dim. To check that records are equal, use
+    :func:`check_consistent`, which costs one all-gather.
     """
     return [json.loads(data) for data in exchange_bytes(json.dumps(record).encode(), mesh)]
 
 
 def exchange_bytes(data: bytes, mesh: SequenceMesh | GuidedMesh) -> list[bytes]:
     """Return the ``data`` of all ranks of ``mesh`` in rank order, which may differ in length."""
-    lengths = [length for (length,) in struct.iter_unpack("<q", _all_gather_rows(struct.pack("<q", len(data)), mesh))]
+    lengths = [
+        length for (length,) in struct.iter_unpack("<q", _all_gather_rows(struct.pack("<q", len(data)), mesh))
+    ]
     size = max(lengths)
     gathered = _all_gather_rows(data.ljust(size), mesh)
     return [gathered[rank * size :][:length] for rank, length in enumerate(lengths)]
 
 
-def _all_gather_records(encoded: bytes, size: int, mesh: SequenceMesh | GuidedMesh | HostGroups) -> list[Record]:
+def _all_gather_records(
+    encoded: bytes, size: int, mesh: SequenceMesh | GuidedMesh | HostGroups
+) -> list[Record]:
     gathered = _all_gather_rows(encoded.ljust(size), mesh)
     return [json.loads(gathered[start : start + size]) for start in range(0, len(gathered), size)]
 
 
-def _all_gather_rows(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups, call: str = "this call") -> bytes:
-    """Return the concatenation of ``row`` from all ranks of ``mesh``, in rank order. All rows have the same length."""
+def _all_gather_rows(
+    row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups, call: str = "this call"
+) -> bytes:
+    """Return the concatenation of ``row`` from all ranks of ``mesh``, in rank order.
+    All rows have the same length.
+    """
     by_dim = mesh.by_dim if isinstance(mesh, HostGroups) else None
     # Disable torch.func transforms, because the function being transformed does not depend on these bytes.
     with DisableTransforms():
@@ -229,7 +245,8 @@ def _unanswered(dim: MeshDim, error: RuntimeError) -> str:
 def raise_first_error(records: list[Record]) -> None:
     """Raise the first error among the ``records`` of all ranks, if any, and name its rank.
 
-    A record is an error if :func:`error_record` returned it. All ranks have the same records, so all ranks raise.
+    A record is an error if :func:`error_record` returned it. All ranks have the same records, so all ranks
+    raise.
     """
     for rank, record in enumerate(records):
         if record.get("error") is not None:
@@ -238,7 +255,9 @@ def raise_first_error(records: list[Record]) -> None:
 
 
 def error_record(error: Exception) -> Record:
-    """Convert ``error`` to a record. Given this record, :func:`raise_first_error` raises the error on every rank."""
+    """Convert ``error`` to a record.
+    Given this record, :func:`raise_first_error` raises the error on every rank.
+    """
     return {"error": str(error), "kind": type(error).__name__}
 
 
@@ -250,7 +269,8 @@ class ComparesInputs(Protocol):
 
 @contextmanager
 def inputs_verified(handlers: Iterable[ComparesInputs | None]) -> Iterator[None]:
-    """Set ``inputs_verified`` of the ``handlers`` that are not None to True inside the ``with`` block, then restore it.
+    """Set ``inputs_verified`` of the ``handlers`` that are not None to True inside the ``with`` block, then
+    restore it.
 
     Use this if the caller has verified that the arguments are equal on all ranks.
     """
@@ -267,15 +287,15 @@ def inputs_verified(handlers: Iterable[ComparesInputs | None]) -> Iterator[None]
 # The following functions compute fingerprints of tensors, by which ranks compare their inputs.
 
 _WORD_BYTES = 8
-# Process at most this number of 64-bit words at a time (128 MiB, and as much again for intermediate results), unless a
-# single tensor has more.
+# Process at most this number of 64-bit words at a time (128 MiB, and as much again for intermediate results),
+# unless a single tensor has more.
 _MAX_WORDS = 1 << 24
-# A digest of many tensors is computed in chunks of this number of 64-bit words: few enough to stay in the cache of a
-# CPU, many enough that a GPU computes longer than it takes to launch the kernels (32 MiB).
+# A digest of many tensors is computed in chunks of this number of 64-bit words: few enough to stay in the
+# cache of a CPU, many enough that a GPU computes longer than it takes to launch the kernels (32 MiB).
 _CHUNK_WORDS_CPU, _CHUNK_WORDS_GPU = 1 << 16, 1 << 22
-# Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step between
-# positions, and the shifts and factors of its output function, which is Stafford's variant 13 of the finalizer of
-# MurmurHash3.
+# Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step
+# between positions, and the shifts and factors of its output function, which is Stafford's variant 13 of the
+# finalizer of MurmurHash3.
 _STEP = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
@@ -284,12 +304,14 @@ _LAST_SHIFT = 31
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
     """Return the fingerprint of each tensor: 16 hexadecimal digits that depend on its bytes in C order.
 
-    The shape, dtype, strides and device of a tensor do not matter. Every 8 bytes are mixed with their position to 64
-    random-looking bits, and these are summed. Two tensors of equal size with different bytes have the same fingerprint
-    with probability 2^-64. Since bytes are compared, 0.0 and -0.0 differ, and NaNs with the same bits are equal. All
-    devices return the same digits, because the mixing is integer arithmetic.
+    The shape, dtype, strides and device of a tensor do not matter. Every 8 bytes are mixed with their
+    position to 64 random-looking bits, and these are summed. Two tensors of equal size with different bytes
+    have the same fingerprint with probability 2^-64. Since bytes are compared, 0.0 and -0.0 differ, and NaNs
+    with the same bits are equal. All devices return the same digits, because the mixing is integer
+    arithmetic.
 
-    The host waits once for each device, to read 8 bytes per tensor. To wait later, use :class:`PendingFingerprints`.
+    The host waits once for each device, to read 8 bytes per tensor. To wait later, use
+    :class:`PendingFingerprints`.
     """
     return PendingFingerprints(tensors).wait()
 
@@ -305,7 +327,9 @@ class PendingFingerprints:
         for index, x in enumerate(tensors):
             self._indices.setdefault(x.device, []).append(index)
         # Start the computation on all devices before the host waits for the first one.
-        self._sums = {device: _sums([tensors[index] for index in group]) for device, group in self._indices.items()}
+        self._sums = {
+            device: _sums([tensors[index] for index in group]) for device, group in self._indices.items()
+        }
         self._events: list[torch.cuda.Event] = []
         for device, sums in self._sums.items():
             if device.type == "cuda":
@@ -330,9 +354,10 @@ class PendingFingerprints:
 def digest(tensors: Sequence[Tensor]) -> Tensor:
     """Return one fingerprint of all ``tensors`` together, as an int64 tensor of shape ``[1]``.
 
-    It depends on the bytes of the tensors and on their order, but not on their devices: like :func:`fingerprints`, with
-    positions that count the words of all tensors. It is much cheaper than a fingerprint for each of many tensors: a
-    hundred of them share a launch. If all tensors are on one device, so is the digest, and the host does not wait.
+    It depends on the bytes of the tensors and on their order, but not on their devices: like
+    :func:`fingerprints`, with positions that count the words of all tensors. It is much cheaper than a
+    fingerprint for each of many tensors: a hundred of them share a launch. If all tensors are on one device,
+    so is the digest, and the host does not wait.
     """
     start = 0
     sums: dict[torch.device, list[Tensor]] = {}

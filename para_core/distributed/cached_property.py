@@ -11,7 +11,8 @@ Value = TypeVar("Value")
 
 
 class cached_property(Generic[Value]):
-    """A replacement for ``functools.cached_property``, which on Python 3.11 takes a lock that Dynamo cannot trace.
+    """A replacement for ``functools.cached_property``, which on Python 3.11 takes a lock that Dynamo cannot
+    trace.
 
     While Dynamo traces a graph, values are not cached, because they may contain symbolic lengths.
     """

@@ -1,12 +1,12 @@
 """All-to-all and all-gather with uneven sizes, in eager code and as operators in graphs.
 
-Attention, plans and sharded rows of images use no other kinds of collectives, because every backend has these two for
-every device (gloo has no point-to-point for CUDA tensors).
+Attention, plans and sharded rows of images use no other kinds of collectives, because every backend has these
+two for every device (gloo has no point-to-point for CUDA tensors).
 
-**Order in a graph.** A compiler may reorder independent operators, for example to save memory. Ranks whose parts differ
-in size would then run their collectives in different orders, and hang. Therefore every collective of a graph, forward
-and backward, takes a one-element tensor from the previous collective as an input. This data dependency keeps the order
-(:func:`define_collective`).
+**Order in a graph.** A compiler may reorder independent operators, for example to save memory. Ranks whose
+parts differ in size would then run their collectives in different orders, and hang. Therefore every
+collective of a graph, forward and backward, takes a one-element tensor from the previous collective as an
+input. This data dependency keeps the order (:func:`define_collective`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from para_core.distributed.late_ranks import PATIENCE, wait_for_late_ranks
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
 
-# Sleep 0.05 s at exit. The sleep releases the GIL, which gloo's threads need to free the tensors of a collective
-# shortly after it ends. A script that exits right after a collective otherwise aborts in one of four runs ("terminate
-# called without an active exception", pytorch/pytorch#190489), because these threads can no longer get the GIL when the
-# interpreter has finished.
+# Sleep 0.05 s at exit. The sleep releases the GIL, which gloo's threads need to free the tensors of a
+# collective shortly after it ends. A script that exits right after a collective otherwise aborts in one of
+# four runs ("terminate called without an active exception", pytorch/pytorch#190489), because these threads
+# can no longer get the GIL when the interpreter has finished.
 atexit.register(time.sleep, 0.05)
 
 
@@ -42,16 +42,18 @@ class Travelling(NamedTuple):
 def start_all_to_all(
     x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim, *, even: bool = False
 ) -> Travelling:
-    """Start an all-to-all of the contiguous ``x`` over the ranks of ``dim``. :func:`wait` returns the received tensor.
+    """Start an all-to-all of the contiguous ``x`` over the ranks of ``dim``. :func:`wait` returns the
+    received tensor.
 
-    If ``x`` requires a gradient, or a graph is traced, the operator :func:`all_to_all` runs instead, and has ended when
-    this function returns.
+    If ``x`` requires a gradient, or a graph is traced, the operator :func:`all_to_all` runs instead, and has
+    ended when this function returns.
 
     Args:
         send_sizes: Number of elements of the 1-dim ``x`` that are sent to each rank of ``dim``, in order.
-        receive_sizes: Number of elements that each rank sends to this one. They arrive in the order of the senders.
-        even: Whether all ranks know that all sizes are equal. Then the first dim of ``x``, which may have any number of
-            dims, is split into equal parts, and the backend gets no sizes, which is faster.
+        receive_sizes: Number of elements that each rank sends to this one. They arrive in the order of the
+            senders.
+        even: Whether all ranks know that all sizes are equal. Then the first dim of ``x``, which may have any
+            number of dims, is split into equal parts, and the backend gets no sizes, which is faster.
     """
     if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
         return Travelling(all_to_all(x.view(-1), send_sizes, receive_sizes, dim), None)
@@ -75,14 +77,14 @@ _SENT_AS_BYTES = frozenset(
         torch.float8_e5m2,
     }
 )
-# Pass these options to ProcessGroup.alltoall_base. Calling this method, and not dist.all_to_all_single, halves the host
-# time.
+# Pass these options to ProcessGroup.alltoall_base. Calling this method, and not dist.all_to_all_single,
+# halves the host time.
 _ALL_TO_ALL = dist.AllToAllOptions()
 
 
 def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: int = 1) -> Travelling:
-    """Start to send the 1-dim ``x`` to the rank ``distance`` positions after this one along ``dim``, and to receive
-    ``receive_size`` elements from the rank ``distance`` positions before it. Positions wrap around.
+    """Start to send the 1-dim ``x`` to the rank ``distance`` positions after this one along ``dim``, and to
+    receive ``receive_size`` elements from the rank ``distance`` positions before it. Positions wrap around.
     """
     send_sizes = [0] * dim.size
     receive_sizes = [0] * dim.size
@@ -107,7 +109,9 @@ def wait(travelling: Travelling) -> Tensor:
 
 
 def group_of(dim: MeshDim) -> dist.ProcessGroup:
-    """Return the process group of ``dim``. A dim read from a graph has no group object, so look it up by its name."""
+    """Return the process group of ``dim``.
+    A dim read from a graph has no group object, so look it up by its name.
+    """
     return dim.group if dim.group is not None else group_named(dim.group_name)
 
 
@@ -120,11 +124,12 @@ LIBRARY = torch.library.Library("para_core", "FRAGMENT")
 
 
 def define_operator(signature: str) -> None:
-    """Define an operator of the namespace ``para_core`` by its schema, such as ``"name(Tensor x) -> Tensor"``.
+    """Define an operator of the namespace ``para_core`` by its schema, such as ``"name(Tensor x) ->
+    Tensor"``.
 
-    The operator is tagged as not capturable by a CUDA graph, because collectives wait for other ranks, and packing
-    caches tables that must not be in the memory pool of a CUDA graph. Inductor then splits its CUDA graphs at the
-    operator or, without graph partitioning, creates none.
+    The operator is tagged as not capturable by a CUDA graph, because collectives wait for other ranks, and
+    packing caches tables that must not be in the memory pool of a CUDA graph. Inductor then splits its CUDA
+    graphs at the operator or, without graph partitioning, creates none.
     """
     LIBRARY.define(signature, tags=(torch.Tag.cudagraph_unsafe,))
 
@@ -136,16 +141,17 @@ def define_collective(
     gradient: Callable[..., Any] | None = None,
     context: Callable[..., Any] | None = None,
 ) -> None:
-    """Define an operator that runs a collective. A compiler neither removes it nor changes the order of such operators.
+    """Define an operator that runs a collective. A compiler neither removes it nor changes the order of such
+    operators.
 
-    The last argument of the operator is ``Tensor? after=None``, and the last result is a token, a tensor with one
-    element (:func:`done`). While a graph is traced, the token of the previous collective, which is stored on the
-    tracer, is passed as ``after``: a data dependency that no compiler pass can remove. The graph also waits for the
-    last token, a side effect that a compiler must keep; otherwise a rank whose result has no elements would drop the
-    collective, and the others would hang.
+    The last argument of the operator is ``Tensor? after=None``, and the last result is a token, a tensor with
+    one element (:func:`done`). While a graph is traced, the token of the previous collective, which is stored
+    on the tracer, is passed as ``after``: a data dependency that no compiler pass can remove. The graph also
+    waits for the last token, a side effect that a compiler must keep; otherwise a rank whose result has no
+    elements would drop the collective, and the others would hang.
 
-    ``run`` is the implementation, ``shape`` that for tensors without data (a fake kernel), and ``gradient`` and
-    ``context`` are arguments of :func:`torch.library.register_autograd`.
+    ``run`` is the implementation, ``shape`` that for tensors without data (a fake kernel), and ``gradient``
+    and ``context`` are arguments of :func:`torch.library.register_autograd`.
     """
     name = signature[: signature.index("(")]
     define_operator(signature)
@@ -159,7 +165,8 @@ def define_collective(
 def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     tracer, num_before = mode.tracer, len(schema_of(func).arguments) - 1
     token, last_wait = getattr(tracer, "_para_core_last_collective", (None, None))
-    # Pass the token as a positional argument: a keyword costs the host a microsecond more in each call of the graph.
+    # Pass the token as a positional argument: a keyword costs the host a microsecond more in each call of the
+    # graph.
     outputs = mode.__torch_dispatch__(func, types, (*args[:num_before], token), kwargs)
     mode.__torch_dispatch__(WAIT_TENSOR, types, (outputs[-1],))
     # torch 2.11 needs iter(), because reversed() of its node list returns no iterator.
@@ -167,8 +174,8 @@ def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
     if last_wait is not None and last_wait.meta.get(_PART) == wait_node.meta.get(_PART):
         tracer.graph.erase_node(last_wait)
     elif last_wait is not None:
-        # This is the first collective of the backward. Tag the wait at the end of the forward, so that the partitioner
-        # does not copy that wait into the backward.
+        # This is the first collective of the backward. Tag the wait at the end of the forward, so that the
+        # partitioner does not copy that wait into the backward.
         last_wait.meta[_PART] = "must_be_in_forward"
     tracer._para_core_last_collective = outputs[-1], wait_node
     return outputs
@@ -203,15 +210,17 @@ def _all_to_all_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     return back, None, None, None, None
 
 
-def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _all_gather(
+    x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     rows, group = x.new_empty(sum(sizes), *x.shape[1:]), group_named(group_name)
     if all(size == sizes[0] for size in sizes):
         _all_gather_into(rows, x.contiguous(), group=group)
         return rows, done(x)
     parts = list(rows.split(sizes))
     if _is_nccl(group, x.device):
-        # For outputs of unequal sizes, ProcessGroupNCCL::allgather coalesces broadcasts into one kernel, instead of one
-        # kernel per rank. gloo refuses such outputs.
+        # For outputs of unequal sizes, ProcessGroupNCCL::allgather coalesces broadcasts into one kernel,
+        # instead of one kernel per rank. gloo refuses such outputs.
         dist.all_gather(parts, x.contiguous(), group=group)
         return rows, done(x)
     works = []
@@ -228,7 +237,9 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
         return bool(backend_of(group, device).name() == "nccl")
-    except RuntimeError:  # A process group written in Python, such as that of para_core.comparison, has no backend.
+    except (
+        RuntimeError
+    ):  # A process group written in Python, such as that of para_core.comparison, has no backend.
         return False
 
 
@@ -266,10 +277,12 @@ define_collective(
 
 
 def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
-    """Exchange rows of ``x`` over ``dim`` by an all-to-all. It is differentiable, in eager code and in graphs.
+    """Exchange rows of ``x`` over ``dim`` by an all-to-all. It is differentiable, in eager code and in
+    graphs.
 
     The first ``send_sizes[0]`` rows (along the first dim) are sent to rank 0 of ``dim``, and so on;
-    ``receive_sizes[i]`` rows arrive from rank i, in the order of ranks. With one rank the result is ``x`` itself.
+    ``receive_sizes[i]`` rows arrive from rank i, in the order of ranks. With one rank the result is ``x``
+    itself.
     """
     if dim.size == 1:
         return x
@@ -278,7 +291,9 @@ def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
-    """Return the concatenation of ``x``, of length ``sizes[i]`` on rank i, along ``tensor_dim``. Differentiable."""
+    """Return the concatenation of ``x``, of length ``sizes[i]`` on rank i, along ``tensor_dim``.
+    Differentiable.
+    """
     if dim.size == 1:
         return x
     if x.dtype in _SENT_AS_BYTES:
@@ -305,10 +320,10 @@ def all_gather_bytes(
 ) -> Tensor:
     """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only.
 
-    ``x`` is a uint8 CPU tensor of the same length on all ranks. The host waits for the other ranks, but not for the
-    device, because the group of :func:`~para_core.distributed.mesh.host_group` sends the bytes between CPUs. The groups
-    in ``by_dim`` (of :class:`HostGroups`) are used; a missing group is looked up and added. ``call`` names the user's
-    call for the log if ranks are late.
+    ``x`` is a uint8 CPU tensor of the same length on all ranks. The host waits for the other ranks, but not
+    for the device, because the group of :func:`~para_core.distributed.mesh.host_group` sends the bytes
+    between CPUs. The groups in ``by_dim`` (of :class:`HostGroups`) are used; a missing group is looked up and
+    added. ``call`` names the user's call for the log if ranks are late.
     """
     if dim.group is None:
         return x
@@ -324,14 +339,17 @@ def all_gather_bytes(
     except RuntimeError as error:
         wait_for_late_ranks(work, error, dim, group, call)
     if group is not dim.group:
-        # The ranks of a new group are sorted, while dim.group may have another order. Restore the order of dim.group.
+        # The ranks of a new group are sorted, while dim.group may have another order. Restore the order of
+        # dim.group.
         rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]
         gathered = gathered.view(dim.size, -1)[rows].flatten()
     return gathered
 
 
 def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
-    """Broadcast ``x``, a uint8 CPU tensor equally long on all ranks, from the first rank of ``mesh``. Eager only."""
+    """Broadcast ``x``, a uint8 CPU tensor equally long on all ranks, from the first rank of ``mesh``.
+    Eager only.
+    """
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]
     return x
@@ -339,7 +357,7 @@ def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
 
 def tensor_bytes(x: Tensor) -> Tensor:
     """Return the bytes of ``x`` as a 1-D uint8 tensor, in C order of the elements."""
-    # Set the stride to 1, because view(uint8) refuses other strides. A dim of size 1 counts as contiguous with any
-    # stride (as after t.expand(1)), and flatten() keeps its stride.
+    # Set the stride to 1, because view(uint8) refuses other strides. A dim of size 1 counts as contiguous
+    # with any stride (as after t.expand(1)), and flatten() keeps its stride.
     x = x.resolve_conj().resolve_neg().contiguous().flatten()
     return x.as_strided(x.shape, (1,), x.storage_offset()).view(torch.uint8)

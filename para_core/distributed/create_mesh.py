@@ -31,17 +31,19 @@ from para_core.distributed.mesh_shape import choose_mesh_shape, largest_divisor,
 
 
 def ranks_per_host() -> int | None:
-    """Return the number of consecutive ranks on each host, from the environment variables of torchrun or Slurm.
+    """Return the number of consecutive ranks on each host, from the environment variables of torchrun or
+    Slurm.
 
-    Return None if the variables are not set or do not describe this job. The result is equal on all ranks. Ranks are
-    assumed to be numbered host by host, as by torchrun, and by Slurm without ``--distribution=cyclic``.
+    Return None if the variables are not set or do not describe this job. The result is equal on all ranks.
+    Ranks are assumed to be numbered host by host, as by torchrun, and by Slurm without
+    ``--distribution=cyclic``.
     """
     ranks = dist.get_world_size()
     # Do not use LOCAL_WORLD_SIZE: hosts with different numbers of ranks would then choose different meshes.
     for ranks_named, hosts_named in (("WORLD_SIZE", "GROUP_WORLD_SIZE"), ("SLURM_NTASKS", "SLURM_NNODES")):
         hosts = os.environ.get(hosts_named, "")
-        # If the number of ranks differs, the variables describe an outer job, whose processes have started these ranks.
-        # Ignore such variables.
+        # If the number of ranks differs, the variables describe an outer job, whose processes have started
+        # these ranks. Ignore such variables.
         if os.environ.get(ranks_named) == str(ranks) and hosts.isdigit() and int(hosts) > 0:
             if ranks % int(hosts) != 0:
                 return None
@@ -60,35 +62,37 @@ def init_context_parallel_mesh(
 ) -> DeviceMesh:
     """Create a ``DeviceMesh`` of all ranks with the dims ``("batch", "ring", "ulysses")``.
 
-    Every rank calls this function with the same arguments. In the order tensor, pipe, batch, ring, ulysses, each dim
-    with a maximum gets the largest size up to this maximum that divides the number of remaining ranks. All other ranks
-    go to ``ulysses``, or to ``ring`` if only ``ulysses`` has a maximum. On several hosts (torchrun or Slurm) and
-    without a maximum for ring and ulysses, each Ulysses group stays on one host and the ring connects the hosts
-    (docs/several_nodes.md).
+    Every rank calls this function with the same arguments. In the order tensor, pipe, batch, ring, ulysses,
+    each dim with a maximum gets the largest size up to this maximum that divides the number of remaining
+    ranks. All other ranks go to ``ulysses``, or to ``ring`` if only ``ulysses`` has a maximum. On several
+    hosts (torchrun or Slurm) and without a maximum for ring and ulysses, each Ulysses group stays on one host
+    and the ring connects the hosts (docs/several_nodes.md).
 
-    Ranks along the last dim are neighbours. To use only some of the ranks, create a mesh of all ranks and pass a slice
-    of it, such as ``mesh["ring", "ulysses"]``. A dim of size 1 needs no NCCL communicator.
+    Ranks along the last dim are neighbours. To use only some of the ranks, create a mesh of all ranks and
+    pass a slice of it, such as ``mesh["ring", "ulysses"]``. A dim of size 1 needs no NCCL communicator.
 
     Args:
-        device_type (`str`, *optional*): ``"cuda"``, ``"cpu"``, and so on. Defaults to the accelerator of this machine,
-            or the CPU.
-        max_batch_dim_size (`int`, *optional*): Maximum number of ranks for CFG branches or samples. Defaults to 1.
-        max_ring_dim_size (`int`, *optional*): Maximum number of ranks of a ring, which pass keys and values on to each
-            other.
-        max_ulysses_dim_size (`int`, *optional*): Maximum number of ranks of a Ulysses group, which exchange tokens for
-            heads.
-        max_tensor_dim_size (`int`, *optional*): Maximum number of ranks that share the heads of a tensor-parallel model
-            (``weights="tensor"``). If it is given, the mesh has a last dim ``"tensor"``.
-        max_pipe_dim_size (`int`, *optional*): Maximum number of pipeline stages, each of which holds consecutive
-            transformer blocks. If it is given, the mesh has a first dim ``"pipe"``.
+        device_type (`str`, *optional*): ``"cuda"``, ``"cpu"``, and so on. Defaults to the accelerator of this
+            machine, or the CPU.
+        max_batch_dim_size (`int`, *optional*): Maximum number of ranks for CFG branches or samples. Defaults
+            to 1.
+        max_ring_dim_size (`int`, *optional*): Maximum number of ranks of a ring, which pass keys and values
+            on to each other.
+        max_ulysses_dim_size (`int`, *optional*): Maximum number of ranks of a Ulysses group, which exchange
+            tokens for heads.
+        max_tensor_dim_size (`int`, *optional*): Maximum number of ranks that share the heads of a
+            tensor-parallel model (``weights="tensor"``). If it is given, the mesh has a last dim
+            ``"tensor"``.
+        max_pipe_dim_size (`int`, *optional*): Maximum number of pipeline stages, each of which holds
+            consecutive transformer blocks. If it is given, the mesh has a first dim ``"pipe"``.
 
     Returns:
         The mesh.
 
     Raises:
         RuntimeError: No process group is initialised, or two ranks have the same GPU, which NCCL refuses.
-        TypeError, ValueError: A maximum is not a positive integer, ranks are left over, or, on every rank, the
-            arguments or the numbers of ranks per host differ between ranks.
+        TypeError, ValueError: A maximum is not a positive integer, ranks are left over, or, on every rank,
+            the arguments or the numbers of ranks per host differ between ranks.
 
     Example::
 
@@ -149,8 +153,9 @@ def _require_equal_arguments(**arguments: object) -> None:
 def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh of all ranks with this ``shape`` and these dim ``names``.
 
-    All dims of size 1 share one process group of this rank alone, which is created once, without communication and
-    without an NCCL communicator. ``init_device_mesh`` would create a group for each of these dims on each rank.
+    All dims of size 1 share one process group of this rank alone, which is created once, without
+    communication and without an NCCL communicator. ``init_device_mesh`` would create a group for each of
+    these dims on each rank.
     """
     used = {name: size for name, size in zip(names, shape, strict=True) if size > 1}
     if not used:
@@ -164,16 +169,19 @@ def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, .
 
 
 def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
-    """Raise ``RuntimeError`` on every rank of ``mesh`` if two ranks have the same current GPU, which NCCL refuses.
+    """Raise ``RuntimeError`` on every rank of ``mesh`` if two ranks have the same current GPU, which NCCL
+    refuses.
 
-    If the ranks use NCCL, the check is one small exchange between CPUs for each mesh dim. It ignores ranks that have
-    not used a GPU yet. Without NCCL, and inside a compiled function, this function does nothing.
+    If the ranks use NCCL, the check is one small exchange between CPUs for each mesh dim. It ignores ranks
+    that have not used a GPU yet. Without NCCL, and inside a compiled function, this function does nothing.
 
     Args:
         mesh: The mesh of the user.
-        ranks: The result of :func:`~para_core.distributed.mesh.guided_mesh` or ``sequence_mesh`` for ``mesh``.
+        ranks: The result of :func:`~para_core.distributed.mesh.guided_mesh` or ``sequence_mesh`` for
+            ``mesh``.
     """
-    # A DeviceMesh has one device type, so a mesh of CPUs needs no check. A process group may support CPU and GPU.
+    # A DeviceMesh has one device type, so a mesh of CPUs needs no check. A process group may support CPU and
+    # GPU.
     on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type != "cuda"
     if (
         torch.compiler.is_compiling()

@@ -1,9 +1,10 @@
 """Say which ranks an exchange waits for, and which of them did not make the call if it times out.
 
-A rank may be late for a good reason: it loads, compiles, or is slow. So nothing is raised before the group's time-out,
-but after 10 s, and ever more seldom afterwards, one of the waiting ranks logs who is missing. A rank that has waited
-for a second signs in at torch's store with the name of its call. The ranks of the group that have not signed in with
-that name are late. An exchange that all ranks reach within a second does nothing of this.
+A rank may be late for a good reason: it loads, compiles, or is slow. So nothing is raised before the group's
+time-out, but after 10 s, and ever more seldom afterwards, one of the waiting ranks logs who is missing. A
+rank that has waited for a second signs in at torch's store with the name of its call. The ranks of the group
+that have not signed in with that name are late. An exchange that all ranks reach within a second does nothing
+of this.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 # A rank that has waited for so long signs in.
 PATIENCE = timedelta(seconds=1)
-# Seconds until the missing ranks are logged for the first time. Each later wait is twice as long as the one before.
+# Seconds until the missing ranks are logged for the first time. Each later wait is twice as long as the one
+# before.
 FIRST_LOOK = 10.0
 # The last look is this many seconds before the time-out, when other ranks have not given up yet.
 _BEFORE_TIMEOUT = 2.0
@@ -57,11 +59,15 @@ def ask_store(query: Callable[[Any], Result], default: Result, seconds: float) -
     return results[0] if results else default
 
 
-def wait_for_late_ranks(work: Any, error: RuntimeError, dim: MeshDim, group: dist.ProcessGroup, call: str) -> None:
-    """Go on waiting for ``work``, an exchange over ``group``, the ranks of ``dim``, and log which ranks are late.
+def wait_for_late_ranks(
+    work: Any, error: RuntimeError, dim: MeshDim, group: dist.ProcessGroup, call: str
+) -> None:
+    """Go on waiting for ``work``, an exchange over ``group``, the ranks of ``dim``, and log which ranks are
+    late.
 
     Args:
-        error: The error of the first wait, for :data:`PATIENCE`. If that is not why it ended, it is raised again.
+        error: The error of the first wait, for :data:`PATIENCE`. If that is not why it ended, it is raised
+            again.
         call: The user's call that makes the exchange, as a noun such as "the FluxPipeline".
 
     Raises:
@@ -142,7 +148,9 @@ def _key(rank: int) -> str:
 
 
 def _calls_of(store: Any, ranks: Sequence[int]) -> dict[int, str]:
-    """Return the calls in which ``ranks`` wait. A rank that does not wait, or only since a moment, is left out."""
+    """Return the calls in which ``ranks`` wait.
+    A rank that does not wait, or only since a moment, is left out.
+    """
     return {rank: store.get(_key(rank)).decode() for rank in ranks if store.check([_key(rank)])}
 
 

@@ -25,11 +25,13 @@ from para_core.torch_internals import (
 )
 
 MESH_DIMS = ("batch", "ring", "ulysses")
-# The name of the last mesh dim if there is tensor parallelism. Its ranks hold different heads of the same tokens.
+# The name of the last mesh dim if there is tensor parallelism. Its ranks hold different heads of the same
+# tokens.
 TENSOR_DIM = "tensor"
 # The name of the first mesh dim if there are pipeline stages. Its ranks hold different transformer blocks.
 PIPE_DIM = "pipe"
-# Descriptions (group_desc) of process groups that this package creates begin with this prefix, by which they are found.
+# Descriptions (group_desc) of process groups that this package creates begin with this prefix, by which they
+# are found.
 _OURS = "para_core: "
 
 
@@ -46,8 +48,8 @@ def require_process_group(caller: str) -> None:
 class MeshDim:
     """One mesh dim as this rank sees it.
 
-    ``index`` is the position of this rank along the dim. ``group_name`` is the process group's name, by which graphs
-    look the group up. A dim of size 1 has no group; its ``group_name`` is "".
+    ``index`` is the position of this rank along the dim. ``group_name`` is the process group's name, by which
+    graphs look the group up. A dim of size 1 has no group; its ``group_name`` is "".
     """
 
     name: str
@@ -63,18 +65,20 @@ def dim_of_one(name: str) -> MeshDim:
 
 
 def _device_type_of(group: ProcessGroup) -> str:
-    """Return the device type on which the ranks of ``group`` compute: ``"cuda"`` if the group has a backend for it and
-    a GPU is available, otherwise another device type of the group.
+    """Return the device type on which the ranks of ``group`` compute: ``"cuda"`` if the group has a backend
+    for it and a GPU is available, otherwise another device type of the group.
     """
     if torch.compiler.is_compiling():
-        # Look the group up by its name: if it is an argument of a graph, Dynamo can only read its name and size.
+        # Look the group up by its name: if it is an argument of a graph, Dynamo can only read its name and
+        # size.
         named: str = _device_type_of_named(group.group_name)
         return named
     return _preferred_device_type(group)
 
 
 def _preferred_device_type(group: ProcessGroup) -> str:
-    # Do not rely on the order of the devices, which is arbitrary: for "cpu:gloo,cuda:nccl" the CPU may be the last.
+    # Do not rely on the order of the devices, which is arbitrary: for "cpu:gloo,cuda:nccl" the CPU may be the
+    # last.
     types = [device.type for device in group_devices(group)]
     if "cuda" in types and torch.cuda.is_available():
         return "cuda"
@@ -100,11 +104,13 @@ def nccl_device(group: ProcessGroup) -> torch.device | None:
 
 
 def host_group(dim: MeshDim) -> ProcessGroup:
-    """Return a process group for CPU tensors among the ranks of ``dim``: the dim's own group, or a gloo group.
+    """Return a process group for CPU tensors among the ranks of ``dim``: the dim's own group, or a gloo
+    group.
 
-    A gloo group is used if the group of ``dim`` only has NCCL, which would copy CPU tensors to the device and wait for
-    its work. It is created at the first use, so every rank of ``dim`` must call this function. torch.distributed owns
-    it: it is looked up by its description, and ``destroy_process_group()`` destroys it.
+    A gloo group is used if the group of ``dim`` only has NCCL, which would copy CPU tensors to the device and
+    wait for its work. It is created at the first use, so every rank of ``dim`` must call this function.
+    torch.distributed owns it: it is looked up by its description, and ``destroy_process_group()`` destroys
+    it.
 
     Raises:
         ValueError: ``dim`` has one rank.
@@ -134,8 +140,8 @@ def find_or_make_group(
 ) -> ProcessGroup:
     """Return the process group with this ``description``; create it if it does not exist.
 
-    Unlike ``dist.new_group``, this function is only called by the member ``ranks``, which may have created different
-    numbers of groups before.
+    Unlike ``dist.new_group``, this function is only called by the member ``ranks``, which may have created
+    different numbers of groups before.
     """
     for group in process_groups():
         if group.group_desc == description:
@@ -148,15 +154,15 @@ def find_or_make_group(
 class SequenceMesh:
     """The ``ring`` × ``ulysses`` ranks that share one sequence, as this rank sees them.
 
-    The ``rank`` in the sequence is ring index × Ulysses size + Ulysses index, so the ranks of a Ulysses group hold
-    neighbouring parts of the sequence.
+    The ``rank`` in the sequence is ring index × Ulysses size + Ulysses index, so the ranks of a Ulysses group
+    hold neighbouring parts of the sequence.
     """
 
     ring: MeshDim
     ulysses: MeshDim
     device_type: str
-    # The JSON forms of this mesh and of :meth:`alone`, from which read_mesh restores the meshes. They are created in
-    # advance, because Dynamo treats strings as constants, but may treat numbers as variables.
+    # The JSON forms of this mesh and of :meth:`alone`, from which read_mesh restores the meshes. They are
+    # created in advance, because Dynamo treats strings as constants, but may treat numbers as variables.
     text: str = ""
     alone_text: str = ""
 
@@ -178,7 +184,9 @@ class SequenceMesh:
         _check_alive(self.dims)
 
     def alone(self) -> SequenceMesh:
-        """Return a mesh of this rank only, for calls without communication. ``rank`` is still that in the sequence."""
+        """Return a mesh of this rank only, for calls without communication.
+        ``rank`` is still that in the sequence.
+        """
         ring, ulysses = MeshDim("ring", 1, self.rank, "", None), dim_of_one("ulysses")
         return SequenceMesh(ring, ulysses, self.device_type, self.alone_text, self.alone_text)
 
@@ -193,17 +201,17 @@ def _sequence_mesh(ring: MeshDim, ulysses: MeshDim, device_type: str) -> Sequenc
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(ring: tuple[int, int, str], ulysses: tuple[int, int, str], device_type: str, ranks: int) -> str:
-    # Dynamo cannot trace the JSON encoder, so treat the result of this function as a constant. That is valid because a
-    # mesh is a constant of a graph.
+    # Dynamo cannot trace the JSON encoder, so treat the result of this function as a constant. That is valid
+    # because a mesh is a constant of a graph.
     return json.dumps({"ring": ring, "ulysses": ulysses, "device_type": device_type, "ranks": ranks})
 
 
 def read_mesh(text: str) -> tuple[SequenceMesh, int]:
-    """Return the mesh that ``text`` (:attr:`SequenceMesh.text`) describes, and the number of ranks that share a
-    sequence.
+    """Return the mesh that ``text`` (:attr:`SequenceMesh.text`) describes, and the number of ranks that share
+    a sequence.
 
-    The mesh has the names of its process groups, not the groups. The number counts all ranks that share the sequence
-    even for the mesh of this rank alone (:meth:`SequenceMesh.alone`).
+    The mesh has the names of its process groups, not the groups. The number counts all ranks that share the
+    sequence even for the mesh of this rank alone (:meth:`SequenceMesh.alone`).
     """
     fields = json.loads(text)
     dims = []
@@ -226,16 +234,17 @@ def _check_alive(dims: tuple[MeshDim, ...]) -> None:
 
 @dataclass(frozen=True)
 class GuidedMesh:
-    """All ranks that work on one image or video: ``pipe`` × ``batch`` × ``sequence`` × ``tensor``, outermost first.
+    """All ranks that work on one image or video: ``pipe`` × ``batch`` × ``sequence`` × ``tensor``, outermost
+    first.
 
-    Ranks along ``pipe`` hold different transformer blocks, along ``batch`` different CFG branches or samples, in
-    ``sequence`` different tokens, and along ``tensor`` different heads.
+    Ranks along ``pipe`` hold different transformer blocks, along ``batch`` different CFG branches or samples,
+    in ``sequence`` different tokens, and along ``tensor`` different heads.
     """
 
     batch: MeshDim
     sequence: SequenceMesh
-    # The fields have no defaults, because modes may be created inside compiled functions, and Dynamo of torch 2.11
-    # cannot trace a default that is an instance of our own classes.
+    # The fields have no defaults, because modes may be created inside compiled functions, and Dynamo of torch
+    # 2.11 cannot trace a default that is an instance of our own classes.
     tensor: MeshDim
     pipe: MeshDim
 
@@ -258,7 +267,9 @@ class GuidedMesh:
 
 def one_guided_rank(device_type: str) -> GuidedMesh:
     """Return a mesh of this rank alone, without process groups."""
-    return GuidedMesh(dim_of_one("batch"), one_rank(device_type), dim_of_one(TENSOR_DIM), dim_of_one(PIPE_DIM))
+    return GuidedMesh(
+        dim_of_one("batch"), one_rank(device_type), dim_of_one(TENSOR_DIM), dim_of_one(PIPE_DIM)
+    )
 
 
 def all_ranks() -> GuidedMesh:
@@ -272,8 +283,8 @@ def all_ranks() -> GuidedMesh:
 def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> GuidedMesh:
     """Convert a user's ``mesh`` to a :class:`GuidedMesh`.
 
-    ``mesh`` may be anything that :func:`sequence_mesh` accepts, or a DeviceMesh that only has ``batch``, ``tensor`` and
-    ``pipe`` dims. All ranks of a ProcessGroup form the dim ``group_dim``.
+    ``mesh`` may be anything that :func:`sequence_mesh` accepts, or a DeviceMesh that only has ``batch``,
+    ``tensor`` and ``pipe`` dims. All ranks of a ProcessGroup form the dim ``group_dim``.
     """
     require_member(mesh)
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
@@ -309,7 +320,8 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
 
     Raises:
         TypeError: ``mesh`` is neither a DeviceMesh nor a ProcessGroup.
-        ValueError: The mesh has neither of the two dims, or an unknown dim, or this rank does not belong to it.
+        ValueError: The mesh has neither of the two dims, or an unknown dim, or this rank does not belong to
+            it.
         RuntimeError: The process groups of the mesh were destroyed.
     """
     require_member(mesh)
@@ -333,7 +345,9 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
             )
         try:
             dims = {
-                name: dim_of_group(name, mesh.get_group(name)) for name in names if name not in (TENSOR_DIM, PIPE_DIM)
+                name: dim_of_group(name, mesh.get_group(name))
+                for name in names
+                if name not in (TENSOR_DIM, PIPE_DIM)
             }
         except RuntimeError as error:
             raise RuntimeError(
@@ -350,7 +364,9 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
 def require_member(mesh: object) -> None:
     """Raise ``ValueError`` if this rank does not belong to ``mesh``, and ``TypeError`` if ``mesh`` is no mesh."""
     # new_group() returns NON_GROUP_MEMBER, a number, on ranks outside the group.
-    if mesh == dist.GroupMember.NON_GROUP_MEMBER or (isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None):
+    if mesh == dist.GroupMember.NON_GROUP_MEMBER or (
+        isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None
+    ):
         text = "process group"
         if isinstance(mesh, DeviceMesh):
             text = f"mesh with {_dims_text(mesh)}"
@@ -366,7 +382,8 @@ def _dims_text(mesh: DeviceMesh) -> str:
 
 
 def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
-    """Return a sequence mesh whose ``ulysses`` dim is the ``batch`` dim of ``mesh``, to shard a batch like a sequence.
+    """Return a sequence mesh whose ``ulysses`` dim is the ``batch`` dim of ``mesh``, to shard a batch like a
+    sequence.
 
     All ranks of a ProcessGroup are used.
 

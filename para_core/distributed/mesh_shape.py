@@ -24,10 +24,10 @@ def choose_mesh_shape(
 ) -> tuple[int, int, int]:
     """Return the sizes of the mesh dims ``(batch, ring, ulysses)`` for ``num_ranks`` ranks.
 
-    In the order batch, ring, ulysses, each dim with a maximum gets the largest divisor of the remaining ranks that does
-    not exceed the maximum. A batch dim without a maximum has size 1. The remaining ranks go to ulysses, or to ring if
-    only ring has no maximum. If neither of them has a maximum and ``ranks_per_host`` is known, a Ulysses group is only
-    as large as fits on one host.
+    In the order batch, ring, ulysses, each dim with a maximum gets the largest divisor of the remaining ranks
+    that does not exceed the maximum. A batch dim without a maximum has size 1. The remaining ranks go to
+    ulysses, or to ring if only ring has no maximum. If neither of them has a maximum and ``ranks_per_host``
+    is known, a Ulysses group is only as large as fits on one host.
 
     >>> choose_mesh_shape(8)
     (1, 1, 8)
@@ -54,7 +54,8 @@ def choose_mesh_shape(
     batch = largest_divisor(num_ranks, max_batch_dim_size or 1)
     remaining = num_ranks // batch
     if max_ring_dim_size is None and max_ulysses_dim_size is None and ranks_per_host is not None:
-        # Choose a divisor of ranks_per_host, so that no Ulysses group, whose ranks are consecutive, spans two hosts.
+        # Choose a divisor of ranks_per_host, so that no Ulysses group, whose ranks are consecutive, spans two
+        # hosts.
         max_ulysses_dim_size = gcd(remaining, ranks_per_host)
     ring = largest_divisor(remaining, max_ring_dim_size or 1)
     remaining //= ring
@@ -83,8 +84,8 @@ def require_maximum(name: str, maximum: int | None) -> None:
 def mesh_sizes(ranks: int, limits: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes of a mesh of ``ranks`` ranks by dim, within the largest sizes that ``limits`` states.
 
-    The dims are those of :func:`~para_core.distributed.create_mesh.init_context_parallel_mesh`. Raise ValueError if
-    ``ranks`` exceeds the product of these sizes.
+    The dims are those of :func:`~para_core.distributed.create_mesh.init_context_parallel_mesh`. Raise
+    ValueError if ``ranks`` exceeds the product of these sizes.
 
     >>> mesh_sizes(8, {"tensor": 2, "ring": 4})
     {'batch': 1, 'ring': 4, 'ulysses': 1, 'tensor': 2}
@@ -97,14 +98,17 @@ def mesh_sizes(ranks: int, limits: Mapping[str, int]) -> dict[str, int]:
         if size > 1:
             outer[name] = size
     try:
-        sizes = choose_mesh_shape(left, **{f"max_{name}_dim_size": size for name, size in open_limits.items()})
+        sizes = choose_mesh_shape(
+            left, **{f"max_{name}_dim_size": size for name, size in open_limits.items()}
+        )
     except ValueError as error:
         raise ValueError(f"mesh is too small: {error}") from None
     return {**dict(zip(("batch", "ring", "ulysses"), sizes, strict=True)), **outer}
 
 
 def parse_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
-    """Parse largest sizes of mesh dims, such as ``"batch=2,ring=4"``. Raise ValueError if a name or size is invalid.
+    """Parse largest sizes of mesh dims, such as ``"batch=2,ring=4"``. Raise ValueError if a name or size is
+    invalid.
 
     >>> parse_mesh_sizes("batch=2,ring=4")
     (('batch', 2), ('ring', 4))

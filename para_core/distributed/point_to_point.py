@@ -1,4 +1,6 @@
-"""Point-to-point transfers between ranks of one mesh dim, in eager code. The transfers overlap with computation."""
+"""Point-to-point transfers between ranks of one mesh dim, in eager code.
+The transfers overlap with computation.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,19 @@ from torch.distributed import ProcessGroup
 
 from para_core.distributed.agree import exchange
 from para_core.distributed.mesh import MeshDim, find_or_make_group, nccl_device, one_guided_rank
-from para_core.torch_internals import abort_groups, default_store, group_timeout, is_registered, process_groups
+from para_core.torch_internals import (
+    abort_groups,
+    default_store,
+    group_timeout,
+    is_registered,
+    process_groups,
+)
 
-# An edge is a directed connection between two ranks: (index of the sender, index of the receiver) along the mesh dim.
+# An edge is a directed connection between two ranks: (index of the sender, index of the receiver) along the
+# mesh dim.
 Edge = tuple[int, int]
-# On NCCL, a rank that failed waits for this number of seconds for transfers that other ranks may still complete, before
-# it aborts the communicators.
+# On NCCL, a rank that failed waits for this number of seconds for transfers that other ranks may still
+# complete, before it aborts the communicators.
 _GRACE = 5.0
 
 
@@ -35,7 +44,8 @@ class IncomingTensor:
         """Wait until the tensor has arrived, and return it.
 
         Raises:
-            RuntimeError: The sender died, or gloo's timeout has passed. (After its own timeout NCCL ends the process.)
+            RuntimeError: The sender died, or gloo's timeout has passed. (After its own timeout NCCL ends the
+                process.)
         """
         if self._transfer is not None:
             start = time.perf_counter()
@@ -52,7 +62,8 @@ class _Transfer(NamedTuple):
     number: int
     work: dist.Work
     # The buffer must exist until the transfer has ended: if the buffer of a message in flight is freed, gloo
-    # permanently blocks the connection of the two ranks (Pair::write and Pair::prepareRead of its TCP transport).
+    # permanently blocks the connection of the two ranks (Pair::write and Pair::prepareRead of its TCP
+    # transport).
     tensor: Tensor
 
 
@@ -61,14 +72,15 @@ class Links:
 
     Every rank of ``dim`` creates an object with the same edges.
 
-    ``dim`` has more than one rank. Tensors that are sent along one edge arrive in order. On NCCL each edge has its own
-    communicator, and therefore its own stream: on a common stream, a transfer that waits for one neighbour would delay
-    transfers to another neighbour.
+    ``dim`` has more than one rank. Tensors that are sent along one edge arrive in order. On NCCL each edge
+    has its own communicator, and therefore its own stream: on a common stream, a transfer that waits for one
+    neighbour would delay transfers to another neighbour.
 
     **After a failure** there may be sends that were never received, and receives that were never sent.
-    :meth:`mark_broken` records the failure on this rank. :meth:`begin`, which every rank calls before the next
-    generation, compares the numbers of transfers of each edge over the CPU. If a rank has failed, or two numbers
-    differ, all ranks continue with a tag (gloo) or with communicators (NCCL) that were never used before.
+    :meth:`mark_broken` records the failure on this rank. :meth:`begin`, which every rank calls before the
+    next generation, compares the numbers of transfers of each edge over the CPU. If a rank has failed, or two
+    numbers differ, all ranks continue with a tag (gloo) or with communicators (NCCL) that were never used
+    before.
     """
 
     def __init__(self, dim: MeshDim, edges: Iterable[Edge]) -> None:
@@ -87,15 +99,18 @@ class Links:
         self._started: Counter[Edge] = Counter()
         self._leaving: deque[_Transfer] = deque()
         self._arriving: dict[tuple[Edge, int], _Transfer] = {}
-        # Totals since this object was created. On NCCL seconds_waited means nothing, because the host does not wait.
+        # Totals since this object was created. On NCCL seconds_waited means nothing, because the host does
+        # not wait.
         self.sent = self.bytes_sent = 0
         self.seconds_waited = 0.0
         self.begin()
 
     def begin(self) -> None:
-        """Check that both ranks of every edge have started equally many transfers; otherwise replace the connections.
+        """Check that both ranks of every edge have started equally many transfers; otherwise replace the
+        connections.
 
-        Every rank of the mesh dim calls this method before each generation. It costs one exchange between CPUs.
+        Every rank of the mesh dim calls this method before each generation. It costs one exchange between
+        CPUs.
 
         Raises:
             RuntimeError: A rank did not answer within the timeout.
@@ -124,8 +139,8 @@ class Links:
         numbers = [self._group_number(edge) for edge in self._edges]
         new = 0
         if self.dim.index == 0:
-            # This number was never used before in this job, on any rank. The fake backend, which sends nothing, has no
-            # store that counts.
+            # This number was never used before in this job, on any rank. The fake backend, which sends
+            # nothing, has no store that counts.
             new = 1 if dist.get_backend() == "fake" else default_store().add("para_core: links", 1)
         records = exchange({"numbers": numbers, "new": new}, mesh)
         self._tag = records[0]["new"]
@@ -139,15 +154,15 @@ class Links:
     def mark_broken(self) -> None:
         """Record that a generation failed on this rank, so that transfers in flight may never end.
 
-        The next :meth:`begin` replaces the connections. On NCCL this rank waits up to 5 s for transfers in flight, then
-        aborts them.
+        The next :meth:`begin` replaces the connections. On NCCL this rank waits up to 5 s for transfers in
+        flight, then aborts them.
         """
         self._broken = True
         if self._nccl_device is None:
             return
-        # On NCCL a transfer without a counterpart on the other rank is a kernel that runs for ever, so that anything
-        # that waits for the device (such as cudaFree) would hang. Do not abort at once, though: transfers with a
-        # counterpart end by themselves, and a rank that did not fail may need them.
+        # On NCCL a transfer without a counterpart on the other rank is a kernel that runs for ever, so that
+        # anything that waits for the device (such as cudaFree) would hang. Do not abort at once, though:
+        # transfers with a counterpart end by themselves, and a rank that did not fail may need them.
         start = time.monotonic()
         transfers = [*self._leaving, *self._arriving.values()]
         while not all(transfer.work.is_completed() for transfer in transfers):
@@ -163,17 +178,19 @@ class Links:
         return f"para_core: from rank {first} to rank {second}, "
 
     def _group_number(self, edge: Edge) -> int:
-        """Return the number of the newest communicator of ``edge`` in this process, which another ``Links`` object may
-        have created; 0 if there is none.
+        """Return the number of the newest communicator of ``edge`` in this process, which another ``Links``
+        object may have created; 0 if there is none.
         """
         prefix = self._description(edge)
         names = [group.group_desc for group in process_groups()]
         return max((int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)), default=0)
 
     def _connect(self, edge: Edge, number: int) -> None:
-        """Set the process group of ``edge``, whose communicator has this ``number``; create the group if needed.
+        """Set the process group of ``edge``, whose communicator has this ``number``; create the group if
+        needed.
 
-        Both ranks of the edge call this method, in the sorted order of edges. gloo uses the group of the mesh dim.
+        Both ranks of the edge call this method, in the sorted order of edges. gloo uses the group of the mesh
+        dim.
         """
         if self._nccl_device is None:
             self._groups[edge] = self._group
@@ -183,16 +200,18 @@ class Links:
         ranks = [self._ranks[index] for index in edge]
         self._groups[edge] = find_or_make_group(f"{self._description(edge)}{number}", ranks, timeout=timeout)
         if is_new:
-            # Use the new group once, because the first use creates the communicator, for which the host waits for the
-            # other rank. Here all ranks go through the edges in the same order, so no cycle of ranks can wait for each
-            # other, as might happen in the middle of a generation.
+            # Use the new group once, because the first use creates the communicator, for which the host waits
+            # for the other rank. Here all ranks go through the edges in the same order, so no cycle of ranks
+            # can wait for each other, as might happen in the middle of a generation.
             x = torch.zeros(1, device=self._nccl_device)
             self._start(edge, x).work.wait()
             x.item()
 
     def _abort(self) -> None:
         """Abort and remove the NCCL communicators of the edges, with all transfers on them; gloo has none."""
-        groups = [group for group in self._groups.values() if group is not self._group and is_registered(group)]
+        groups = [
+            group for group in self._groups.values() if group is not self._group and is_registered(group)
+        ]
         self._groups = {}
         abort_groups(groups)
 
@@ -210,7 +229,9 @@ class Links:
         return _Transfer(edge, self._started[edge] - 1, work, x)
 
     def send(self, x: Tensor, to: int) -> None:
-        """Start to send ``x`` to the rank with index ``to``. Do not change ``x`` until :meth:`drain` has returned."""
+        """Start to send ``x`` to the rank with index ``to``.
+        Do not change ``x`` until :meth:`drain` has returned.
+        """
         while self._leaving and self._leaving[0].work.is_completed():
             self._leaving.popleft()
         # Copy the tensor to the CPU for gloo, which can only send CPU tensors.
@@ -219,11 +240,13 @@ class Links:
         self.sent, self.bytes_sent = self.sent + 1, self.bytes_sent + x.numel() * x.element_size()
 
     def receive(self, like: Tensor, source: int) -> IncomingTensor:
-        """Start to receive a tensor from the rank with index ``source``; ``like`` gives its shape, dtype and device.
+        """Start to receive a tensor from the rank with index ``source``; ``like`` gives its shape, dtype and
+        device.
 
-        On NCCL this starts a kernel that runs until the tensor has arrived. If the sender needs data from this rank
-        first, send the data before calling this method. Otherwise the host may have to wait for the device before it
-        can send (to load a kernel, or to allocate memory), and then both ranks wait for ever.
+        On NCCL this starts a kernel that runs until the tensor has arrived. If the sender needs data from
+        this rank first, send the data before calling this method. Otherwise the host may have to wait for the
+        device before it can send (to load a kernel, or to allocate memory), and then both ranks wait for
+        ever.
         """
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self._host_or_own(like))
         transfer = self._start((source, self.dim.index), buffer)
@@ -234,7 +257,8 @@ class Links:
         return torch.device("cpu") if self._nccl_device is None else x.device
 
     def drain(self, count: int | None = None) -> None:
-        """Wait until the first ``count`` tensors that were ever sent have left this rank (all if ``count`` is None).
+        """Wait until the first ``count`` tensors that were ever sent have left this rank (all if ``count`` is
+        None).
 
         Do not call this method after a failure, because the other ranks may never receive these tensors.
         """
@@ -254,11 +278,14 @@ class Links:
         if self._nccl_device is not None:
             work.wait()  # The host does not wait on NCCL.
         else:
-            # Read the timeout again because users may change it, and pass it because a send on gloo has no default.
+            # Read the timeout again because users may change it, and pass it because a send on gloo has no
+            # default.
             work.wait(group_timeout(self._group, torch.device("cpu")))
 
     def from_rank(self, x: Tensor, source: int) -> Tensor:
-        """Return ``x`` of the rank with index ``source``, by a broadcast. Other ranks pass an ``x`` of equal form."""
+        """Return ``x`` of the rank with index ``source``, by a broadcast.
+        Other ranks pass an ``x`` of equal form.
+        """
         if self.dim.index == source:
             x = x.detach().contiguous()
         else:

@@ -1,9 +1,9 @@
 """Set the timeouts of process groups temporarily, for several pipelines that may share the groups.
 
-Each call of :func:`override_timeouts` sets a timeout and returns a function that undoes it. A group has the timeout of
-the last call that is not undone yet. When all calls are undone, it has the timeout from before the first call again.
-Calls may be undone in any order. If the user sets another timeout on the group in the meantime, undoing a call does not
-change that timeout.
+Each call of :func:`override_timeouts` sets a timeout and returns a function that undoes it. A group has the
+timeout of the last call that is not undone yet. When all calls are undone, it has the timeout from before the
+first call again. Calls may be undone in any order. If the user sets another timeout on the group in the
+meantime, undoing a call does not change that timeout.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ class _Overrides:
     """The timeouts set on one group and not undone yet (the latest last), and the timeout before all of them."""
 
     initial: timedelta
-    active: dict[object, timedelta] = field(default_factory=dict)  # Each key stands for one call that set a timeout.
+    active: dict[object, timedelta] = field(
+        default_factory=dict
+    )  # Each key stands for one call that set a timeout.
 
     @property
     def timeout(self) -> timedelta:
         return [self.initial, *self.active.values()][-1]
 
 
-# The overrides of each group are stored here, because attributes cannot be set on a process group. An entry exists as
-# long as its group.
+# The overrides of each group are stored here, because attributes cannot be set on a process group. An entry
+# exists as long as its group.
 _OVERRIDES: WeakKeyDictionary[ProcessGroup, _Overrides] = WeakKeyDictionary()
 
 
@@ -56,11 +58,12 @@ def as_timedelta(timeout: timedelta | float) -> timedelta:
 def override_timeouts(
     groups: Collection[ProcessGroup], timeout: timedelta, ranks: Collection[int]
 ) -> Callable[[], None]:
-    """Set the timeout of ``groups``, and return a function that restores the timeouts. See the module's docstring.
+    """Set the timeout of ``groups``, and return a function that restores the timeouts. See the module's
+    docstring.
 
-    ``ranks`` are the global ranks of the mesh. Groups that this package creates among them before the call is undone
-    inherit the timeout. Undoing the call sets the timeout of these groups to the restored one of the first of
-    ``groups``.
+    ``ranks`` are the global ranks of the mesh. Groups that this package creates among them before the call is
+    undone inherit the timeout. Undoing the call sets the timeout of these groups to the restored one of the
+    first of ``groups``.
     """
     override = object()
     own: list[ProcessGroup] = []

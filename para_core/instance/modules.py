@@ -40,9 +40,12 @@ def has_compiled_parts(module: Any) -> bool:
 
 
 def submodules_of(module: nn.Module) -> list[nn.Module]:
-    """Return ``module`` and all modules inside it, parents first. A module that two parents share is listed twice."""
+    """Return ``module`` and all modules inside it, parents first.
+    A module that two parents share is listed twice.
+    """
     modules: list[nn.Module] = [module]
-    # The loop appends to the list that it iterates over, without a Python call per module, unlike module.modules().
+    # The loop appends to the list that it iterates over, without a Python call per module, unlike
+    # module.modules().
     for submodule in modules:
         children = submodule.__dict__[SUBMODULES].values()
         if None in children:
@@ -52,7 +55,8 @@ def submodules_of(module: nn.Module) -> list[nn.Module]:
 
 
 class ModuleTree:
-    """A snapshot of ``module`` and all modules inside it, which can detect changes at every call of the model.
+    """A snapshot of ``module`` and all modules inside it, which can detect changes at every call of the
+    model.
 
     A model has over a thousand modules, so the checks are loops in C, without a Python call per module.
     """

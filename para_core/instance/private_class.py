@@ -1,17 +1,17 @@
 """The private class of instances that have a record: its methods run the slots of the instance.
 
-Python looks up ``__call__`` on the class, so an instance with a record gets a private subclass with the same name and
-module, as FSDP2 does. It is made once per class and kept, so a graph that was compiled for it stays valid. It has no
-state: attributes, hooks and ``forward`` of the instance stay as they are, so offloading, LoRA and other code can
-replace them at any time. ``instance.__class__`` is still the original class, and assigning another class to it, as
-FSDP2 and parametrizations do, replaces the original and keeps the record. A compiled instance is compiled again when
-its first slot is filled, because its type has changed.
-Exception: the graph of a module that was compiled in place (``Module.compile``) is kept if slots replace only
+Python looks up ``__call__`` on the class, so an instance with a record gets a private subclass with the same
+name and module, as FSDP2 does. It is made once per class and kept, so a graph that was compiled for it stays
+valid. It has no state: attributes, hooks and ``forward`` of the instance stay as they are, so offloading,
+LoRA and other code can replace them at any time. ``instance.__class__`` is still the original class, and
+assigning another class to it, as FSDP2 and parametrizations do, replaces the original and keeps the record. A
+compiled instance is compiled again when its first slot is filled, because its type has changed. Exception:
+the graph of a module that was compiled in place (``Module.compile``) is kept if slots replace only
 ``__call__``.
 
-``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would silently lose the record, and
-run without para_core. Copying an instance with a record therefore raises ``TypeError``, unless every slot permits
-copies that lack it.
+``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would silently lose the
+record, and run without para_core. Copying an instance with a record therefore raises ``TypeError``, unless
+every slot permits copies that lack it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from para_core.torch_internals import COMPILED_CALL, TracingContext
 # The key of the record in the ``__dict__`` of an instance.
 RECORD = "_para_core_record"
 
-# The private class of each original class, by the original's id: a class may equal another one. A private class refers
-# to its original, so the ids stay valid.
+# The private class of each original class, by the original's id: a class may equal another one. A private
+# class refers to its original, so the ids stay valid.
 _PRIVATE_CLASSES: dict[int, type] = {}
-# The descriptor by which Python itself reads and assigns ``__class__``. A private class hides it by a property.
+# The descriptor by which Python itself reads and assigns ``__class__``. A private class hides it by a
+# property.
 _CLASS: Any = vars(object)["__class__"]
 
 
@@ -100,8 +101,8 @@ def _make_private_class(base: type) -> type:
         "__slots__": (),
         "__reduce_ex__": _reduce_as_original,
         "__dir__": _dir_as_original,
-        # FSDP2 keeps a table of classes, derives a class from instance.__class__, and assigns that. If it saw the
-        # private class, models without a record would get a class with it.
+        # FSDP2 keeps a table of classes, derives a class from instance.__class__, and assigns that. If it saw
+        # the private class, models without a record would get a class with it.
         "__class__": property(_shown_class, _replace_original),
         "_para_core_original": base,
         "_para_core_written": _without_fsdp(base),
@@ -112,11 +113,12 @@ def _make_private_class(base: type) -> type:
 
 @cache
 def _metaclass(base: type) -> type:
-    """Return a metaclass that makes a private class equal to the class it was derived from, with the same hash.
+    """Return a metaclass that makes a private class equal to the class it was derived from, with the same
+    hash.
 
-    This is needed because diffusers' ``from_pipe`` evaluates ``type(component) in (...)``, and users have dicts with
-    classes as keys. While Dynamo traces, a class only equals itself: Dynamo resolves ``super()`` by ``mro.index(cls)``,
-    which would otherwise find the private class again, and recurse without end.
+    This is needed because diffusers' ``from_pipe`` evaluates ``type(component) in (...)``, and users have
+    dicts with classes as keys. While Dynamo traces, a class only equals itself: Dynamo resolves ``super()``
+    by ``mro.index(cls)``, which would otherwise find the private class again, and recurse without end.
     """
 
     def is_equal(cls: Any, other: Any) -> Any:
@@ -139,11 +141,11 @@ def is_entry(function: Any) -> bool:
 
 
 def _entry(base: type, method: str) -> Callable[..., Any]:
-    """Return the function that becomes ``method`` of the private class of ``base``. It runs the slots of the instance
-    around the method of ``base``.
+    """Return the function that becomes ``method`` of the private class of ``base``. It runs the slots of the
+    instance around the method of ``base``.
 
-    It looks up the record in each call, because code such as Module.compile keeps this bound method while slots change,
-    and the method of ``base``, because other code may replace it there.
+    It looks up the record in each call, because code such as Module.compile keeps this bound method while
+    slots change, and the method of ``base``, because other code may replace it there.
     """
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,8 +177,8 @@ def _entry(base: type, method: str) -> Callable[..., Any]:
 def call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call ``module``, which was compiled in place, with its original class ``base``.
 
-    Dynamo compiles once per class. With the original class, all blocks of a model share graphs even if only some of
-    them have a record.
+    Dynamo compiles once per class. With the original class, all blocks of a model share graphs even if only
+    some of them have a record.
     """
     private = type(module)
     _CLASS.__set__(module, base)
@@ -194,7 +196,8 @@ def _dir_as_original(self: Any) -> list[str]:
 
 
 def _reduce_as_original(self: Any, protocol: Any) -> Any:
-    """Return the ``__reduce_ex__`` from which ``copy`` and ``pickle`` rebuild ``self`` with its original class.
+    """Return the ``__reduce_ex__`` from which ``copy`` and ``pickle`` rebuild ``self`` with its original
+    class.
 
     Raises:
         TypeError: The copy would lose a slot that does not permit copies without it.
@@ -213,8 +216,8 @@ def _reduce_as_original(self: Any, protocol: Any) -> Any:
         )
     construct, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)
     if construct is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # Use _reconstructor, which accepts any class, because pickle accepts __newobj__ only for the object's own
-        # class.
+        # Use _reconstructor, which accepts any class, because pickle accepts __newobj__ only for the object's
+        # own class.
         construct = copyreg._reconstructor  # type: ignore[attr-defined]
         arguments = (type(self), object, None)
     arguments = list(arguments)

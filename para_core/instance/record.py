@@ -1,12 +1,13 @@
 """One record of state per instance: which features are attached to it, and what runs in place of its methods.
 
-To attach a feature is to fill its slot, to remove it is to empty the slot. A filled slot has, for each method that the
-feature replaces, a function ``around(call, instance, *args, **kwargs)``, in which ``call(instance, *args, **kwargs)``
-runs the next slot or the method itself. ``call`` and ``instance`` must be positional-only, because the method may have
-parameters with these names. The slots of a method run in the order of :class:`~para_core.instance.slots.Slot`.
+To attach a feature is to fill its slot, to remove it is to empty the slot. A filled slot has, for each method
+that the feature replaces, a function ``around(call, instance, *args, **kwargs)``, in which ``call(instance,
+*args, **kwargs)`` runs the next slot or the method itself. ``call`` and ``instance`` must be positional-only,
+because the method may have parameters with these names. The slots of a method run in the order of
+:class:`~para_core.instance.slots.Slot`.
 
-The record is in the instance's ``__dict__``, and exists while a slot is filled. The methods find it there through the
-private class of the instance (:mod:`para_core.instance.private_class`).
+The record is in the instance's ``__dict__``, and exists while a slot is filled. The methods find it there
+through the private class of the instance (:mod:`para_core.instance.private_class`).
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def fill_slot(
         methods: ``around(call, instance, *args, **kwargs)`` by the name of the method that it runs around.
         owner: The object that :func:`slot_owner` returns. Defaults to the earlier one.
         name: The name of one of several fillings of the slot.
-        permits_copies: Whether ``copy`` and ``pickle`` may make an instance without this filling. By default they raise
-            ``TypeError``.
+        permits_copies: Whether ``copy`` and ``pickle`` may make an instance without this filling. By default
+            they raise ``TypeError``.
 
     Raises:
         TypeError: The instance cannot have attributes.
@@ -118,14 +119,18 @@ def fill_slot(
     _set_fillings(instance, fillings)
 
 
-def fill_slots(instances: Iterable[Any], slot: Slot, methods: Mapping[str, Around], *, owner: object = None) -> None:
+def fill_slots(
+    instances: Iterable[Any], slot: Slot, methods: Mapping[str, Around], *, owner: object = None
+) -> None:
     """Call :func:`fill_slot` for each of ``instances``, which then share graphs if their classes are equal."""
     for instance in instances:
         fill_slot(instance, slot, methods, owner=owner)
 
 
 def empty_slot(instance: Any, slot: Slot, name: str = "") -> None:
-    """Empty ``slot`` of ``instance``, if it is filled. The last one that is emptied restores the instance's class."""
+    """Empty ``slot`` of ``instance``, if it is filled.
+    The last one that is emptied restores the instance's class.
+    """
     fillings = filled_slots(instance)
     if (slot, name) in fillings:
         _set_fillings(instance, {key: filling for key, filling in fillings.items() if key != (slot, name)})
@@ -154,8 +159,8 @@ def filled_slots(instance: Any) -> Mapping[Key, Filling]:
 
 
 def slot_owner(instance: Any, slot: Slot, kind: type[Owner], name: str = "") -> Owner | None:
-    """Return the object of the feature that fills ``slot`` of ``instance``; None if it is empty, or of another
-    ``kind``. Dynamo can trace this function.
+    """Return the object of the feature that fills ``slot`` of ``instance``; None if it is empty, or of
+    another ``kind``. Dynamo can trace this function.
     """
     record: InstanceRecord | None = getattr(instance, "__dict__", {}).get(RECORD)
     if record is None or (slot, name) not in record.fillings:
@@ -167,7 +172,9 @@ def slot_owner(instance: Any, slot: Slot, kind: type[Owner], name: str = "") -> 
 
 
 @contextmanager
-def filled_during(instance: Any, slot: Slot, methods: Mapping[str, Around], *, owner: object = None) -> Iterator[None]:
+def filled_during(
+    instance: Any, slot: Slot, methods: Mapping[str, Around], *, owner: object = None
+) -> Iterator[None]:
     """Fill ``slot`` inside the ``with`` block, then restore the earlier filling.
 
     If there was none, the slot stays filled, so that graphs stay valid that were compiled for the class of
@@ -181,7 +188,9 @@ def filled_during(instance: Any, slot: Slot, methods: Mapping[str, Around], *, o
         yield
     finally:
         if earlier is not None and changes:
-            fill_slot(instance, slot, earlier.methods, owner=earlier.owner, permits_copies=earlier.permits_copies)
+            fill_slot(
+                instance, slot, earlier.methods, owner=earlier.owner, permits_copies=earlier.permits_copies
+            )
 
 
 @contextmanager
@@ -206,11 +215,11 @@ def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def emptied_during(instances: Iterable[Any], keep: Collection[Slot] = ()) -> Iterator[None]:
-    """Empty the slots of ``instances`` inside the ``with`` block, except those of ``keep``, and fill them again
-    afterwards.
+    """Empty the slots of ``instances`` inside the ``with`` block, except those of ``keep``, and fill them
+    again afterwards.
 
-    Code such as FSDP2, which derives a new class from an instance's class, must run inside the block, so that it does
-    not derive it from the private class. The slots are then those of the new class.
+    Code such as FSDP2, which derives a new class from an instance's class, must run inside the block, so that
+    it does not derive it from the private class. The slots are then those of the new class.
     """
     before = [(instance, filled_slots(instance)) for instance in instances]
     before = [(instance, fillings) for instance, fillings in before if fillings]

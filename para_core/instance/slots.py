@@ -26,7 +26,8 @@ class Slot(IntEnum):
     # Weights are loaded once per call of an autoencoder, not once per tile.
     VAE_OFFLOAD = auto()
     PARALLEL_VAE = auto()
-    # CFG parallelism runs outside the cache, so that the cache sees only the CFG branches that this rank computes.
+    # CFG parallelism runs outside the cache, so that the cache sees only the CFG branches that this rank
+    # computes.
     GUIDANCE = auto()
     CHECKED_CALLBACK = auto()
     # A rank verifies the CFG branches that it computes, with everything inside that may change their result.
@@ -46,8 +47,8 @@ class Slot(IntEnum):
     PARALLEL_DENOISER = auto()
     PLAN = auto()
     ATTENTION_CHECK = auto()
-    # If a submodule returns all tokens, PipeFusion takes its patch of them inside the plan, before the plan shards the
-    # output.
+    # If a submodule returns all tokens, PipeFusion takes its patch of them inside the plan, before the plan
+    # shards the output.
     PATCH_OUTPUTS = auto()
     # The cache compares the sharded outputs of blocks, so the cached block runs inside the plan.
     CACHED_BLOCK = auto()

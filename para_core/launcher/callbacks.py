@@ -17,8 +17,8 @@ _PLAIN = (bool, int, float, str, type(None))
 def runs_in_caller(name: str, value: Any) -> bool:
     """Whether the argument ``name`` of a pipeline's call is a callback that runs in the caller.
 
-    diffusers' own callback objects, such as ``SDCFGCutoffCallback``, run on the ranks: they call methods of the
-    pipeline.
+    diffusers' own callback objects, such as ``SDCFGCutoffCallback``, run on the ranks: they call methods of
+    the pipeline.
     """
     if not name.startswith("callback"):
         return False
@@ -47,7 +47,8 @@ def name_callbacks(
 def replace_callbacks(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
     """Return the arguments of a call without the caller's callbacks, and the callbacks by name.
 
-    Callback objects name the tensors that they want; a plain function in their place cannot, so an argument does.
+    Callback objects name the tensors that they want; a plain function in their place cannot, so an argument
+    does.
     """
     callbacks = {name: value for name, value in kwargs.items() if runs_in_caller(name, value)}
     rest = {name: value for name, value in kwargs.items() if name not in callbacks}
@@ -77,7 +78,10 @@ class Relay:
             return value
 
         arguments = CallbackArguments(
-            _convert(args, send), _convert(kwargs, send), readable_attributes(pipe), state_of_rank(self._generators)
+            _convert(args, send),
+            _convert(kwargs, send),
+            readable_attributes(pipe),
+            state_of_rank(self._generators),
         )
         if self._connection.rank == 0:
             self._connection.report("callback", self._name, body=Body.of(arguments))
@@ -142,7 +146,9 @@ class CallbackPipe:
     def __setattr__(self, name: str, value: Any) -> None:
         attributes = vars(self)["_attributes"]
         if vars(self)["_ended"]:
-            raise AttributeError(f"{name!r}: the callback that got this pipeline has ended. Use run of the handle.")
+            raise AttributeError(
+                f"{name!r}: the callback that got this pipeline has ended. Use run of the handle."
+            )
         if name not in attributes or not isinstance(value, _PLAIN):
             raise AttributeError(_not_here(name))
         public = name.removeprefix("_")
@@ -164,7 +170,8 @@ def run_callback(
 ) -> CallbackReply:
     """Run a callback with the arguments that a rank sent, and return its effect.
 
-    ``generators`` are those among the call's arguments. They, and the default generator, continue from the rank's.
+    ``generators`` are those among the call's arguments. They, and the default generator, continue from the
+    rank's.
     """
     arguments: CallbackArguments = body.load()
     unchanged: CallbackArguments = body.load()
@@ -192,7 +199,11 @@ def run_callback(
     finally:
         vars(pipe)["_ended"] = True
     numbers = {id(tensor): SentTensor(index) for index, tensor in enumerate(sent)}
-    edits = {i: now for i, (now, before) in enumerate(zip(sent, originals, strict=True)) if not _same_bits(now, before)}
+    edits = {
+        i: now
+        for i, (now, before) in enumerate(zip(sent, originals, strict=True))
+        if not _same_bits(now, before)
+    }
     reply = _convert(returned, lambda value: numbers.get(id(value), value))
     return CallbackReply(reply, edits, vars(pipe)["_changes"], seeds.before_call(generators))
 

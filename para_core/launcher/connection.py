@@ -21,15 +21,16 @@ from para_core.launcher.wire import Body, Channel
 class CallerConnection:
     """Connection of rank ``rank`` to the caller.
 
-    A thread receives messages, so that a call can be cancelled while the main thread runs it. If the caller ends, the
-    thread ends this process.
+    A thread receives messages, so that a call can be cancelled while the main thread runs it. If the caller
+    ends, the thread ends this process.
     """
 
     def __init__(self, channel: Channel, rank: int, ranks: int) -> None:
         self.channel, self.rank, self.ranks = channel, rank, ranks
         self.jobs = queue.SimpleQueue[tuple[tuple[Any, ...], Body]]()  # messages for the main thread
         self.replies = queue.SimpleQueue[Body]()  # of callbacks that run in the caller
-        # Group of all ranks on the CPU for the launcher's own exchanges; None before there is one, or on one rank.
+        # Group of all ranks on the CPU for the launcher's own exchanges; None before there is one, or on one
+        # rank.
         self.side_group: Any = None
         self.call_number: int | None = None  # of the running call
         self._cancelled: int | None = None  # the number of the call that the caller cancelled last
@@ -53,14 +54,17 @@ class CallerConnection:
             end_process()
 
     def _end_with_parent(self, parent: int) -> None:
-        # A process that the caller forked keeps the connection open after the caller has ended. PR_SET_PDEATHSIG is no
-        # alternative: it sends its signal when the thread ends that started this process.
+        # A process that the caller forked keeps the connection open after the caller has ended.
+        # PR_SET_PDEATHSIG is no alternative: it sends its signal when the thread ends that started this
+        # process.
         while os.getppid() == parent:
             time.sleep(0.5)
         end_process()
 
     def report(self, *message: Any, body: Body | None = None) -> None:
-        """Send a message from the first rank. Others, and calls outside of a call of the caller, send nothing."""
+        """Send a message from the first rank.
+        Others, and calls outside of a call of the caller, send nothing.
+        """
         if self.rank == 0 and self.call_number is not None:
             self.channel.send((message[0], self.call_number, *message[1:]), body)
 

@@ -10,7 +10,8 @@ from typing import Any
 class Display:
     """Lines and progress bars on standard error.
 
-    ``progress`` is whether to show them, or a function that is called with the numbers of finished and of all steps.
+    ``progress`` is whether to show them, or a function that is called with the numbers of finished and of all
+    steps.
     """
 
     def __init__(self, progress: bool | Callable[[int, int | None], None]) -> None:
@@ -18,7 +19,9 @@ class Display:
         self._bars: dict[int, Any] = {}
 
     def line(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        """Print a line about progress, unless none is to be shown. A counted phase has ``done`` of ``total`` parts."""
+        """Print a line about progress, unless none is to be shown.
+        A counted phase has ``done`` of ``total`` parts.
+        """
         if self._progress is True:
             self.notice(text)
 

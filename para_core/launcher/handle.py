@@ -34,7 +34,9 @@ class LaunchOptions:
     timeout: float  # seconds after which a collective gives up
     silence: float  # seconds without a step or an answer after which the ranks are ended
     display: Callable[[], Display]
-    finishes_step: bool = True  # whether Ctrl-C first lets the ranks finish their step, instead of ending them at once
+    finishes_step: bool = (
+        True  # whether Ctrl-C first lets the ranks finish their step, instead of ending them at once
+    )
 
 
 @dataclass(eq=False)
@@ -61,7 +63,9 @@ class State:
     turn: threading.Lock = field(default_factory=threading.Lock)
     seeds: CallerSeeds = field(default_factory=CallerSeeds)
     group: Group | None = None
-    finalizer: weakref.finalize[Any, Any] | None = None  # ends the group with this object, and with this process
+    finalizer: weakref.finalize[Any, Any] | None = (
+        None  # ends the group with this object, and with this process
+    )
     closed: bool = False
     changed: bool = False  # whether run or a method may have changed the pipelines since they were loaded
     calls: int = LOADING  # the number of the last call
@@ -77,7 +81,9 @@ class State:
         display = self.options.display()
         if self.changed:
             # A warning would be shown once per program only.
-            display.notice("the ranks start again: changes that run() and methods made to the pipeline are lost.")
+            display.notice(
+                "the ranks start again: changes that run() and methods made to the pipeline are lost."
+            )
             self.changed = False
         display.line(f"starting {self.options.ranks} ranks" if self.options.ranks > 1 else "starting 1 rank")
         random = self.seeds.before_call()
@@ -88,7 +94,9 @@ class State:
         job = Body.of(LoadJob(self.load, group.host, self.options.timeout, random))
         group.send("load", body=job)
         # The ranks import torch at the same time. Results need it here.
-        loading = RunningCall(group, LOADING, display, self.options.silence, finishes_step=self.options.finishes_step)
+        loading = RunningCall(
+            group, LOADING, display, self.options.silence, finishes_step=self.options.finishes_step
+        )
         outcomes = loading.wait(["torch"])
         for module in outcomes[0].modules:
             import_early(module)
@@ -109,12 +117,14 @@ class State:
     ) -> Any:
         """Run a call on all ranks when it is its turn. Return the first rank's result, or those of all ranks.
 
-        With a ``listener``, the function gets the argument ``link`` (see :class:`Link`). The listener is called here
-        with each value that the first rank pushes.
+        With a ``listener``, the function gets the argument ``link`` (see :class:`Link`). The listener is
+        called here with each value that the first rank pushes.
         """
         self.require_no_callback()
         if self.group is not None and self.group.owner != os.getpid():
-            raise RuntimeError("this process is a fork of the one that launched the ranks: launch in this process.")
+            raise RuntimeError(
+                "this process is a fork of the one that launched the ranks: launch in this process."
+            )
         with self.turn:
             if self.closed:
                 raise RuntimeError("the pipeline is closed. restart() starts its ranks again.")
@@ -142,14 +152,25 @@ class State:
         kwargs, callbacks = replace_callbacks(kwargs)
         generators = generators_in((args, kwargs))
         random = self.seeds.before_call()
-        call = Call(function, args, kwargs, random, current_state(), generators, tuple(callbacks), listener is not None)
+        call = Call(
+            function,
+            args,
+            kwargs,
+            random,
+            current_state(),
+            generators,
+            tuple(callbacks),
+            listener is not None,
+        )
         body = Body.of(call, self.by_value)
         self.calls += 1
         self.changed |= changes
         display = self.options.display()
         if not self.told_of_cuda and any(generator.device.type != "cpu" for generator in generators):
             self.told_of_cuda = True
-            display.notice("a torch.Generator of a GPU has initialized it in this process too. CPU generators do not.")
+            display.notice(
+                "a torch.Generator of a GPU has initialized it in this process too. CPU generators do not."
+            )
         ticket.running = RunningCall(
             group,
             self.calls,
@@ -179,7 +200,9 @@ class State:
     def require_no_callback(self) -> None:
         """Raise RuntimeError in a callback of the running call, which would wait for itself."""
         if self.thread == threading.get_ident():
-            raise RuntimeError("a callback cannot call the pipeline whose call it belongs to: that call has not ended.")
+            raise RuntimeError(
+                "a callback cannot call the pipeline whose call it belongs to: that call has not ended."
+            )
 
     def end(self) -> None:
         """End the ranks, at once if a call is running."""
@@ -198,8 +221,9 @@ class State:
 class Launched:
     """A pipeline on several ranks. Returned by :func:`launch`, and called like the pipeline.
 
-    Calls return the first rank's result. Public methods of the pipeline's class, such as ``load_lora_weights``, run on
-    every rank; :meth:`run` runs any function there. Calls from several threads run one after another.
+    Calls return the first rank's result. Public methods of the pipeline's class, such as
+    ``load_lora_weights``, run on every rank; :meth:`run` runs any function there. Calls from several threads
+    run one after another.
     """
 
     _state: State
@@ -213,7 +237,8 @@ class Launched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline on all ranks, and return the first rank's output.
 
-        Callbacks run in this process. Generators, and torch's seed, continue as if the pipeline were in this process.
+        Callbacks run in this process. Generators, and torch's seed, continue as if the pipeline were in this
+        process.
 
         Raises:
             Cancelled: If :meth:`cancel` ended the call.
@@ -225,7 +250,8 @@ class Launched:
     async def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline as :meth:`__call__` does, and let other tasks run meanwhile.
 
-        Callbacks run in another thread. If the awaiting task is cancelled, the call ends after its current step.
+        Callbacks run in another thread. If the awaiting task is cancelled, the call ends after its current
+        step.
         """
         loop, ticket = asyncio.get_running_loop(), Ticket()
         future: asyncio.Future[Any] = loop.create_future()
@@ -257,11 +283,13 @@ class Launched:
     def run(self, function: Callable[..., Any], /, *args: Any, all_ranks: bool = False, **kwargs: Any) -> Any:
         """Call ``function(pipe, *args, **kwargs)`` on every rank.
 
-        Return the first rank's result, or with ``all_ranks`` a list of the results of all ranks. Results travel by
-        value: tensors come to the CPU.
+        Return the first rank's result, or with ``all_ranks`` a list of the results of all ranks. Results
+        travel by value: tensors come to the CPU.
         """
         if not callable(function):
-            raise TypeError(f"run got {function!r}; expected a function whose first argument is the pipeline.")
+            raise TypeError(
+                f"run got {function!r}; expected a function whose first argument is the pipeline."
+            )
         return self._run(Ticket(), function, args, kwargs, everywhere=all_ranks, changes=True)
 
     def cancel(self) -> bool:
@@ -272,7 +300,9 @@ class Launched:
         return self._state.cancel()
 
     def restart(self) -> None:
-        """End the ranks, even in the middle of a call, and start them again. Also reopens a closed pipeline."""
+        """End the ranks, even in the middle of a call, and start them again.
+        Also reopens a closed pipeline.
+        """
         state = self._state
         state.require_no_callback()
         state.end()
@@ -293,7 +323,14 @@ class Launched:
         self.close()
 
     def _run(
-        self, ticket: Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool = False, changes: bool = False
+        self,
+        ticket: Ticket,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        everywhere: bool = False,
+        changes: bool = False,
     ) -> Any:
         result = self._state.call(ticket, function, args, kwargs, everywhere=everywhere, changes=changes)
         if everywhere:

@@ -1,4 +1,6 @@
-"""Ranks on several hosts of a Ray cluster. Ray starts one agent per host; the ranks connect to the caller by TCP."""
+"""Ranks on several hosts of a Ray cluster.
+Ray starts one agent per host; the ranks connect to the caller by TCP.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ class HostAgent:
         return str(ray.util.get_node_ip_address())
 
     def start(
-        self, first: int, count: int, ranks: int, caller: tuple[str, int], secret: bytes, env: Mapping[str, str]
+        self,
+        first: int,
+        count: int,
+        ranks: int,
+        caller: tuple[str, int],
+        secret: bytes,
+        env: Mapping[str, str],
     ) -> None:
         """Start the ranks ``first`` to ``first + count - 1``. They connect to the caller."""
         for local_rank in range(count):
@@ -61,7 +69,9 @@ class RemoteProcess:
         self._agent, self._rank = agent, rank
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the process has ended, at most ``seconds``. Return whether it has; also if its host is lost."""
+        """Wait until the process has ended, at most ``seconds``.
+        Return whether it has; also if its host is lost.
+        """
         return bool(self._ask("wait", self._rank, max(seconds, 0.0), otherwise=True))
 
     def kill(self) -> None:
@@ -102,15 +112,17 @@ class _HostsGroup(Group):
 def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[str, str]) -> Group:
     """Start ``ranks`` processes, as many on each of ``hosts`` hosts of the Ray cluster.
 
-    Raise RuntimeError if there is no cluster, if it has no free resources within ``timeout`` seconds, or if a rank does
-    not connect within them.
+    Raise RuntimeError if there is no cluster, if it has no free resources within ``timeout`` seconds, or if a
+    rank does not connect within them.
     """
     ray = connect_to_ray()
     each = ranks // hosts
     bundle: dict[str, float] = {"CPU": each}
     if ray.cluster_resources().get("GPU", 0):
         bundle["GPU"] = each
-    placement = ray.util.placement_group([bundle] * hosts, strategy="STRICT_SPREAD" if hosts > 1 else "STRICT_PACK")
+    placement = ray.util.placement_group(
+        [bundle] * hosts, strategy="STRICT_SPREAD" if hosts > 1 else "STRICT_PACK"
+    )
     agents = list[Any]()
     try:
         if not placement.wait(timeout):

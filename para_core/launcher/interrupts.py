@@ -11,9 +11,11 @@ from typing import Any
 
 @contextmanager
 def first_interrupt_calls(function: Callable[[], None]) -> Iterator[None]:
-    """Inside this context, let the first SIGINT call ``function``, and each further one raise KeyboardInterrupt.
+    """Inside this context, let the first SIGINT call ``function``, and each further one raise
+    KeyboardInterrupt.
 
-    Does nothing outside the main thread, which alone gets signals, and if the program has a handler of its own.
+    Does nothing outside the main thread, which alone gets signals, and if the program has a handler of its
+    own.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

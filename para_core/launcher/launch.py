@@ -28,28 +28,31 @@ def launch(
 ) -> Launched:
     """Start ranks, load a pipeline on each of them, and return a handle that is called like the pipeline.
 
-        def load():
-            pipe = FluxPipeline.from_pretrained("black-forest-labs/FLUX.1-dev", dtype=torch.bfloat16).to("cuda")
-            return parallelize_pipe(pipe)
+        def load(): pipe = FluxPipeline.from_pretrained("black-forest-labs/FLUX.1-dev",
+            dtype=torch.bfloat16).to("cuda") return parallelize_pipe(pipe)
 
         with launch(load, ranks=4) as pipe:
             image = pipe("a cat", num_inference_steps=28).images[0]
 
-    This process is no rank and needs no launcher: it may be a script, a notebook, or a web server. Each rank is a
-    process of its own, with the process group made and its GPU selected before ``load`` runs. All ranks end with the
-    handle (``close``, ``with``, garbage collection) and with this process, however it ends.
+    This process is no rank and needs no launcher: it may be a script, a notebook, or a web server. Each rank
+    is a process of its own, with the process group made and its GPU selected before ``load`` runs. All ranks
+    end with the handle (``close``, ``with``, garbage collection) and with this process, however it ends.
 
     Args:
-        load: Function that returns the pipeline, or any other callable or object with methods. It is sent to the ranks
-            by value if ``__main__`` or a module of yours defines it, which needs cloudpickle
-            (``pip install 'para_core[launch]'``).
-        ranks: Number of ranks. Defaults to the number of ``devices``, else of the GPUs that this process sees, else 1.
-        devices: The GPUs of the ranks, as numbers or as names for CUDA_VISIBLE_DEVICES. Defaults to the first ones.
-        hosts: Number of hosts of a running Ray cluster (``ray start``) on which to start as many ranks each. By default
-            all ranks are on this host, without Ray. Each host needs the same Python packages.
-        timeout: Seconds without progress (no step, no answer) after which the ranks are ended, and the call raises.
+        load: Function that returns the pipeline, or any other callable or object with methods. It is sent to
+            the ranks by value if ``__main__`` or a module of yours defines it, which needs cloudpickle (``pip
+            install 'para_core[launch]'``).
+        ranks: Number of ranks. Defaults to the number of ``devices``, else of the GPUs that this process
+            sees, else 1.
+        devices: The GPUs of the ranks, as numbers or as names for CUDA_VISIBLE_DEVICES. Defaults to the first
+            ones.
+        hosts: Number of hosts of a running Ray cluster (``ray start``) on which to start as many ranks each.
+            By default all ranks are on this host, without Ray. Each host needs the same Python packages.
+        timeout: Seconds without progress (no step, no answer) after which the ranks are ended, and the call
+            raises.
         env: Further environment variables of the ranks.
-        progress: Whether to show progress on standard error, or a function of the numbers of finished and of all steps.
+        progress: Whether to show progress on standard error, or a function of the numbers of finished and of
+            all steps.
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
@@ -101,7 +104,9 @@ def _require_no_rank() -> None:
 
 
 def _count_ranks(ranks: int | None, devices: Sequence[int | str] | None, hosts: int | None) -> int:
-    """Return the number of ranks. Raise TypeError or ValueError if it is invalid, or differs from that of devices."""
+    """Return the number of ranks.
+    Raise TypeError or ValueError if it is invalid, or differs from that of devices.
+    """
     if hosts is not None:
         if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
             raise ValueError(f"hosts={hosts!r}; expected a number of hosts of at least 1.")

@@ -15,8 +15,11 @@ def _ignore(value: Any) -> None:
 class Link:
     """Connection of a call that runs on a rank to its caller."""
 
-    push: Callable[[Any], None] = _ignore  # sends a value to the caller's listener; on ranks but the first it does not
-    # Returns whether the caller has cancelled the call. Ranks may learn it at different steps: the first one decides.
+    push: Callable[[Any], None] = (
+        _ignore  # sends a value to the caller's listener; on ranks but the first it does not
+    )
+    # Returns whether the caller has cancelled the call. Ranks may learn it at different steps: the first one
+    # decides.
     cancelled: Callable[[], bool] = lambda: False
 
 

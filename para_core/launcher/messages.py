@@ -43,7 +43,9 @@ class PipeDescription:
 class Call:
     """A call of the pipeline, of a method of it, or of a function that gets it as its first argument."""
 
-    function: Callable[..., Any] | str | None  # a function, the name of a method, or None for the pipeline itself
+    function: (
+        Callable[..., Any] | str | None
+    )  # a function, the name of a method, or None for the pipeline itself
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: RandomState

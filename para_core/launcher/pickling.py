@@ -45,13 +45,14 @@ class _Pickler(_Base):  # type: ignore[misc]
         return reduced
 
 
-# Classes of this process that were sent or received by value. cloudpickle gives such a class the same identity each
-# time that it is loaded, but would set its attributes again.
+# Classes of this process that were sent or received by value. cloudpickle gives such a class the same
+# identity each time that it is loaded, but would set its attributes again.
 _known_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def _reduce_class(cls: type, reduced: Any) -> Any:
-    """Return cloudpickle's reduction of a class by value, with attributes that are set in a process only once.
+    """Return cloudpickle's reduction of a class by value, with attributes that are set in a process only
+    once.
 
     Otherwise a call that merely mentions the class would undo what the process has changed in it since.
     """
@@ -85,7 +86,9 @@ class _PortableException:
         return _load_exception, (type(self._error), args, attributes)
 
 
-def _load_exception(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+def _load_exception(
+    cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException:
     error = cls.__new__(cls, *args)
     error.args = args
     vars(error).update(attributes)
@@ -110,7 +113,11 @@ def _reduce_tensor(torch: Any, value: Any) -> Any:
         return NotImplemented
     value = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     raw = value.reshape(-1).view(torch.uint8).numpy()
-    return _load_tensor, (str(value.dtype).removeprefix("torch."), tuple(value.shape), pickle.PickleBuffer(raw))
+    return _load_tensor, (
+        str(value.dtype).removeprefix("torch."),
+        tuple(value.shape),
+        pickle.PickleBuffer(raw),
+    )
 
 
 def _load_tensor(dtype: str, shape: tuple[int, ...], buffer: Any) -> Any:
@@ -148,11 +155,13 @@ def _load_image(mode: str, size: tuple[int, int], buffer: Any, info: dict[str, A
     return image
 
 
-def dump(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any], by_value: str | None = None) -> bytes:
+def dump(
+    value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any], by_value: str | None = None
+) -> bytes:
     """Return the pickle of ``value``. Large buffers go to ``buffer_callback``, as in :class:`pickle.Pickler`.
 
-    Functions and classes of ``__main__``, and of the module that is named ``by_value``, are pickled by value; without
-    cloudpickle, by name. Raise TypeError if ``value`` cannot be pickled.
+    Functions and classes of ``__main__``, and of the module that is named ``by_value``, are pickled by value;
+    without cloudpickle, by name. Raise TypeError if ``value`` cannot be pickled.
     """
     stream = io.BytesIO()
     try:
@@ -191,7 +200,8 @@ def _pickled_by_value(name: str | None) -> Iterator[None]:
 
 
 def own_module(function: Callable[..., Any]) -> str | None:
-    """Return the name of the user's module that defines ``function``; None for ``__main__`` and installed modules.
+    """Return the name of the user's module that defines ``function``; None for ``__main__`` and installed
+    modules.
 
     If ranks imported the user's module, they would run it: it may be the program that launches them.
     """

@@ -17,11 +17,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 def join(
     rank: int, ranks: int, host: str, exchange_port: Callable[[int | None], int], timeout: timedelta
 ) -> dist.ProcessGroup | None:
-    """Select this rank's GPU, make the default process group, and return a gloo group for the launcher's exchanges.
+    """Select this rank's GPU, make the default process group, and return a gloo group for the launcher's
+    exchanges.
 
-    Return None if there is one rank, which has nothing to exchange. ``exchange_port`` gets the port of the first rank's
-    store on ``host``, or None on other ranks, and returns the port. Raise ValueError if there are fewer GPUs than
-    ranks.
+    Return None if there is one rank, which has nothing to exchange. ``exchange_port`` gets the port of the
+    first rank's store on ``host``, or None on other ranks, and returns the port. Raise ValueError if there
+    are fewer GPUs than ranks.
     """
     if torch.cuda.is_available():
         local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -48,7 +49,8 @@ def join(
 def taking_init_as_done(timeout: timedelta) -> Iterator[None]:
     """Inside this context, let ``dist.init_process_group()`` pass if it asks for the group that there is.
 
-    Scripts that torchrun starts begin with this call. Only a process that this package started enters this context.
+    Scripts that torchrun starts begin with this call. Only a process that this package started enters this
+    context.
     """
     original = dist.init_process_group
 
@@ -82,7 +84,8 @@ def _require_same(arguments: dict[str, Any], timeout: timedelta) -> None:
         "store": arguments.get("store") is None,
         "group_name": not arguments.get("group_name"),
         "pg_options": arguments.get("pg_options") is None,
-        "device_id": device is None or (device.type == "cuda" and device.index == torch.cuda.current_device()),
+        "device_id": device is None
+        or (device.type == "cuda" and device.index == torch.cuda.current_device()),
     }
     different = [f"{name}={arguments[name]!r}" for name, equal in same.items() if not equal]
     if different:

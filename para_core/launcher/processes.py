@@ -49,7 +49,9 @@ class Member(Protocol):
 
 
 class LocalProcess:
-    """A rank's process on this host. ``output`` is the file with its output, None if it writes to the caller's."""
+    """A rank's process on this host.
+    ``output`` is the file with its output, None if it writes to the caller's.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes] | None) -> None:
         self._process, self._output = process, output
@@ -67,7 +69,8 @@ class LocalProcess:
     def kill(self) -> None:
         if not self._killed:
             with suppress(ProcessLookupError):
-                # The rank leads a session, in which are the processes that it started, such as compile workers.
+                # The rank leads a session, in which are the processes that it started, such as compile
+                # workers.
                 os.killpg(self._process.pid, signal.SIGKILL)
             # Its number may belong to another process once it was waited for.
             self._killed = True
@@ -100,7 +103,9 @@ class Group:
     It has no reference to the handle, so that garbage collection of the handle ends the ranks.
     """
 
-    def __init__(self, members: Sequence[Member], channels: Sequence[Channel], host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, members: Sequence[Member], channels: Sequence[Channel], host: str = "127.0.0.1"
+    ) -> None:
         self.members, self.channels, self.host = members, channels, host
         self.inbox = queue.SimpleQueue[tuple[tuple[Any, ...], Body]]()
         self.ended = False
@@ -199,7 +204,12 @@ def start_local_ranks(
                 arguments = [str(theirs.fileno()), str(rank), str(ranks)]
                 members.append(
                     start_process(
-                        _MAIN, arguments, environment, shown=rank == 0, pass_fds=[theirs.fileno()], folder=folder
+                        _MAIN,
+                        arguments,
+                        environment,
+                        shown=rank == 0,
+                        pass_fds=[theirs.fileno()],
+                        folder=folder,
                     )
                 )
     except BaseException:
@@ -222,8 +232,8 @@ def start_process(
 ) -> LocalProcess:
     """Start a Python process that runs ``program`` with the search path of this one, in ``folder`` or here.
 
-    ``shown`` is whether it writes to this process's output. The first rank does; what all ranks print would come
-    several times.
+    ``shown`` is whether it writes to this process's output. The first rank does; what all ranks print would
+    come several times.
     """
     output = None if shown else tempfile.TemporaryFile()  # noqa: SIM115 (closed by LocalProcess.kill)
     options = [f"-W{option}" for option in sys.warnoptions]
@@ -253,5 +263,7 @@ def _visible_names(devices: Sequence[int | str]) -> list[str]:
     names = visible.split(",")
     for device in devices:
         if isinstance(device, int) and device >= len(names):
-            raise ValueError(f"devices={list(devices)}, and CUDA_VISIBLE_DEVICES={visible} has {len(names)} of them.")
+            raise ValueError(
+                f"devices={list(devices)}, and CUDA_VISIBLE_DEVICES={visible} has {len(names)} of them."
+            )
     return [names[device] if isinstance(device, int) else device for device in devices]

@@ -1,8 +1,8 @@
 """Random numbers that continue in the caller as if it had run the pipeline itself.
 
-The state of the CPU's generator, and of generators among the arguments, travels with each call and back. A caller
-should never initialize CUDA, so the state of CUDA's generator stays on the ranks. If the caller has seeded it since its
-last call, the ranks seed it too.
+The state of the CPU's generator, and of generators among the arguments, travels with each call and back. A
+caller should never initialize CUDA, so the state of CUDA's generator stays on the ranks. If the caller has
+seeded it since its last call, the ranks seed it too.
 """
 
 from __future__ import annotations
@@ -68,4 +68,6 @@ def state_of_rank(generators: Sequence[Any] = ()) -> RandomState:
     import torch
 
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return RandomState(torch.get_rng_state(), cuda, generators=[generator.get_state() for generator in generators])
+    return RandomState(
+        torch.get_rng_state(), cuda, generators=[generator.get_state() for generator in generators]
+    )

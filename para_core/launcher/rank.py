@@ -24,7 +24,8 @@ def main_of_child(fd: int, rank: int, ranks: int) -> None:
 
 def main(channel: Channel, rank: int, ranks: int) -> None:
     """Run a rank in this process until the caller closes it or ends, and end the process."""
-    # A terminal and Jupyter send Ctrl-C to all processes. The caller tells all ranks to stop after the same step.
+    # A terminal and Jupyter send Ctrl-C to all processes. The caller tells all ranks to stop after the same
+    # step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = CallerConnection(channel, rank, ranks)
     try:
@@ -131,7 +132,10 @@ def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) 
     from para_core.launcher.thread_state import applied
 
     begin_with(call.random)
-    kwargs = {**call.kwargs, **{name: Relay(connection, pipe, name, call.generators) for name in call.callbacks}}
+    kwargs = {
+        **call.kwargs,
+        **{name: Relay(connection, pipe, name, call.generators) for name in call.callbacks},
+    }
     if call.linked:
         kwargs["link"] = Link(connection.push, connection.is_cancelled)
     with applied(call.thread):

@@ -18,7 +18,8 @@ from para_core.launcher.processes import Group
 from para_core.launcher.randomness import CallerSeeds
 from para_core.launcher.wire import Body
 
-# After one rank has failed, the others have this many seconds to answer. They may wait for it in a collective.
+# After one rank has failed, the others have this many seconds to answer. They may wait for it in a
+# collective.
 _GRACE = 10.0
 # A rank that does not say within this many seconds where it is does not run Python code.
 _ANSWER = 2.0
@@ -48,7 +49,8 @@ class RunningCall:
         self._outcomes: dict[int, Outcome] = {}
         self._errors: dict[int, RankError] = {}
         self._open_bars = set[int]()
-        # What ends the call in the caller: KeyboardInterrupt, or what a callback or the function ``progress`` raised.
+        # What ends the call in the caller: KeyboardInterrupt, or what a callback or the function ``progress``
+        # raised.
         self._raised: BaseException | None = None
         self._cancelled = self._signalled = False
         self._last_progress = time.monotonic()
@@ -178,8 +180,12 @@ class RunningCall:
         self._raised = self._raised or error
         self._group.channels[0].send(("cancel", self.number))
         if isinstance(error, KeyboardInterrupt) and not self._open_bars:
-            doing = "load the pipeline" if self.number == LOADING else "are not between two steps of a pipeline"
-            self._display.notice(f"interrupted: the ranks {doing}, and finish that first. Ctrl-C again ends them.")
+            doing = (
+                "load the pipeline" if self.number == LOADING else "are not between two steps of a pipeline"
+            )
+            self._display.notice(
+                f"interrupted: the ranks {doing}, and finish that first. Ctrl-C again ends them."
+            )
 
     def _answer_callback(self, name: str, body: Body) -> None:
         reply = Body.of(CallbackReply(raised=True))
@@ -218,7 +224,9 @@ class RunningCall:
         if isinstance(error, Cancelled):
             raise error
         if len(self._errors) < len(self._group.members):
-            error.add_note(f"Only rank {rank} raised this. The ranks were ended, and the next call starts them again.")
+            error.add_note(
+                f"Only rank {rank} raised this. The ranks were ended, and the next call starts them again."
+            )
         raise error from RankTraceback(failed.traceback)
 
     def _raise_stuck(self) -> NoReturn:
@@ -237,12 +245,15 @@ class RunningCall:
             named = f"rank {', '.join(map(str, stuck))} {verb}"
         raise RankDied(
             f"no rank made progress for {self._timeout:g} s: {named}. The ranks were ended, and the next call starts "
-            "them again; if a step or loading may take longer, pass a larger timeout= to launch.\n" + "\n".join(lines),
+            "them again; if a step or loading may take longer, pass a larger timeout= to launch.\n"
+            + "\n".join(lines),
             stuck[0] if len(stuck) == 1 else None,
         )
 
     def _positions(self) -> dict[int, tuple[bool, str]]:
-        """Return by rank whether it waits for others, and at which line it is. Ranks that do not answer are missing."""
+        """Return by rank whether it waits for others, and at which line it is.
+        Ranks that do not answer are missing.
+        """
         self._group.send("where")
         positions: dict[int, tuple[bool, str]] = {}
         deadline = time.monotonic() + _ANSWER

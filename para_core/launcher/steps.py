@@ -1,7 +1,8 @@
-"""Steps of a pipeline's call, seen at its progress bar: reported to the caller, and where a call can be cancelled.
+"""Steps of a pipeline's call, seen at its progress bar: reported to the caller, and where a call can be
+cancelled.
 
-All but a few pipelines of diffusers have a ``progress_bar``, also those without a callback. Modular pipelines have it
-on their blocks.
+All but a few pipelines of diffusers have a ``progress_bar``, also those without a callback. Modular pipelines
+have it on their blocks.
 """
 
 from __future__ import annotations
@@ -35,15 +36,21 @@ class _Bars:
     def __init__(self, connection: CallerConnection, owner: Any) -> None:
         self._connection, self._owner = connection, owner
 
-    def __call__(self, iterable: Iterable[Any] | None = None, total: int | None = None, **options: Any) -> Bar:
+    def __call__(
+        self, iterable: Iterable[Any] | None = None, total: int | None = None, **options: Any
+    ) -> Bar:
         options = {**(getattr(self._owner, "_progress_bar_config", None) or {}), **options}
         return Bar(self._connection, iterable, total, options)
 
 
 class Bar(tqdm):  # type: ignore[misc]
-    """Progress bar that the caller draws. Each update is a step, after which the call may end as cancelled."""
+    """Progress bar that the caller draws.
+    Each update is a step, after which the call may end as cancelled.
+    """
 
-    def __init__(self, connection: CallerConnection, iterable: Any, total: int | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, connection: CallerConnection, iterable: Any, total: int | None, options: dict[str, Any]
+    ) -> None:
         # A disabled bar of tqdm draws nothing and counts nothing, but has all of tqdm's methods.
         super().__init__(iterable, total=total, disable=True)
         self._connection, self._number = connection, connection.open_bar(self.total, options)

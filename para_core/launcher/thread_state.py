@@ -1,4 +1,6 @@
-"""Settings of torch that belong to a thread: gradients and autocast. A call on a rank has those of the caller."""
+"""Settings of torch that belong to a thread: gradients and autocast.
+A call on a rank has those of the caller.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def current_state() -> ThreadState:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "is_grad_enabled"):
         return ThreadState()
-    autocast = {device: torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)}
+    autocast = {
+        device: torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)
+    }
     return ThreadState(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
 

@@ -19,7 +19,8 @@ from para_core.launcher.pickling import dump
 _LARGE = 1 << 16
 # Buffers begin at multiples of this number of bytes, so that tensors of every dtype are aligned.
 _ALIGNMENT = 64
-# Lengths of the head and of the pickle in bytes, number of buffers, and whether the buffers follow in the stream.
+# Lengths of the head and of the pickle in bytes, number of buffers, and whether the buffers follow in the
+# stream.
 _HEADER = struct.Struct("<IQI?")
 
 
@@ -29,7 +30,9 @@ class Body:
     The storage is a file descriptor of anonymous memory, or, after a message over TCP, a bytearray.
     """
 
-    def __init__(self, data: bytes, sizes: Sequence[int] = (), storage: int | bytearray | None = None) -> None:
+    def __init__(
+        self, data: bytes, sizes: Sequence[int] = (), storage: int | bytearray | None = None
+    ) -> None:
         self.data, self.sizes, self.storage = data, list(sizes), storage
 
     @classmethod
@@ -73,7 +76,8 @@ def _aligned(size: int) -> int:
 
 
 def _shared_memory(buffers: Sequence[memoryview]) -> int:
-    """Return a file descriptor of memory that holds ``buffers``. It has no name, so nothing is left if a process dies.
+    """Return a file descriptor of memory that holds ``buffers``. It has no name, so nothing is left if a
+    process dies.
 
     Docker's /dev/shm has 64 MB by default; a memfd has no such limit.
     """

@@ -13,8 +13,8 @@ from para_core.layout.sequence import Run, SequenceLayout
 class Piece(NamedTuple):
     """Consecutive positions of a sequence.
 
-    A ``replicated`` piece is held by all ranks, so that it is never sent. Pieces of neighbouring ranks follow each
-    other in the sequence; with ``descending``, they do so from the last rank to the first.
+    A ``replicated`` piece is held by all ranks, so that it is never sent. Pieces of neighbouring ranks follow
+    each other in the sequence; with ``descending``, they do so from the last rank to the first.
     """
 
     start: int
@@ -25,12 +25,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces that each of some ranks holds, in the order of the sequence. All ranks hold equally many pieces.
+    """The pieces that each of some ranks holds, in the order of the sequence. All ranks hold equally many
+    pieces.
 
     Lengths may be symbolic: this class only adds them.
 
     >>> from para_core.layout.sequence import Segment
-    >>> layout = Layout.of(SequenceLayout((Segment("text", 3, replicated=True), Segment("image", 5)), ranks=2))
+    >>> layout = Layout.of(SequenceLayout((Segment("text", 3, replicated=True), Segment("image", 5)),
+    ranks=2))
     >>> layout.runs(1), layout.runs(1, replicated=False), layout.offsets(1, replicated=False)
     ([(0, 3), (6, 2)], [(6, 2)], [(3, 2)])
     """
@@ -45,16 +47,19 @@ class Layout:
         before = 0
         for segment in sequence.segments:
             for rank, pieces in zip(ranks, held, strict=True):
-                # The second run of a balanced segment is that of the back half, of which the first rank holds the end.
+                # The second run of a balanced segment is that of the back half, of which the first rank holds
+                # the end.
                 for index, (start, length) in enumerate(segment.runs(rank, sequence.ranks)):
                     pieces.append(Piece(before + start, length, segment.replicated, descending=index == 1))
             before = before + segment.total
         return Layout(tuple([tuple(pieces) for pieces in held]))
 
     def grouped(self, width: int, *, ordered: bool = True) -> Layout:
-        """Return the layout of groups of ``width`` neighbouring ranks, each of which holds the pieces of all its ranks.
+        """Return the layout of groups of ``width`` neighbouring ranks, each of which holds the pieces of all
+        its ranks.
 
-        They are in the order of the sequence, or, if not ``ordered``, rank by rank; nothing may then be replicated.
+        They are in the order of the sequence, or, if not ``ordered``, rank by rank; nothing may then be
+        replicated.
 
         >>> layout = Layout(((Piece(0, 3, True), Piece(3, 3)), (Piece(0, 3, True), Piece(6, 2))))
         >>> layout.grouped(2).runs(0)
@@ -98,7 +103,10 @@ class Layout:
 
     def _pieces(self, ranks: Iterable[int], replicated: bool | None) -> list[Piece]:
         return [
-            piece for rank in ranks for piece in self.held[rank] if replicated is None or piece.replicated == replicated
+            piece
+            for rank in ranks
+            for piece in self.held[rank]
+            if replicated is None or piece.replicated == replicated
         ]
 
 

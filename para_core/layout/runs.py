@@ -85,7 +85,9 @@ def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
     """
     positions, before = [], 0
     for start, length in block:
-        positions += [(before + first - start, number) for first, number in intersect([(start, length)], runs)]
+        positions += [
+            (before + first - start, number) for first, number in intersect([(start, length)], runs)
+        ]
         before += length
     return join_neighbours(positions)
 

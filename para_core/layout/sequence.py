@@ -1,7 +1,8 @@
-"""Layouts: which tokens of a sequence each rank holds. They are plain values, without tensors or torch.distributed.
+"""Layouts: which tokens of a sequence each rank holds. They are plain values, without tensors or
+torch.distributed.
 
-Under ``torch.compile`` lengths are symbolic. This file therefore only adds, subtracts, multiplies and floor-divides
-lengths, and never branches on a length.
+Under ``torch.compile`` lengths are symbolic. This file therefore only adds, subtracts, multiplies and
+floor-divides lengths, and never branches on a length.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of one kind (such as text or image) in a sequence, sharded over ranks or replicated on each.
+    """Consecutive tokens of one kind (such as text or image) in a sequence, sharded over ranks or replicated
+    on each.
 
-    Tokens are sharded as by :func:`torch.tensor_split`: the first ``total % ranks`` ranks hold one token more. If there
-    are fewer tokens than ranks, the last ranks hold none.
+    Tokens are sharded as by :func:`torch.tensor_split`: the first ``total % ranks`` ranks hold one token
+    more. If there are fewer tokens than ranks, the last ranks hold none.
 
     >>> Segment("image", 10).sizes(ranks=4)
     (3, 3, 2, 2)
     >>> Segment("text", 7, replicated=True).sizes(ranks=2)
     (7, 7)
 
-    A ``balanced`` segment is split into ``2 · ranks`` parts. Rank r holds the r-th part from the front and the r-th
-    from the back, so that all ranks have equal work under a causal mask.
+    A ``balanced`` segment is split into ``2 · ranks`` parts. Rank r holds the r-th part from the front and
+    the r-th from the back, so that all ranks have equal work under a causal mask.
 
     >>> Segment("video", 8, balanced=True).runs(rank=0, ranks=2)
     ((0, 2), (6, 2))
@@ -36,8 +38,8 @@ class Segment:
     (10, 5)
 
     Raises:
-        ValueError: The segment is replicated and balanced, or ``together`` does not divide ``total`` or is combined
-            with ``balanced``.
+        ValueError: The segment is replicated and balanced, or ``together`` does not divide ``total`` or is
+            combined with ``balanced``.
     """
 
     name: str
@@ -48,7 +50,9 @@ class Segment:
 
     def __post_init__(self) -> None:
         if self.replicated and self.balanced:
-            raise ValueError(f"segment {self.name!r} is replicated and balanced; expected at most one of the two.")
+            raise ValueError(
+                f"segment {self.name!r} is replicated and balanced; expected at most one of the two."
+            )
         if self.together != 1 and (self.balanced or self.together < 1 or self.total % self.together):
             raise ValueError(
                 f"segment {self.name!r} has {self.total} tokens, together={self.together}, balanced={self.balanced}; "
@@ -66,7 +70,9 @@ class Segment:
         sizes = [(self.total + parts - 1 - part) // parts for part in range(parts)]
         if self.balanced:
             # Rank r of n holds the parts r and 2 n - 1 - r of 2 n.
-            sizes = [front + back for front, back in zip(sizes[:ranks], sizes[: -ranks - 1 : -1], strict=True)]
+            sizes = [
+                front + back for front, back in zip(sizes[:ranks], sizes[: -ranks - 1 : -1], strict=True)
+            ]
         return tuple(sizes)
 
     def size(self, rank: int, ranks: int) -> int:
@@ -74,7 +80,9 @@ class Segment:
         if self.replicated:
             return self.total
         if self.balanced:
-            return _part_size(self.total, rank, 2 * ranks) + _part_size(self.total, 2 * ranks - 1 - rank, 2 * ranks)
+            return _part_size(self.total, rank, 2 * ranks) + _part_size(
+                self.total, 2 * ranks - 1 - rank, 2 * ranks
+            )
         if self.together != 1:
             return self.together * _part_size(self.total // self.together, rank, ranks)
         return _part_size(self.total, rank, ranks)
@@ -90,7 +98,10 @@ class Segment:
         if self.balanced:
             parts, num_parts = [rank, 2 * ranks - 1 - rank], 2 * ranks
         return tuple(
-            [(_part_start(self.total, part, num_parts), _part_size(self.total, part, num_parts)) for part in parts]
+            [
+                (_part_start(self.total, part, num_parts), _part_size(self.total, part, num_parts))
+                for part in parts
+            ]
         )
 
 
@@ -102,7 +113,8 @@ def _part_size(total: int, part: int, num_parts: int) -> int:
 def _part_start(total: int, part: int, num_parts: int) -> int:
     """Return the index of the first token of ``part``: ``part * quotient + min(part, remainder)``."""
     quotient = total // num_parts
-    # This computes min(part, remainder) without a branch: the floor division gives 1 if part >= remainder, else 0.
+    # This computes min(part, remainder) without a branch: the floor division gives 1 if part >= remainder,
+    # else 0.
     beyond = part - (total - quotient * num_parts)
     return part * quotient + part - beyond * ((beyond + num_parts) // num_parts)
 
@@ -111,7 +123,8 @@ def _part_start(total: int, part: int, num_parts: int) -> int:
 class SequenceLayout:
     """The segments of one sequence, in order, and the number of ranks that share it.
 
-    Each rank holds its part of every sharded segment and all tokens of every replicated segment, segment by segment.
+    Each rank holds its part of every sharded segment and all tokens of every replicated segment, segment by
+    segment.
 
     >>> layout = SequenceLayout((Segment("text", 3, replicated=True), Segment("image", 5)), ranks=2)
     >>> layout.sizes(), layout.total
@@ -156,14 +169,15 @@ class SequenceLayout:
         return sum([segment.size(rank, self.ranks) for segment in self.sharded])
 
     def runs(self, rank: int, *, replicated: bool | None = None) -> tuple[Run, ...]:
-        """Return the tokens that ``rank`` holds, as runs ``(start, length)`` of positions in the whole sequence.
+        """Return the tokens that ``rank`` holds, as runs ``(start, length)`` of positions in the whole
+        sequence.
 
         The runs are in the order in which the rank holds them.
 
         Args:
             rank: The index of the rank.
-            replicated: Whether to return only the tokens of replicated segments (True), only those of sharded segments
-                (False), or both (None).
+            replicated: Whether to return only the tokens of replicated segments (True), only those of sharded
+                segments (False), or both (None).
 
         >>> SequenceLayout((Segment("text", 3), Segment("image", 5)), ranks=2).runs(1)
         ((2, 1), (6, 2))
@@ -178,9 +192,10 @@ class SequenceLayout:
 
 
 def even_layout(total: int, ranks: int, *, balanced: bool = False) -> SequenceLayout:
-    """Return the layout of a sequence of ``total`` tokens that are divided over ``ranks`` as evenly as possible.
+    """Return the layout of a sequence of ``total`` tokens that are divided over ``ranks`` as evenly as
+    possible.
 
-    If ``balanced`` is True, each rank holds one part of each half of the sequence, so that all ranks have equal work in
-    causal attention.
+    If ``balanced`` is True, each rank holds one part of each half of the sequence, so that all ranks have
+    equal work in causal attention.
     """
     return SequenceLayout((Segment("sequence", total, balanced=balanced),), ranks)

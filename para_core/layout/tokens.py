@@ -13,16 +13,20 @@ from para_core.layout.sequence import SequenceLayout
 def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
     """Return a copy of this rank's tokens of ``x``, which contains the whole sequence of ``layout`` along ``dim``."""
     parts = [x.narrow(dim, start, length) for start, length in layout.runs(mesh.rank)]
-    # Copy the tokens, because a view would keep the whole sequence in memory, and a graph would be specialized for the
-    # shape of the whole sequence, too.
-    return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim=dim)
+    # Copy the tokens, because a view would keep the whole sequence in memory, and a graph would be
+    # specialized for the shape of the whole sequence, too.
+    return (
+        parts[0].clone(memory_format=torch.contiguous_format)
+        if len(parts) == 1
+        else torch.cat(parts, dim=dim)
+    )
 
 
 def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
     """Gather ``y``, this rank's tokens of ``layout`` along ``dim``, from all sequence ranks.
 
-    The result is contiguous, with all tokens in the order of the sequence. Tokens are gathered first over the Ulysses
-    ranks, whose parts of the sequence are neighbours, then over the ring.
+    The result is contiguous, with all tokens in the order of the sequence. Tokens are gathered first over the
+    Ulysses ranks, whose parts of the sequence are neighbours, then over the ring.
     """
     parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
     gathered = []

@@ -1,4 +1,5 @@
-"""Torch function modes that intercept attention calls. :mod:`para_core.attention` computes the intercepted calls.
+"""Torch function modes that intercept attention calls. :mod:`para_core.attention` computes the intercepted
+calls.
 
 The lines below register what modes intercept besides ``scaled_dot_product_attention``. Each is optional.
 """

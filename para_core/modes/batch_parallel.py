@@ -26,20 +26,22 @@ from para_core.torch_internals import no_frame_of_its_own
 class BatchParallelAttnMode(ShardingMode):
     """A context in which each rank computes some samples of a batch.
 
-    ``x = cp.shard(x, dim=0)`` shards the batch and ``cp.gather(y, dim=0)`` gathers it. Parts may be uneven, and a rank
-    may hold no sample. Attention needs no communication, because samples do not attend to each other. The mode only
-    changes the masks of ``scaled_dot_product_attention``: if an ``attn_mask`` covers the whole batch, each rank uses
-    the rows of its own samples. Dropout in attention raises ValueError. Other attention functions (``flash_attn``,
-    fused encoders, ``nn.MultiheadAttention``) run unchanged: shard their masks with :meth:`shard`.
+    ``x = cp.shard(x, dim=0)`` shards the batch and ``cp.gather(y, dim=0)`` gathers it. Parts may be uneven,
+    and a rank may hold no sample. Attention needs no communication, because samples do not attend to each
+    other. The mode only changes the masks of ``scaled_dot_product_attention``: if an ``attn_mask`` covers the
+    whole batch, each rank uses the rows of its own samples. Dropout in attention raises ValueError. Other
+    attention functions (``flash_attn``, fused encoders, ``nn.MultiheadAttention``) run unchanged: shard their
+    masks with :meth:`shard`.
 
     Args:
-        mesh (`DeviceMesh` or `ProcessGroup`): A mesh with a ``batch`` dim; its other dims are ignored. All ranks of a
-            ProcessGroup share the batch. To combine this mode with a :class:`UnifiedAttnMode` over ``ring`` and
-            ``ulysses``, enter the ``UnifiedAttnMode`` first and this mode inside it, so that masks are reduced to this
-            rank's samples before the ``UnifiedAttnMode`` gets them.
-        assume_equal (`bool`, *optional*, defaults to `False`): Whether to skip the small exchanges between ranks. In
-            eager code, an exchange before each ``shard`` and ``gather`` turns invalid input on one rank into an error
-            on all ranks. On NCCL, another exchange in this constructor detects ranks that share a GPU.
+        mesh (`DeviceMesh` or `ProcessGroup`): A mesh with a ``batch`` dim; its other dims are ignored. All
+            ranks of a ProcessGroup share the batch. To combine this mode with a :class:`UnifiedAttnMode` over
+            ``ring`` and ``ulysses``, enter the ``UnifiedAttnMode`` first and this mode inside it, so that
+            masks are reduced to this rank's samples before the ``UnifiedAttnMode`` gets them.
+        assume_equal (`bool`, *optional*, defaults to `False`): Whether to skip the small exchanges between
+            ranks. In eager code, an exchange before each ``shard`` and ``gather`` turns invalid input on one
+            rank into an error on all ranks. On NCCL, another exchange in this constructor detects ranks that
+            share a GPU.
     """
 
     def __init__(self, mesh: DeviceMesh | ProcessGroup, *, assume_equal: bool = False) -> None:

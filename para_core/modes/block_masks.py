@@ -1,8 +1,8 @@
 """Shard a ``BlockMask`` of flex attention: build the mask of the query rows that one rank computes.
 
-``flex_attention`` compares a mask's lengths with those of its query and key before any mode sees the call. A sharded
-mask therefore reports the lengths of this rank's query and key. Its blocks, however, cover all query rows that the rank
-computes after the Ulysses exchange, and all keys of the sequence.
+``flex_attention`` compares a mask's lengths with those of its query and key before any mode sees the call. A
+sharded mask therefore reports the lengths of this rank's query and key. Its blocks, however, cover all query
+rows that the rank computes after the Ulysses exchange, and all keys of the sequence.
 """
 
 from __future__ import annotations
@@ -22,20 +22,25 @@ MaskMod = Callable[..., Tensor]
 
 
 class ShardedMaskMod:
-    """The ``mask_mod`` of a sharded mask. It also stores the layouts, because the operator of flex attention gets no
-    other attributes of a ``BlockMask``.
+    """The ``mask_mod`` of a sharded mask. It also stores the layouts, because the operator of flex attention
+    gets no other attributes of a ``BlockMask``.
 
     Calling the object raises RuntimeError: a call means that neither a mode nor a plan has intercepted
     ``flex_attention``.
 
     Args:
-        of_rows: The ``mask_mod(b, h, row, key)`` that the operator uses on this rank. ``row`` is an index into the
-            query that :func:`~para_core.attention.flex_exchange.enter` returns, ``key`` one into all keys.
+        of_rows: The ``mask_mod(b, h, row, key)`` that the operator uses on this rank. ``row`` is an index
+            into the query that :func:`~para_core.attention.flex_exchange.enter` returns, ``key`` one into all
+            keys.
         layout_ids: The :func:`layout_id` of the query layout and of the key layout.
     """
 
     def __init__(
-        self, of_rows: MaskMod, query_layout: SequenceLayout, key_layout: SequenceLayout, layout_ids: tuple[int, int]
+        self,
+        of_rows: MaskMod,
+        query_layout: SequenceLayout,
+        key_layout: SequenceLayout,
+        layout_ids: tuple[int, int],
     ) -> None:
         self.of_rows = of_rows
         self.query_layout = query_layout
@@ -79,7 +84,8 @@ def shard_block_mask(
             f"{totals[0]} and {totals[1]} tokens of their sequences. Make it with create_block_mask(..., "
             f"Q_LEN={totals[0]}, KV_LEN={totals[1]})."
         )
-    # If the keys are replicated, there is no Ulysses exchange, and a rank computes only the rows of its own tokens.
+    # If the keys are replicated, there is no Ulysses exchange, and a rank computes only the rows of its own
+    # tokens.
     mesh_of_queries = mesh
     if not key_layout.sharded:
         mesh_of_queries = mesh.alone()
@@ -97,7 +103,8 @@ def shard_block_mask(
         seq_lengths=(size, mask.seq_lengths[1]),
         compute_q_blocks=mask.q_indices is not None,
     )
-    # Report the lengths of this rank's parts, because flex_attention compares seq_lengths with its query and key.
+    # Report the lengths of this rank's parts, because flex_attention compares seq_lengths with its query and
+    # key.
     sharded.seq_lengths = size, key_layout.size(mesh.rank)
     return sharded
 
@@ -105,9 +112,11 @@ def shard_block_mask(
 def _restrict(
     mask: BlockMask, rows: Sequence[Run]
 ) -> tuple[MaskMod, tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-    """Return the ``mask_mod``, the partial blocks and the full blocks of ``mask``, restricted to the query ``rows``.
+    """Return the ``mask_mod``, the partial blocks and the full blocks of ``mask``, restricted to the query
+    ``rows``.
 
-    The blocks are given as numbers and indices, as in a ``BlockMask``. ``rows`` are ascending runs ``(start, length)``.
+    The blocks are given as numbers and indices, as in a ``BlockMask``. ``rows`` are ascending runs ``(start,
+    length)``.
     """
     full_numbers = mask.full_kv_num_blocks
     full_indices = mask.full_kv_indices
@@ -132,7 +141,8 @@ def _restrict(
     restricted_mod: MaskMod = mask_mod
     if not aligned:
         restricted_mod = _and_blocks(mask_mod, partial | full, positions, mask.BLOCK_SIZE)
-    # touched[i, j] is 1 if row block i of the restricted mask contains a row of row block j of the whole mask.
+    # touched[i, j] is 1 if row block i of the restricted mask contains a row of row block j of the whole
+    # mask.
     number = max(1, -(-num_rows // row_block))
     touched = torch.zeros(number, partial.shape[-2], device=partial.device)
     touched[indices // row_block, positions // row_block] = 1.0
@@ -148,8 +158,8 @@ def _restrict(
 
 def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
     """Return a bool tensor ``[B, H, blocks of queries, columns]`` that is True at the given blocks."""
-    # In each row of ``indices`` only the first ``numbers`` entries are defined. Map the other entries to an extra last
-    # column, and drop this column from the result.
+    # In each row of ``indices`` only the first ``numbers`` entries are defined. Map the other entries to an
+    # extra last column, and drop this column from the result.
     valid = torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
     positions = torch.where(valid, indices, columns).long()
     table = torch.zeros(*numbers.shape, columns + 1, dtype=torch.bool, device=indices.device)
@@ -164,8 +174,8 @@ def _blocks_of(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def position_of_row(rows: Sequence[Run], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function from the index of a query row on this rank to its position in the sequence. ``rows`` are the
-    positions of this rank's rows, as ascending runs ``(start, length)``.
+    """Return a function from the index of a query row on this rank to its position in the sequence. ``rows``
+    are the positions of this rank's rows, as ascending runs ``(start, length)``.
     """
     if len(rows) <= 1:
         start = 0
@@ -179,8 +189,9 @@ def position_of_row(rows: Sequence[Run], device: torch.device) -> Callable[[Tens
 def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size: tuple[int, int]) -> MaskMod:
     """Return a ``mask_mod`` that also hides the blocks of the whole mask that are False in ``table``.
 
-    A row block of this rank may contain rows of several row blocks of the whole mask, and the kernel evaluates
-    ``mask_mod`` in each key block that any of these rows sees. The other rows must not see that key block.
+    A row block of this rank may contain rows of several row blocks of the whole mask, and the kernel
+    evaluates ``mask_mod`` in each key block that any of these rows sees. The other rows must not see that key
+    block.
     """
     batch, heads = table.shape[:2]
     row_block, key_block = block_size

@@ -1,8 +1,9 @@
 """Run FlashAttention's operators over the mesh.
 
-``flash_attn_func`` and its variants are ``torch.autograd.Function`` classes around operators of torch.library. Modes
-intercept these operators. Written for flash_attn 2.8.4 (``flash_attn/flash_attn_interface.py``; versions before 2.7
-have no such operators) and FlashAttention-3 (``hopper/flash_attn_interface.py``, ``hopper/flash_api.cpp``).
+``flash_attn_func`` and its variants are ``torch.autograd.Function`` classes around operators of
+torch.library. Modes intercept these operators. Written for flash_attn 2.8.4
+(``flash_attn/flash_attn_interface.py``; versions before 2.7 have no such operators) and FlashAttention-3
+(``hopper/flash_attn_interface.py``, ``hopper/flash_api.cpp``).
 """
 
 from __future__ import annotations
@@ -21,16 +22,24 @@ from para_core.modes.foreign_operators import OPERATOR_TYPES, Operator, overload
 from para_core.modes.registry import AttentionOwner, register_operator
 from para_core.torch_internals import DisableTorchFunctionSubclass, schema_of, version_of
 
-# The names of FlashAttention's forward operators. They are the same in all namespaces: flash_attn, flash_attn_3, and
-# the namespaces of builds from the Hugging Face Hub, which end in a hash.
+# The names of FlashAttention's forward operators. They are the same in all namespaces: flash_attn,
+# flash_attn_3, and the namespaces of builds from the Hugging Face Hub, which end in a hash.
 _FORWARDS = ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd")
 
-# Arguments of FlashAttention that are converted to arguments of SDPA (_READ), or that may be ignored, because they do
-# not change the result of a supported call (_WITHOUT_EFFECT). Any other argument that is set raises an error.
+# Arguments of FlashAttention that are converted to arguments of SDPA (_READ), or that may be ignored, because
+# they do not change the result of a supported call (_WITHOUT_EFFECT). Any other argument that is set raises
+# an error.
 _READ = {"q", "k", "v", "softmax_scale", "causal", "is_causal", "window_size_left", "window_size_right"} | {
     f"{name}_{x}" for name in ("cu_seqlens", "max_seqlen") for x in "qk"
 }
-_WITHOUT_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "zero_tensors", "deterministic"} | {
+_WITHOUT_EFFECT = {
+    "num_splits",
+    "pack_gqa",
+    "sm_margin",
+    "scheduler_metadata",
+    "zero_tensors",
+    "deterministic",
+} | {
     "rotary_interleaved",
     "is_rotary_interleaved",
 }
@@ -58,10 +67,12 @@ class _FlashCall(NamedTuple):
 def flash_attention(
     handler: SdpaHandler, fail: Fail, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
-    """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``, and return all its outputs.
+    """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``, and return all its
+    outputs.
 
-    The first is the attention output in the shape of ``q``. The second is a placeholder for the lse: in eager code any
-    use of it raises an error, in compiled code its values are NaN. The other outputs are placeholders too.
+    The first is the attention output in the shape of ``q``. The second is a placeholder for the lse: in eager
+    code any use of it raises an error, in compiled code its values are NaN. The other outputs are
+    placeholders too.
 
     Raises:
         ValueError: The call uses dropout, a sliding window, softcap, ALiBi, a KV cache or several sequences.
@@ -84,8 +95,9 @@ def flash_attention(
         out = _run_as_sdpa(handler, call, *tensors)
         graph = None
     else:
-        # Gradients are disabled although an input requires one, so FlashAttention's autograd.Function is the caller.
-        # Its backward passes the lse to the backward operator, so store the output with its autograd graph on the lse.
+        # Gradients are disabled although an input requires one, so FlashAttention's autograd.Function is the
+        # caller. Its backward passes the lse to the backward operator, so store the output with its autograd
+        # graph on the lse.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
             graph = (inputs, _run_as_sdpa(handler, call, *inputs))
@@ -110,7 +122,9 @@ def _run_as_sdpa(handler: SdpaHandler, call: _FlashCall, *tensors: Tensor) -> Te
     # FlashAttention takes [B, S, H, D], SDPA takes [B, H, S, D].
     query, key, value = [x.transpose(1, 2) for x in batched]
     enable_gqa = query.shape[1] != key.shape[1]
-    out = handler(SdpaCall(query, key, value, None, 0.0, call.is_causal, call.scale, enable_gqa, call.lengths))
+    out = handler(
+        SdpaCall(query, key, value, None, 0.0, call.is_causal, call.scale, enable_gqa, call.lengths)
+    )
     out = out.transpose(1, 2).contiguous()
     if call.is_varlen:
         return out[0]
@@ -126,12 +140,14 @@ def _signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
 @lru_cache(maxsize=64)
 def _cached_signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
     schema = schema_of(overload_of(operator))
-    return tuple([(argument.name, argument.default_value) for argument in schema.arguments]), len(schema.returns)
+    return tuple([(argument.name, argument.default_value) for argument in schema.arguments]), len(
+        schema.returns
+    )
 
 
 def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
-    """Return the arguments of a FlashAttention operator converted to those of SDPA. Raise ``ValueError`` for a
-    feature that is not supported over several ranks.
+    """Return the arguments of a FlashAttention operator converted to those of SDPA. Raise ``ValueError`` for
+    a feature that is not supported over several ranks.
     """
     for name, value in arguments.items():
         if name in _READ or name in _WITHOUT_EFFECT or value is None:
@@ -163,13 +179,15 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
 
 
 def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return the numbers of queries and keys of the sequence that ``cu_seqlens_q`` and ``cu_seqlens_k`` describe.
+    """Return the numbers of queries and keys of the sequence that ``cu_seqlens_q`` and ``cu_seqlens_k``
+    describe.
 
-    A number is None if it equals the length of ``q`` or ``k``. Both are None if the call has neither argument.
+    A number is None if it equals the length of ``q`` or ``k``. Both are None if the call has neither
+    argument.
 
     Raises:
-        ValueError: The call has only one of the two arguments, or these describe several sequences, or one that does
-            not begin at token 0.
+        ValueError: The call has only one of the two arguments, or these describe several sequences, or one
+            that does not begin at token 0.
         RuntimeError: The call is inside a compiled function, where the values of ``cu_seqlens`` are unknown.
     """
     offsets = (arguments.get("cu_seqlens_q"), arguments.get("cu_seqlens_k"))
@@ -200,8 +218,8 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
     return totals[0], totals[1]
 
 
-# The values of cu_seqlens tensors. They are cached, because reading a tensor synchronizes with its device, and all
-# layers of a model get the same tensor.
+# The values of cu_seqlens tensors. They are cached, because reading a tensor synchronizes with its device,
+# and all layers of a model get the same tensor.
 _VALUES = WeakTensorKeyDictionary()
 
 
@@ -224,8 +242,9 @@ def _shorten(values: Sequence[int]) -> str:
 class _UnknownLse(Tensor):
     """A placeholder for the lse that FlashAttention returns. On several ranks the real lse is not computed.
 
-    The ``torch.autograd.Function`` of FlashAttention saves the placeholder and passes it to the backward operator. This
-    class then calls :func:`_backward` instead of the operator. Any other use of its values raises RuntimeError.
+    The ``torch.autograd.Function`` of FlashAttention saves the placeholder and passes it to the backward
+    operator. This class then calls :func:`_backward` instead of the operator. Any other use of its values
+    raises RuntimeError.
     """
 
     graph: tuple[Sequence[Tensor], Tensor] | None
@@ -234,8 +253,8 @@ class _UnknownLse(Tensor):
     def make(shape: Sequence[int], graph: tuple[Sequence[Tensor], Tensor] | None) -> _UnknownLse:
         """Return a placeholder for an lse of this ``shape``.
 
-        ``graph`` is ``((query, key, value), output)``, where ``output`` has an autograd graph that leads to the three
-        inputs; None if :func:`_backward` is not needed.
+        ``graph`` is ``((query, key, value), output)``, where ``output`` has an autograd graph that leads to
+        the three inputs; None if :func:`_backward` is not needed.
         """
         lse = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_UnknownLse)
         lse.graph = graph
@@ -248,7 +267,14 @@ class _UnknownLse(Tensor):
         kwargs = kwargs or {}
         if isinstance(func, OPERATOR_TYPES):
             return _backward(func, args, kwargs)
-        if getattr(func, "__name__", "") not in ("__get__", "__set__", "detach", "size", "dim", "as_subclass"):
+        if getattr(func, "__name__", "") not in (
+            "__get__",
+            "__set__",
+            "detach",
+            "size",
+            "dim",
+            "as_subclass",
+        ):
             raise RuntimeError(
                 "the lse (return_attn_probs=True) of FlashAttention is not computed over several ranks. Leave "
                 "return_attn_probs out, or run this call under UnifiedAttnMode.disable()."
@@ -258,10 +284,11 @@ class _UnknownLse(Tensor):
 
 
 def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Run a backward operator of FlashAttention over the mesh: write the gradients into ``dq``, ``dk`` and ``dv``.
+    """Run a backward operator of FlashAttention over the mesh: write the gradients into ``dq``, ``dk`` and
+    ``dv``.
 
-    Return an empty tensor in place of the operator's result, which the caller ignores. Raise ``RuntimeError`` if
-    ``softmax_lse`` is not a placeholder with an autograd graph, or ``dq``, ``dk`` or ``dv`` is missing.
+    Return an empty tensor in place of the operator's result, which the caller ignores. Raise ``RuntimeError``
+    if ``softmax_lse`` is not a placeholder with an autograd graph, or ``dq``, ``dk`` or ``dv`` is missing.
     """
     names, _ = _signature(operator)
     arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}

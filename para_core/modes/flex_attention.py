@@ -1,15 +1,17 @@
 """Run ``torch.nn.attention.flex_attention.flex_attention`` over a mesh.
 
-A mode cannot intercept ``flex_attention`` itself, but only the operator that this function calls, ``FlexAttentionHOP``.
-The mode sees each call of the operator twice, while Dynamo traces and when the graph runs:
+A mode cannot intercept ``flex_attention`` itself, but only the operator that this function calls,
+``FlexAttentionHOP``. The mode sees each call of the operator twice, while Dynamo traces and when the graph
+runs:
 
-- In eager code ``flex_attention`` compiles a graph that contains only the operator, and runs it. While Dynamo traces,
-  the mode only stores the layout ids of a sharded mask in the graph. When the graph runs, the mode computes attention
-  over the mesh.
-- Inside a function that the user compiled, the mode lets Dynamo trace the computation over the mesh. When that graph
-  runs, the mode calls the operator unchanged.
+- In eager code ``flex_attention`` compiles a graph that contains only the operator, and runs it. While Dynamo
+  traces, the mode only stores the layout ids of a sharded mask in the graph. When the graph runs, the mode
+  computes attention over the mesh.
+- Inside a function that the user compiled, the mode lets Dynamo trace the computation over the mesh. When
+  that graph runs, the mode calls the operator unchanged.
 
-The mode distinguishes the two cases by the Python stack, which has a frame of ``flex_attention`` only in eager code.
+The mode distinguishes the two cases by the Python stack, which has a frame of ``flex_attention`` only in
+eager code.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ from para_core.modes.registry import (
 )
 from para_core.torch_internals import DisableTorchFunction, flex_attention_operator
 
-# If a call has no mask, flex_attention creates a mask with a single block of at least this size. Such a mask hides
-# nothing, so its lengths are not compared with those of the sequence.
+# If a call has no mask, flex_attention creates a mask with a single block of at least this size. Such a mask
+# hides nothing, so its lengths are not compared with those of the sequence.
 _NO_BLOCKS = 1 << 30
 
 # A model whose code has one of these names uses flex attention.
@@ -74,15 +76,17 @@ class FlexOverMesh:
     """A callable that computes the operator of ``flex_attention`` over a mesh.
 
     Args:
-        layouts: A function ``(local query length, local key length, whether positions matter) -> (query layout, key
-            layout)``.
-        options: The options of the mode. If one of them selects keys (``block_mask``, ``kept_keys``), every call raises
-            RuntimeError.
+        layouts: A function ``(local query length, local key length, whether positions matter) -> (query
+            layout, key layout)``.
+        options: The options of the mode. If one of them selects keys (``block_mask``, ``kept_keys``), every
+            call raises RuntimeError.
         assume_equal: Whether to skip the exchange before a call in eager code, as in
             :class:`~para_core.modes.unified.UnifiedAttnMode`.
     """
 
-    def __init__(self, mesh: SequenceMesh, layouts: ChooseLayouts, options: AttnOptions, *, assume_equal: bool) -> None:
+    def __init__(
+        self, mesh: SequenceMesh, layouts: ChooseLayouts, options: AttnOptions, *, assume_equal: bool
+    ) -> None:
         self._mesh = mesh
         self._layouts = layouts
         self._assume_equal = assume_equal
@@ -92,8 +96,9 @@ class FlexOverMesh:
         """Return the operator's results for this rank's queries.
 
         Returns:
-            The output ``[B, H, S_local, D]``, and the log-sum-exp and the maximum scores, both ``[B, H, S_local]``. The
-            last two are uninitialized if the operator's ``kernel_options`` do not request them.
+            The output ``[B, H, S_local, D]``, and the log-sum-exp and the maximum scores, both ``[B, H,
+            S_local]``. The last two are uninitialized if the operator's ``kernel_options`` do not request
+            them.
 
         Raises:
             ValueError: The mask was not sharded or belongs to another sequence, or the arguments are invalid.
@@ -133,8 +138,8 @@ class FlexOverMesh:
         if mask[0] >= 0:
             error = ValueError(_NOT_SHARDED.format(mask[0], mask[1], *lengths))
             if (mask[0], mask[1]) == lengths:
-                # This rank holds all tokens, so flex_attention accepted the unsharded mask here. On the other ranks
-                # flex_attention has already raised, so an exchange with them would hang.
+                # This rank holds all tokens, so flex_attention accepted the unsharded mask here. On the other
+                # ranks flex_attention has already raised, so an exchange with them would hang.
                 raise error
             self._raise_everywhere(error)
         expected = -1 - layout_id(plan.spec.query_layout), -1 - layout_id(plan.spec.key_layout)
@@ -186,7 +191,8 @@ class FlexOverMesh:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def called_in_eager_code() -> bool:
-    """Whether the operator is called by ``flex_attention`` in eager code, and not by a graph that the user compiled.
+    """Whether the operator is called by ``flex_attention`` in eager code, and not by a graph that the user
+    compiled.
 
     Only in eager code does the stack of this thread have a frame of ``flex_attention``.
     """
@@ -199,9 +205,10 @@ def called_in_eager_code() -> bool:
 
 
 def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
-    """Return the operator's arguments ``args``. In a sharded mask, replace the ``mask_mod`` by its ``of_rows``, and the
-    two lengths by ``-1 - layout_id``. A traced graph stores the lengths, but no attributes of a ``mask_mod``, so at run
-    time only the lengths can tell for which layouts the mask was sharded.
+    """Return the operator's arguments ``args``. In a sharded mask, replace the ``mask_mod`` by its
+    ``of_rows``, and the two lengths by ``-1 - layout_id``. A traced graph stores the lengths, but no
+    attributes of a ``mask_mod``, so at run time only the lengths can tell for which layouts the mask was
+    sharded.
     """
     mask = args[4]
     mod = mask[-1]
@@ -231,8 +238,8 @@ def _run_operator(operator: Callable[..., Any], call: _FlexCall, plan: Attention
     query, key, value = enter(call.query, call.key, call.value, plan)
     first_head, heads = Segment("heads", spec.num_heads).runs(ulysses.index, ulysses.size)[0]
     if heads == 0 or query.shape[2] == 0 or key.shape[2] == 0:
-        # Give zeros, and -inf as lse and as maxima. The zeros have an autograd graph that leads to the inputs, whose
-        # gradients are 0.
+        # Give zeros, and -inf as lse and as maxima. The zeros have an autograd graph that leads to the
+        # inputs, whose gradients are 0.
         zeros = query.new_zeros(*query.shape[:3], value.shape[3])
         stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
         results = add_autograd_dependency(zeros, [query, key, value]), stat, stat.clone()
@@ -252,8 +259,11 @@ def _run_operator(operator: Callable[..., Any], call: _FlexCall, plan: Attention
                 query,
                 key,
                 value,
-                # The user's function gets the indices of the head among all heads, and of the query in the sequence.
-                lambda score, b, h, q, k, *buffers: score_mod(score, b, h + first_head, position(q), k, *buffers),
+                # The user's function gets the indices of the head among all heads, and of the query in the
+                # sequence.
+                lambda score, b, h, q, k, *buffers: score_mod(
+                    score, b, h + first_head, position(q), k, *buffers
+                ),
                 _mask_of_heads(call.mask, first_head, heads, position, query.shape[2], spec.key_layout.total),
                 call.scale,
                 call.kernel_options,
@@ -269,7 +279,8 @@ def _run_operator(operator: Callable[..., Any], call: _FlexCall, plan: Attention
             local_stats.append(leave(stat[..., None], plan)[..., 0].contiguous())
         else:
             local_stats.append(stat.new_empty(call.query.shape[0], spec.num_heads, call.query.shape[2]))
-    # Like flex_attention, return the output with the memory order of the query: token by token, or head by head.
+    # Like flex_attention, return the output with the memory order of the query: token by token, or head by
+    # head.
     is_by_token = call.query.stride(1) < call.query.stride(2)
     if not is_by_token:
         out = out.contiguous()
@@ -284,8 +295,9 @@ def _mask_of_heads(
     num_rows: int,
     num_keys: int,
 ) -> tuple[Any, ...]:
-    """Return the operator's ``mask`` argument for ``heads`` heads from ``first_head`` on, for the ``num_rows`` query
-    rows of this rank, whose :func:`position_of_row` is ``position``, and for all ``num_keys`` keys.
+    """Return the operator's ``mask`` argument for ``heads`` heads from ``first_head`` on, for the
+    ``num_rows`` query rows of this rank, whose :func:`position_of_row` is ``position``, and for all
+    ``num_keys`` keys.
     """
     *tensors, row_block, key_block, mask_mod = mask[2:]
     for index, x in enumerate(tensors):
@@ -340,8 +352,8 @@ _OTHER_SEQUENCE = (
 
 
 def _refuse_in_graph(call: _FlexCall, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
-    """Add an operator to the traced graph that raises ``ValueError(message.format(*numbers))`` when the graph runs.
-    Dynamo would replace an error that is raised while it traces. Return uninitialized results.
+    """Add an operator to the traced graph that raises ``ValueError(message.format(*numbers))`` when the graph
+    runs. Dynamo would replace an error that is raised while it traces. Return uninitialized results.
     """
     out = torch.ops.para_core.refuse_flex_attention(call.query, call.value, message, numbers)
     stat = call.query.new_empty(call.query.shape[:3], dtype=torch.float32)
@@ -362,11 +374,11 @@ torch.library.register_fake(
 
 
 def explain_unsharded_mask(error: BaseException | None) -> None:
-    """Raise a ValueError that recommends ``cp.shard(block_mask)`` if ``error`` is a length mismatch of a mask, which
-    ``flex_attention`` raises for an unsharded mask before any mode sees the call.
+    """Raise a ValueError that recommends ``cp.shard(block_mask)`` if ``error`` is a length mismatch of a
+    mask, which ``flex_attention`` raises for an unsharded mask before any mode sees the call.
     """
-    # Without an error there is no message to search. Dynamo traces this function if a mode is left inside a graph, and
-    # in torch 2.11 it could not trace a search in a string.
+    # Without an error there is no message to search. Dynamo traces this function if a mode is left inside a
+    # graph, and in torch 2.11 it could not trace a search in a string.
     if error is None:
         return
     mismatch = mask_length_mismatch(error)
@@ -381,7 +393,8 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
 def uses_flex_attention(module: nn.Module) -> bool:
     """Whether the code of ``module`` uses a name such as ``flex_attention`` or ``BlockMask``.
 
-    Searches the Python modules, other than torch's, of the classes of all submodules and their attention processors.
+    Searches the Python modules, other than torch's, of the classes of all submodules and their attention
+    processors.
     """
     # Private classes have the Python module of the original class.
     names: set[str] = set()
@@ -415,7 +428,8 @@ def _mentions_flex_attention(name: str) -> bool:
 
 
 def _route(owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    # While Dynamo traces the graph of a call in eager code, the call is only prepared: it comes again when that runs.
+    # While Dynamo traces the graph of a call in eager code, the call is only prepared: it comes again when
+    # that runs.
     is_prepared = torch.compiler.is_compiling() and called_in_eager_code()
     access = owner.begin_other_call(counts=not is_prepared)
     if access is None:

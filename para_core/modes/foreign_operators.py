@@ -25,8 +25,9 @@ _COMPUTES_SOMETHING_ELSE = re.compile(
     r"backward|bwd|grad|mask|bias|combine|merge|metadata|rotary|rope|norm|quant|entropy|cache_(update|append)"
 )
 
-# Operators of other packages that interceptor.py intercepts at the dispatcher, as (namespace, name). Eager inference
-# under a plan enters no mode, and the dispatcher intercepts only operators that are registered by name.
+# Operators of other packages that interceptor.py intercepts at the dispatcher, as (namespace, name). Eager
+# inference under a plan enters no mode, and the dispatcher intercepts only operators that are registered by
+# name.
 DISPATCHED_OPERATORS = (
     ("flash_attn", "_flash_attn_forward"),
     ("flash_attn", "_flash_attn_varlen_forward"),
@@ -52,9 +53,9 @@ def _computes_attention(operator: Operator) -> bool:
     namespace, name = str(operator).lower().split(".")[:2]
     if namespace == "para_core":
         return False
-    # Let overloads pass: users call packets, while overloads are called by compiled graphs and by this package
-    # (by Disabled(), for example, to bypass outer modes). Let the packet of scaled_dot_product_attention pass, too,
-    # because modes handle it like F.scaled_dot_product_attention.
+    # Let overloads pass: users call packets, while overloads are called by compiled graphs and by this
+    # package (by Disabled(), for example, to bypass outer modes). Let the packet of
+    # scaled_dot_product_attention pass, too, because modes handle it like F.scaled_dot_product_attention.
     if namespace == "aten" and (isinstance(operator, OpOverload) or name == "scaled_dot_product_attention"):
         return False
     if _COMPUTES_SOMETHING_ELSE.search(name):
@@ -74,8 +75,8 @@ def overload_of(operator: Operator) -> OpOverload:
 
 
 def has_other_builds() -> bool:
-    """Whether a build of FlashAttention is loaded that only a mode can intercept, because its namespace is not in
-    ``DISPATCHED_OPERATORS``, such as one from the Hugging Face Hub.
+    """Whether a build of FlashAttention is loaded that only a mode can intercept, because its namespace is
+    not in ``DISPATCHED_OPERATORS``, such as one from the Hugging Face Hub.
     """
     # A generator would add a Python call for each namespace to each call of a model.
     builds = {namespace for namespace in vars(torch.ops) if "flash_attn" in namespace}
@@ -83,10 +84,11 @@ def has_other_builds() -> bool:
 
 
 def is_called_by_a_graph(operator: Operator) -> bool:
-    """Whether a compiled graph is calling ``operator``. Such a call was already handled when the graph was traced.
+    """Whether a compiled graph is calling ``operator``. Such a call was already handled when the graph was
+    traced.
 
-    Graphs call overloads. The Python function of a ``torch.library.custom_op`` (FlashAttention-3 has one) also calls an
-    overload, but the stack then shows this function as the caller.
+    Graphs call overloads. The Python function of a ``torch.library.custom_op`` (FlashAttention-3 has one)
+    also calls an overload, but the stack then shows this function as the caller.
     """
     if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
         return False

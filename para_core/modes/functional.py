@@ -38,10 +38,12 @@ def _attention(
     attn_func: AttnFunc | None = None,
     **options: Unpack[AttnKeywords],
 ) -> Tensor:
-    # Pass a SequenceMesh to the mode. If the mode got a DeviceMesh on NCCL, its constructor would run an exchange to
-    # detect ranks that share a GPU, which is too costly for each call.
+    # Pass a SequenceMesh to the mode. If the mode got a DeviceMesh on NCCL, its constructor would run an
+    # exchange to detect ranks that share a GPU, which is too costly for each call.
     ranks = sequence_mesh(mesh, group_dim=kind.group_dim)
-    mode = kind(ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options)
+    mode = kind(
+        ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
+    )
     return mode.attend(SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
 
 
@@ -51,8 +53,8 @@ def _form(
     attention: Callable[Concatenate[type[UnifiedAttnMode], _P], Tensor],
     doc: str,
 ) -> Callable[_P, Tensor]:
-    """Return the public function ``name``, which calls ``attention`` with the mode class ``kind`` as its first
-    argument.
+    """Return the public function ``name``, which calls ``attention`` with the mode class ``kind`` as its
+    first argument.
 
     Type checkers infer the signature of this function from ``attention``. ``doc`` is its docstring.
     """

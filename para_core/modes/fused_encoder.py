@@ -1,11 +1,12 @@
-"""Disable torch's fused kernels of transformer encoder layers in this process while any thread is inside a mode.
+"""Disable torch's fused kernels of transformer encoder layers in this process while any thread is inside a
+mode.
 
-In eager code torch itself does not use these kernels inside a mode. Graphs that Dynamo traces do use them, and modes do
-not see the calls. The kernels are therefore disabled as long as a mode is active, in eager code or in a graph that is
-being traced.
+In eager code torch itself does not use these kernels inside a mode. Graphs that Dynamo traces do use them,
+and modes do not see the calls. The kernels are therefore disabled as long as a mode is active, in eager code
+or in a graph that is being traced.
 
-The switch (``torch.backends.mha``) belongs to the process, so the active modes are counted per process: the first mode
-saves the state of the switch, and the last mode restores this state.
+The switch (``torch.backends.mha``) belongs to the process, so the active modes are counted per process: the
+first mode saves the state of the switch, and the last mode restores this state.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ from para_core.torch_internals import CompileContext, TraceId
 
 
 class _CountedSwitch:
-    """A count of how often each thread and trace has disabled the kernels. The process has one switch and one count."""
+    """A count of how often each thread and trace has disabled the kernels.
+    The process has one switch and one count.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        # How often each holder has disabled the kernels: a thread, and its Dynamo trace, which is None in eager code.
-        # Each restart of a trace has a new id.
+        # How often each holder has disabled the kernels: a thread, and its Dynamo trace, which is None in
+        # eager code. Each restart of a trace has a new id.
         self.holders: Counter[tuple[int, TraceId | None]] = Counter()
         self.was_on = True
 
     def drop_stale(self, own_thread: int, own_trace: TraceId | None) -> None:
         """Remove the holders that belong to traces that Dynamo has aborted.
 
-        If Dynamo stops a trace, because of an error or to restart it, the trace never calls :func:`restore`. Dynamo
-        traces in one thread at a time. During a trace, the holders of all other traces are therefore removed; in eager
-        code, the holders of all traces in this thread are removed.
+        If Dynamo stops a trace, because of an error or to restart it, the trace never calls :func:`restore`.
+        Dynamo traces in one thread at a time. During a trace, the holders of all other traces are therefore
+        removed; in eager code, the holders of all traces in this thread are removed.
         """
         for thread, trace in list(self.holders):
             if trace not in (None, own_trace) and (own_trace is not None or thread == own_thread):
@@ -47,7 +50,9 @@ _SWITCH = _CountedSwitch()
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def disable() -> None:
-    """Disable torch's fused encoder kernels until :func:`restore`. In a compiled function this runs while tracing."""
+    """Disable torch's fused encoder kernels until :func:`restore`.
+    In a compiled function this runs while tracing.
+    """
     holder = (threading.get_ident(), CompileContext.current_trace_id())
     with _SWITCH.lock:
         if not _SWITCH.holders:
@@ -59,14 +64,16 @@ def disable() -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def restore() -> None:
-    """Undo one call of :func:`disable`. Once the calls of all threads are undone, the original state is restored."""
+    """Undo one call of :func:`disable`.
+    Once the calls of all threads are undone, the original state is restored.
+    """
     holder = (threading.get_ident(), CompileContext.current_trace_id())
     with _SWITCH.lock:
         if not _SWITCH.holders:
             return
         _SWITCH.drop_stale(*holder)
-        # A graph that calls cp.gather without cp.shard calls restore() without disable(). Unary + of a Counter drops
-        # counts that are not positive.
+        # A graph that calls cp.gather without cp.shard calls restore() without disable(). Unary + of a
+        # Counter drops counts that are not positive.
         _SWITCH.holders[holder] -= 1
         _SWITCH.holders = +_SWITCH.holders
         if not _SWITCH.holders:

@@ -1,8 +1,8 @@
 """Detect attention that a model computes by hand, over the tokens of this rank only.
 
-Attention by hand normalizes scores over keys: a softmax along a dim of tokens. On several ranks such a dim has the
-tokens of this rank, or these and a few more entries, such as an attention sink. A kernel that calls no function of
-torch cannot be seen.
+Attention by hand normalizes scores over keys: a softmax along a dim of tokens. On several ranks such a dim
+has the tokens of this rank, or these and a few more entries, such as an attention sink. A kernel that calls
+no function of torch cannot be seen.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ class HandwrittenAttention:
     """A record of attention by hand that was seen during one call of a model.
 
     Args:
-        known_packages: Packages whose own code is left out, because somebody has read what it does with tokens.
+        known_packages: Packages whose own code is left out, because somebody has read what it does with
+            tokens.
 
     Attributes:
-        places: For each module that computed scores over this rank's tokens, its class and the shape of the scores.
+        places: For each module that computed scores over this rank's tokens, its class and the shape of the
+            scores.
     """
 
     def __init__(self, known_packages: frozenset[str] = frozenset()) -> None:
@@ -104,9 +106,10 @@ class HandwrittenAttention:
         """Note a call of ``func`` that normalizes scores over tokens of this rank.
 
         Args:
-            func: A function for which :func:`may_be_scores` is true, with ``args``, ``kwargs`` and ``output``.
-            sizes: Numbers of tokens that this rank holds of a sharded sequence. A size of 1 is left out, because dims
-                of size 1 have many meanings.
+            func: A function for which :func:`may_be_scores` is true, with ``args``, ``kwargs`` and
+                ``output``.
+            sizes: Numbers of tokens that this rank holds of a sharded sequence. A size of 1 is left out,
+                because dims of size 1 have many meanings.
         """
         tokens = {size for size in sizes if size > 1}
         if not tokens or self._is_paused:
@@ -128,7 +131,11 @@ class HandwrittenAttention:
 
     @staticmethod
     def _is_normalized(
-        func: Callable[..., Any], args: Sequence[Any], kwargs: Any, scores: Tensor, dims_of_tokens: Sequence[int]
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Any,
+        scores: Tensor,
+        dims_of_tokens: Sequence[int],
     ) -> bool:
         """Whether ``func`` normalizes ``scores`` along a dim of tokens, or is a step of that."""
         if _is_exp(func):

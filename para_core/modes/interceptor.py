@@ -1,6 +1,7 @@
 """Intercept attention calls, in torch function modes or at the dispatcher.
 
-Callers pass an owner, which computes an intercepted call; features of :mod:`para_core.modes.registry` add functions.
+Callers pass an owner, which computes an intercepted call; features of :mod:`para_core.modes.registry` add
+functions.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activat
 def intercept(
     mode: TorchFunctionMode, owner: AttentionOwner, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
 ) -> Any:
-    """Return the result of ``func(*args, **kwargs)``, called inside ``mode``, with attention computed by ``owner``.
+    """Return the result of ``func(*args, **kwargs)``, called inside ``mode``, with attention computed by
+    ``owner``.
 
     Raises:
         RuntimeError: ``func`` computes attention in a form that cannot be intercepted.
@@ -63,7 +65,9 @@ def intercept(
         call = SdpaCall(*args, **kwargs)
         if torch.compiler.is_compiling() or not THREAD_STATE.handlers:
             return owner.attend(call)
-        with _DISPATCH_KEY.excluded():  # This mode handles the call, so the dispatcher must not intercept it again.
+        with (
+            _DISPATCH_KEY.excluded()
+        ):  # This mode handles the call, so the dispatcher must not intercept it again.
             return owner.attend(call)
     if func is _UNFLATTEN and torch.compiler.is_compiling():
         # Dynamo cannot trace Tensor.unflatten under a mode, because this Python method calls super().
@@ -89,8 +93,12 @@ def intercept(
     return func(*args, **kwargs)
 
 
-def _run_operator(owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """Return the result of an attention operator of another package. Raise ``RuntimeError`` if no feature has it."""
+def _run_operator(
+    owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any
+) -> Any:
+    """Return the result of an attention operator of another package.
+    Raise ``RuntimeError`` if no feature has it.
+    """
     route = route_of_operator(operator)
     if route is None:
         refuse_operator(operator, owner.fail)
@@ -98,7 +106,9 @@ def _run_operator(owner: AttentionOwner, operator: Callable[..., Any], args: Seq
 
 
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """Return ``func(*args, **kwargs)`` without interception. For Dynamo, ``Tensor.unflatten`` is replaced here too."""
+    """Return ``func(*args, **kwargs)`` without interception.
+    For Dynamo, ``Tensor.unflatten`` is replaced here too.
+    """
     if func is _UNFLATTEN and torch.compiler.is_compiling():
         return torch.unflatten(*args, **kwargs)
     return func(*args, **kwargs)
@@ -108,7 +118,8 @@ def check_replaced_attention(ranks: int) -> None:
     """Refuse a function that has replaced torch's own scaled_dot_product_attention.
 
     Raises:
-        RuntimeError: It was replaced. The calls of the other function cannot be intercepted on ``ranks`` ranks.
+        RuntimeError: It was replaced. The calls of the other function cannot be intercepted on ``ranks``
+            ranks.
     """
     function: Any = F.scaled_dot_product_attention
     if function is SDPA:
@@ -147,8 +158,8 @@ class Disabled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is SDPA or func is SDPA_OPERATOR:
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
-        # Hide these calls too. At set_grad_enabled an outer mode would bind the function of a surrounding checkpoint to
-        # itself, and it would report a softmax as attention that was computed by hand.
+        # Hide these calls too. At set_grad_enabled an outer mode would bind the function of a surrounding
+        # checkpoint to itself, and it would report a softmax as attention that was computed by hand.
         hidden = func in _REFUSED_FUNCTIONS or isinstance(func, HigherOrderOperator)
         if not torch.compiler.is_compiling():
             hidden = hidden or func is set_grad_enabled or may_be_scores(func)
@@ -170,8 +181,11 @@ def without_interception(attn_func: Callable[..., Any] | None) -> Callable[..., 
     return run
 
 
-def run_functions(mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequence[Any], kwargs: Any) -> Any:
-    """Return the result of the operator ``func``, with ``mode`` entered inside each of its function arguments.
+def run_functions(
+    mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequence[Any], kwargs: Any
+) -> Any:
+    """Return the result of the operator ``func``, with ``mode`` entered inside each of its function
+    arguments.
 
     This is necessary because modes see the operator itself but are off inside the functions that it runs.
     """
@@ -179,8 +193,8 @@ def run_functions(mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequ
 
 
 class _ReenteredMode(TorchFunctionMode):
-    """A mode that forwards all calls to ``mode``, for branches of ``torch.cond``, where Dynamo cannot enter a mode that
-    was constructed outside of the branch.
+    """A mode that forwards all calls to ``mode``, for branches of ``torch.cond``, where Dynamo cannot enter a
+    mode that was constructed outside of the branch.
     """
 
     def __init__(self, mode: TorchFunctionMode) -> None:
@@ -202,15 +216,16 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
 
 def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
     """Return ``function(*args)``, in a branch of a higher-order operator, and allow ``function`` to enter modes."""
-    # Dynamo would refuse a branch that enters a mode, because a change of the mode stack counts as a side effect, even
-    # if the stack is restored at the end.
+    # Dynamo would refuse a branch that enters a mode, because a change of the mode stack counts as a side
+    # effect, even if the stack is restored at the end.
     return without_side_effect_checks(function, *args)
 
 
-# The rest of this file intercepts attention at the dispatcher, for eager code without gradients. This is faster than a
-# mode, which torch calls for every torch function: even an empty mode adds a third to the host time of FLUX's
-# transformer. A dispatch key that no other kernel uses intercepts only the operators that are registered for the key,
-# and only in threads that include the key. All other operators skip the key at no cost.
+# The rest of this file intercepts attention at the dispatcher, for eager code without gradients. This is
+# faster than a mode, which torch calls for every torch function: even an empty mode adds a third to the host
+# time of FLUX's transformer. A dispatch key that no other kernel uses intercepts only the operators that are
+# registered for the key, and only in threads that include the key. All other operators skip the key at no
+# cost.
 
 
 class ThreadState(threading.local):
@@ -226,8 +241,9 @@ THREAD_STATE = ThreadState()
 
 
 def outer_attention(call: SdpaCall) -> Tensor:
-    """Return the output of ``call``, computed by the handler of the next outer :func:`at_the_dispatcher` context. If
-    there is none, compute it on one device. Only the handler of the innermost context may call this function.
+    """Return the output of ``call``, computed by the handler of the next outer :func:`at_the_dispatcher`
+    context. If there is none, compute it on one device. Only the handler of the innermost context may call
+    this function.
     """
     handlers = THREAD_STATE.handlers
     if len(handlers) <= 1:
@@ -236,10 +252,11 @@ def outer_attention(call: SdpaCall) -> Tensor:
 
 
 def _handle_dispatched(call: SdpaCall) -> Tensor:
-    # Check the tracing context too, because in torch 2.11 is_compiling() is False while a compiler backend traces.
+    # Check the tracing context too, because in torch 2.11 is_compiling() is False while a compiler backend
+    # traces.
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
-        # Interception cannot be traced here: the cache key of a graph does not include this dispatch key, so a graph
-        # that was cached on a single rank could be reused.
+        # Interception cannot be traced here: the cache key of a graph does not include this dispatch key, so
+        # a graph that was cached on a single rank could be reused.
         raise RuntimeError(
             "scaled_dot_product_attention in a function that was compiled on its own, inside a parallel model: the "
             "graph would attend to this rank's tokens only. Compile the model, or modules of it; or call this "
@@ -260,8 +277,9 @@ _DISPATCHED_CALLS = _DispatchedCalls()
 
 
 def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
-    """Return a dispatcher kernel for an attention operator of another package. It computes the operator over the mesh,
-    or refuses it, and runs the original operator if ``is_active()`` of the innermost context is False.
+    """Return a dispatcher kernel for an attention operator of another package. It computes the operator over
+    the mesh, or refuses it, and runs the original operator if ``is_active()`` of the innermost context is
+    False.
     """
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
@@ -278,14 +296,18 @@ def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
 _DISPATCH_KEY = SpareDispatchKey(
     "TESTING_ONLY_GenericMode",
     {
-        ("aten", "scaled_dot_product_attention"): lambda *args, **kwargs: _handle_dispatched(SdpaCall(*args, **kwargs)),
+        ("aten", "scaled_dot_product_attention"): lambda *args, **kwargs: _handle_dispatched(
+            SdpaCall(*args, **kwargs)
+        ),
         **{operator: _kernel_of(*operator) for operator in DISPATCHED_OPERATORS},
     },
 )
 
 
 def dispatcher_is_available() -> bool:
-    """Whether :func:`at_the_dispatcher` works with this version of torch. If not, use a mode; the results are equal."""
+    """Whether :func:`at_the_dispatcher` works with this version of torch.
+    If not, use a mode; the results are equal.
+    """
     return _DISPATCH_KEY.is_available()
 
 
@@ -294,9 +316,9 @@ def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lamb
     """Return a context in which ``handler`` computes every ``scaled_dot_product_attention`` of this thread.
 
     ``handler`` also computes FlashAttention operators; all other attention operators of other packages raise
-    RuntimeError. Such operators are intercepted only while ``is_active()`` is True. Use a mode instead in traced code
-    and for calls that require a gradient, because autograd runs the backward outside of this context. Raise
-    ``RuntimeError`` if :func:`dispatcher_is_available` is False.
+    RuntimeError. Such operators are intercepted only while ``is_active()`` is True. Use a mode instead in
+    traced code and for calls that require a gradient, because autograd runs the backward outside of this
+    context. Raise ``RuntimeError`` if :func:`dispatcher_is_available` is False.
     """
     if not dispatcher_is_available():
         raise RuntimeError("attention cannot be intercepted at the dispatcher of this torch. Use a mode.")

@@ -25,8 +25,9 @@ ExplicitLayouts = tuple[TraceSafeLayout, TraceSafeLayout | None]
 class LayoutMode(ShardingMode):
     """A mode that knows which rank holds which tokens of queries, keys and masks.
 
-    The explicit layouts of queries and keys, which the user passes to the mode, take precedence over the layouts of the
-    sequences that were sharded through the mode. Without either, all ranks are assumed to hold equal parts.
+    The explicit layouts of queries and keys, which the user passes to the mode, take precedence over the
+    layouts of the sequences that were sharded through the mode. Without either, all ranks are assumed to hold
+    equal parts.
     """
 
     def __init__(
@@ -58,11 +59,20 @@ class LayoutMode(ShardingMode):
 
     @overload
     def shard(
-        self, x: Tensor, dim: int, *, sequence: SequenceLayout | None = None, balance: Literal["causal"] | None = None
+        self,
+        x: Tensor,
+        dim: int,
+        *,
+        sequence: SequenceLayout | None = None,
+        balance: Literal["causal"] | None = None,
     ) -> Tensor: ...
     @overload
     def shard(
-        self, x: BlockMask, *, sequence: SequenceLayout | None = None, key_sequence: SequenceLayout | None = None
+        self,
+        x: BlockMask,
+        *,
+        sequence: SequenceLayout | None = None,
+        key_sequence: SequenceLayout | None = None,
     ) -> BlockMask: ...
     def shard(
         self,
@@ -76,21 +86,23 @@ class LayoutMode(ShardingMode):
         """Return this rank's part of ``x``. Every rank passes the same whole ``x``.
 
         Args:
-            x (`Tensor` or `BlockMask`): A tensor of any shape and length, or a flex attention mask over all tokens.
+            x (`Tensor` or `BlockMask`): A tensor of any shape and length, or a flex attention mask over all
+                tokens.
             dim (`int`, *optional*): The dim to shard. Required for a tensor; not allowed for a mask.
-            sequence (:class:`SequenceLayout`, *optional*): The layout from :meth:`sequence`; for a mask, the layout of
-                its queries. Defaults to equal parts of a tensor. For a mask it defaults to the explicit layout of the
-                mode, or else to that of the sharded sequence with this number of tokens. Required for a tensor inside a
-                compiled function.
+            sequence (:class:`SequenceLayout`, *optional*): The layout from :meth:`sequence`; for a mask, the
+                layout of its queries. Defaults to equal parts of a tensor. For a mask it defaults to the
+                explicit layout of the mode, or else to that of the sharded sequence with this number of
+                tokens. Required for a tensor inside a compiled function.
             key_sequence (:class:`SequenceLayout`, *optional*): The layout of the keys of a mask. Defaults to
-                ``sequence`` if that is passed and the mask has as many keys as queries; otherwise the default is found
-                as for ``sequence``. Not allowed for a tensor.
-            balance (`"causal"`, *optional*): See :meth:`sequence`. Not allowed for a mask, which follows the layout of
-                the tokens that were sharded before it.
+                ``sequence`` if that is passed and the mask has as many keys as queries; otherwise the default
+                is found as for ``sequence``. Not allowed for a tensor.
+            balance (`"causal"`, *optional*): See :meth:`sequence`. Not allowed for a mask, which follows the
+                layout of the tokens that were sharded before it.
 
         Raises:
-            ValueError: If ``dim`` is out of range, the length of ``x`` differs between ranks or from ``sequence``, or
-                several sharded sequences fit a mask without ``sequence``. In eager code all ranks raise.
+            ValueError: If ``dim`` is out of range, the length of ``x`` differs between ranks or from
+                ``sequence``, or several sharded sequences fit a mask without ``sequence``. In eager code all
+                ranks raise.
             TypeError: If an argument is missing or not allowed for the type of ``x``.
             RuntimeError: If ``sequence`` is missing for a tensor inside a compiled function.
         """
@@ -130,15 +142,18 @@ class LayoutMode(ShardingMode):
                 check_consistent(error, self._mesh)
             raise
         if talk:
-            lengths = {"query lengths per rank": query_layout.sizes(), "key lengths per rank": key_layout.sizes()}
+            lengths = {
+                "query lengths per rank": query_layout.sizes(),
+                "key lengths per rank": key_layout.sizes(),
+            }
             check_consistent(signature({"block_mask": [*mask.shape], **lengths}), self._mesh)
         return sharded
 
     def _whole_layout(
         self, total: int, sequence: SequenceLayout | None, kind: Literal["query", "key"]
     ) -> SequenceLayout:
-        """Return the layout of the queries or keys of a mask over all tokens: ``sequence``, else the explicit layout of
-        the mode, else that of the sharded sequence with ``total`` tokens, else equal parts.
+        """Return the layout of the queries or keys of a mask over all tokens: ``sequence``, else the explicit
+        layout of the mode, else that of the sharded sequence with ``total`` tokens, else equal parts.
         """
         if sequence is not None:
             return self._check_ranks(sequence)
@@ -149,8 +164,8 @@ class LayoutMode(ShardingMode):
     def replicated(self, x: Tensor, dim: int = -2) -> Tensor:
         """Declare that every rank holds all tokens of ``x``, and return ``x`` unchanged.
 
-        The mode then treats keys of this length as replicated, so cross-attention to them sends nothing. If replicated
-        tokens are concatenated with sharded ones, pass the order with :meth:`using`.
+        The mode then treats keys of this length as replicated, so cross-attention to them sends nothing. If
+        replicated tokens are concatenated with sharded ones, pass the order with :meth:`using`.
 
         Args:
             x (`Tensor`): A tensor that is equal on all ranks.
@@ -167,15 +182,17 @@ class LayoutMode(ShardingMode):
     def local_mask(self, mask: Tensor, *, sequence: SequenceLayout | None = None) -> Tensor:
         """Return a mask over all keys of the sequence, gathered from each rank's ``mask`` over its own keys.
 
-        This happens automatically in SDPA calls with a mask whose length shows that it covers this rank's keys only.
+        This happens automatically in SDPA calls with a mask whose length shows that it covers this rank's
+        keys only.
 
         Args:
             mask (`Tensor`): A mask whose last dim has the keys of this rank.
-            sequence (:class:`SequenceLayout`, *optional*): The layout of the keys. Required inside a compiled function
-                and if several sequences were sharded through this mode.
+            sequence (:class:`SequenceLayout`, *optional*): The layout of the keys. Required inside a compiled
+                function and if several sequences were sharded through this mode.
 
         Raises:
-            ValueError: If the last dim does not have the length of this rank's part. In eager code all ranks raise.
+            ValueError: If the last dim does not have the length of this rank's part. In eager code all ranks
+                raise.
             RuntimeError: If ``sequence`` is missing inside a compiled function.
         """
         if sequence is None and torch.compiler.is_compiling():
@@ -190,8 +207,8 @@ class LayoutMode(ShardingMode):
         """Return a context in which attention calls use ``layout`` instead of the layouts known to this mode.
 
         Args:
-            layout (:class:`SequenceLayout`): The layout of the queries, and of the keys unless ``key_layout`` is
-                passed.
+            layout (:class:`SequenceLayout`): The layout of the queries, and of the keys unless ``key_layout``
+                is passed.
             key_layout (:class:`SequenceLayout`, *optional*): The layout of the keys.
 
         Raises:
@@ -220,7 +237,9 @@ class LayoutMode(ShardingMode):
         """
         self._set_explicit(self._explicit_layouts(layout, None))
 
-    def _layouts(self, num_queries: int, num_keys: int, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
+    def _layouts(
+        self, num_queries: int, num_keys: int, ordered: bool
+    ) -> tuple[SequenceLayout, SequenceLayout]:
         query_layout = self._layout_of(num_queries, "query", ordered)
         has_key_layout = self._explicit is not None and self._explicit[1] is not None
         if num_keys == num_queries and not has_key_layout:
@@ -228,8 +247,9 @@ class LayoutMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of a query or key with ``held`` tokens on this rank: the explicit layout of the mode, else
-        that of the sharded sequences that fit, else equal parts. Raise ``ValueError`` if none fits, or several do.
+        """Return the layout of a query or key with ``held`` tokens on this rank: the explicit layout of the
+        mode, else that of the sharded sequences that fit, else equal parts. Raise ``ValueError`` if none
+        fits, or several do.
         """
         mesh = self._mesh
         if self._explicit is not None:
@@ -244,5 +264,7 @@ class LayoutMode(ShardingMode):
             return even_layout(held * mesh.ranks, mesh.ranks)
         segments = segments_of(self._known)
         if torch.compiler.is_compiling():
-            return sequence_of_symbolic_length(held, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered)
+            return sequence_of_symbolic_length(
+                held, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered
+            )
         return sequence_of_length(held, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered)

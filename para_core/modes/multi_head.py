@@ -1,7 +1,7 @@
 """Reimplement ``F.multi_head_attention_forward`` with any SDPA implementation.
 
-``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use torch's function. A mode cannot intercept the SDPA call
-inside that function, because torch disables the mode while the mode handles the outer call.
+``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use torch's function. A mode cannot intercept the
+SDPA call inside that function, because torch disables the mode while the mode handles the outer call.
 """
 
 from __future__ import annotations
@@ -80,9 +80,15 @@ def multi_head_attention(
             )
         )
     if is_causal and attn_mask is None:
-        fail(ValueError("is_causal=True needs attn_mask here, as in torch: it only says that the mask is causal."))
+        fail(
+            ValueError(
+                "is_causal=True needs attn_mask here, as in torch: it only says that the mask is causal."
+            )
+        )
     if is_causal:
-        attn_mask = None  # With is_causal, the caller promises that this is the causal mask, so the flag is enough.
+        attn_mask = (
+            None  # With is_causal, the caller promises that this is the causal mask, so the flag is enough.
+        )
     weights: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if in_proj_weight is not None and not use_separate_proj_weight:
         weights = in_proj_weight.chunk(3)
@@ -92,13 +98,21 @@ def multi_head_attention(
     heads = []
     for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
         if weight is None:
-            fail(ValueError("use_separate_proj_weight=True needs q_proj_weight, k_proj_weight and v_proj_weight."))
+            fail(
+                ValueError(
+                    "use_separate_proj_weight=True needs q_proj_weight, k_proj_weight and v_proj_weight."
+                )
+            )
         projected = F.linear(x, weight, bias)
         # Reshape [S, B, E] or [S, E] to [B, H, S, E / H] or [H, S, E / H].
         heads.append(torch.unflatten(projected, -1, (num_heads, -1)).movedim(0, -2))
     if attn_mask is not None and attn_mask.ndim == query.ndim == 3:
         attn_mask = torch.unflatten(attn_mask, 0, (-1, num_heads))  # to [B, H, S_q, S_k]
-    if attn_mask is not None and key_padding_mask is not None and attn_mask.shape[-1] != key_padding_mask.shape[-1]:
+    if (
+        attn_mask is not None
+        and key_padding_mask is not None
+        and attn_mask.shape[-1] != key_padding_mask.shape[-1]
+    ):
         fail(
             ValueError(
                 f"attn_mask has {attn_mask.shape[-1]} keys and key_padding_mask {key_padding_mask.shape[-1]}; pass "
@@ -112,11 +126,13 @@ def multi_head_attention(
     return F.linear(out.movedim(-2, 0).flatten(-2), out_proj_weight, out_proj_bias), None
 
 
-def _merge_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _merge_masks(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
     """Combine both masks to one mask for SDPA, bool or additive in ``dtype``; None if both are None.
 
-    In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]`` or
-    ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, ``[H, S_q, S_k]`` or ``[B, H, S_q, S_k]``.
+    In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]``
+    or ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, ``[H, S_q, S_k]`` or ``[B, H, S_q, S_k]``.
     """
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask[..., None, None, :]
@@ -138,7 +154,9 @@ def _to_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
-def _route(owner: AttentionOwner, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> tuple[Tensor, None]:
+def _route(
+    owner: AttentionOwner, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
+) -> tuple[Tensor, None]:
     return multi_head_attention(owner.attend, *args, fail=owner.fail, **kwargs)
 
 

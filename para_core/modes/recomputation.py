@@ -1,18 +1,21 @@
-"""Support activation checkpointing inside a mode: a function that the backward recomputes must run under the mode.
+"""Support activation checkpointing inside a mode: a function that the backward recomputes must run under the
+mode.
 
-The backward runs after the mode has been left, or inside ``Tensor.backward``, where modes are off. A checkpointed
-function is therefore *bound* to the mode: replaced by a wrapper that enters the mode again. Modes do not see the call
-of ``torch.utils.checkpoint``, which is plain Python, so the function is bound at a later call that a mode does see:
+The backward runs after the mode has been left, or inside ``Tensor.backward``, where modes are off. A
+checkpointed function is therefore *bound* to the mode: replaced by a wrapper that enters the mode again.
+Modes do not see the call of ``torch.utils.checkpoint``, which is plain Python, so the function is bound at a
+later call that a mode does see:
 
 - ``use_reentrant=True``, and other checkpoints written as an ``autograd.Function`` that keeps its function as
-  ``ctx.run_function`` (guided-diffusion's, for example): when its forward enters ``no_grad``. The function is found on
-  the Python stack.
-- ``use_reentrant=False``: at an attention call. The function is found through the hooks on saved tensors that the
-  checkpoint registered.
-- In a diffusers model under a plan: at the model's own checkpoint function, which :func:`recomputed_under` replaces.
+  ``ctx.run_function`` (guided-diffusion's, for example): when its forward enters ``no_grad``. The function is
+  found on the Python stack.
+- ``use_reentrant=False``: at an attention call. The function is found through the hooks on saved tensors that
+  the checkpoint registered.
+- In a diffusers model under a plan: at the model's own checkpoint function, which :func:`recomputed_under`
+  replaces.
 
-Written for torch 2.13 (``torch/utils/checkpoint.py``). If another version renames the variables of the reentrant
-checkpoint, an error tells the user to bind the function with ``cp.bound``.
+Written for torch 2.13 (``torch/utils/checkpoint.py``). If another version renames the variables of the
+reentrant checkpoint, an error tells the user to bind the function with ``cp.bound``.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ from para_core.torch_internals import (
     top_saved_tensors_hooks,
 )
 
-# Maximum number of stack frames that are searched for CheckpointFunction.forward. Between this frame and the mode's
-# handler there are two frames of torch.no_grad, and the frames of other modes.
+# Maximum number of stack frames that are searched for CheckpointFunction.forward. Between this frame and the
+# mode's handler there are two frames of torch.no_grad, and the frames of other modes.
 _MAX_FRAMES = 16
 _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., use_reentrant=False)."
 
@@ -44,11 +47,13 @@ _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., us
 def bind_reentrant_checkpoint(bind: Bind) -> None:
     """Bind the function of the ``checkpoint(..., use_reentrant=True)`` that is entering ``no_grad``.
 
-    Also bind the ``ctx.run_function`` of any other ``autograd.Function`` whose forward is entering ``no_grad``. A mode
-    calls this whenever gradients are being disabled. If no such forward is on the stack, nothing happens.
+    Also bind the ``ctx.run_function`` of any other ``autograd.Function`` whose forward is entering
+    ``no_grad``. A mode calls this whenever gradients are being disabled. If no such forward is on the stack,
+    nothing happens.
 
     Raises:
-        RuntimeError: torch's checkpoint does not store its function under that name, so it cannot be replaced.
+        RuntimeError: torch's checkpoint does not store its function under that name, so it cannot be
+            replaced.
     """
     frame = sys._getframe(1)
     depth = 0
@@ -75,16 +80,17 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
 def bind_checkpoint(owner: object, bind: Bind) -> None:
     """Bind the functions of all ``checkpoint(..., use_reentrant=False)`` calls whose forward is running.
 
-    A mode, the ``owner``, calls this at every attention call in eager code, also with gradients disabled, because the
-    backward recomputes the whole function. A function that is already bound to ``owner`` is not bound again.
+    A mode, the ``owner``, calls this at every attention call in eager code, also with gradients disabled,
+    because the backward recomputes the whole function. A function that is already bound to ``owner`` is not
+    bound again.
     """
     innermost = top_saved_tensors_hooks(True)
     if innermost is None:
         return
     frame = _frame_of(innermost)
     if frame is not None and getattr(frame.recompute_fn, "bound_to", None) is owner:
-        # If the innermost checkpoint is already bound to this mode, the call that bound it has bound the outer
-        # checkpoints too. Hooks of others, such as save_on_cpu, may be entered inside a checkpoint.
+        # If the innermost checkpoint is already bound to this mode, the call that bound it has bound the
+        # outer checkpoints too. Hooks of others, such as save_on_cpu, may be entered inside a checkpoint.
         return
     for hooks in all_saved_tensors_hooks():
         frame = _frame_of(hooks)
@@ -105,8 +111,8 @@ def _frame_of(hooks: Any) -> Any:
 def recomputed_under(bind: Bind, module: nn.Module) -> Iterator[None]:
     """Bind each function that the activation checkpointing of a diffusers model recomputes in the backward.
 
-    Affects the checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing without gradients,
-    or while tracing, because a graph contains its own recomputation.
+    Affects the checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing without
+    gradients, or while tracing, because a graph contains its own recomputation.
     """
     checkpointing = _find_checkpointing(module)
     for submodule, checkpoint in checkpointing:
@@ -119,8 +125,9 @@ def recomputed_under(bind: Bind, module: nn.Module) -> Iterator[None]:
 
 
 def check_checkpointing(module: nn.Module) -> None:
-    """Raise ``RuntimeError`` if activation checkpointing of a diffusers model is on and gradients are enabled. Its
-    recomputation intercepts attention only, and would miss the sums over ranks and halos of a plan.
+    """Raise ``RuntimeError`` if activation checkpointing of a diffusers model is on and gradients are
+    enabled. Its recomputation intercepts attention only, and would miss the sums over ranks and halos of a
+    plan.
     """
     if _find_checkpointing(module):
         raise RuntimeError(
@@ -131,8 +138,8 @@ def check_checkpointing(module: nn.Module) -> None:
 
 
 def _find_checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Return ``(submodule, its checkpoint function)`` for each submodule with activation checkpointing on. The list is
-    empty if gradients are disabled and while tracing.
+    """Return ``(submodule, its checkpoint function)`` for each submodule with activation checkpointing on.
+    The list is empty if gradients are disabled and while tracing.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return []
@@ -143,7 +150,9 @@ def _find_checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
     ]
 
 
-def _run_bound_checkpoint(bind: Any, checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_bound_checkpoint(
+    bind: Any, checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     return checkpoint(bind(function), *args, **kwargs)
 
 

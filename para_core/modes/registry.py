@@ -1,7 +1,8 @@
 """Optional features of interception: what each adds to every mode and plan.
 
-A feature is a file of this folder that calls the functions below when it is imported. ``__init__`` imports it, in one
-line. Without that line the feature's functions and operators are refused like any other that cannot be intercepted.
+A feature is a file of this folder that calls the functions below when it is imported. ``__init__`` imports
+it, in one line. Without that line the feature's functions and operators are refused like any other that
+cannot be intercepted.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class Recomputation:
         gradients_disabled: Called with a binding when code inside a mode disables gradients.
         attention_called: Called with a mode or plan and a binding when code inside it calls attention.
         during_call: Returns a context for one call of a model with a plan, given a binding and the model.
-        check_exchanges: Raises ``RuntimeError`` if a backward would run parts of a model without their exchanges.
+        check_exchanges: Raises ``RuntimeError`` if a backward would run parts of a model without their
+            exchanges.
     """
 
     gradients_disabled: Callable[[Bind], None]

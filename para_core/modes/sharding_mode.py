@@ -17,8 +17,9 @@ from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Segment, SequenceLayout, even_layout
 from para_core.layout.tokens import gather_tokens, shard_tokens
 
-# The type of a length that is stored on a mode: an int while tracing, otherwise a tensor ``[length, 0]``. Dynamo treats
-# an int attribute of a mode as a constant and would recompile for every length, but it makes tensor sizes symbolic.
+# The type of a length that is stored on a mode: an int while tracing, otherwise a tensor ``[length, 0]``.
+# Dynamo treats an int attribute of a mode as a constant and would recompile for every length, but it makes
+# tensor sizes symbolic.
 Length = int | Tensor
 # The type of a layout that is stored on a mode: for each segment a tuple (name, total, replicated, balanced,
 # together).
@@ -28,8 +29,9 @@ TraceSafeLayout = tuple[tuple[str, Length, bool, bool, int], ...]
 class ShardingMode(TorchFunctionMode):
     """A torch function mode that shards and gathers tensors over the ranks of ``mesh``.
 
-    The mode keeps the layouts of the sequences that were sharded through it, until it is left. ``assume_equal`` skips
-    the small exchange in eager code that turns invalid input on one rank into an error on all ranks.
+    The mode keeps the layouts of the sequences that were sharded through it, until it is left.
+    ``assume_equal`` skips the small exchange in eager code that turns invalid input on one rank into an error
+    on all ranks.
     """
 
     def __init__(self, mesh: SequenceMesh, *, assume_equal: bool) -> None:
@@ -37,8 +39,8 @@ class ShardingMode(TorchFunctionMode):
         self._mesh = mesh
         self._assume_equal = assume_equal
         self._depth = 0
-        # The sequences that were sharded through this mode or declared replicated, in the order of these calls. The
-        # tuple becomes empty when the mode is left.
+        # The sequences that were sharded through this mode or declared replicated, in the order of these
+        # calls. The tuple becomes empty when the mode is left.
         self._known: TraceSafeLayout = ()
         self._gathered = True
 
@@ -51,7 +53,10 @@ class ShardingMode(TorchFunctionMode):
         return self
 
     def __exit__(
-        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
         self._depth -= 1
@@ -60,25 +65,32 @@ class ShardingMode(TorchFunctionMode):
             self._end()
 
     def _begin(self) -> None:
-        """Prepare for use when the outermost context of the mode is entered. Does nothing unless overridden."""
+        """Prepare for use when the outermost context of the mode is entered.
+        Does nothing unless overridden.
+        """
 
     def _end(self) -> None:
-        """Undo :meth:`_begin` when the outermost context of the mode is left. Does nothing unless overridden."""
+        """Undo :meth:`_begin` when the outermost context of the mode is left.
+        Does nothing unless overridden.
+        """
 
     def _note_state(self) -> None:
         """Adapt to changed sequences or explicit layouts, in eager code. Does nothing unless overridden."""
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
-        """Note in eager code on several ranks that :meth:`shard` returns ``x``. Does nothing unless overridden."""
+        """Note in eager code on several ranks that :meth:`shard` returns ``x``.
+        Does nothing unless overridden.
+        """
 
     def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
-        """Return the layout of ``total`` tokens, for the argument ``sequence`` of :meth:`shard` and :meth:`gather`.
+        """Return the layout of ``total`` tokens, for the argument ``sequence`` of :meth:`shard` and
+        :meth:`gather`.
 
         Args:
             total (`int`): Number of tokens of the whole sequence.
-            balance (`"causal"`, *optional*): Give each rank an early and a late part of the sequence, so that all ranks
-                have equal work under a causal mask. The model must not assume that a rank's tokens are consecutive.
-                Defaults to consecutive tokens.
+            balance (`"causal"`, *optional*): Give each rank an early and a late part of the sequence, so that
+                all ranks have equal work under a causal mask. The model must not assume that a rank's tokens
+                are consecutive. Defaults to consecutive tokens.
 
         Raises:
             ValueError: If ``balance`` is neither ``"causal"`` nor None.
@@ -115,9 +127,9 @@ class ShardingMode(TorchFunctionMode):
 
     def _remember(self, segment: Segment) -> None:
         if torch.compiler.is_compiling() and self._depth == 0:
-            # Dynamo does not trace __enter__ and __exit__ of a mode that was constructed outside of the graph. The
-            # first shard after a gather, which begins a new call of the model, therefore does the work of __enter__,
-            # and gather does the work of __exit__.
+            # Dynamo does not trace __enter__ and __exit__ of a mode that was constructed outside of the
+            # graph. The first shard after a gather, which begins a new call of the model, therefore does the
+            # work of __enter__, and gather does the work of __exit__.
             if self._gathered:
                 self._known = ()
                 self._begin()
@@ -128,21 +140,27 @@ class ShardingMode(TorchFunctionMode):
             self._set_known((*self._known, *to_trace_safe([segment], self._mesh.device_type)))
 
     def shard(
-        self, x: Tensor, dim: int, *, sequence: SequenceLayout | None = None, balance: Literal["causal"] | None = None
+        self,
+        x: Tensor,
+        dim: int,
+        *,
+        sequence: SequenceLayout | None = None,
+        balance: Literal["causal"] | None = None,
     ) -> Tensor:
         """Return this rank's part of ``x`` along ``dim``. Every rank passes the same whole ``x``.
 
         Args:
             x (`Tensor`): A tensor of any shape. It may have fewer tokens than there are ranks.
             dim (`int`): The dim to shard.
-            sequence (:class:`SequenceLayout`, *optional*): The layout from :meth:`sequence`. Required inside a compiled
-                function. Defaults to equal parts of the length of ``x``.
+            sequence (:class:`SequenceLayout`, *optional*): The layout from :meth:`sequence`. Required inside
+                a compiled function. Defaults to equal parts of the length of ``x``.
             balance (`"causal"`, *optional*): See :meth:`sequence`. Not allowed together with ``sequence``.
 
         Raises:
             TypeError: If ``x`` is no tensor or ``sequence`` no layout. In eager code all ranks raise.
-            ValueError: If ``dim`` is out of range, or the length of ``x`` differs between ranks or from ``sequence``;
-                in eager code all ranks raise. Also if ``sequence`` and ``balance`` are both passed.
+            ValueError: If ``dim`` is out of range, or the length of ``x`` differs between ranks or from
+                ``sequence``; in eager code all ranks raise. Also if ``sequence`` and ``balance`` are both
+                passed.
             RuntimeError: If ``sequence`` is missing inside a compiled function.
         """
         if sequence is None and torch.compiler.is_compiling():
@@ -166,14 +184,15 @@ class ShardingMode(TorchFunctionMode):
         Args:
             y (`Tensor`): This rank's part.
             dim (`int`): The sharded dim.
-            sequence (:class:`SequenceLayout`, *optional*): The layout of the whole sequence. Required inside a compiled
-                function and if several sequences were sharded through this mode. Defaults to the only sequence that
-                was sharded through this mode, or to equal parts if there was none.
+            sequence (:class:`SequenceLayout`, *optional*): The layout of the whole sequence. Required inside
+                a compiled function and if several sequences were sharded through this mode. Defaults to the
+                only sequence that was sharded through this mode, or to equal parts if there was none.
 
         Raises:
             TypeError: If ``y`` is no tensor or ``sequence`` no layout. In eager code all ranks raise.
-            ValueError: If ``dim`` is out of range, a rank's part does not have the length that the layout gives it, or
-                ``sequence`` is missing and several sequences are known. In eager code all ranks raise.
+            ValueError: If ``dim`` is out of range, a rank's part does not have the length that the layout
+                gives it, or ``sequence`` is missing and several sequences are known. In eager code all ranks
+                raise.
             RuntimeError: If ``sequence`` is missing inside a compiled function.
         """
         if sequence is None and torch.compiler.is_compiling():
@@ -197,22 +216,26 @@ class ShardingMode(TorchFunctionMode):
         whole: bool,
         balance: Literal["causal"] | None = None,
     ) -> SequenceLayout:
-        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` (``whole``, with
-        ``balance``) or :meth:`gather` (for this rank's part).
+        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` (``whole``,
+        with ``balance``) or :meth:`gather` (for this rank's part).
 
-        In eager code the ranks compare their layouts, unless ``assume_equal`` is True. If the layout is invalid on any
-        rank or differs between ranks, all ranks raise.
+        In eager code the ranks compare their layouts, unless ``assume_equal`` is True. If the layout is
+        invalid on any rank or differs between ranks, all ranks raise.
         """
         talk = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
         if talk:
             self._mesh.check_alive()
         try:
             if sequence is not None and balance is not None:
-                raise ValueError("shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal').")
+                raise ValueError(
+                    "shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal')."
+                )
             if not isinstance(x, Tensor):
                 raise TypeError(f"got a {type(x).__name__}; expected a tensor.")
             if not isinstance(sequence, SequenceLayout | None):
-                raise TypeError(f"sequence is a {type(sequence).__name__}; expected the value of cp.sequence(total).")
+                raise TypeError(
+                    f"sequence is a {type(sequence).__name__}; expected the value of cp.sequence(total)."
+                )
             if not hasattr(dim, "__index__"):
                 raise TypeError(f"dim is {dim!r}; expected the number of the dim that is sharded.")
             if not -x.ndim <= dim < x.ndim:
@@ -228,7 +251,9 @@ class ShardingMode(TorchFunctionMode):
                 raise ValueError(f"x has {held} tokens in dim {dim}, but sequence= says {layout.total}.")
             size = layout.size(self._mesh.rank)
             if not whole and held != size:
-                raise ValueError(f"y has {held} tokens in dim {dim}, but this rank's part of {layout.total} is {size}.")
+                raise ValueError(
+                    f"y has {held} tokens in dim {dim}, but this rank's part of {layout.total} is {size}."
+                )
         except (TypeError, ValueError) as error:
             if talk:
                 check_consistent(error, self._mesh)
@@ -292,7 +317,9 @@ def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLay
 def segments_of(held: TraceSafeLayout) -> tuple[Segment, ...]:
     return tuple(
         [
-            Segment(name, total.shape[0] if isinstance(total, Tensor) else total, replicated, balanced, together)
+            Segment(
+                name, total.shape[0] if isinstance(total, Tensor) else total, replicated, balanced, together
+            )
             for name, total, replicated, balanced, together in held
         ]
     )

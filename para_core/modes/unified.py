@@ -50,53 +50,56 @@ from para_core.user_warnings import ParallelWarning, warn_user
 class UnifiedAttnMode(LayoutMode):
     """A context in which every ``scaled_dot_product_attention`` runs over the ranks of ``mesh``.
 
-    Each rank calls SDPA with its part of the sequence and gets its part of the result. The part that a rank holds is
-    determined by ``layout`` if it is passed, else by the tensors that were sharded with ``cp.shard``. Without either,
-    all ranks are assumed to hold equal parts.
+    Each rank calls SDPA with its part of the sequence and gets its part of the result. The part that a rank
+    holds is determined by ``layout`` if it is passed, else by the tensors that were sharded with
+    ``cp.shard``. Without either, all ranks are assumed to hold equal parts.
 
     Args:
-        mesh (`DeviceMesh` or `ProcessGroup`): A mesh, or a slice of one, with a ``ring`` dim, a ``ulysses`` dim or
-            both. :meth:`split_branches` uses its ``batch`` dim. All ranks of a ProcessGroup are used for Ulysses.
-        layout (:class:`SequenceLayout`, *optional*): The layout of the queries of every intercepted call, and of the
-            keys unless ``key_layout`` is passed.
+        mesh (`DeviceMesh` or `ProcessGroup`): A mesh, or a slice of one, with a ``ring`` dim, a ``ulysses``
+            dim or both. :meth:`split_branches` uses its ``batch`` dim. All ranks of a ProcessGroup are used
+            for Ulysses.
+        layout (:class:`SequenceLayout`, *optional*): The layout of the queries of every intercepted call, and
+            of the keys unless ``key_layout`` is passed.
         key_layout (:class:`SequenceLayout`, *optional*): The layout of the keys. Requires ``layout``.
-        assume_equal (`bool`, *optional*, defaults to `False`): Whether to skip the small exchanges between ranks. In
-            eager code, an exchange before each intercepted call, ``shard`` and ``gather`` turns invalid input on one
-            rank into an error on all ranks. On NCCL, another exchange in this constructor detects ranks that share a
-            GPU. Compiled graphs run neither exchange.
-        attn_func (`Callable`, *optional*): A function that computes local attention in place of SDPA on several ranks.
-            It is called as ``attn_func(query, key, value, attn_mask=, dropout_p=, is_causal=, scale=)`` with tensors
-            ``[B, H, S, D]`` and at most one of ``attn_mask`` and ``is_causal``. It returns ``out``, or ``(out, lse)``
-            with a float32 lse ``[B, H, S_q]``; a ring needs the lse.
+        assume_equal (`bool`, *optional*, defaults to `False`): Whether to skip the small exchanges between
+            ranks. In eager code, an exchange before each intercepted call, ``shard`` and ``gather`` turns
+            invalid input on one rank into an error on all ranks. On NCCL, another exchange in this
+            constructor detects ranks that share a GPU. Compiled graphs run neither exchange.
+        attn_func (`Callable`, *optional*): A function that computes local attention in place of SDPA on
+            several ranks. It is called as ``attn_func(query, key, value, attn_mask=, dropout_p=, is_causal=,
+            scale=)`` with tensors ``[B, H, S, D]`` and at most one of ``attn_mask`` and ``is_causal``. It
+            returns ``out``, or ``(out, lse)`` with a float32 lse ``[B, H, S_q]``; a ring needs the lse.
         options (*optional*): Options of :class:`AttnOptions`:
 
-            - ``comm_dtype`` (`torch.dtype`, *optional*): ``torch.int8`` or ``torch.float8_e4m3fn`` halves the bytes
-              sent for 16-bit tensors: query, key, value and output are rounded to 8 bits, with one scale per token and
-              head. Not exact, and only applied to calls that require no gradient.
-            - ``rotate_method`` (`str`, *optional*, defaults to `"alltoall"`): How keys and values reach the other ranks
-              of a ring. ``"alltoall"`` passes them on from neighbour to neighbour. ``"allgather"`` gathers them in one
-              collective, which needs memory for all of them; the backward still passes them on. ``"2d"`` arranges the
-              ring as a grid and sends queries along its rows, keys and values along its columns, in the backward too.
-              With 4 or more ranks ``"2d"`` sends fewer bytes, unless their number is prime or there are few key heads
+            - ``comm_dtype`` (`torch.dtype`, *optional*): ``torch.int8`` or ``torch.float8_e4m3fn`` halves the
+              bytes sent for 16-bit tensors: query, key, value and output are rounded to 8 bits, with one
+              scale per token and head. Not exact, and only applied to calls that require no gradient.
+            - ``rotate_method`` (`str`, *optional*, defaults to `"alltoall"`): How keys and values reach the
+              other ranks of a ring. ``"alltoall"`` passes them on from neighbour to neighbour.
+              ``"allgather"`` gathers them in one collective, which needs memory for all of them; the backward
+              still passes them on. ``"2d"`` arranges the ring as a grid and sends queries along its rows,
+              keys and values along its columns, in the backward too. With 4 or more ranks ``"2d"`` sends
+              fewer bytes, unless their number is prime or there are few key heads
               (:mod:`para_core.attention.grid_2d`).
             - ``backend`` (`str`, *optional*): The implementation of local attention, on a single rank too:
-              ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``; ``"triton"`` for the Triton kernel of this
-              package; ``"flash3"`` or ``"flash4"`` for FlashAttention-3 or -4, if it is installed. ``"triton-int8"``
-              and ``"sage"`` (SageAttention) compute q·k in 8 bits; they are not exact, and only applied to calls that
-              require no gradient. Defaults to the choice of PyTorch, which respects ``sdpa_kernel(...)``.
+              ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``; ``"triton"`` for the Triton kernel of
+              this package; ``"flash3"`` or ``"flash4"`` for FlashAttention-3 or -4, if it is installed.
+              ``"triton-int8"`` and ``"sage"`` (SageAttention) compute q·k in 8 bits; they are not exact, and
+              only applied to calls that require no gradient. Defaults to the choice of PyTorch, which
+              respects ``sdpa_kernel(...)``.
 
     Raises:
         ImportError: If ``backend`` names a library that is not installed.
-        ValueError: If the mesh has no suitable dim, a layout is for another number of ranks, ``key_layout`` is passed
-            without ``layout``, or an option has an unknown value or excludes another option.
+        ValueError: If the mesh has no suitable dim, a layout is for another number of ranks, ``key_layout``
+            is passed without ``layout``, or an option has an unknown value or excludes another option.
 
     >>> import torch.distributed as dist  # doctest: +SKIP
     >>> with UnifiedAttnMode(mesh) as cp:  # doctest: +SKIP
     ...     y = cp.gather(model(cp.shard(x, dim=1)), dim=1)
     """
 
-    # group_dim is the mesh dim that all ranks of a plain ProcessGroup form. _single_dim is the mesh dim that must have
-    # size 1, or None if both dims may be larger.
+    # group_dim is the mesh dim that all ranks of a plain ProcessGroup form. _single_dim is the mesh dim that
+    # must have size 1, or None if both dims may be larger.
     group_dim = "ulysses"
     _single_dim: str | None = None
 
@@ -136,11 +139,14 @@ class UnifiedAttnMode(LayoutMode):
             attn_func=without_interception(attn_func),
         )
         # Whether this mode leaves attention unchanged, so that calls go straight to SDPA.
-        self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
+        self._is_sdpa = (
+            self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
+        )
         self.intercepted = self._warned = False
         # What the model computed by hand over this rank's tokens (matmul, softmax, matmul).
         self._by_hand = HandwrittenAttention()
-        # Whether a wrapper made by bound() is running after the mode was left, with the layouts that it has stored.
+        # Whether a wrapper made by bound() is running after the mode was left, with the layouts that it has
+        # stored.
         self._is_resumed = False
 
     def _note_state(self) -> None:
@@ -154,8 +160,8 @@ class UnifiedAttnMode(LayoutMode):
             else:
                 explicit.append(segments_of(layout))
         self._attention.under((tuple(explicit), segments_of(self._known)))
-        # If a user forgets to shard the inputs, every rank computes the same result. Look for this mistake only while
-        # no layout and no sharded sequence is known.
+        # If a user forgets to shard the inputs, every rank computes the same result. Look for this mistake
+        # only while no layout and no sharded sequence is known.
         self._attention.looks_for_copies = self._mesh.ranks > 1 and not (layouts or self._known)
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
@@ -173,7 +179,10 @@ class UnifiedAttnMode(LayoutMode):
         fused_encoder.restore()
 
     def __exit__(
-        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
         if self._depth == 0:
@@ -183,7 +192,9 @@ class UnifiedAttnMode(LayoutMode):
                 explain(exc_val)
 
     def _check_use(self) -> None:
-        """Raise or warn if attention was computed by hand inside the mode. Warn if no attention was intercepted."""
+        """Raise or warn if attention was computed by hand inside the mode.
+        Warn if no attention was intercepted.
+        """
         if self._is_sdpa:
             return
         if self._by_hand.places:
@@ -217,9 +228,10 @@ class UnifiedAttnMode(LayoutMode):
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper that runs ``function`` under this mode, also after the mode has been left.
 
-        A call after the mode has been left uses the sequences and layouts of the wrapper's last call inside the mode.
-        Without such a call, it uses those that were current when ``bound`` was called. In eager code
-        ``torch.utils.checkpoint`` needs no ``bound``, because the mode binds checkpointed functions automatically.
+        A call after the mode has been left uses the sequences and layouts of the wrapper's last call inside
+        the mode. Without such a call, it uses those that were current when ``bound`` was called. In eager
+        code ``torch.utils.checkpoint`` needs no ``bound``, because the mode binds checkpointed functions
+        automatically.
 
         Args:
             function (`Callable`): The function to run under this mode.
@@ -262,8 +274,8 @@ class UnifiedAttnMode(LayoutMode):
             for recomputation in RECOMPUTATION:
                 recomputation.gradients_disabled(self.bound)
         if not torch.compiler.is_compiling() and type(func) is OpOverload and func.namespace == "para_core":
-            # A compiled graph is running. It contains an operator of this package in place of the SDPA call, so only
-            # here can the mode notice attention inside a checkpoint.
+            # A compiled graph is running. It contains an operator of this package in place of the SDPA call,
+            # so only here can the mode notice attention inside a checkpoint.
             for recomputation in RECOMPUTATION:
                 recomputation.attention_called(self, self.bound)
         output = intercept(self, self, func, args, kwargs or {})
@@ -303,8 +315,8 @@ class UnifiedAttnMode(LayoutMode):
     def split_branches(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return this rank's CFG branches (or samples) of ``x``, as a contiguous copy.
 
-        The branches are split over the ``batch`` mesh dim. Without such a dim the method returns ``x`` itself. Pass the
-        result to :meth:`shard` to shard its tokens too.
+        The branches are split over the ``batch`` mesh dim. Without such a dim the method returns ``x``
+        itself. Pass the result to :meth:`shard` to shard its tokens too.
 
         Args:
             x (`Tensor`): A tensor with all branches concatenated along ``dim``.
@@ -360,18 +372,19 @@ class UlyssesAttnMode(UnifiedAttnMode):
 class BlockSparseAttnMode(UnifiedAttnMode):
     """:class:`UnifiedAttnMode` with a block-sparse mask.
 
-    Query i sees key j only if ``block_mask[i // block_size, j // block_size]`` is True, with positions in the whole
-    sequence. The result equals the result on one device with the mask expanded to all tokens. ``attn_mask`` and
-    ``is_causal`` of a call apply in addition. A query that sees no key gives zeros. Masked blocks are not computed, and
-    a ring rank does not receive blocks that none of its queries sees. Ulysses still exchanges all tokens.
+    Query i sees key j only if ``block_mask[i // block_size, j // block_size]`` is True, with positions in the
+    whole sequence. The result equals the result on one device with the mask expanded to all tokens.
+    ``attn_mask`` and ``is_causal`` of a call apply in addition. A query that sees no key gives zeros. Masked
+    blocks are not computed, and a ring rank does not receive blocks that none of its queries sees. Ulysses
+    still exchanges all tokens.
 
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): See :class:`UnifiedAttnMode`.
-        block_mask (`Tensor`): A bool tensor ``[blocks of queries, blocks of keys]``, used for all heads and samples.
-            Its number of blocks must fit the lengths of every attention call under the mode, also on a single rank. Use
-            :meth:`disable` for calls with other lengths.
-        block_size (`int` or pair of `int`): Number of tokens per block, or a pair of numbers: queries per block, keys
-            per block. The last block may be shorter.
+        block_mask (`Tensor`): A bool tensor ``[blocks of queries, blocks of keys]``, used for all heads and
+            samples. Its number of blocks must fit the lengths of every attention call under the mode, also on
+            a single rank. Use :meth:`disable` for calls with other lengths.
+        block_size (`int` or pair of `int`): Number of tokens per block, or a pair of numbers: queries per
+            block, keys per block. The last block may be shorter.
         options (*optional*): The options of :class:`UnifiedAttnMode`.
 
     Raises:
@@ -390,19 +403,21 @@ class BlockSparseAttnMode(UnifiedAttnMode):
 
 
 class SparseKVAttnMode(UnifiedAttnMode):
-    """:class:`UnifiedAttnMode` in which each head attends only to the keys with the highest attention weights.
+    """:class:`UnifiedAttnMode` in which each head attends only to the keys with the highest attention
+    weights.
 
     The criterion is that of SnapKV (Li et al. 2024, arXiv:2404.14469). For each sample and query head:
 
-    1. Observe ``window`` queries: those in the middle of ``window`` equal parts of the sequence. Observe all queries if
-       there are at most ``window``.
-    2. Score each key by the sum of its attention weights over the observed queries. The softmax covers all keys that
-       the mask and ``is_causal`` allow.
-    3. Keep the ``ceil(share * S_k)`` keys with the highest scores. Among equal scores, earlier keys come first.
+    1. Observe ``window`` queries: those in the middle of ``window`` equal parts of the sequence. Observe all
+       queries if there are at most ``window``.
+    2. Score each key by the sum of its attention weights over the observed queries. The softmax covers all
+       keys that the mask and ``is_causal`` allow.
+    3. Keep the ``ceil(share * S_k)`` keys with the highest scores. Among equal scores, earlier keys come
+       first.
 
-    The result equals the result on one device with all other keys masked out, on any mesh. A ring sends only the kept
-    keys and values, unless the call requires a gradient, is causal, has a mask with a row per query, or has fewer key
-    heads than query heads.
+    The result equals the result on one device with all other keys masked out, on any mesh. A ring sends only
+    the kept keys and values, unless the call requires a gradient, is causal, has a mask with a row per query,
+    or has fewer key heads than query heads.
 
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): See :class:`UnifiedAttnMode`.
@@ -415,6 +430,11 @@ class SparseKVAttnMode(UnifiedAttnMode):
     """
 
     def __init__(
-        self, mesh: DeviceMesh | ProcessGroup | SequenceMesh, *, share: float, window: int = 64, **options: Any
+        self,
+        mesh: DeviceMesh | ProcessGroup | SequenceMesh,
+        *,
+        share: float,
+        window: int = 64,
+        **options: Any,
     ) -> None:
         super().__init__(mesh, kept_keys=KeptKeys(float(share), window), **options)

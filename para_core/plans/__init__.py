@@ -1,3 +1,3 @@
-"""Plans: a declarative description of which tensors a model shards and gathers, and the code that applies it to a
-module.
+"""Plans: a declarative description of which tensors a model shards and gathers, and the code that applies it
+to a module.
 """

@@ -36,8 +36,8 @@ def apply_plan(
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     written_for: type | None = None,
 ) -> None:
-    """Change ``module`` in place so that its calls run over ``mesh``, with sharded inputs, attention over all ranks and
-    gathered outputs. A plan that was applied before is replaced.
+    """Change ``module`` in place so that its calls run over ``mesh``, with sharded inputs, attention over all
+    ranks and gathered outputs. A plan that was applied before is replaced.
 
     On a mesh of one rank nothing is applied, unless ``options.backend``, ``attn_func``, ``cross_backend`` or
     ``on_one_rank`` is given, or ``batch`` splits samples. Inside
@@ -49,10 +49,12 @@ def apply_plan(
         require_equal: Called with the arguments of each eager call; raises if they differ between ranks.
         attn_func: Computes local attention instead of SDPA.
         options, cross_backend: As in :meth:`Region.use`.
-        on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other options later.
+        on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other
+            options later.
         around: Returns a context manager in which each eager call runs, entered after ``require_equal``.
-        written_for: The class of ``module``, or a base class of it, whose code the plan describes. Other code inside
-            ``module`` then gets a :class:`ForeignCodeWarning`. None if the plan was written for this very module.
+        written_for: The class of ``module``, or a base class of it, whose code the plan describes. Other code
+            inside ``module`` then gets a :class:`ForeignCodeWarning`. None if the plan was written for this
+            very module.
 
     Raises:
         ValueError: The plan names a module that does not exist.
@@ -61,7 +63,9 @@ def apply_plan(
     if not isinstance(plan, Plan):
         plan = convert_published_plan(plan)
     options = options or AttnOptions()
-    region = Region(module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around, written_for)
+    region = Region(
+        module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around, written_for
+    )
     is_default_attention = options.backend is None and cross_backend is None and attn_func is None
     if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:
         return

@@ -1,5 +1,5 @@
-"""Apply the rules of a plan to tensors: shard them, gather them, or record how many tokens they hold. The wrappers of
-modules, which call this code, are in :mod:`~para_core.plans.region`.
+"""Apply the rules of a plan to tensors: shard them, gather them, or record how many tokens they hold. The
+wrappers of modules, which call this code, are in :mod:`~para_core.plans.region`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from para_core.dataclass_fields import change_field, fields_of, has_fields, leaves_of, like_sequence, with_fields
+from para_core.dataclass_fields import (
+    change_field,
+    fields_of,
+    has_fields,
+    leaves_of,
+    like_sequence,
+    with_fields,
+)
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Run, Segment, SequenceLayout
 from para_core.layout.tokens import gather_tokens, shard_tokens
@@ -50,19 +57,21 @@ class _KnownCut(NamedTuple):
 class RuleExecutor:
     """An executor of plan rules on the tensors of one model call at a time.
 
-    :attr:`segments` holds, by name, the segments that the rules of the current call have sharded or replicated so far,
-    to which later rules refer. The caller clears it after each call. ``coarse`` are the
+    :attr:`segments` holds, by name, the segments that the rules of the current call have sharded or
+    replicated so far, to which later rules refer. The caller clears it after each call. ``coarse`` are the
     :func:`~para_core.plans.plan.coarse_segments`.
     """
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
         self.mesh = mesh
         self._coarse = coarse
-        # A dict, because Dynamo 2.13 loses an attribute that is set before and after torch.cond, which a cache adds.
+        # A dict, because Dynamo 2.13 loses an attribute that is set before and after torch.cond, which a
+        # cache adds.
         self.segments: dict[str, Segment] = {}
         # In eager code, the sharding of tensors that a plain Split cuts, by rule and number of tokens.
         self._known_cuts: dict[tuple[int, int], _KnownCut] = {}
-        # (Query layout, key layout, sharded mask) by block mask, because a model passes the same mask to every block.
+        # (Query layout, key layout, sharded mask) by block mask, because a model passes the same mask to
+        # every block.
         self._masks: WeakKeyDictionary[BlockMask, tuple[SequenceLayout, SequenceLayout, BlockMask]]
         self._masks = WeakKeyDictionary()
 
@@ -74,11 +83,12 @@ class RuleExecutor:
         kwargs: dict[str, Any],
         module_name: str = "",
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return ``args`` and ``kwargs`` of a module call, with the rules ``cuts`` applied by parameter name, or by the
-        path of a field of an argument, such as ``"video.x"``.
+        """Return ``args`` and ``kwargs`` of a module call, with the rules ``cuts`` applied by parameter name,
+        or by the path of a field of an argument, such as ``"video.x"``.
 
-        Arguments and fields that are not passed, or are None, are skipped. ``parameters`` are the names of the
-        positional parameters, in order. Raise ``TypeError`` or ``ValueError`` if an argument does not fit its rule.
+        Arguments and fields that are not passed, or are None, are skipped. ``parameters`` are the names of
+        the positional parameters, in order. Raise ``TypeError`` or ``ValueError`` if an argument does not fit
+        its rule.
         """
         positional = list(args)
         named = dict(kwargs)
@@ -101,8 +111,9 @@ class RuleExecutor:
         return change_field(value, path, partial(self.cut, cut=cut, name=name))
 
     def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
-        """Return ``value``, an argument or output called ``name``, with the rule ``cut`` applied to it, or to each
-        entry of a list, tuple or dict that is not None, or to each field of a dataclass that holds tensors or masks.
+        """Return ``value``, an argument or output called ``name``, with the rule ``cut`` applied to it, or to
+        each entry of a list, tuple or dict that is not None, or to each field of a dataclass that holds
+        tensors or masks.
 
         Raises:
             TypeError, ValueError: ``value`` is of a kind, or has a shape, that does not fit the rule.
@@ -125,7 +136,9 @@ class RuleExecutor:
             return like_sequence(value, [self._cut_entry(item, cut, name) for item in value])
         if has_fields(value) and not isinstance(cut, (FirstTokens, LastTokens)):
             holding = {field: entry for field, entry in fields_of(value).items() if _holds_tensors(entry)}
-            return with_fields(value, {field: self.cut(x, cut, f"{name}.{field}") for field, x in holding.items()})
+            return with_fields(
+                value, {field: self.cut(x, cut, f"{name}.{field}") for field, x in holding.items()}
+            )
         if isinstance(cut, SplitMask):
             return self._split_mask(value, cut, name)
         if isinstance(cut, (FirstTokens, LastTokens)):
@@ -153,7 +166,9 @@ class RuleExecutor:
     def _split_mask(self, value: Any, cut: SplitMask, name: str) -> Any:
         shard_mask = mask_sharder(value)
         if shard_mask is None:
-            raise TypeError(f"{name} is a {type(value).__name__}; the plan shards it as a BlockMask of flex attention.")
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; the plan shards it as a BlockMask of flex attention."
+            )
         query_layout = self._layout_of(cut.queries, value.seq_lengths[0])
         key_layout = self._layout_of(cut.keys or cut.queries, value.seq_lengths[1])
         if not (query_layout.sharded or key_layout.sharded):
@@ -167,8 +182,9 @@ class RuleExecutor:
         return sharded[2]
 
     def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
-        """Return the layout of a sequence of ``total`` tokens that consists of the segments ``names``, in this order.
-        One of them may be unknown in this call so far. It counts as replicated, with the remaining tokens.
+        """Return the layout of a sequence of ``total`` tokens that consists of the segments ``names``, in
+        this order. One of them may be unknown in this call so far. It counts as replicated, with the
+        remaining tokens.
         """
         segments = self.segments
         rest = total - sum([segments[name].total for name in names if name in segments])
@@ -212,14 +228,20 @@ class RuleExecutor:
         if split.runs:
             dim = split.dim % value.ndim
             grouped = torch.unflatten(value, dim, (-1, self.segment(split.like or "").total))
-            return self._split(grouped, replace(split, dim=dim + 1, ndim=None, runs=False), name).flatten(dim, dim + 1)
+            return self._split(grouped, replace(split, dim=dim + 1, ndim=None, runs=False), name).flatten(
+                dim, dim + 1
+            )
         if split.only is not None:
-            start, stop = self._range_on_rank(split.only, value.shape[split.dim], self.segment(split.like or ""))
+            start, stop = self._range_on_rank(
+                split.only, value.shape[split.dim], self.segment(split.like or "")
+            )
             return value.narrow(split.dim, start, stop - start)
         if split.then_replicated:
             total = self.segment(split.like or "").total
             cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
-            return torch.cat([self._split(cut, replace(split, then_replicated=False), name), rest], dim=split.dim)
+            return torch.cat(
+                [self._split(cut, replace(split, then_replicated=False), name), rest], dim=split.dim
+            )
         if split.after_replicated:
             segment = self.segment(split.segment or split.like or "")
             layout = self._layout_with_prefix(value, split.dim, segment, segment.total)
@@ -252,7 +274,8 @@ class RuleExecutor:
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
 
     def _split_eagerly(self, value: Tensor, split: Split, name: str, segment_name: str) -> Tensor:
-        """Return this rank's part of ``value``, all of whose tokens along ``split.dim`` are those of one segment.
+        """Return this rank's part of ``value``, all of whose tokens along ``split.dim`` are those of one
+        segment.
 
         What the plan says about a number of tokens is looked up from the second call on.
         """
@@ -286,7 +309,8 @@ class RuleExecutor:
         return Segment(name, entries * tokens, together=tokens)
 
     def _shard_known(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return this rank's part of ``value`` along ``dim``, which holds the tokens or the groups of ``segment``.
+        """Return this rank's part of ``value`` along ``dim``, which holds the tokens or the groups of
+        ``segment``.
 
         Raises:
             ValueError: ``dim`` has another length.
@@ -310,14 +334,17 @@ class RuleExecutor:
         return Segment(name, total)
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return the least number of tokens per rank with which a segment is sharded: 1 for rows or frames, else 2.
+        """Return the least number of tokens per rank with which a segment is sharded: 1 for rows or frames,
+        else 2.
 
         Hugging Face transformers treat a single token as a decoding step, and pass ``is_causal=False``.
         """
         return 1 if name in self._coarse else 2
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``. Collective."""
+        """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``.
+        Collective.
+        """
         return gather_tokens(part, dim, layout, self.mesh)
 
     def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, tokens: int) -> SequenceLayout:
@@ -344,7 +371,9 @@ class RuleExecutor:
         start, stop = self._range_on_rank(which, number, self.segment(cut.segment))
         return stop - start
 
-    def _range_on_rank(self, which: Literal["first", "last"], number: int, segment: Segment) -> tuple[int, int]:
+    def _range_on_rank(
+        self, which: Literal["first", "last"], number: int, segment: Segment
+    ) -> tuple[int, int]:
         """Return which of the ``number`` first or last tokens of ``segment`` this rank holds, as a range of them."""
         ((start, length),) = segment.runs(self.mesh.rank, self.mesh.ranks)
         if which == "last":
@@ -361,8 +390,9 @@ class RuleExecutor:
         return lengths.clamp(max=self.segment(cut.segment).size(self.mesh.rank, self.mesh.ranks))
 
     def outputs_at(self, output: Any, cuts: Mapping[int | str, ShardRule], module_name: str) -> Any:
-        """Return a module's output, a tensor, tuple or dataclass, with each rule of ``cuts`` applied at its index, or
-        at an index and the path of a field, such as ``"0.x"``. A tensor, dataclass or named tuple has the index 0.
+        """Return a module's output, a tensor, tuple or dataclass, with each rule of ``cuts`` applied at its
+        index, or at an index and the path of a field, such as ``"0.x"``. A tensor, dataclass or named tuple
+        has the index 0.
         """
         for key, cut in cuts.items():
             index, _, path = str(key).partition(".")
@@ -376,8 +406,9 @@ class RuleExecutor:
         return output
 
     def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
-        """Return a module's output with its i-th tensor gathered by ``gathers[i]``, if that is not None. ``output`` is
-        a tensor, a tuple or list, a dataclass, or a ``ModelOutput`` of diffusers, which is changed in place.
+        """Return a module's output with its i-th tensor gathered by ``gathers[i]``, if that is not None.
+        ``output`` is a tensor, a tuple or list, a dataclass, or a ``ModelOutput`` of diffusers, which is
+        changed in place.
         """
         if isinstance(output, Tensor):
             return self._gather(output, gathers[0])
@@ -385,7 +416,9 @@ class RuleExecutor:
             for name, gather in zip(fields_of(output), gathers, strict=False):
                 if gather is not None:
                     without_field = replace(gather, field="")
-                    output = change_field(output, gather.field or name, partial(self._gather, gather=without_field))
+                    output = change_field(
+                        output, gather.field or name, partial(self._gather, gather=without_field)
+                    )
             return output
         if isinstance(output, (tuple, list)):
             gathered = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
@@ -423,12 +456,12 @@ class RuleExecutor:
         return gathered
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value``, all tokens or groups of a replicated ``segment`` along ``dim``, with the same bits on every
-        rank.
+        """Return ``value``, all tokens or groups of a replicated ``segment`` along ``dim``, with the same
+        bits on every rank.
 
-        If other segments are sharded, ranks multiply matrices with different numbers of rows, and the last bit may
-        differ. Each token is therefore taken from the rank that would hold it if the segment were sharded. Collective,
-        unless nothing is sharded.
+        If other segments are sharded, ranks multiply matrices with different numbers of rows, and the last
+        bit may differ. Each token is therefore taken from the rank that would hold it if the segment were
+        sharded. Collective, unless nothing is sharded.
         """
         if all(other.replicated for other in self.segments.values()):
             return value

@@ -1,7 +1,8 @@
 """Check that each attention module of a planned model makes attention calls that can be intercepted.
 
-Attention modules are those that a plan names, and those with a ``processor``, as in diffusers. If one computes
-attention in another way, each rank attends to its own tokens only, and the result is wrong without an error.
+Attention modules are those that a plan names, and those with a ``processor``, as in diffusers. If one
+computes attention in another way, each rank attends to its own tokens only, and the result is wrong without
+an error.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from para_core.plans.planned_attention import PlannedAttention
 from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 from para_core.user_warnings import ForeignCodeWarning, ParallelWarning, WarningLog
 
-# Hooks of diffusers that replace attention by values on purpose, for guidance by a perturbed model: its output is made
-# of a rank's own tokens. The hooks of a module are in this attribute.
+# Hooks of diffusers that replace attention by values on purpose, for guidance by a perturbed model: its
+# output is made of a rank's own tokens. The hooks of a module are in this attribute.
 _HOOKS_OF_DIFFUSERS = "_diffusers_hook"
 _PERTURBING_HOOKS = ("AttentionProcessorSkipHook", "TransformerBlockSkipHook")
 
@@ -35,7 +36,9 @@ def attention_modules(module: nn.Module) -> dict[str, nn.Module]:
     parts = {}
     for name, part in module.named_modules():
         # The condition is that of processor_of, without a Python call for each module.
-        if name and (part.__dict__.get("processor") is not None or part._modules.get("processor") is not None):
+        if name and (
+            part.__dict__.get("processor") is not None or part._modules.get("processor") is not None
+        ):
             parts[name] = part
     return parts
 
@@ -54,9 +57,11 @@ def _is_perturbed(module: nn.Module) -> bool:
 
 
 class ModelCode:
-    """A snapshot of code that users exchange inside a model: processors, hooks and replaced ``forward`` functions.
+    """A snapshot of code that users exchange inside a model: processors, hooks and replaced ``forward``
+    functions.
 
-    A model has over a thousand modules, so the comparison is made of loops in C, without a Python call per module.
+    A model has over a thousand modules, so the comparison is made of loops in C, without a Python call per
+    module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -82,15 +87,16 @@ class ModelCode:
 
 
 class AttentionCheck:
-    """The check of one planned model: due at its first eager call, and again after code inside it has changed.
+    """The check of one planned model: due at its first eager call, and again after code inside it has
+    changed.
 
-    While it is due, attention modules that the plan does not name have a filled slot. A call that passes empties the
-    slots, so later calls cost nothing more. A graph that was traced with them keeps them.
+    While it is due, attention modules that the plan does not name have a filled slot. A call that passes
+    empties the slots, so later calls cost nothing more. A graph that was traced with them keeps them.
 
     Args:
         ranks: Number of ranks that share a sequence. Nothing is checked on one.
-        written_for: The class whose code the plan describes; None if somebody wrote the plan for the model at hand,
-            with all that is inside it.
+        written_for: The class whose code the plan describes; None if somebody wrote the plan for the model at
+            hand, with all that is inside it.
         current: Returns the attention function of the module that is running; None outside of a call.
     """
 
@@ -109,11 +115,12 @@ class AttentionCheck:
         # Whether the next eager call is checked. A graph must not read it, or it would be a guard.
         self.due = ranks > 1
         self._code: ModelCode | None = None
-        # The attention modules that the plan describes, whose hooks check them, and those with a filled slot, by name.
+        # The attention modules that the plan describes, whose hooks check them, and those with a filled slot,
+        # by name.
         self._planned: Mapping[str, nn.Module] = {}
         self._wrapped: dict[str, nn.Module] = {}
-        # Whether a graph holds the functions in the slots. In a list, because Dynamo 2.13 loses an attribute that is
-        # set before torch.cond (which a cache adds) and again after it.
+        # Whether a graph holds the functions in the slots. In a list, because Dynamo 2.13 loses an attribute
+        # that is set before torch.cond (which a cache adds) and again after it.
         self._is_traced = [False]
 
     def new_code(self) -> int:
@@ -129,7 +136,8 @@ class AttentionCheck:
         self.version += 1
 
     def begin(self, module: nn.Module, planned: Mapping[str, nn.Module]) -> None:
-        """Prepare the check of the next call, if code has changed, and warn of code that the plan does not cover.
+        """Prepare the check of the next call, if code has changed, and warn of code that the plan does not
+        cover.
 
         Args:
             module: The model.
@@ -157,7 +165,9 @@ class AttentionCheck:
             )
         self._planned = planned
         described = [*planned.values()]
-        self._wrapped = {name: part for name, part in attention_modules(module).items() if part not in described}
+        self._wrapped = {
+            name: part for name, part in attention_modules(module).items() if part not in described
+        }
         fill_slots(self._wrapped.values(), Slot.ATTENTION_CHECK, {"__call__": self._run})
         self._code = ModelCode(module)
 
@@ -188,8 +198,8 @@ class AttentionCheck:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run an attention module whose calls ``attention`` computes. Raise ``RuntimeError`` if the module had to make
-        a call that could be intercepted, and made none.
+        """Run an attention module whose calls ``attention`` computes. Raise ``RuntimeError`` if the module
+        had to make a call that could be intercepted, and made none.
         """
         if not attention.needs_other_ranks():
             return call(module, *args, **kwargs)

@@ -23,14 +23,15 @@ class ContextParallelConfig:
     """Options of :func:`apply_context_parallel`: the mesh, and how ring ranks exchange keys and values.
 
     Args:
-        ring_degree (`int`, *optional*): Number of ranks along ``ring``. Defaults to 1, or the size in ``mesh``.
-        ulysses_degree (`int`, *optional*): Number of ranks along ``ulysses``. Defaults to 1, or the size in ``mesh``.
-            Without ``mesh``, the product of both degrees must be the world size.
-        rotate_method (`"alltoall"`, `"allgather"` or `"2d"`, defaults to `"alltoall"`): ``"alltoall"`` passes keys and
-            values from rank to rank around the ring, ``"allgather"`` gathers them at once, and ``"2d"`` arranges ranks
-            in a grid, and gathers queries along its rows and keys along its columns.
-        mesh (`DeviceMesh`, *optional*): A mesh with the dims ``ring`` and ``ulysses``. Defaults to a new mesh of all
-            ranks.
+        ring_degree (`int`, *optional*): Number of ranks along ``ring``. Defaults to 1, or the size in
+            ``mesh``.
+        ulysses_degree (`int`, *optional*): Number of ranks along ``ulysses``. Defaults to 1, or the size in
+            ``mesh``. Without ``mesh``, the product of both degrees must be the world size.
+        rotate_method (`"alltoall"`, `"allgather"` or `"2d"`, defaults to `"alltoall"`): ``"alltoall"`` passes
+            keys and values from rank to rank around the ring, ``"allgather"`` gathers them at once, and
+            ``"2d"`` arranges ranks in a grid, and gathers queries along its rows and keys along its columns.
+        mesh (`DeviceMesh`, *optional*): A mesh with the dims ``ring`` and ``ulysses``. Defaults to a new mesh
+            of all ranks.
     """
 
     ring_degree: int | None = None
@@ -47,24 +48,24 @@ class ParallelConfig:
 
 
 def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan | Mapping[str, Any]) -> None:
-    """Run ``module`` on several ranks with its tokens sharded and gathered by ``plan``. From then on every rank must
-    call the module.
+    """Run ``module`` on several ranks with its tokens sharded and gathered by ``plan``. From then on every
+    rank must call the module.
 
     :func:`remove_context_parallel` undoes it.
 
     Args:
         module (`nn.Module`): The module, changed in place.
-        parallel_config (`ContextParallelConfig` or `ParallelConfig`): The sizes of the mesh. The classes of diffusers
-            with these names are also accepted; their options ``ulysses_anything`` and ``ring_anything`` (uneven sizes)
-            are always on.
+        parallel_config (`ContextParallelConfig` or `ParallelConfig`): The sizes of the mesh. The classes of
+            diffusers with these names are also accepted; their options ``ulysses_anything`` and
+            ``ring_anything`` (uneven sizes) are always on.
         plan (`Plan` or `Mapping[str, Any]`): A plan, or a diffusers ``_cp_plan``.
 
     Raises:
         TypeError: ``parallel_config`` is of another type.
-        ValueError: ``parallel_config`` contains tensor parallelism, its degrees do not fit the ranks, or the plan does
-            not fit the module.
-        RuntimeError: Several ranks are needed and no process group is initialised, or two ranks use the same GPU with
-            NCCL.
+        ValueError: ``parallel_config`` contains tensor parallelism, its degrees do not fit the ranks, or the
+            plan does not fit the module.
+        RuntimeError: Several ranks are needed and no process group is initialised, or two ranks use the same
+            GPU with NCCL.
     """
     if getattr(parallel_config, "tensor_parallel_config", None) is not None:
         raise ValueError(
@@ -122,4 +123,6 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
             f"ring_degree × ulysses_degree is {ring} × {ulysses} = {ring * ulysses}, but there are "
             f"{dist.get_world_size()} ranks. Change the degrees, or pass mesh= a slice of a larger mesh."
         )
-    return sequence_mesh(init_context_parallel_mesh(device_type, max_ring_dim_size=ring, max_ulysses_dim_size=ulysses))
+    return sequence_mesh(
+        init_context_parallel_mesh(device_type, max_ring_dim_size=ring, max_ulysses_dim_size=ulysses)
+    )

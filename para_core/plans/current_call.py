@@ -1,5 +1,5 @@
-"""Access to the current call of a model with a plan, for code that runs inside the call: caches, pipeline stages,
-PipeFusion.
+"""Access to the current call of a model with a plan, for code that runs inside the call: caches, pipeline
+stages, PipeFusion.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def interception_of(module: nn.Module) -> Interception | None:
 
 
 def attention_is_skipped(module: nn.Module) -> None:
-    """Allow the current eager call of ``module`` to end without an intercepted attention call, which else raises.
+    """Allow the current eager call of ``module`` to end without an intercepted attention call, which else
+    raises.
 
     A cache that skips all blocks calls no attention, and PipeFusion computes the attention of patches itself.
     """
@@ -57,9 +58,11 @@ def attention_is_skipped(module: nn.Module) -> None:
 
 
 def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
-    """Return the ``output`` of a transformer ``block`` of ``module``, sent to all ranks along the mesh dim ``pipe``.
+    """Return the ``output`` of a transformer ``block`` of ``module``, sent to all ranks along the mesh dim
+    ``pipe``.
 
-    Collective, unless ``module`` has no pipeline stages. The other ranks along ``pipe`` pass the input of the block.
+    Collective, unless ``module`` has no pipeline stages. The other ranks along ``pipe`` pass the input of the
+    block.
     """
     stages: Any = slot_owner(module, Slot.STAGES, object)
     if stages is None:

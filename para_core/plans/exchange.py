@@ -1,12 +1,14 @@
-"""Exchanges between ranks around the modules of a plan: tokens for heads, sums over tokens, halo rows, cached keys.
+"""Exchanges between ranks around the modules of a plan: tokens for heads, sums over tokens, halo rows, cached
+keys.
 
 - Each rank runs a self-attention module on all tokens and some of the heads: :class:`HeadExchange`.
-- Linear attention sums over the tokens of all ranks instead of this rank's tokens only: :class:`SumsOverRanks`.
+- Linear attention sums over the tokens of all ranks instead of this rank's tokens only:
+  :class:`SumsOverRanks`.
 - A module such as a convolution needs halo rows of neighbouring ranks: :func:`add_halo`.
-- A call whose tokens are sharded appends only this rank's tokens to a key-value cache. The tokens of all ranks are
-  gathered after the call, because a single new token in a later call, which no plan shards, must attend to all tokens
-  on every rank: :class:`CachesOfCall`. The ``DynamicCache`` of transformers is recognised by its attributes, without
-  importing transformers.
+- A call whose tokens are sharded appends only this rank's tokens to a key-value cache. The tokens of all
+  ranks are gathered after the call, because a single new token in a later call, which no plan shards, must
+  attend to all tokens on every rank: :class:`CachesOfCall`. The ``DynamicCache`` of transformers is
+  recognised by its attributes, without importing transformers.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from para_core.modes.interceptor import SDPA, SDPA_OPERATOR, call_original
 from para_core.plans.plan import AttentionByHeads, Halo, LinearAttention
 from para_core.torch_internals import no_frame_of_its_own, pytree
 
-# Name of the segment of keys that earlier calls cached, which precede the keys of the current call. The length of the
-# segment is inferred from the number of keys.
+# Name of the segment of keys that earlier calls cached, which precede the keys of the current call. The
+# length of the segment is inferred from the number of keys.
 PAST = "past of a key-value cache"
 
 
@@ -35,9 +37,9 @@ class HeadExchange:
     """The exchange of tokens for heads in one call of a module, from ``[B, S_local, H * D]`` to
     ``[B, S, H_local * D]``, and back: first over the ``ulysses`` mesh dim, then over ``ring``.
 
-    ``segment``, the segment of the tokens, is sharded in consecutive parts, or replicated: each rank then takes its
-    heads from its own copy of the tokens. ``heads`` is the number of heads of the whole module. Raise ``ValueError`` if
-    there are fewer heads than ranks.
+    ``segment``, the segment of the tokens, is sharded in consecutive parts, or replicated: each rank then
+    takes its heads from its own copy of the tokens. ``heads`` is the number of heads of the whole module.
+    Raise ``ValueError`` if there are fewer heads than ranks.
     """
 
     def __init__(
@@ -68,12 +70,13 @@ class HeadExchange:
         start, number = of_ring[mesh.ring.index]
         # The first head of this rank, and the number of its heads.
         self._heads_on_rank: Run = (first + start, number)
-        # For each projection that was called: entries per head in each tensor, and the parts that the plan says.
+        # For each projection that was called: entries per head in each tensor, and the parts that the plan
+        # says.
         self._widths: list[tuple[int, int | None]] = []
 
     def enter(self, x: Tensor, parts: int | None) -> Tensor:
-        """Exchange the output of a projection, ``[B, S_local, H * D]``, for ``[B, S, H_local * D]``. Collective, unless
-        the tokens are replicated.
+        """Exchange the output of a projection, ``[B, S_local, H * D]``, for ``[B, S, H_local * D]``.
+        Collective, unless the tokens are replicated.
 
         Args:
             parts: As for one projection of :class:`~para_core.plans.plan.AttentionByHeads`.
@@ -106,7 +109,8 @@ class HeadExchange:
         """Exchange an attention output, ``[B, S, H_local * D]``, for ``[B, S_local, H * D]``. Collective.
 
         Raises:
-            RuntimeError: The module did not call each of its projections once, for example because they are fused.
+            RuntimeError: The module did not call each of its projections once, for example because they are
+                fused.
             ValueError: As :meth:`enter`.
         """
         if len(self._widths) != len(self._attention.projections):
@@ -141,9 +145,9 @@ class HeadExchange:
             )
 
     def run(self, call: Callable[..., Any], parameters: Sequence[str], args: Any, kwargs: Any) -> Any:
-        """Return ``call(module, *args, **kwargs)``, in which the module has this rank's number of heads, and its
-        key-value caches are narrowed to these heads: as views, so that what the module writes reaches the caller.
-        ``parameters`` are the names of the module's positional parameters.
+        """Return ``call(module, *args, **kwargs)``, in which the module has this rank's number of heads, and
+        its key-value caches are narrowed to these heads: as views, so that what the module writes reaches the
+        caller. ``parameters`` are the names of the module's positional parameters.
         """
 
         def narrow_heads(cache: Any, dim: int) -> Any:
@@ -164,9 +168,11 @@ class HeadExchange:
             setattr(self._module, self._attention.heads, self._heads)
 
 
-def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], join: int, dim: MeshDim) -> Tensor:
-    """Send ``parts[i]`` to rank i of ``dim``, and return the received parts, of ``shapes``, concatenated along dim
-    ``join``. Collective.
+def _exchange(
+    parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], join: int, dim: MeshDim
+) -> Tensor:
+    """Send ``parts[i]`` to rank i of ``dim``, and return the received parts, of ``shapes``, concatenated
+    along dim ``join``. Collective.
     """
     sizes = [prod(shape) for shape in shapes]
     sent = torch.cat([part.flatten() for part in parts])
@@ -175,10 +181,11 @@ def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], j
 
 
 def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Tensor:
-    """Return ``x``, this rank's rows of ``segment``, between ``halo.size`` rows of the previous and of the next rank.
+    """Return ``x``, this rank's rows of ``segment``, between ``halo.size`` rows of the previous and of the
+    next rank.
 
-    The first and the last rank of the sequence get rows on one side only. Collective. Raise ``ValueError`` if a rank
-    has fewer than ``halo.size`` rows.
+    The first and the last rank of the sequence get rows on one side only. Collective. Raise ``ValueError`` if
+    a rank has fewer than ``halo.size`` rows.
     """
     if segment.total // mesh.ranks < halo.size:
         raise ValueError(
@@ -188,8 +195,9 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
     first_rows = x.narrow(halo.dim, 0, halo.size)
     last_rows = x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
     before, after = _exchange_edges(first_rows, last_rows, mesh.ulysses)
-    # The exchange above wraps around within each Ulysses group: its first and last rank have received rows of the other
-    # end of their own group instead of the previous (next) group. An exchange over the ring replaces them.
+    # The exchange above wraps around within each Ulysses group: its first and last rank have received rows of
+    # the other end of their own group instead of the previous (next) group. An exchange over the ring
+    # replaces them.
     is_first = mesh.ulysses.index == 0
     is_last = mesh.ulysses.index == mesh.ulysses.size - 1
     if mesh.ring.size > 1 and (is_first or is_last):
@@ -198,8 +206,8 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
             before = before_in_ring
         if is_last:
             after = after_in_ring
-    # Cut off the rows of the opposite end that the first and the last rank of the sequence received. They cannot skip
-    # the exchange, because every rank must take part in its collective in the backward as well.
+    # Cut off the rows of the opposite end that the first and the last rank of the sequence received. They
+    # cannot skip the exchange, because every rank must take part in its collective in the backward as well.
     start = halo.size * (mesh.rank == 0)
     stop = halo.size * (mesh.rank == mesh.ranks - 1)
     rows = torch.cat([before, x, after], dim=halo.dim)
@@ -216,8 +224,8 @@ def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
 
 
 def _exchange_edges(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
-    """Return ``last`` of the previous rank and ``first`` of the next rank along ``dim``; the ends wrap around. Their
-    shapes must be equal on all ranks. Collective.
+    """Return ``last`` of the previous rank and ``first`` of the next rank along ``dim``; the ends wrap
+    around. Their shapes must be equal on all ranks. Collective.
     """
     if dim.size == 1:
         return last, first
@@ -225,8 +233,8 @@ def _exchange_edges(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, 
     next_rank = (dim.index + 1) % dim.size
     size = first.numel()
     sizes = [size * ((rank == previous_rank) + (rank == next_rank)) for rank in range(dim.size)]
-    # Order the parts by the rank that gets them, as all_to_all requires. With two ranks, the same rank is both the
-    # previous and the next rank, and gets both parts.
+    # Order the parts by the rank that gets them, as all_to_all requires. With two ranks, the same rank is
+    # both the previous and the next rank, and gets both parts.
     sent = [last, first]
     if previous_rank <= next_rank:
         sent = [first, last]
@@ -238,9 +246,9 @@ def _exchange_edges(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, 
 
 
 class SumsOverRanks(TorchFunctionMode):
-    """Mode for one call of a linear attention module, in which the sums over tokens that the plan names are added up
-    over all ranks. A call of ``scaled_dot_product_attention``, which would miss the tokens of other ranks, raises
-    ``RuntimeError``.
+    """Mode for one call of a linear attention module, in which the sums over tokens that the plan names are
+    added up over all ranks. A call of ``scaled_dot_product_attention``, which would miss the tokens of other
+    ranks, raises ``RuntimeError``.
     """
 
     def __init__(self, attention: LinearAttention, mesh: SequenceMesh) -> None:
@@ -289,8 +297,8 @@ def sum_over_ranks(x: Tensor, mesh: SequenceMesh) -> Tensor:
 
 
 class CachesOfCall:
-    """A snapshot of the key-value caches among a call's arguments, taken before the call. ``hold_tokens`` says whether
-    any of them already holds tokens.
+    """A snapshot of the key-value caches among a call's arguments, taken before the call. ``hold_tokens``
+    says whether any of them already holds tokens.
     """
 
     def __init__(self, arguments: Iterable[Any]) -> None:
@@ -303,13 +311,15 @@ class CachesOfCall:
                 self._layers[id(layer)] = keys, getattr(layer, "values", None)
                 self.hold_tokens = self.hold_tokens or (isinstance(keys, Tensor) and keys.numel() > 0)
 
-    def gather(self, arguments: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
-        """Complete the caches among ``arguments`` and in ``output`` in place: replace the tokens that this rank
-        appended during the call by those of all ranks, if one of ``segments`` is sharded. Collective.
+    def gather(
+        self, arguments: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh
+    ) -> None:
+        """Complete the caches among ``arguments`` and in ``output`` in place: replace the tokens that this
+        rank appended during the call by those of all ranks, if one of ``segments`` is sharded. Collective.
 
         Raises:
-            ValueError: A cache did not grow by this rank's tokens (a static cache does not), or the call shards more
-                than one segment.
+            ValueError: A cache did not grow by this rank's tokens (a static cache does not), or the call
+                shards more than one segment.
         """
         sharded = [segment for segment in segments if not segment.replicated]
         if not sharded:
@@ -341,7 +351,9 @@ def _caches_in(values: Iterable[Any]) -> list[Any]:
     return list(caches.values())
 
 
-def _gather_layer(cache: Any, layer: Any, before: tuple[Any, Any], segment: Segment, mesh: SequenceMesh) -> None:
+def _gather_layer(
+    cache: Any, layer: Any, before: tuple[Any, Any], segment: Segment, mesh: SequenceMesh
+) -> None:
     past = 0
     if isinstance(before[0], Tensor) and before[0].numel() > 0:
         past = before[0].shape[-2]
@@ -351,14 +363,18 @@ def _gather_layer(cache: Any, layer: Any, before: tuple[Any, Any], segment: Segm
     if window is not None:
         lengths = [min(length, window) for length in lengths]
     keys = layer.keys
-    if hasattr(layer, "max_cache_len") or not isinstance(keys, Tensor) or keys.shape[-2] != lengths[mesh.rank]:
+    if (
+        hasattr(layer, "max_cache_len")
+        or not isinstance(keys, Tensor)
+        or keys.shape[-2] != lengths[mesh.rank]
+    ):
         raise ValueError(
             f"a plan cannot complete a {type(cache).__name__} with a {type(layer).__name__}: expected a cache that "
             f"grows by the {sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a "
             "cache (use_cache=False)."
         )
-    # Gather only the last tokens, which this call added. The earlier tokens are already complete and equal on all
-    # ranks.
+    # Gather only the last tokens, which this call added. The earlier tokens are already complete and equal on
+    # all ranks.
     added = [min(size, length) for size, length in zip(sizes, lengths, strict=True)]
     width = mesh.ulysses.size
     blocks = [added[first : first + width] for first in range(0, mesh.ranks, width)]

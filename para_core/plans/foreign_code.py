@@ -1,8 +1,8 @@
 """Find code of the user's own that runs inside a planned model, where it sees the tokens of one rank only.
 
-A plan knows what the code of one class does with tokens. A subclass with another ``forward``, a replaced submodule, an
-attention processor or a hook may look at the whole sequence, count tokens or index them, and would be wrong without an
-error.
+A plan knows what the code of one class does with tokens. A subclass with another ``forward``, a replaced
+submodule, an attention processor or a hook may look at the whole sequence, count tokens or index them, and
+would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 
 # Packages whose models have plans that were written, and are tested, for their code.
 PACKAGES_OF_MODELS = frozenset({"diffusers", "transformers"})
-# Packages whose modules, processors and hooks are covered by plans, or treat each token alone: layers of adapters and
-# of quantized weights, and hooks that move weights.
+# Packages whose modules, processors and hooks are covered by plans, or treat each token alone: layers of
+# adapters and of quantized weights, and hooks that move weights.
 _KNOWN_PACKAGES = PACKAGES_OF_MODELS | {
     *("torch", "peft", "torchao", "para_core", "accelerate", "bitsandbytes", "optimum"),
 }
@@ -40,8 +40,8 @@ def find_foreign_code(module: nn.Module, written_for: type) -> list[str]:
 
     Args:
         module: A model with a plan.
-        written_for: The class that the plan was written for, ``type(module)`` or one of its base classes. Code of its
-            package is covered.
+        written_for: The class that the plan was written for, ``type(module)`` or one of its base classes.
+            Code of its package is covered.
     """
     covered = _KNOWN_PACKAGES | {written_for.__module__.partition(".")[0]}
     # The first module stands for all that have the same code.
@@ -71,8 +71,8 @@ def find_foreign_code(module: nn.Module, written_for: type) -> list[str]:
 def _find_foreign_parts(part: nn.Module, known: frozenset[str], written_for: type | None) -> Iterator[str]:
     """Yield a phrase for each piece of code of one module that comes from none of the ``known`` packages.
 
-    ``written_for`` is the class of the plan if ``part`` is the model itself, and None for a module inside it. Hooks of
-    the model's own package count as foreign, because they are added to it.
+    ``written_for`` is the class of the plan if ``part`` is the model itself, and None for a module inside it.
+    Hooks of the model's own package count as foreign, because they are added to it.
     """
     cls = original_class(part)
     state = part.__dict__

@@ -22,8 +22,8 @@ class ModuleRules:
     Args:
         name: The module name in the plan, which may contain wildcards.
         shard_rules: Rules for inputs and outputs, with keys as in :attr:`Plan.inner`.
-        exchange: For a projection of an :class:`AttentionByHeads`: ``"enter"`` exchanges tokens for heads in its
-            output, ``"leave"`` undoes this in its input.
+        exchange: For a projection of an :class:`AttentionByHeads`: ``"enter"`` exchanges tokens for heads in
+            its output, ``"leave"`` undoes this in its input.
         parts: The number of tensors in the output of such a projection, as in :class:`AttentionByHeads`.
     """
 
@@ -37,7 +37,9 @@ class ModuleRules:
 
     @property
     def of_inputs(self) -> dict[str, ShardRule]:
-        return {key: rule for key, rule in self.shard_rules if isinstance(key, str) and not key[:1].isdecimal()}
+        return {
+            key: rule for key, rule in self.shard_rules if isinstance(key, str) and not key[:1].isdecimal()
+        }
 
     @property
     def of_outputs(self) -> dict[int | str, ShardRule]:
@@ -59,7 +61,8 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
     """Return the submodules that ``plan`` names, each with its rules, by full module name.
 
     Raises:
-        ValueError: The plan names a module that does not exist. Only entries of ``Plan.attention`` may match nothing.
+        ValueError: The plan names a module that does not exist. Only entries of ``Plan.attention`` may match
+            nothing.
     """
     required = [ModuleRules(name, shard_rules=tuple(rules.items())) for name, rules in plan.inner.items()]
     required += [ModuleRules(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]
@@ -74,7 +77,9 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
     for rules in (*required, *attending):
         submodules = matching_modules(module, rules.name)
         if not submodules and rules in required:
-            raise ValueError(f"the plan names the module {rules.name!r}, which {type(module).__name__} does not have.")
+            raise ValueError(
+                f"the plan names the module {rules.name!r}, which {type(module).__name__} does not have."
+            )
         for name, submodule in submodules.items():
             if name in matches:
                 _, earlier_rules = matches[name]
@@ -113,7 +118,8 @@ _MOST_VARIADIC = 16
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of ``module.forward`` in order, without ``self``, also if it is compiled.
+    """Return the names of the parameters of ``module.forward`` in order, without ``self``, also if it is
+    compiled.
 
     Values of ``*args`` are named ``args[0]``, ``args[1]``, and so on.
     """

@@ -1,8 +1,9 @@
-"""Plans: data that says which tensors of a model are split and gathered, and which segments its attention calls see.
+"""Plans: data that says which tensors of a model are split and gathered, and which segments its attention
+calls see.
 
 :mod:`para_core.plans.region` applies a plan to a module.
-:func:`~para_core.plans.published_plan.convert_published_plan` converts the plans that diffusers publishes with its
-models (``_cp_plan``).
+:func:`~para_core.plans.published_plan.convert_published_plan` converts the plans that diffusers publishes
+with its models (``_cp_plan``).
 """
 
 from __future__ import annotations
@@ -16,35 +17,38 @@ from typing import Any, Literal
 class Split:
     """A rule that shards a tensor, or each tensor of a tuple, list or dict, along ``dim``.
 
-    A segment with fewer than two tokens per rank, or a segment of rows or frames with fewer entries than ranks, is
-    replicated instead. A dim of size 1 is replicated, too.
+    A segment with fewer than two tokens per rank, or a segment of rows or frames with fewer entries than
+    ranks, is replicated instead. A dim of size 1 is replicated, too.
 
     Args:
         dim (`int`): The dim to split.
-        segment (`str`, *optional*): Name of the segment whose tokens the tensor holds. Attention is intercepted after
-            the first split of a segment in a call.
-        like (`str`, *optional*): Instead of ``segment``: name of a segment that the tensor accompanies with one entry
-            per token, such as position ids.
-        ndim (`int`, *optional*): Expected number of dims. A tensor with ``segment`` and another number of dims is an
-            error. A tensor with ``like`` and fewer dims has no dim for tokens and is replicated, such as a timestep per
-            sample instead of per token.
-        after (`str`, *optional*): Name of a replicated segment whose tokens precede those of ``segment`` along ``dim``.
-        then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by other entries,
-            which are replicated. Only with ``like``.
-        per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` for each entry of the segment, which
-            stay on one rank: a segment of image rows has many tokens per row. None to infer the number from the size of
-            ``dim`` and an earlier split of the segment.
-        after_replicated (`bool`, defaults to `False`): Whether the tokens are preceded along ``dim`` by other entries,
-            which are replicated. The segment must have been split earlier, so that its length is known.
-        runs (`bool`, defaults to `False`): Whether ``dim`` contains all tokens several times in a row, such as once per
-            sample. Only with ``like``.
-        only (`"first"` or `"last"`, *optional*): Whether ``dim`` has an entry for the first or for the last tokens
-            only, such as a rotary table of the patches that follow class and register tokens. A rank gets the entries
-            of its own tokens, perhaps none. Only with ``like``.
-        together (`tuple[int, ...]`, *optional*): The dims after ``dim`` that hold the other tokens of an entry, if
-            attention flattens ``dim`` and these: ``Split(1, segment="video", together=(2, 3))`` for ``[B, T, H, W,
-            C]``. The segment then has ``T * H * W`` tokens, and those of a frame stay on one rank. A later rule of the
-            segment may name a dim with all tokens, or with one entry for each frame. Only with ``segment``.
+        segment (`str`, *optional*): Name of the segment whose tokens the tensor holds. Attention is
+            intercepted after the first split of a segment in a call.
+        like (`str`, *optional*): Instead of ``segment``: name of a segment that the tensor accompanies with
+            one entry per token, such as position ids.
+        ndim (`int`, *optional*): Expected number of dims. A tensor with ``segment`` and another number of
+            dims is an error. A tensor with ``like`` and fewer dims has no dim for tokens and is replicated,
+            such as a timestep per sample instead of per token.
+        after (`str`, *optional*): Name of a replicated segment whose tokens precede those of ``segment``
+            along ``dim``.
+        then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by other
+            entries, which are replicated. Only with ``like``.
+        per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` for each entry of the
+            segment, which stay on one rank: a segment of image rows has many tokens per row. None to infer
+            the number from the size of ``dim`` and an earlier split of the segment.
+        after_replicated (`bool`, defaults to `False`): Whether the tokens are preceded along ``dim`` by other
+            entries, which are replicated. The segment must have been split earlier, so that its length is
+            known.
+        runs (`bool`, defaults to `False`): Whether ``dim`` contains all tokens several times in a row, such
+            as once per sample. Only with ``like``.
+        only (`"first"` or `"last"`, *optional*): Whether ``dim`` has an entry for the first or for the last
+            tokens only, such as a rotary table of the patches that follow class and register tokens. A rank
+            gets the entries of its own tokens, perhaps none. Only with ``like``.
+        together (`tuple[int, ...]`, *optional*): The dims after ``dim`` that hold the other tokens of an
+            entry, if attention flattens ``dim`` and these: ``Split(1, segment="video", together=(2, 3))`` for
+            ``[B, T, H, W, C]``. The segment then has ``T * H * W`` tokens, and those of a frame stay on one
+            rank. A later rule of the segment may name a dim with all tokens, or with one entry for each
+            frame. Only with ``segment``.
     """
 
     dim: int
@@ -62,8 +66,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Replicate:
-    """A rule that keeps all tokens of ``segment`` on every rank, and reads their number from the size of ``dim``, times
-    those of the dims ``together``.
+    """A rule that keeps all tokens of ``segment`` on every rank, and reads their number from the size of
+    ``dim``, times those of the dims ``together``.
     """
 
     dim: int
@@ -75,9 +79,9 @@ class Replicate:
 class Count:
     """A rule that reads from an argument how many tokens ``segment`` has, before the segment itself is split.
 
-    The argument is a nested list, which is passed on unchanged. The number is the product of the list at the indices
-    ``at``: with ``img_shapes``, a list of images per sample with ``(frames, height, width)`` each, ``at=(0, -1)`` is
-    ``frames * height * width`` of the last image of the first sample.
+    The argument is a nested list, which is passed on unchanged. The number is the product of the list at the
+    indices ``at``: with ``img_shapes``, a list of images per sample with ``(frames, height, width)`` each,
+    ``at=(0, -1)`` is ``frames * height * width`` of the last image of the first sample.
     """
 
     segment: str
@@ -101,8 +105,8 @@ class LastTokens:
 @dataclass(frozen=True)
 class CumulativeLengths:
     """A rule that replaces ``[0, n]``, the cumulative lengths (``cu_seqlens``) of a single sequence, which is
-    ``segment``, by those of the tokens that this rank holds. Several sequences raise, because attention of a plan is
-    over one.
+    ``segment``, by those of the tokens that this rank holds. Several sequences raise, because attention of a
+    plan is over one.
     """
 
     segment: str
@@ -115,14 +119,15 @@ class Gather:
     Args:
         dim (`int`): The dim to gather along.
         segment (`str`): Name of the segment.
-        per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` for each entry of the segment; None to
-            infer the number from the size of ``dim``.
-        after_replicated (`bool`, defaults to `False`): Whether the tokens are preceded along ``dim`` by replicated
-            entries.
-        then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by replicated
-            entries.
-        field (`str`, *optional*): If the output is a dataclass or named tuple, the field that holds the tokens, or its
-            path, such as ``"video.x"``. Without it, the fields count as the entries of a tuple.
+        per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` for each entry of the
+            segment; None to infer the number from the size of ``dim``.
+        after_replicated (`bool`, defaults to `False`): Whether the tokens are preceded along ``dim`` by
+            replicated entries.
+        then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by
+            replicated entries.
+        field (`str`, *optional*): If the output is a dataclass or named tuple, the field that holds the
+            tokens, or its path, such as ``"video.x"``. Without it, the fields count as the entries of a
+            tuple.
     """
 
     dim: int
@@ -148,8 +153,8 @@ class SplitMask:
     """A rule that shards a flex-attention ``BlockMask`` of all tokens to the rows of this rank's queries.
 
     Args:
-        queries (`tuple[str, ...]`): The segments of the queries, in order. A segment that was not sharded before is
-            replicated.
+        queries (`tuple[str, ...]`): The segments of the queries, in order. A segment that was not sharded
+            before is replicated.
         keys (`tuple[str, ...]`, *optional*): The segments of the keys. Defaults to ``queries``.
     """
 
@@ -157,14 +162,17 @@ class SplitMask:
     keys: tuple[str, ...] | None = None
 
 
-# Includes Gather, which is usually the rule of an output, because a module that needs all tokens has it for an input.
-ShardRule = Split | Replicate | Count | FirstTokens | LastTokens | CumulativeLengths | Gather | Entries | SplitMask
+# Includes Gather, which is usually the rule of an output, because a module that needs all tokens has it for
+# an input.
+ShardRule = (
+    Split | Replicate | Count | FirstTokens | LastTokens | CumulativeLengths | Gather | Entries | SplitMask
+)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The segments of the queries and keys in one call of ``scaled_dot_product_attention``, in the order in which their
-    tokens are concatenated.
+    """The segments of the queries and keys in one call of ``scaled_dot_product_attention``, in the order in
+    which their tokens are concatenated.
 
     A segment that the current model call did not shard counts as replicated, with any length. If all keys are
     replicated, attention needs no communication.
@@ -172,10 +180,10 @@ class Attention:
     Args:
         queries (`tuple[str, ...]`): The segments of the queries.
         keys (`tuple[str, ...]`, *optional*): The segments of the keys. Defaults to ``queries``.
-        mask (`"keys"` or `"pairs"`, *optional*): The form of the model's mask if its tokens are sharded. ``"keys"``:
-            the columns are only this rank's keys, and are gathered from all ranks. ``"pairs"``: an entry says whether
-            two tokens of this rank are both valid, so the diagonal is used as the key mask. By default the form follows
-            from the size of the mask.
+        mask (`"keys"` or `"pairs"`, *optional*): The form of the model's mask if its tokens are sharded.
+            ``"keys"``: the columns are only this rank's keys, and are gathered from all ranks. ``"pairs"``:
+            an entry says whether two tokens of this rank are both valid, so the diagonal is used as the key
+            mask. By default the form follows from the size of the mask.
     """
 
     queries: tuple[str, ...]
@@ -185,7 +193,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class OneForEach:
-    """Attention of a module that makes one attention call for each entry of a list argument, and then one further call.
+    """Attention of a module that makes one attention call for each entry of a list argument, and then one
+    further call.
 
     Args:
         parameter (`str`): Name of the parameter with the list. None counts as an empty list.
@@ -200,15 +209,16 @@ class OneForEach:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Attention of a module that sums products of keys and values over tokens, and multiplies queries with the sums.
+    """Attention of a module that sums products of keys and values over tokens, and multiplies queries with
+    the sums.
 
-    Each rank sums over its own tokens, and these sums are added up over all ranks. Their shape ``[B, H, D, D]`` does
-    not depend on the number of tokens.
+    Each rank sums over its own tokens, and these sums are added up over all ranks. Their shape ``[B, H, D,
+    D]`` does not depend on the number of tokens.
 
     Args:
         segment (`str`): The segment over whose tokens the module sums.
-        sums (`tuple[tuple[str, int], ...]`): The calls that sum over tokens, as the name of a torch function and an
-            index: ``("matmul", 0)`` is the module's first call of ``matmul``.
+        sums (`tuple[tuple[str, int], ...]`): The calls that sum over tokens, as the name of a torch function
+            and an index: ``("matmul", 0)`` is the module's first call of ``matmul``.
     """
 
     segment: str
@@ -217,25 +227,31 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class AttentionByHeads:
-    """Attention of a self-attention module that each rank runs on all tokens of ``segment`` and some of the heads.
+    """Attention of a self-attention module that each rank runs on all tokens of ``segment`` and some of the
+    heads.
 
-    Use it for a module that needs all tokens between its projections and its attention, because it packs or pads
-    tokens, makes a mask from them, or keeps their keys for later calls. Tokens are exchanged for heads over all
-    sequence ranks, including those of a ring, so there must be at least as many heads as ranks. Other arguments of the
-    module, such as positions, are not sharded. If ``segment`` is replicated in a call, because it is short, each rank
-    still runs its own heads only, so that cached keys are those of the same heads in all calls.
+    Use it for a module that needs all tokens between its projections and its attention, because it packs or
+    pads tokens, makes a mask from them, or keeps their keys for later calls. Tokens are exchanged for heads
+    over all sequence ranks, including those of a ring, so there must be at least as many heads as ranks.
+    Other arguments of the module, such as positions, are not sharded. If ``segment`` is replicated in a call,
+    because it is short, each rank still runs its own heads only, so that cached keys are those of the same
+    heads in all calls.
 
     Args:
         segment (`str`): The segment of the tokens.
-        projections (`tuple[str, ...]`): Names of the submodules whose outputs ``[B, S, H * D]`` are exchanged.
+        projections (`tuple[str, ...]`): Names of the submodules whose outputs ``[B, S, H * D]`` are
+            exchanged.
         output (`str`): Name of the submodule whose input ``[B, S, H * D]`` is exchanged back.
-        heads (`str`, defaults to `"heads"`): The attribute of the module with the number of heads.
-        caches (`tuple[tuple[str, int], ...]`, defaults to `()`): Pairs (parameter, dim): a parameter of the module that
-            holds cached keys or values of all heads, as a tensor or a dict of tensors, and the dim of the heads.
-        parts (`int` or `tuple[int, ...]`, *optional*): Number of tensors ``[B, S, H * D]`` that the output of a
-            projection holds one after another, for all projections or for each: 3 for a fused ``qkv`` in the order
-            (3, heads, D). 1 for an output in which all entries of a head are consecutive, as in the order (heads, 3,
-            D). Defaults to 1, and a projection that is wider than the input of ``output`` then raises.
+        heads (`str`, defaults to `"heads"`): The attribute of the module with the number of heads. caches
+        (`tuple[tuple[str, int], ...]`, defaults to `()`): Pairs (parameter, dim): a parameter of the module
+        that
+            holds cached keys or values of all heads, as a tensor or a dict of tensors, and the dim of the
+            heads.
+        parts (`int` or `tuple[int, ...]`, *optional*): Number of tensors ``[B, S, H * D]`` that the output of
+            a projection holds one after another, for all projections or for each: 3 for a fused ``qkv`` in
+            the order (3, heads, D). 1 for an output in which all entries of a head are consecutive, as in the
+            order (heads, 3, D). Defaults to 1, and a projection that is wider than the input of ``output``
+            then raises.
 
     Raises:
         ValueError: ``parts`` has not one number, at least 1, for each projection.
@@ -276,7 +292,8 @@ def attention_calls(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Attention, ...]:
-    """Return the segments of each attention call that a module makes when it is called with ``args`` and ``kwargs``.
+    """Return the segments of each attention call that a module makes when it is called with ``args`` and
+    ``kwargs``.
 
     The last entry also applies to all further calls.
     """
@@ -307,37 +324,40 @@ class Halo:
 
 @dataclass(frozen=True)
 class Plan:
-    """The sharding of one model: which tensors are split and gathered, and the segments of its attention calls.
+    """The sharding of one model: which tensors are split and gathered, and the segments of its attention
+    calls.
 
-    In module names, ``*`` matches one part between dots (``blocks.*.attn``), ``**`` any number of parts, and ``-1`` the
-    last module of a list. A parameter that holds a dataclass, named tuple or dict may be followed by the path of a
-    field: ``"video.x"`` is the field ``x`` of the parameter ``video``, and ``"0.x"`` that of the output of index 0.
+    In module names, ``*`` matches one part between dots (``blocks.*.attn``), ``**`` any number of parts, and
+    ``-1`` the last module of a list. A parameter that holds a dataclass, named tuple or dict may be followed
+    by the path of a field: ``"video.x"`` is the field ``x`` of the parameter ``video``, and ``"0.x"`` that of
+    the output of index 0.
 
     Args:
-        inputs (`Mapping[str, ShardRule]`): Rules for parameters of the model's ``forward``. They apply if the argument
-            is given and not None.
-        outputs (`Mapping[str, Gather | Sequence[Gather | None]]`): What to gather from the output of a module, by
-            module name (``""`` is the model itself). A single ``Gather`` applies to an output tensor, or to the first
-            tensor of an output tuple.
-        joint_order (`tuple[str, ...]`): The segments of the queries and keys, in order, in attention calls of modules
-            that ``attention`` does not describe.
-        inner (`Mapping[str, Mapping[str | int, ShardRule]]`, *optional*): Rules for submodules, by module name: for
-            inputs (keyed by parameter name) and for outputs (keyed by index).
-        attention (`Mapping[str, ...]`, *optional*): The attention of submodules, by module name: a tuple with an
-            :class:`Attention` for each attention call (the last one also for all further calls), or an
-            :class:`OneForEach`, :class:`LinearAttention` or :class:`AttentionByHeads`. If several names match a
-            submodule, the first name counts.
-        halos (`Mapping[str, Halo]`, *optional*): Submodules that need rows of neighbouring ranks, by module name.
-        refused (`Mapping[str, str]`, *optional*): Parameters of the model's ``forward`` that raise if given, because
-            they are not supported in parallel, each with the reason.
-        batched (`Mapping[str, int | None]`, *optional*): Parameters that can be split along a ``batch`` mesh dim,
-            because they hold all samples or all CFG branches, each with its dim of samples (None for a list with one
-            entry per sample). The number of samples is read from the first of these parameters. If empty, samples
-            cannot be split, and CFG branches must be passed in separate calls.
-        common (`tuple[str, ...]`, *optional*): Further parameters that may hold tensors. They apply to all samples, so
-            they are not split along ``batch``.
-        unshared (`tuple[str, ...]`, *optional*): Parameters that cannot be split by samples. If one of them is given,
-            all ranks compute all samples.
+        inputs (`Mapping[str, ShardRule]`): Rules for parameters of the model's ``forward``. They apply if the
+            argument is given and not None.
+        outputs (`Mapping[str, Gather | Sequence[Gather | None]]`): What to gather from the output of a
+            module, by module name (``""`` is the model itself). A single ``Gather`` applies to an output
+            tensor, or to the first tensor of an output tuple.
+        joint_order (`tuple[str, ...]`): The segments of the queries and keys, in order, in attention calls of
+            modules that ``attention`` does not describe.
+        inner (`Mapping[str, Mapping[str | int, ShardRule]]`, *optional*): Rules for submodules, by module
+            name: for inputs (keyed by parameter name) and for outputs (keyed by index).
+        attention (`Mapping[str, ...]`, *optional*): The attention of submodules, by module name: a tuple with
+            an :class:`Attention` for each attention call (the last one also for all further calls), or an
+            :class:`OneForEach`, :class:`LinearAttention` or :class:`AttentionByHeads`. If several names match
+            a submodule, the first name counts.
+        halos (`Mapping[str, Halo]`, *optional*): Submodules that need rows of neighbouring ranks, by module
+            name.
+        refused (`Mapping[str, str]`, *optional*): Parameters of the model's ``forward`` that raise if given,
+            because they are not supported in parallel, each with the reason.
+        batched (`Mapping[str, int | None]`, *optional*): Parameters that can be split along a ``batch`` mesh
+            dim, because they hold all samples or all CFG branches, each with its dim of samples (None for a
+            list with one entry per sample). The number of samples is read from the first of these parameters.
+            If empty, samples cannot be split, and CFG branches must be passed in separate calls.
+        common (`tuple[str, ...]`, *optional*): Further parameters that may hold tensors. They apply to all
+            samples, so they are not split along ``batch``.
+        unshared (`tuple[str, ...]`, *optional*): Parameters that cannot be split by samples. If one of them
+            is given, all ranks compute all samples.
     """
 
     inputs: Mapping[str, ShardRule]

@@ -34,8 +34,8 @@ from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled, top
 # Maximum number of MeshAttention objects that are cached per model. A full cache is emptied.
 _MOST_KNOWN = 64
 
-# Segments that no call shards count as replicated. mesh.alone() needs such segments: it keeps this rank's index in the
-# full mesh, and a segment that is sharded over one rank has no part for that index.
+# Segments that no call shards count as replicated. mesh.alone() needs such segments: it keeps this rank's
+# index in the full mesh, and a segment that is sharded over one rank has no part for that index.
 _UNKNOWN_SEGMENTS = Attention(("queries",), ("keys",))
 
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
@@ -43,11 +43,12 @@ BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[
 
 @dataclass(eq=False)
 class PreparedAttention:
-    """The attention settings of a plan, with the :class:`MeshAttention` objects kept between calls of the model.
+    """The attention settings of a plan, with the :class:`MeshAttention` objects kept between calls of the
+    model.
 
-    It is not a plain dict, because a graph with a dict argument is traced again whenever the length of the dict
-    changes. ``cross`` are the options for cross-attention; without them sharded keys use ``options``, and replicated
-    keys plain SDPA on one device.
+    It is not a plain dict, because a graph with a dict argument is traced again whenever the length of the
+    dict changes. ``cross`` are the options for cross-attention; without them sharded keys use ``options``,
+    and replicated keys plain SDPA on one device.
     """
 
     mesh: SequenceMesh
@@ -55,12 +56,14 @@ class PreparedAttention:
     cross: AttnOptions | None
     attn_func: AttnFunc | None
     attentions: dict[tuple[Attention, tuple[Segment, ...]], MeshAttention] = field(default_factory=dict)
-    # In eager code, what computes each plan entry for the segments of the last call. The keys are the ids of the
-    # entries, which is cheaper than hashing them; the values refer to the entries, so the ids stay valid.
+    # In eager code, what computes each plan entry for the segments of the last call. The keys are the ids of
+    # the entries, which is cheaper than hashing them; the values refer to the entries, so the ids stay valid.
     segments: tuple[Segment, ...] | None = None
     computed_by: dict[int, tuple[Attention, MeshAttention | None]] = field(default_factory=dict)
 
-    def computed_by_for(self, segments: tuple[Segment, ...]) -> dict[int, tuple[Attention, MeshAttention | None]]:
+    def computed_by_for(
+        self, segments: tuple[Segment, ...]
+    ) -> dict[int, tuple[Attention, MeshAttention | None]]:
         """Return :attr:`computed_by` for calls with these ``segments``."""
         if self.segments != segments or len(self.computed_by) >= _MOST_KNOWN:
             self.segments = segments
@@ -72,19 +75,22 @@ class PlannedAttention:
     """The attention function of one call of a model. Inactive until the plan has sharded tokens.
 
     Args:
-        attending: The segments of the first, second, … attention call. The last entry also applies to further calls.
+        attending: The segments of the first, second, … attention call. The last entry also applies to further
+            calls.
         bind: Binds a function to this call of the model, for the recomputation of activation checkpointing.
     """
 
-    def __init__(self, prepared: PreparedAttention, attending: tuple[Attention, ...], bind: BindRecomputation) -> None:
+    def __init__(
+        self, prepared: PreparedAttention, attending: tuple[Attention, ...], bind: BindRecomputation
+    ) -> None:
         self.prepared = prepared
         self.attending = attending
         self.bind = bind
         self.mesh = prepared.mesh
         self.ranks = prepared.mesh.ranks
         self.segments: TraceSafeLayout = ()
-        # These are one-element lists, because Dynamo 2.13 loses an attribute that is set before torch.cond (which a
-        # cache uses) and again after it.
+        # These are one-element lists, because Dynamo 2.13 loses an attribute that is set before torch.cond
+        # (which a cache uses) and again after it.
         self.active = [False]
         self.intercepted = [False]
         # Whether other code of this package computes or skips attention, so that calls may be missing.
@@ -115,10 +121,15 @@ class PlannedAttention:
 
     def numbers_of_tokens(self) -> set[int]:
         """Return how many tokens this rank holds of each sharded segment, and of those that attention joins."""
-        sizes = {segment.name: segment.size(self.mesh.rank, self.mesh.ranks) for segment in segments_of(self.segments)}
+        sizes = {
+            segment.name: segment.size(self.mesh.rank, self.mesh.ranks)
+            for segment in segments_of(self.segments)
+        }
         numbers = {sizes[name] for name, _, replicated, *_ in self.segments if not replicated}
         if numbers:
-            numbers |= {sum([sizes.get(name, 0) for name in attention.queries]) for attention in self.attending}
+            numbers |= {
+                sum([sizes.get(name, 0) for name in attention.queries]) for attention in self.attending
+            }
         return numbers
 
     def bind_checkpoint(self) -> None:
@@ -131,8 +142,9 @@ class PlannedAttention:
                 recomputation.attention_called(self.prepared, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:
-        """Return the attention output for this rank's queries, over all keys of the mesh, or by SDPA on one device if
-        no key is sharded. Raise ``ValueError`` if the number of queries or keys does not fit the plan.
+        """Return the attention output for this rank's queries, over all keys of the mesh, or by SDPA on one
+        device if no key is sharded. Raise ``ValueError`` if the number of queries or keys does not fit the
+        plan.
         """
         self.bind_checkpoint()
         query = call.query
@@ -192,8 +204,8 @@ class PlannedAttention:
         if not self._has_sharded_keys(attention):
             if attention.keys is None or self.prepared.cross is None:
                 return None
-            # Without sharded keys a rank attends alone, and the positions of its queries in the sequence do not
-            # matter.
+            # Without sharded keys a rank attends alone, and the positions of its queries in the sequence do
+            # not matter.
             mesh_of_one = self.mesh.alone()
             layouts = partial(planned_layouts, _UNKNOWN_SEGMENTS, (), mesh_of_one)
             func = self.prepared.attn_func
@@ -217,7 +229,9 @@ class PlannedAttention:
         options = self.prepared.options
         if attention.keys is not None and self.prepared.cross is not None:
             options = self.prepared.cross
-        return MeshAttention(self.mesh, layouts, options, assume_equal=True, attn_func=self.prepared.attn_func)
+        return MeshAttention(
+            self.mesh, layouts, options, assume_equal=True, attn_func=self.prepared.attn_func
+        )
 
 
 def planned_layouts(
@@ -228,10 +242,11 @@ def planned_layouts(
     num_keys: int,
     ordered: bool = True,
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """Return the layouts of ``num_queries`` queries and ``num_keys`` keys on this rank, for one attention call.
+    """Return the layouts of ``num_queries`` queries and ``num_keys`` keys on this rank, for one attention
+    call.
 
-    ``ordered`` is ignored, because a plan always fixes the order of the segments. Raise ``ValueError`` if the numbers
-    of tokens do not fit the segments.
+    ``ordered`` is ignored, because a plan always fixes the order of the segments. Raise ``ValueError`` if the
+    numbers of tokens do not fit the segments.
     """
     query_layout = layout_of_segments(attention.queries, segments, mesh, num_queries, "query")
     if attention.keys is not None:
@@ -253,10 +268,12 @@ def planned_layouts(
 def layout_of_segments(
     names: tuple[str, ...], segments: tuple[Segment, ...], mesh: SequenceMesh, held: int, kind: str
 ) -> SequenceLayout:
-    """Return the layout of a sequence that consists of the segments ``names`` and has ``held`` tokens on this rank.
+    """Return the layout of a sequence that consists of the segments ``names`` and has ``held`` tokens on this
+    rank.
 
-    One of ``names`` may be missing in ``segments``, those of the current model call. It counts as replicated, with the
-    remaining tokens. ``kind`` is used in error messages. Raise ``ValueError`` if ``held`` does not fit the segments.
+    One of ``names`` may be missing in ``segments``, those of the current model call. It counts as replicated,
+    with the remaining tokens. ``kind`` is used in error messages. Raise ``ValueError`` if ``held`` does not
+    fit the segments.
     """
     by_name = {segment.name: segment for segment in segments}
     local = sum([by_name[name].size(mesh.rank, mesh.ranks) for name in names if name in by_name])
@@ -298,7 +315,8 @@ def _caller() -> str:
 
 
 class PlannedAttnMode(TorchFunctionMode):
-    """Mode that passes attention calls to a :class:`PlannedAttention`, also in compiled graphs and with gradients.
+    """Mode that passes attention calls to a :class:`PlannedAttention`, also in compiled graphs and with
+    gradients.
 
     ``by_hand`` records attention that the model computes by hand; None to look for none.
     """
@@ -322,7 +340,8 @@ class PlannedAttnMode(TorchFunctionMode):
         by_hand = self.by_hand
         if by_hand is None or torch.compiler.is_compiling():
             return intercept(self, planned, func, args, kwargs or {})
-        # Another mode of this plan may be around this one. It must not take our own attention for the model's.
+        # Another mode of this plan may be around this one. It must not take our own attention for the
+        # model's.
         with by_hand.pause():
             output = intercept(self, planned, func, args, kwargs or {})
         if may_be_scores(func):
@@ -331,8 +350,9 @@ class PlannedAttnMode(TorchFunctionMode):
 
 
 class Interception:
-    """The interception of attention calls by ``planned`` during one call of a model: by a :class:`PlannedAttnMode`, or
-    by :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no host time to other operators.
+    """The interception of attention calls by ``planned`` during one call of a model: by a
+    :class:`PlannedAttnMode`, or by :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no host
+    time to other operators.
     """
 
     def __init__(
@@ -343,7 +363,8 @@ class Interception:
         self.mode: PlannedAttnMode | None = None
         if not at_dispatcher:
             self.mode = PlannedAttnMode(planned, by_hand)
-        # The attention functions of the nested attending_to contexts, the innermost last; in a graph only the first.
+        # The attention functions of the nested attending_to contexts, the innermost last; in a graph only the
+        # first.
         self._attending = [planned]
 
     @property
@@ -386,8 +407,8 @@ class Interception:
         """
         planned = self.planned.within(attending)
         if torch.compiler.is_compiling():
-            # Enter a second mode instead of changing the list, because a branch of torch.cond must not change outside
-            # state.
+            # Enter a second mode instead of changing the list, because a branch of torch.cond must not change
+            # outside state.
             with PlannedAttnMode(planned):
                 yield planned
             return

@@ -7,19 +7,22 @@ from typing import Any
 
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 
-# Parameter names of the token streams in diffusers models that publish a plan. The segments get the same names.
+# Parameter names of the token streams in diffusers models that publish a plan. The segments get the same
+# names.
 _PUBLISHED_STREAMS = ("encoder_hidden_states", "hidden_states")
 
 
 def convert_published_plan(cp_plan: Mapping[str, Any]) -> Plan:
     """Return a :class:`Plan` that is equivalent to a diffusers ``_cp_plan``.
 
-    The segments are ``hidden_states`` and ``encoder_hidden_states``; if the plan does not split one of the two, it is
-    replicated. As everywhere in diffusers, a module named ``attn1`` is self-attention over ``hidden_states``, ``attn2``
-    is cross-attention from ``hidden_states`` to ``encoder_hidden_states``, and any other attends to both jointly.
+    The segments are ``hidden_states`` and ``encoder_hidden_states``; if the plan does not split one of the
+    two, it is replicated. As everywhere in diffusers, a module named ``attn1`` is self-attention over
+    ``hidden_states``, ``attn2`` is cross-attention from ``hidden_states`` to ``encoder_hidden_states``, and
+    any other attends to both jointly.
 
     Raises:
-        ValueError: The plan does not split ``hidden_states``, gathers no output, or has an entry of an unknown kind.
+        ValueError: The plan does not split ``hidden_states``, gathers no output, or has an entry of an
+            unknown kind.
     """
     inner: dict[str, dict[str | int, ShardRule]] = {}
     outputs: dict[str, Sequence[Gather | None]] = {}
@@ -34,7 +37,9 @@ def convert_published_plan(cp_plan: Mapping[str, Any]) -> Plan:
     inputs = {key: split for key, split in inner.get("", {}).items() if isinstance(key, str)}
     later = {key: split for key, split in inner.pop("", {}).items() if isinstance(key, int)}
     if later:
-        raise ValueError(f"the plan splits outputs {sorted(later)} of the model itself; expected only inputs there.")
+        raise ValueError(
+            f"the plan splits outputs {sorted(later)} of the model itself; expected only inputs there."
+        )
     attention = {
         "**.attn1": (Attention(("hidden_states",)),),
         "**.attn2": (Attention(("hidden_states",), ("encoder_hidden_states",)),),
@@ -53,7 +58,9 @@ def _convert_gather(module: str, value: Any) -> Gather | None:
 
 def _convert_split(module: str, key: str | int, value: Any) -> Split:
     if isinstance(value, (list, tuple)):
-        raise ValueError(f"plan entry {module!r}[{key!r}] splits a list of tensors one by one; expected one split.")
+        raise ValueError(
+            f"plan entry {module!r}[{key!r}] splits a list of tensors one by one; expected one split."
+        )
     if isinstance(key, int) != bool(_attribute(module, value, "split_output")):
         raise ValueError(
             f"plan entry {module!r}[{key!r}]: an output is named by its index and has split_output=True, an input by "

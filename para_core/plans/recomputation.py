@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from para_core.plans.region import Region
 
 
-def bind_to_call(region: Region, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
+def bind_to_call(
+    region: Region, planned: PlannedAttention, function: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a function that, if a backward calls it, runs ``function`` with the segments and attention of now."""
     planned = planned.within(planned.attending)
     segments = dict(region.executor.segments)

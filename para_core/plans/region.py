@@ -1,7 +1,8 @@
-"""Apply a plan to one module: its calls shard their inputs, run with attention intercepted, and gather their outputs.
+"""Apply a plan to one module: its calls shard their inputs, run with attention intercepted, and gather their
+outputs.
 
-The region fills a slot of the module and its submodules (:mod:`para_core.instance.record`), which leaves their code,
-hooks, ``forward`` and attributes unchanged.
+The region fills a slot of the module and its submodules (:mod:`para_core.instance.record`), which leaves
+their code, hooks, ``forward`` and attributes unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ from para_core.plans.plan import (
     attention_calls,
     coarse_segments,
 )
-from para_core.plans.planned_attention import BindRecomputation, Interception, PlannedAttention, PreparedAttention
+from para_core.plans.planned_attention import (
+    BindRecomputation,
+    Interception,
+    PlannedAttention,
+    PreparedAttention,
+)
 from para_core.plans.recomputation import bind_to_call
 from para_core.plans.samples import gather_samples, select_arguments
 from para_core.plans.whole_arguments import explain_whole_tensor
@@ -57,7 +63,9 @@ from para_core.user_warnings import WarningLog
 
 @dataclass(eq=False)
 class Region:
-    """A plan applied to one module, and the state of its current call. The fields are as in :func:`apply_plan`."""
+    """A plan applied to one module, and the state of its current call.
+    The fields are as in :func:`apply_plan`.
+    """
 
     module: InitVar[nn.Module]
     plan: Plan
@@ -78,31 +86,38 @@ class Region:
         self.inputs_verified = False
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
-        # The key is (options, cross_backend), so that nothing is compiled again if earlier options are set again.
+        # The key is (options, cross_backend), so that nothing is compiled again if earlier options are set
+        # again.
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(self.options, self.cross_backend)
         encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
         self.has_encoders = any(map(isinstance, submodules_of(module), repeat(encoders)))
-        # Only a mode intercepts attention in fused encoder layers, and in operators that run functions: flex_attention.
+        # Only a mode intercepts attention in fused encoder layers, and in operators that run functions:
+        # flex_attention.
         self._must_use_mode = self.has_encoders or needs_mode(module)
         attending = self.plan.attention.values()
         # Parameters that ranks do not compare, because each rank fills in the cached keys of its own heads.
         self._caches_by_heads = {
-            name for attention in attending if isinstance(attention, AttentionByHeads) for name, _ in attention.caches
+            name
+            for attention in attending
+            if isinstance(attention, AttentionByHeads)
+            for name, _ in attention.caches
         }
         self._mixes_over_ranks = self.mesh.ranks > 1 and (
             bool(self.plan.halos) or any(isinstance(attention, LinearAttention) for attention in attending)
         )
-        # The compiled call of a module that Module.compile() compiled before. That graph would bypass the slot of
-        # _call_impl, so call_outer shards and gathers outside of the graph.
+        # The compiled call of a module that Module.compile() compiled before. That graph would bypass the
+        # slot of _call_impl, so call_outer shards and gathers outside of the graph.
         self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
         if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
             self._compiled_before = None
-        # The wrapped submodules by name. attach() looks for replaced ones, because loading a LoRA replaces some.
+        # The wrapped submodules by name. attach() looks for replaced ones, because loading a LoRA replaces
+        # some.
         self.submodules: dict[str, nn.Module] = {}
-        # For each module of an AttentionByHeads, the name of its attribute for the number of heads, and the number on
-        # all ranks. During a call the attribute holds this rank's number; in a graph with flex_attention also after the
-        # call, because Dynamo 2.13 loses the new value of an attribute that is set before flex_attention and after it.
+        # For each module of an AttentionByHeads, the name of its attribute for the number of heads, and the
+        # number on all ranks. During a call the attribute holds this rank's number; in a graph with
+        # flex_attention also after the call, because Dynamo 2.13 loses the new value of an attribute that is
+        # set before flex_attention and after it.
         self.heads: dict[nn.Module, tuple[str, int]] = {}
         self._tree: ModuleTree | None = None
         # Names of the modules whose attention the plan describes.
@@ -110,15 +125,16 @@ class Region:
         self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention)
         # Submodules of equal rules share a function, and so their graphs.
         self._hook_of = cache(self._submodule_hook)
-        # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set before
-        # torch.cond (which a cache adds) and again after it.
+        # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set
+        # before torch.cond (which a cache adds) and again after it.
         self.interceptions: list[Interception] = []
         self.executor = RuleExecutor(self.mesh, coarse_segments(self.plan))
         # Binds a function to a call of this region, for the recomputation of activation checkpointing.
         self.bind: BindRecomputation = partial(bind_to_call, self)
         self._is_parallel = self.mesh.ranks > 1
         self._joint_attention = (Attention(self.plan.joint_order),)
-        # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this call.
+        # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this
+        # call.
         self._continues = False
         # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
         self._head_exchanges: list[HeadExchange] = []
@@ -127,8 +143,8 @@ class Region:
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
         """Use these attention options, and this backend for cross-attention, from the next call on.
 
-        Without ``cross_backend``, sharded keys use ``options.backend`` and replicated keys plain SDPA. A compiled
-        module is compiled once for each pair (``options``, ``cross_backend``), and keeps the graphs.
+        Without ``cross_backend``, sharded keys use ``options.backend`` and replicated keys plain SDPA. A
+        compiled module is compiled once for each pair (``options``, ``cross_backend``), and keeps the graphs.
         """
         self.options = options
         self.cross_backend = cross_backend
@@ -151,18 +167,23 @@ class Region:
         return tuple(self.executor.segments.values())
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this."""
+        """Verify the arguments, and return the result of ``call``.
+        ``Module.compile`` does not compile this.
+        """
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         around: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
             self.attach(module)
-            # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a graph.
+            # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a
+            # graph.
             self._check_arguments(module, args, kwargs)
             if not self.inputs_verified:
                 around = self.around
                 if self.require_equal is not None:
                     arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-                    self.require_equal({name: x for name, x in arguments.items() if name not in self._caches_by_heads})
+                    self.require_equal(
+                        {name: x for name, x in arguments.items() if name not in self._caches_by_heads}
+                    )
                 self.check_new_code(module)
         with around():
             compiled = self._compiled_before
@@ -174,9 +195,10 @@ class Region:
         """Run ``call`` with sharded inputs and intercepted attention, and return its gathered outputs.
 
         Raises:
-            RuntimeError: The module already runs in another thread, or the module made no attention call that can be
-                intercepted although its tokens are sharded.
-            ValueError: An argument is refused by the plan or does not fit it, or a block mask was not sharded.
+            RuntimeError: The module already runs in another thread, or the module made no attention call that
+                can be intercepted although its tokens are sharded.
+            ValueError: An argument is refused by the plan or does not fit it, or a block mask was not
+                sharded.
         """
         if self.interceptions:
             raise RuntimeError(
@@ -221,7 +243,8 @@ class Region:
                         output = call(module, *args, **kwargs)
                 if caches is not None:
                     caches.gather(inputs, output, self.segments, self.mesh)
-                # A graph sets `intercepted`, too: it replays the attributes that were set while it was traced.
+                # A graph sets `intercepted`, too: it replays the attributes that were set while it was
+                # traced.
                 if self._is_parallel and (by_hand is not None or not planned.intercepted[0]):
                     self._conclude(module, planned, by_hand)
             rule = self.plan.outputs.get("")
@@ -241,7 +264,9 @@ class Region:
             self.sharing_samples.clear()
             self.executor.segments.clear()
 
-    def _conclude(self, module: nn.Module, planned: PlannedAttention, by_hand: HandwrittenAttention | None) -> None:
+    def _conclude(
+        self, module: nn.Module, planned: PlannedAttention, by_hand: HandwrittenAttention | None
+    ) -> None:
         """Raise ``RuntimeError`` if the finished call sharded tokens and none of its attention was intercepted."""
         if any([not segment.replicated for segment in self.segments]):  # noqa: C419 - Dynamo evaluates generators whole
             has_graphs = self._tree is not None and self._tree.has_compiled_parts()
@@ -254,20 +279,26 @@ class Region:
         return interception.current
 
     def check_new_code(self, module: nn.Module) -> None:
-        """Check attention in the next eager call if code inside the model has changed, and warn of code that sees this
-        rank's tokens only: :meth:`AttentionCheck.begin`.
+        """Check attention in the next eager call if code inside the model has changed, and warn of code that
+        sees this rank's tokens only: :meth:`AttentionCheck.begin`.
         """
         planned = {name: part for name, part in self.submodules.items() if name in self._named_attention}
         self.check.begin(module, planned)
 
     def may_use_dispatcher(self, module: nn.Module) -> bool:
         """Whether the next call of ``module`` can be intercepted at the dispatcher, which is cheaper than a mode."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self._must_use_mode or has_other_builds():
+        if (
+            torch.compiler.is_compiling()
+            or torch.is_grad_enabled()
+            or self._must_use_mode
+            or has_other_builds()
+        ):
             return False
         # Attention by hand is seen by a mode only.
         if self.check.due:
             return False
-        # An active function mode sees calls before the dispatcher does, and could hide them from the dispatcher.
+        # An active function mode sees calls before the dispatcher does, and could hide them from the
+        # dispatcher.
         if function_mode_stack() or self._tree is None or self._tree.has_compiled_parts():
             return False
         return dispatcher_is_available()
@@ -296,7 +327,9 @@ class Region:
                 return
 
     def attach(self, module: nn.Module) -> None:
-        """Wrap the submodules that the plan names, unless they are wrapped. Raise ``ValueError`` if one is missing."""
+        """Wrap the submodules that the plan names, unless they are wrapped.
+        Raise ``ValueError`` if one is missing.
+        """
         if self._tree is not None and self._tree.is_unchanged():
             return
         matches = match_modules(module, self.plan)
@@ -309,7 +342,8 @@ class Region:
                     attribute = rules.attention.heads
                     self.heads.setdefault(submodule, (attribute, getattr(submodule, attribute)))
                 _, heads = self.heads.get(submodule, ("", 0))
-                # The hook runs around __call__, so that it stays outside of the graph of a compiled submodule.
+                # The hook runs around __call__, so that it stays outside of the graph of a compiled
+                # submodule.
                 hook = self._hook_of(rules, parameters_of(submodule), heads)
                 fill_slot(submodule, Slot.PLAN, {"__call__": hook})
             self._named_attention = {name for name, (_, rules) in matches.items() if rules.attention}
@@ -353,13 +387,17 @@ class Region:
             interception = self.interceptions[-1]
             interception.planned.bind_checkpoint()
             if isinstance(attention, (tuple, OneForEach)):
-                with interception.attending_to(attention_calls(attention, parameters, args, kwargs)) as planned:
+                with interception.attending_to(
+                    attention_calls(attention, parameters, args, kwargs)
+                ) as planned:
                     if not (torch.compiler.is_compiling() or self.check.due):
                         return call(module, *args, **kwargs)
                     return self.check.run(planned, call, module, args, kwargs)
-            by_heads = isinstance(attention, AttentionByHeads) and self._is_parallel and heads >= self.mesh.ranks
-            # Share the heads of a short, replicated segment too, because cached keys are those of a rank's heads. With
-            # fewer heads than ranks no call shares them, since a sharded one raises.
+            by_heads = (
+                isinstance(attention, AttentionByHeads) and self._is_parallel and heads >= self.mesh.ranks
+            )
+            # Share the heads of a short, replicated segment too, because cached keys are those of a rank's
+            # heads. With fewer heads than ranks no call shares them, since a sharded one raises.
             if not by_heads and not self._is_sharded(attention.segment):
                 return call(module, *args, **kwargs)
             if isinstance(attention, LinearAttention):
@@ -410,13 +448,17 @@ class Region:
     def _is_sharded(self, segment: str) -> bool:
         return self._is_parallel and not self.executor.segment(segment).replicated
 
-    def _enter_heads(self, parts: int | None, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _enter_heads(
+        self, parts: int | None, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
         output = call(projection, *args, **kwargs)
         if not self._head_exchanges:
             return output
         return self._head_exchanges[-1].enter(output, parts)
 
-    def _leave_heads(self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _leave_heads(
+        self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if self._head_exchanges:
             x = self._head_exchanges[-1].leave(x)
         return call(projection, x, *args, **kwargs)

@@ -17,8 +17,8 @@ from para_core.user_warnings import ParallelWarning, WarningLog
 
 def count_samples(value: Any, dim: int | None) -> int | None:
     """Count the samples in ``value``: a tensor, or a dataclass of tensors, with samples along ``dim``, or if
-    ``dim`` is None a list or tuple with an entry for each. Return None if it is unknown, or the tensors of the entries
-    have different shapes.
+    ``dim`` is None a list or tuple with an entry for each. Return None if it is unknown, or the tensors of
+    the entries have different shapes.
     """
     if has_fields(value) and dim is not None:
         value = next((leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)), None)
@@ -32,11 +32,12 @@ def count_samples(value: Any, dim: int | None) -> int | None:
 
 
 def select_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
-    """Return this rank's part of the samples of ``value``, or ``value`` itself if it does not have ``total`` samples.
+    """Return this rank's part of the samples of ``value``, or ``value`` itself if it does not have ``total``
+    samples.
 
     Args:
-        value: A tensor, or a dict, list, tuple or dataclass of tensors, with samples along ``dim``. If ``dim`` is None,
-            a list or tuple with an entry for each sample.
+        value: A tensor, or a dict, list, tuple or dataclass of tensors, with samples along ``dim``. If
+            ``dim`` is None, a list or tuple with an entry for each sample.
         total: Number of samples on all ranks, a multiple of the size of the mesh dim ``batch``.
     """
     if dim is None:
@@ -65,13 +66,15 @@ def select_arguments(
     batch: MeshDim,
     warnings: WarningLog,
 ) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
-    """Return ``args`` and ``kwargs`` with this rank's part of the samples, and the number of samples per rank.
+    """Return ``args`` and ``kwargs`` with this rank's part of the samples, and the number of samples per
+    rank.
 
-    The number is None, and the arguments are unchanged, if it is unknown, not a multiple of the size of ``batch`` (this
-    warns), or an argument of ``plan.unshared`` is given.
+    The number is None, and the arguments are unchanged, if it is unknown, not a multiple of the size of
+    ``batch`` (this warns), or an argument of ``plan.unshared`` is given.
 
     Raises:
-        ValueError: An argument holds tensors but is not listed in ``batched``, ``common`` or ``unshared`` of ``plan``.
+        ValueError: An argument holds tensors but is not listed in ``batched``, ``common`` or ``unshared`` of
+            ``plan``.
     """
     arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
     name, dim = next(iter(plan.batched.items()))
@@ -113,10 +116,11 @@ def holds_tensor(value: Any) -> bool:
 
 
 def gather_samples(output: Any, samples: int, batch: MeshDim) -> Any:
-    """Gather the ``samples`` samples of each rank along ``batch``, and return ``output`` with all of them. Collective.
+    """Gather the ``samples`` samples of each rank along ``batch``, and return ``output`` with all of them.
+    Collective.
 
-    ``output`` is a tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes, or a tuple,
-    dataclass or ``ModelOutput`` of these. A ``ModelOutput`` is changed in place.
+    ``output`` is a tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes,
+    or a tuple, dataclass or ``ModelOutput`` of these. A ``ModelOutput`` is changed in place.
     """
 
     def gather(value: Any) -> Any:

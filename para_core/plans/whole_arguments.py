@@ -22,16 +22,19 @@ def explain_whole_tensor(
     segments: Sequence[Segment],
     mesh: SequenceMesh,
 ) -> None:
-    """Raise ``ValueError`` if ``error`` says that sizes differ, and a dict among the arguments holds a tensor with an
-    entry for each token of a sharded segment, which may be why. Otherwise do nothing.
+    """Raise ``ValueError`` if ``error`` says that sizes differ, and a dict among the arguments holds a tensor
+    with an entry for each token of a sharded segment, which may be why. Otherwise do nothing.
 
-    A plan has no rules for the entries of dicts such as ``joint_attention_kwargs``, because the processors decide what
-    they are. ``args`` and ``kwargs`` are those of a call of ``model``, whose positional parameters are ``parameters``.
+    A plan has no rules for the entries of dicts such as ``joint_attention_kwargs``, because the processors
+    decide what they are. ``args`` and ``kwargs`` are those of a call of ``model``, whose positional
+    parameters are ``parameters``.
     """
     if torch.compiler.is_compiling():
         return
     sizes = sizes_that_differ(error)
-    totals = {segment.total: segment for segment in segments if not segment.replicated and segment.total in sizes}
+    totals = {
+        segment.total: segment for segment in segments if not segment.replicated and segment.total in sizes
+    }
     if not totals:
         return
     arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}

@@ -52,8 +52,8 @@ class AttentionStart:
         name: Name of the innermost module that is running; ``""`` outside of submodules.
         call: The arguments, as those of ``scaled_dot_product_attention``.
         function: The function or operator that the model calls.
-        is_sdpa: Whether the call is computed as an SDPA call. Otherwise, as in ``flex_attention``, ``call`` has
-            query, key and value only.
+        is_sdpa: Whether the call is computed as an SDPA call. Otherwise, as in ``flex_attention``, ``call``
+            has query, key and value only.
     """
 
     time: int

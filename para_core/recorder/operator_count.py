@@ -77,7 +77,9 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 def is_launch(operator: OpOverload) -> bool:
     """Whether ``operator`` launches work on a device: it is neither a view nor an allocation."""
-    return schema_of(operator).name not in _NO_LAUNCH and operator.namespace != "prim" and not _is_view(operator)
+    return (
+        schema_of(operator).name not in _NO_LAUNCH and operator.namespace != "prim" and not _is_view(operator)
+    )
 
 
 def _is_view(operator: OpOverload) -> bool:

@@ -166,7 +166,9 @@ class Recorder(TorchFunctionMode):
         """Report the start of an attention call."""
         self._report(AttentionStart(self._next_time(), self._name(), call, function, is_sdpa))
 
-    def end_attention(self, call: SdpaCall, function: Callable[..., Any], output: Tensor, *, is_sdpa: bool) -> None:
+    def end_attention(
+        self, call: SdpaCall, function: Callable[..., Any], output: Tensor, *, is_sdpa: bool
+    ) -> None:
         """Report the end of an attention call."""
         self._report(AttentionEnd(self._next_time(), self._name(), call, function, is_sdpa, output))
 

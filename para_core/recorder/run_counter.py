@@ -58,7 +58,11 @@ class RunCounter(TorchDispatchMode):
         return self.by_operator.total()
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if any(getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ for kind in types):
@@ -130,7 +134,10 @@ def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
         if not strings:
             return None
         # The last string among the arguments is the name of the group.
-        kind, group = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced"), group_named(strings[-1])
+        kind, group = (
+            name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced"),
+            group_named(strings[-1]),
+        )
         inputs = tensors_in(args[0])
         if kind == "all_to_all_single":
             return _to_others(args[0], args[2], group)

@@ -14,15 +14,17 @@ from para_core.spatial.fetch import fetch, start_fetch
 from para_core.spatial.local import bind
 from para_core.spatial.rows import Function, Layout, RowTag, name_of, rows_of, set_rows, unknown
 
-# A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at either end.
+# A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at
+# either end.
 Run = Callable[[Tensor, int], Tensor]
 
 
 def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.conv1d``, ``F.conv2d`` or ``F.conv3d`` on this rank's rows, with one collective.
 
-    Each rank fetches the rows of its neighbours that its windows reach, up to half a dilated kernel on each side. With
-    an odd kernel, an accelerator computes the output rows that need no such row during the exchange.
+    Each rank fetches the rows of its neighbours that its windows reach, up to half a dilated kernel on each
+    side. With an odd kernel, an accelerator computes the output rows that need no such row during the
+    exchange.
     """
     x, weight, bias, stride, padding, dilation, groups = bind(
         func, args, kwargs, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
@@ -47,8 +49,8 @@ def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         num_rows = (part.shape[rows.dim] + 2 * padded - extents[axis]) // strides[axis] + 1
         out: Tensor
         if num_rows == 1 and part.dtype == torch.bfloat16 and part.device.type == "cpu":
-            # torch 2.13 computes wrong values for an output that is one column wide (oneDNN, stride 2). One device
-            # computes more columns than this rank, so convolve in float32, which is right.
+            # torch 2.13 computes wrong values for an output that is one column wide (oneDNN, stride 2). One
+            # device computes more columns than this rank, so convolve in float32, which is right.
             wide_bias = None
             if bias is not None:
                 wide_bias = bias.float()
@@ -103,22 +105,29 @@ def run_windows(
 
 
 def _overlaps(device: torch.device) -> bool:
-    """Whether ``device`` computes while an exchange runs. A CPU does both itself: two more calls would only cost."""
+    """Whether ``device`` computes while an exchange runs.
+    A CPU does both itself: two more calls would only cost.
+    """
     return device.type != "cpu"
 
 
 def _require_rows(func: Function, rows: RowTag, layout: Layout) -> None:
     if min(layout) < 1:
-        raise unknown(func, rows, f"its output would have {list(layout)} rows on the ranks; every rank needs one")
+        raise unknown(
+            func, rows, f"its output would have {list(layout)} rows on the ranks; every rank needs one"
+        )
 
 
 def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | None]:
-    """Return the tag of ``x`` and the index of the sharded dim in the ``spatial`` last ones; None for the batch dim.
-    Raise :class:`MixesRows` if the channels are sharded, or one dim contains the rows of several frames.
+    """Return the tag of ``x`` and the index of the sharded dim in the ``spatial`` last ones; None for the
+    batch dim. Raise :class:`MixesRows` if the channels are sharded, or one dim contains the rows of several
+    frames.
     """
     rows = rows_of(x)
     if rows is None:
-        raise TypeError(f"{getattr(func, '__name__', func)}: the input is replicated, and the weights are sharded.")
+        raise TypeError(
+            f"{getattr(func, '__name__', func)}: the input is replicated, and the weights are sharded."
+        )
     axis = rows.dim - (x.ndim - spatial)
     if axis >= 0 and rows.outer > 1:
         raise unknown(func, rows, "its windows would span the rows of two frames")
@@ -148,7 +157,9 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
         return set_rows(func(x, weight, bias, stride, padding, extra, groups, dilation), rows)
-    strides, dilations, paddings, extras = (_each(value, spatial) for value in (stride, dilation, padding, extra))
+    strides, dilations, paddings, extras = (
+        _each(value, spatial) for value in (stride, dilation, padding, extra)
+    )
     step, inset = strides[axis], paddings[axis]
     extent = dilations[axis] * (weight.shape[2 + axis] - 1) + 1
     plan = plans.transpose(rows.layout, extent, step, inset, extras[axis])
@@ -159,14 +170,17 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     start, stop = plans.ranges_of(plan.layout)[ranks.index]
     # The first row of ``out``, counted in output rows of the full image.
     first = plan.wanted[ranks.index][0] * step - inset
-    return set_rows(out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.layout))
+    return set_rows(
+        out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.layout)
+    )
 
 
 def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run an average or maximum pool of 1 to 3 spatial dims on this rank's rows.
 
     Raises:
-        MixesRows: If ``ceil_mode``, ``return_indices``, ``divisor_override`` or ``count_include_pad=False`` is used.
+        MixesRows: If ``ceil_mode``, ``return_indices``, ``divisor_override`` or ``count_include_pad=False``
+            is used.
     """
     name = name_of(func)
     is_max, spatial = name.startswith("max"), int(name[-2])
@@ -189,7 +203,9 @@ def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
         strides = _each(stride, spatial)
     if ceil_mode or unsupported:
         raise unknown(
-            func, rows, "ceil_mode, return_indices, divisor_override and count_include_pad=False are not supported"
+            func,
+            rows,
+            "ceil_mode, return_indices, divisor_override and count_include_pad=False are not supported",
         )
 
     def run(part: Tensor, padded: int) -> Tensor:
@@ -211,7 +227,14 @@ def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
 
     Each rank transforms the windows whose middle sample it holds, so the output is sharded by windows.
     """
-    parameters = {"input": None, "n_fft": None, "hop_length": None, "win_length": None, "window": None, "center": True}
+    parameters = {
+        "input": None,
+        "n_fft": None,
+        "hop_length": None,
+        "win_length": None,
+        "window": None,
+        "center": True,
+    }
     x, size, hop, win_length, window, center, _, *rest = bind(
         func,
         args,
@@ -231,7 +254,9 @@ def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
     plan = plans.convolution(rows.layout, size, hop, 0)
     _require_rows(func, rows, plan.layout)
     part = fetch(x, rows, plan.wanted, ranks)
-    return set_rows(func(part, size, hop, win_length, window, center, "reflect", *rest), RowTag(x.ndim, plan.layout))
+    return set_rows(
+        func(part, size, hop, win_length, window, center, "reflect", *rest), RowTag(x.ndim, plan.layout)
+    )
 
 
 BY_RULE: dict[Any, str] = {

@@ -77,12 +77,13 @@ def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
 def start_fetch(
     x: Tensor, rows: RowTag, wanted: Wanted, ranks: MeshDim, *, fill: float = 0.0
 ) -> Callable[[], list[Tensor]]:
-    """Start fetching ranges of rows in one all-to-all, unless every rank holds all of its ranges. Return a function
-    that waits for the rows, and returns one tensor for each of this rank's ranges.
+    """Start fetching ranges of rows in one all-to-all, unless every rank holds all of its ranges. Return a
+    function that waits for the rows, and returns one tensor for each of this rank's ranges.
 
     Args:
         x: This rank's rows, sharded as ``rows`` says. If a gradient is needed, ``RuntimeError`` is raised.
-        wanted: For each rank, the ranges that it fetches, in rows of the full image (or in the units of ``rows``).
+        wanted: For each rank, the ranges that it fetches, in rows of the full image (or in the units of
+            ``rows``).
         fill: Value of rows beyond the edge of the image.
     """
     _require_no_gradient(x)
@@ -91,7 +92,9 @@ def start_fetch(
     rest, size = units.shape[1:], units.shape[1:].numel()
     in_flight = None
     if not plan.is_local:
-        parts = [units.narrow(0, start, length).reshape(-1) for spans in plan.sends for start, length in spans]
+        parts = [
+            units.narrow(0, start, length).reshape(-1) for spans in plan.sends for start, length in spans
+        ]
         in_flight = start_all_to_all(
             _join(parts, units),
             [sum(length for _, length in spans) * size for spans in plan.sends],
@@ -153,7 +156,9 @@ def gather(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
 
 
 def part_of(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
-    """Return this rank's rows of ``x``, a tensor with all rows. The result is a view if ``rows.outer`` is 1."""
+    """Return this rank's rows of ``x``, a tensor with all rows.
+    The result is a view if ``rows.outer`` is 1.
+    """
     start, stop = ranges_of(rows.layout)[ranks.index]
     units = x.unflatten(rows.dim, (rows.outer, -1)).narrow(rows.dim + 1, start, stop - start)
     part: Tensor = units.flatten(rows.dim, rows.dim + 1)
@@ -175,7 +180,9 @@ def _require_no_gradient(x: Tensor) -> None:
 
 
 def _units_first(x: Tensor, rows: RowTag) -> Tensor:
-    """Return ``x`` with the sharded units (rows) moved to dim 0: ``[units, ...]``. A view if ``rows.outer`` is 1."""
+    """Return ``x`` with the sharded units (rows) moved to dim 0: ``[units, ...]``.
+    A view if ``rows.outer`` is 1.
+    """
     if rows.outer > 1:
         x = x.unflatten(rows.dim, (rows.outer, -1))
     return x.movedim(rows.dim + (rows.outer > 1), 0)

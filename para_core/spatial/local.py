@@ -26,8 +26,8 @@ from para_core.spatial.rows import (
     unknown,
 )
 
-# Functions that work along one dim and leave the other dims as they are, each with the position and the default of its
-# argument ``dim``. The position is None for functions that always work along the last dims.
+# Functions that work along one dim and leave the other dims as they are, each with the position and the
+# default of its argument ``dim``. The position is None for functions that always work along the last dims.
 ALONG = {
     "softmax": (1, -1),
     "log_softmax": (1, -1),
@@ -42,7 +42,9 @@ ALONG = {
 
 # Reductions, each with the positions of its arguments ``dim`` and ``keepdim``.
 REDUCTIONS = {
-    **dict.fromkeys(("mean", "sum", "amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp"), (1, 2)),
+    **dict.fromkeys(
+        ("mean", "sum", "amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp"), (1, 2)
+    ),
     **dict.fromkeys(("max", "min"), (1, 2)),
     **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm"), (2, 3)),
     **dict.fromkeys(("var", "std"), (1, 3)),
@@ -86,8 +88,8 @@ def argument(args: Sequence[Any], kwargs: dict[str, Any], name: str, index: int,
 
 
 def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **parameters: Any) -> list[Any]:
-    """Return all arguments of a call of ``func`` in the order of ``parameters``, its parameters with their defaults.
-    Raise ``TypeError`` for an argument that is not among them.
+    """Return all arguments of a call of ``func`` in the order of ``parameters``, its parameters with their
+    defaults. Raise ``TypeError`` for an argument that is not among them.
     """
     unexpected = [*kwargs.keys() - parameters.keys(), *args[len(parameters) :]]
     if unexpected:
@@ -96,9 +98,11 @@ def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **paramete
 
 
 def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on this rank's rows. An output with the shape of the first argument is sharded like this argument.
+    """Run ``func`` on this rank's rows. An output with the shape of the first argument is sharded like this
+    argument.
 
-    The functions with this rule read only the dtype and device of other tensor arguments, as ``x.to(other)`` does.
+    The functions with this rule read only the dtype and device of other tensor arguments, as ``x.to(other)``
+    does.
     """
     if "out" in kwargs:
         raise unknown(func, first_sharded((*args, *kwargs.values())), "it writes to out=")
@@ -145,9 +149,9 @@ def _is_in_place(func: Function) -> bool:
 
 
 def align(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
-    """Return this rank's part of ``x``, a replicated or sharded tensor, sharded along the negative dim ``dim_from_end``
-    in the layout of ``rows``. Return ``x`` itself if it broadcasts along this dim. Raise :class:`MixesRows` if ``x``
-    has another number of rows.
+    """Return this rank's part of ``x``, a replicated or sharded tensor, sharded along the negative dim
+    ``dim_from_end`` in the layout of ``rows``. Return ``x`` itself if it broadcasts along this dim. Raise
+    :class:`MixesRows` if ``x`` has another number of rows.
     """
     rows_of_x = rows_of(x)
     if rows_of_x is not None and rows_of_x.dim - x.ndim != dim_from_end:
@@ -162,7 +166,9 @@ def align(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end:
     if x.ndim < -dim_from_end or x.shape[dim_from_end] == 1:
         return x
     if x.shape[dim_from_end] != rows.total:
-        raise unknown(func, rows, f"with a replicated one of shape {list(x.shape)}, expected {rows.total} there")
+        raise unknown(
+            func, rows, f"with a replicated one of shape {list(x.shape)}, expected {rows.total} there"
+        )
     return part_of(x, rows.at(x.ndim + dim_from_end), ranks)
 
 
@@ -183,8 +189,8 @@ def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a reduction such as ``mean``, ``sum`` or ``argmax``. If the sharded dim is reduced, which ``sum``, ``mean``,
-    ``amax`` and ``amin`` support, all ranks combine their results.
+    """Run a reduction such as ``mean``, ``sum`` or ``argmax``. If the sharded dim is reduced, which ``sum``,
+    ``mean``, ``amax`` and ``amin`` support, all ranks combine their results.
     """
     name = name_of(func)
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
@@ -225,7 +231,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``torch.meshgrid``. The input along the first dim of the outputs stays sharded, the others are gathered."""
+    """Run ``torch.meshgrid``.
+    The input along the first dim of the outputs stays sharded, the others are gathered.
+    """
     tensors = list(args)
     if isinstance(args[0], (tuple, list)):
         tensors = list(args[0])
@@ -268,14 +276,17 @@ def create_filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
             args = local_sizes(tuple(args))
         return set_rows(func(*args, **kwargs), RowTag(*sharded))
     if name_of(func) == "empty" and "size" not in kwargs:
-        # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read it.
+        # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read
+        # it.
         return torch.empty((), **kwargs).expand(shape)
     out: Tensor = func(*args, **kwargs)
     return out
 
 
 def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``x.expand`` of a replicated tensor. The output is sharded if an expanded dim has a :class:`ShardedSize`."""
+    """Run ``x.expand`` of a replicated tensor.
+    The output is sharded if an expanded dim has a :class:`ShardedSize`.
+    """
     out: Tensor = func(*args, **kwargs)
     sharded = sharded_dim(_shape(args[1:], kwargs))
     if sharded is None or out.stride(sharded[0]) != 0:
@@ -298,7 +309,9 @@ def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     sizes = _shape(args, kwargs)
     shape, sharded = list(map(int, sizes)), sharded_dim(sizes)
     if sharded is None:
-        raise TypeError(f"{name_of(func)} of {shape}: expected exactly one size that was read from a sharded dim.")
+        raise TypeError(
+            f"{name_of(func)} of {shape}: expected exactly one size that was read from a sharded dim."
+        )
     rows = RowTag(*sharded)
     if torch.compiler.is_compiling() and kwargs.get("generator") is None:
         raise unknown(func, rows, "in a compiled function each rank has its own random state")
@@ -315,11 +328,15 @@ def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
 
 
 def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, RowTag]:
-    """Return the first argument of a call of ``func``, and its tag. Raise :class:`MixesRows` if it is not sharded."""
+    """Return the first argument of a call of ``func``, and its tag.
+    Raise :class:`MixesRows` if it is not sharded.
+    """
     x = argument(args, kwargs, "input", 0)
     rows = rows_of(x)
     if rows is None:
-        raise unknown(func, first_sharded((*args, *kwargs.values())), "an argument other than the first is sharded")
+        raise unknown(
+            func, first_sharded((*args, *kwargs.values())), "an argument other than the first is sharded"
+        )
     return x, rows
 
 
@@ -341,8 +358,8 @@ def tag_all(out: Any, rows: RowTag) -> Any:
 
 
 BY_RULE: dict[Any, str] = {
-    # Functions that read properties of a tensor other than its values and shape. Byte counts and strides are those of
-    # this rank's part of the rows.
+    # Functions that read properties of a tensor other than its values and shape. Byte counts and strides are
+    # those of this rank's part of the rows.
     metadata: """
         dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
         is_meta.__get__ is_mps.__get__ is_xpu.__get__ is_xla.__get__ is_quantized.__get__ is_sparse.__get__

@@ -1,4 +1,5 @@
-"""The mode under which a model computes only this rank's rows, by a rule for each torch function on sharded rows.
+"""The mode under which a model computes only this rank's rows, by a rule for each torch function on sharded
+rows.
 
 Rows are sharded over all ranks of a mesh. :func:`one_group` combines the dims of the mesh into one.
 """
@@ -16,7 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from para_core.distributed.agree import check_consistent, exchange, signature
-from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, dim_of_group, find_or_make_group, guided_mesh
+from para_core.distributed.mesh import (
+    GuidedMesh,
+    MeshDim,
+    SequenceMesh,
+    dim_of_group,
+    find_or_make_group,
+    guided_mesh,
+)
 from para_core.spatial import convolution, local, norm, products, resample, views
 from para_core.spatial.fetch import gather, part_of
 from para_core.spatial.rows import Layout, RowTag, even, first_sharded, name_of, rows_of, set_rows, unknown
@@ -29,7 +37,8 @@ from para_core.torch_internals import (
     unwrap_transform_tensor,
 )
 
-# The rule for each function name. The mode raises for a function that is not in here, if one of its tensors is sharded.
+# The rule for each function name. The mode raises for a function that is not in here, if one of its tensors
+# is sharded.
 RULES: dict[str, Any] = {
     name: rule
     for rules in (local, views, convolution, norm, products, resample)
@@ -39,22 +48,22 @@ RULES: dict[str, Any] = {
 
 
 class SpatialShardMode(TorchFunctionMode):
-    """Mode under which a model computes only this rank's rows of an image. The output equals that on one device up to
-    the order of sums.
+    """Mode under which a model computes only this rank's rows of an image. The output equals that on one
+    device up to the order of sums.
 
     >>> with SpatialShardMode(mesh) as rows:  # doctest: +SKIP
     ...     y = rows.gather(model(rows.shard(x)))
 
-    Functions that need other rows exchange data with other ranks: convolutions fetch a halo, norms combine statistics,
-    attention gathers all keys. All other supported functions run locally. A function without a rule raises
-    :class:`~para_core.spatial.rows.MixesRows` if one of its tensors is sharded.
+    Functions that need other rows exchange data with other ranks: convolutions fetch a halo, norms combine
+    statistics, attention gathers all keys. All other supported functions run locally. A function without a
+    rule raises :class:`~para_core.spatial.rows.MixesRows` if one of its tensors is sharded.
 
     Args:
-        mesh (`DeviceMesh` or `ProcessGroup`): The ranks over which rows are sharded, in rank order. A mesh may have
-            several dims.
-        compare_calls (`bool`, defaults to `False`): A debugging aid for models that hang: before each function on
-            sharded rows, the ranks compare the function's name and the layout in a small exchange, and all raise if
-            these differ.
+        mesh (`DeviceMesh` or `ProcessGroup`): The ranks over which rows are sharded, in rank order. A mesh
+            may have several dims.
+        compare_calls (`bool`, defaults to `False`): A debugging aid for models that hang: before each
+            function on sharded rows, the ranks compare the function's name and the layout in a small
+            exchange, and all raise if these differ.
     """
 
     def __init__(self, mesh: DeviceMesh | ProcessGroup | MeshDim, *, compare_calls: bool = False) -> None:
@@ -68,13 +77,16 @@ class SpatialShardMode(TorchFunctionMode):
         """Return this rank's rows of ``x``. Every rank must pass the whole tensor.
 
         Args:
-            dim (`int`, defaults to `-2`): The dim to shard: -2 for the height of ``[..., H, W]``, -1 for the width.
-            unit (`int`, defaults to `1`): Every rank except the last gets a multiple of this number of rows, for
-                example the factor by which the model scales down.
-            layout (`tuple[int, ...]`, *optional*): Number of rows of each rank. Defaults to the most even layout.
+            dim (`int`, defaults to `-2`): The dim to shard: -2 for the height of ``[..., H, W]``, -1 for the
+                width.
+            unit (`int`, defaults to `1`): Every rank except the last gets a multiple of this number of rows,
+                for example the factor by which the model scales down.
+            layout (`tuple[int, ...]`, *optional*): Number of rows of each rank. Defaults to the most even
+                layout.
 
         Raises:
-            ValueError: If the layout does not fit the number of rows or ranks, or a rank would get less than two units.
+            ValueError: If the layout does not fit the number of rows or ranks, or a rank would get less than
+                two units.
         """
         dim = dim % x.ndim
         if layout is None:
@@ -114,7 +126,9 @@ class SpatialShardMode(TorchFunctionMode):
         name = name_of(func)
         if self._compare_calls and isinstance(tag, RowTag):
             ring = MeshDim("ring", 1, 0, "", None)
-            check_consistent(signature({"function": name, "rows": str(tag)}), SequenceMesh(ring, self.ranks, "cpu"))
+            check_consistent(
+                signature({"function": name, "rows": str(tag)}), SequenceMesh(ring, self.ranks, "cpu")
+            )
         if isinstance(tag, RowTag):
             if name not in RULES:
                 raise unknown(func, tag, "it has no rule, so it may mix rows")
@@ -133,7 +147,9 @@ def _unwrap(x: Any) -> Any:
 
 
 def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
-    """Return one mesh dim with the ranks of all dims of ``mesh``. Every rank of the mesh must call this function."""
+    """Return one mesh dim with the ranks of all dims of ``mesh``.
+    Every rank of the mesh must call this function.
+    """
     if isinstance(mesh, ProcessGroup):
         return dim_of_group("rows", mesh)
     guided = mesh
@@ -155,18 +171,23 @@ def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGrou
     return [dim.group for dim in mesh.dims if dim.group is not None]
 
 
-def first_ranks(members: list[int], count: int, *, like: ProcessGroup, groups: Sequence[ProcessGroup] = ()) -> MeshDim:
-    """Return a mesh dim of the first ``count`` of the global ranks ``members``. Only these ``count`` ranks may call
-    this function.
+def first_ranks(
+    members: list[int], count: int, *, like: ProcessGroup, groups: Sequence[ProcessGroup] = ()
+) -> MeshDim:
+    """Return a mesh dim of the first ``count`` of the global ranks ``members``. Only these ``count`` ranks
+    may call this function.
 
-    One of ``groups`` is reused if it has the same ranks and backend, because an NCCL communicator takes GPU memory.
-    Otherwise a group with the backend and timeout of ``like`` is created at the first call, and reused by later calls.
+    One of ``groups`` is reused if it has the same ranks and backend, because an NCCL communicator takes GPU
+    memory. Otherwise a group with the backend and timeout of ``like`` is created at the first call, and
+    reused by later calls.
     """
     chosen = members[:count]
     if count == len(members):
         chosen = sorted(members)
     for group in groups:
-        if dist.get_process_group_ranks(group) == sorted(chosen) and dist.get_backend(group) == dist.get_backend(like):
+        if dist.get_process_group_ranks(group) == sorted(chosen) and dist.get_backend(
+            group
+        ) == dist.get_backend(like):
             return dim_of_group("rows", group)
     options: dict[str, Any] = {"backend": dist.get_backend(like), "timeout": group_timeout(like)}
     return dim_of_group("rows", find_or_make_group(f"para_core: rows over ranks {chosen}", chosen, **options))

@@ -23,7 +23,9 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
     The statistics are float32, or float64 for float64 input.
     """
-    x, groups, weight, bias, eps = bind(func, args, kwargs, input=None, num_groups=1, weight=None, bias=None, eps=1e-5)
+    x, groups, weight, bias, eps = bind(
+        func, args, kwargs, input=None, num_groups=1, weight=None, bias=None, eps=1e-5
+    )
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
         raise unknown(func, rows, "its channels are sharded, or only its weights")
@@ -68,7 +70,13 @@ def moments_on_gpu(x: Tensor, groups: int) -> Tensor:
 
 
 def normalized_on_gpu(
-    x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    of_ranks: Tensor,
+    shares: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> Tensor:
     fused = load_kernel("norm", x.device)
     if fused is None or not are_floats(x, of_ranks, *_present(weight, bias)):

@@ -1,4 +1,6 @@
-"""Rules for matrix products and attention of sharded rows. Queries stay sharded; keys and values are gathered."""
+"""Rules for matrix products and attention of sharded rows.
+Queries stay sharded; keys and values are gathered.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from para_core.spatial.rows import Function, RowTag, clear_rows, name_of, rows_o
 
 
 def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.linear`` on this rank's rows. Raise :class:`MixesRows` if the product sums over the sharded dim."""
+    """Run ``F.linear`` on this rank's rows.
+    Raise :class:`MixesRows` if the product sums over the sharded dim.
+    """
     x, rows = only_first(func, args, kwargs)
     if rows.dim == x.ndim - 1:
         raise unknown(func, rows, "it contracts them")
@@ -35,8 +39,8 @@ def matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``. If the rows of ``a`` are sharded, the output is too, and a sharded ``b`` is gathered.
 
-    If the dim that the product sums over is sharded in ``a``, the products of all ranks are summed. Linear attention
-    therefore exchanges a channels × channels matrix instead of all tokens.
+    If the dim that the product sums over is sharded in ``a``, the products of all ranks are summed. Linear
+    attention therefore exchanges a channels × channels matrix instead of all tokens.
     """
     rows_a, rows_b = rows_of(a), rows_of(b)
     if min(a.ndim, b.ndim) < 2:
@@ -86,7 +90,9 @@ def _role(x: Tensor, rows: RowTag | None, second_last: str, last: str) -> str | 
 
 
 def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``baddbmm`` with ``beta=0``, as attention without a mask does. Raise :class:`MixesRows` for another one."""
+    """Run ``baddbmm`` with ``beta=0``, as attention without a mask does.
+    Raise :class:`MixesRows` for another one.
+    """
     x, a, b = args
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:
@@ -103,25 +109,39 @@ def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run SDPA of ``[..., S, D]``: this rank's queries attend to the keys of all ranks, gathered in one collective.
+    """Run SDPA of ``[..., S, D]``: this rank's queries attend to the keys of all ranks, gathered in one
+    collective.
 
     The mask must cover all keys, and either all queries or this rank's queries.
     """
-    parameters = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False}
+    parameters = {
+        "query": None,
+        "key": None,
+        "value": None,
+        "attn_mask": None,
+        "dropout_p": 0.0,
+        "is_causal": False,
+    }
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = bind(
         func, args, kwargs, **parameters, scale=None, enable_gqa=False
     )
     rows_q, rows_k = rows_of(query), rows_of(key)
     rows = rows_q or rows_k or rows_of(value)
     if rows is None:
-        raise TypeError("scaled_dot_product_attention: a mask is sharded, and queries, keys and values are not.")
+        raise TypeError(
+            "scaled_dot_product_attention: a mask is sharded, and queries, keys and values are not."
+        )
     if dropout_p > 0:
         raise unknown(func, rows, "with dropout each rank would draw for its own tokens")
     options = {"scale": scale, "enable_gqa": enable_gqa}
     if any(tag is not None and tag.dim < x.ndim - 2 for x, tag in ((query, rows_q), (key, rows_k))):
         if not rows_q == rows_k == rows_of(value) or (mask is not None and mask.ndim == query.ndim):
-            raise unknown(func, rows, "its batch is sharded differently, or it has a mask of its own for each sample")
-        return set_rows(F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options), rows)
+            raise unknown(
+                func, rows, "its batch is sharded differently, or it has a mask of its own for each sample"
+            )
+        return set_rows(
+            F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options), rows
+        )
     if any(tag is not None and tag.dim == x.ndim - 1 for x, tag in ((query, rows_q), (key, rows_k))):
         raise unknown(func, rows, "its channels are sharded")
     if rows_k is not None:
@@ -144,7 +164,9 @@ def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     return set_rows(out, rows_q.at(out.ndim - 2))
 
 
-def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | None, ranks: MeshDim) -> Tensor:
+def _mask(
+    func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | None, ranks: MeshDim
+) -> Tensor:
     """Return the part of ``mask`` for this rank's queries and all keys.
 
     Raises:
@@ -162,7 +184,9 @@ def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | 
     sharding = ""
     if rows_m is not None:
         sharding = f", sharded as {rows_m},"
-    raise unknown(func, rows_q or rows_k, f"its mask of shape {list(mask.shape)}{sharding} is not one of all tokens")
+    raise unknown(
+        func, rows_q or rows_k, f"its mask of shape {list(mask.shape)}{sharding} is not one of all tokens"
+    )
 
 
 def _fits(mask: Tensor, rows_m: RowTag, rows_q: RowTag, ranks: MeshDim) -> bool:

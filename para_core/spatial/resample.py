@@ -47,7 +47,9 @@ def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
     else:
         min_rows = max(-before, -after) + 1
     if min(rows.layout[0], rows.layout[-1]) < min_rows:
-        raise unknown(func, rows, f"padding by {before} and {after} rows needs {min_rows} on the first and last rank")
+        raise unknown(
+            func, rows, f"padding by {before} and {after} rows needs {min_rows} on the first and last rank"
+        )
     widths[index] = before * (ranks.index == 0)
     widths[index + 1] = after * (ranks.index == ranks.size - 1)
     layout = list(rows.layout)
@@ -60,7 +62,8 @@ def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
 def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``pixel_shuffle`` or ``pixel_unshuffle`` on this rank's rows.
 
-    Before ``pixel_unshuffle``, rows are exchanged so that each boundary between ranks is a multiple of the factor.
+    Before ``pixel_unshuffle``, rows are exchanged so that each boundary between ranks is a multiple of the
+    factor.
     """
     x, rows = only_first(func, args, kwargs)
     shuffles = name_of(func) == "pixel_shuffle"
@@ -94,7 +97,9 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     scales, sizes = _each(scale, x.ndim - 2), _each(size, x.ndim - 2)
     if scales is not None:
         factor = scales[axis]
-        if (factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))) and not recompute:
+        if (
+            factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))
+        ) and not recompute:
             # Each row is repeated a whole number of times, so no rank needs rows of other ranks.
             out_rows = RowTag(rows.dim, tuple([count * int(factor) for count in rows.layout]))
             return set_rows(func(x, None, scales, mode, align), out_rows)
@@ -108,8 +113,11 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         # This is a ShardedSize if the model read it from the shape of a sharded tensor.
         total = sizes[axis]
         factor = total // sum(rows.layout)
-        same = isinstance(total, ShardedSize) and total.layout == tuple([count * factor for count in rows.layout])
-        # For these factors PyTorch rounds local and global sizes equally, so each rank can repeat its rows locally.
+        same = isinstance(total, ShardedSize) and total.layout == tuple(
+            [count * factor for count in rows.layout]
+        )
+        # For these factors PyTorch rounds local and global sizes equally, so each rank can repeat its rows
+        # locally.
         if mode == "nearest" and same and factor in (1, 2, 4, 8, 16):
             return set_rows(func(x, local_sizes(sizes)), RowTag(rows.dim, total.layout))
         layout = total.layout if isinstance(total, ShardedSize) else plans.scale(rows.layout, total)
@@ -118,7 +126,9 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     else:
         raise unknown(func, rows, "neither size= nor scale_factor= is given")
     if torch.compiler.is_compiling():
-        raise unknown(func, rows, f"mode={mode!r} to {sum(layout)} rows is not supported in compiled functions")
+        raise unknown(
+            func, rows, f"mode={mode!r} to {sum(layout)} rows is not supported in compiled functions"
+        )
     x = _resample(ranks, x, rows, layout, step, mode, bool(align))
     if scales is None:
         out_sizes[axis] = x.shape[rows.dim]
@@ -130,8 +140,8 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
 class _Resampling(NamedTuple):
     """The parameters of an interpolation along rows, for output rows ``start`` to ``stop - 1``.
 
-    The whole image has ``total`` input rows and ``num_rows`` output rows. Consecutive output rows are ``step`` input
-    rows apart.
+    The whole image has ``total`` input rows and ``num_rows`` output rows. Consecutive output rows are
+    ``step`` input rows apart.
     """
 
     mode: str
@@ -197,14 +207,18 @@ def _weights_on(resampling: _Resampling, dtype: torch.dtype, device: torch.devic
     return new_table(weights.flatten().tolist(), dtype, device).view(weights.shape)
 
 
-def _resample(ranks: MeshDim, x: Tensor, rows: RowTag, layout: Layout, step: float, mode: str, align: bool) -> Tensor:
+def _resample(
+    ranks: MeshDim, x: Tensor, rows: RowTag, layout: Layout, step: float, mode: str, align: bool
+) -> Tensor:
     """Return this rank's output rows of ``x`` interpolated along the sharded dim only.
 
     Args:
         layout: Number of output rows of each rank.
         step: Distance between output rows, in input rows.
     """
-    of_ranks = [_Resampling(mode, sum(rows.layout), sum(layout), step, align, *bounds) for bounds in ranges_of(layout)]
+    of_ranks = [
+        _Resampling(mode, sum(rows.layout), sum(layout), step, align, *bounds) for bounds in ranges_of(layout)
+    ]
     part = fetch(x, rows, list(map(_span, of_ranks)), ranks)
     own = of_ranks[ranks.index]
     index = _index_on(own, x.device)
@@ -228,4 +242,8 @@ def _each(value: Any, spatial: int) -> list[Any] | None:
     return list(value)
 
 
-BY_RULE: dict[Any, str] = {pad: "pad", pixel_shuffle: "pixel_shuffle pixel_unshuffle", interpolate: "interpolate"}
+BY_RULE: dict[Any, str] = {
+    pad: "pad",
+    pixel_shuffle: "pixel_shuffle pixel_unshuffle",
+    interpolate: "interpolate",
+}

@@ -2,8 +2,8 @@
 
 The arithmetic says which input rows an operator needs on each rank, and the layout of its output rows.
 
-A *layout* is the number of rows of each rank, in rank order. A *range* is ``(start, stop)`` in rows of the full image;
-it may reach beyond the image's edge.
+A *layout* is the number of rows of each rank, in rank order. A *range* is ``(start, stop)`` in rows of the
+full image; it may reach beyond the image's edge.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Windows(NamedTuple):
 def _output_layout(layout: Layout, total: int, first: Callable[[int], int]) -> Layout:
     """Return the layout of an operator's ``total`` output rows.
 
-    A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on. If a rank would then get
-    no rows, the layout is even instead. This happens after many causal convolutions, which shift rows to later ranks.
+    A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on. If a rank would
+    then get no rows, the layout is even instead. This happens after many causal convolutions, which shift
+    rows to later ranks.
     """
     starts = [0] + [min(max(first(start), 0), total) for start, _ in ranges_of(layout)[1:]]
     output = tuple([stop - start for start, stop in zip(starts, [*starts[1:], total], strict=True)])
@@ -77,8 +78,8 @@ def _output_layout(layout: Layout, total: int, first: Callable[[int], int]) -> L
 
 @lru_cache(maxsize=4096)
 def convolution(layout: Layout, extent: int, stride: int, padding: int) -> Windows:
-    """Return the output layout and the input ranges of a convolution whose kernel spans ``extent`` rows, including
-    dilation.
+    """Return the output layout and the input ranges of a convolution whose kernel spans ``extent`` rows,
+    including dilation.
 
     Output row j is computed by the rank that holds the middle of its window, which is input row
     ``j · stride − padding + (extent − 1) // 2``.
@@ -91,7 +92,10 @@ def convolution(layout: Layout, extent: int, stride: int, padding: int) -> Windo
     total = (sum(layout) + 2 * padding - extent) // stride + 1
     middle = (extent - 1) // 2 - padding
     output = _output_layout(layout, total, lambda start: -((middle - start) // stride))
-    wanted = [(start * stride - padding, (stop - 1) * stride - padding + extent) for start, stop in ranges_of(output)]
+    wanted = [
+        (start * stride - padding, (stop - 1) * stride - padding + extent)
+        for start, stop in ranges_of(output)
+    ]
     return Windows(output, tuple(wanted))
 
 
@@ -117,16 +121,16 @@ def transpose(layout: Layout, extent: int, stride: int, padding: int, extra: int
 
 
 class Overlapped(NamedTuple):
-    """A convolution in two steps: the first runs on a rank's own rows while the halo is in flight, and the second
-    replaces the output rows at the rank's upper and lower edge, which need the halo.
+    """A convolution in two steps: the first runs on a rank's own rows while the halo is in flight, and the
+    second replaces the output rows at the rank's upper and lower edge, which need the halo.
 
     Args:
-        middle: For each rank, the range of its own rows, counted from its first row, on which the first step runs. Each
-            output row has the middle of its window in this range.
+        middle: For each rank, the range of its own rows, counted from its first row, on which the first step
+            runs. Each output row has the middle of its window in this range.
         padding: Number of rows of padding around ``middle`` in the first step.
         edge: Number of output rows at each edge that the second step replaces.
-        top, bottom: For each rank, the range of input rows of the full image that the output rows at its upper (lower)
-            edge need. None at the edge of the image.
+        top, bottom: For each rank, the range of input rows of the full image that the output rows at its
+            upper (lower) edge need. None at the edge of the image.
     """
 
     middle: tuple[Range, ...]
@@ -138,10 +142,11 @@ class Overlapped(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def overlap(layout: Layout, extent: int, stride: int, padding: int) -> Overlapped | None:
-    """Return the two steps of the :func:`convolution` with these arguments; None if two steps are not possible.
+    """Return the two steps of the :func:`convolution` with these arguments; None if two steps are not
+    possible.
 
-    Two steps are not possible if ``extent`` is even or 1, if some rank has only output rows that need a halo, or if the
-    padding is wider than half a window.
+    Two steps are not possible if ``extent`` is even or 1, if some rank has only output rows that need a halo,
+    or if the padding is wider than half a window.
 
     >>> plan = overlap((4, 4), extent=3, stride=1, padding=1)
     >>> plan.middle, plan.top, plan.bottom
@@ -189,9 +194,9 @@ Function = Callable[..., Any]
 class RowTag:
     """The sharding of one dim of a tensor over ranks.
 
-    In the full tensor, ``dim`` consists of ``outer`` consecutive runs of ``sum(layout)`` units, and rank r holds
-    ``layout[r]`` units of each run. A unit is a row, or a fixed number of elements that belong to rows. For example,
-    video tokens in the order (T, H, W) have ``outer`` = T runs of H · W units.
+    In the full tensor, ``dim`` consists of ``outer`` consecutive runs of ``sum(layout)`` units, and rank r
+    holds ``layout[r]`` units of each run. A unit is a row, or a fixed number of elements that belong to rows.
+    For example, video tokens in the order (T, H, W) have ``outer`` = T runs of H · W units.
     """
 
     dim: int
@@ -231,10 +236,10 @@ def clear_rows(x: Tensor) -> Tensor:
 class ShardedSize(int):
     """The size of the full tensor along its sharded dim: an int in ``x.shape`` that also carries the layout.
 
-    Model code that reads this size computes and branches as on one device, equally on every rank. If the size is an
-    argument of a view, the mode replaces it by this rank's number of rows (:func:`local_sizes`). A multiple is a
-    :class:`ShardedSize` again, and so is a quotient if the number of each rank is divisible; any other result is a
-    plain number.
+    Model code that reads this size computes and branches as on one device, equally on every rank. If the size
+    is an argument of a view, the mode replaces it by this rank's number of rows (:func:`local_sizes`). A
+    multiple is a :class:`ShardedSize` again, and so is a quotient if the number of each rank is divisible;
+    any other result is a plain number.
 
     >>> rows = ShardedSize((3, 4), rank=0)
     >>> rows, (rows * 2).layout, (rows * 2).local, rows // 2, rows % 2, rows * 0.5
@@ -276,7 +281,8 @@ def local_sizes(value: Any) -> Any:
 
 
 def sharded_dim(shape: Sequence[Any]) -> tuple[int, Layout] | None:
-    """Return the index and the layout of the only :class:`ShardedSize` in ``shape``; None if there is none or several.
+    """Return the index and the layout of the only :class:`ShardedSize` in ``shape``; None if there is none or
+    several.
 
     A shape with several of them is that of an attention mask, whose rows and columns are tokens.
     """

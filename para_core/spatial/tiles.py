@@ -1,8 +1,8 @@
 """Distribute the tiles of an image over ranks, without changing the code for tiling and blending.
 
-Such code computes all tiles before it reads the first one. Each rank therefore computes only its own tiles, and
-represents every tile by a :class:`Pending`, a tensor whose value it may not have yet. The first read of a tile
-exchanges all tiles.
+Such code computes all tiles before it reads the first one. Each rank therefore computes only its own tiles,
+and represents every tile by a :class:`Pending`, a tensor whose value it may not have yet. The first read of a
+tile exchanges all tiles.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from para_core.distributed.mesh import GuidedMesh, MeshDim
 
 
 class Tiles(TorchFunctionMode):
-    """Mode in which tiles are distributed round-robin over ranks: each call through :meth:`call` runs on one rank only.
+    """Mode in which tiles are distributed round-robin over ranks: each call through :meth:`call` runs on one
+    rank only.
 
-    ``ranks`` are the ranks over which tiles are distributed, ``mesh`` the same ranks, for the exchange of shapes.
+    ``ranks`` are the ranks over which tiles are distributed, ``mesh`` the same ranks, for the exchange of
+    shapes.
     """
 
     def __init__(self, ranks: MeshDim, mesh: GuidedMesh) -> None:
@@ -42,12 +44,15 @@ class Tiles(TorchFunctionMode):
         self.fresh = True
 
     def call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
-        """Run ``call(*args, **kwargs)`` on the rank of the current tile, and return its output as a pending tensor.
+        """Run ``call(*args, **kwargs)`` on the rank of the current tile, and return its output as a pending
+        tensor.
 
-        A call that gets a cache of frames, ``conv_cache`` or ``feat_cache``, belongs to the same tile as the previous
-        call, unless :meth:`begin_tile` was called in between.
+        A call that gets a cache of frames, ``conv_cache`` or ``feat_cache``, belongs to the same tile as the
+        previous call, unless :meth:`begin_tile` was called in between.
         """
-        has_cache = kwargs.get("conv_cache") is not None or (kwargs.get("feat_cache") is not None and not self.fresh)
+        has_cache = kwargs.get("conv_cache") is not None or (
+            kwargs.get("feat_cache") is not None and not self.fresh
+        )
         if not has_cache:
             self.tile += 1
         self.fresh = False
@@ -87,7 +92,9 @@ class Tiles(TorchFunctionMode):
             target[index] = pending.value()
 
     def _value(self, number: int) -> Any:
-        """Return the output of call ``number``. Collective if it is new: all new outputs are then exchanged."""
+        """Return the output of call ``number``.
+        Collective if it is new: all new outputs are then exchanged.
+        """
         if number >= self._num_exchanged:
             self._exchange(range(self._num_exchanged, len(self._owners)))
             self._num_exchanged = len(self._owners)
@@ -113,7 +120,9 @@ class Tiles(TorchFunctionMode):
         for record, sizes, part in zip(records, counts, parts_of_ranks, strict=True):
             for (n, (shape, stride)), piece in zip(record["shapes"].items(), part.split(sizes), strict=True):
                 if int(n) not in local:
-                    self._values[int(n)] = torch.empty_strided(shape, stride, **options).copy_(piece.view(shape))
+                    self._values[int(n)] = torch.empty_strided(shape, stride, **options).copy_(
+                        piece.view(shape)
+                    )
 
 
 def _holds_pending(values: Iterable[Any]) -> bool:
@@ -121,14 +130,16 @@ def _holds_pending(values: Iterable[Any]) -> bool:
 
 
 def _tensor(value: Any) -> Tensor:
-    """Return the tensor in the output of a call, which may be a tuple (tensor, cache). The cache is not exchanged."""
+    """Return the tensor in the output of a call, which may be a tuple (tensor, cache).
+    The cache is not exchanged.
+    """
     x: Tensor = value[0] if isinstance(value, tuple) else value
     return x
 
 
 class Pending:
-    """A tensor whose value this rank may not have yet. Torch functions and indices return another one. Any other use
-    reads the value.
+    """A tensor whose value this rank may not have yet. Torch functions and indices return another one. Any
+    other use reads the value.
 
     Args:
         get: Returns the value, after an exchange if necessary.
@@ -160,7 +171,9 @@ class Pending:
         self.value()[index] = _value(value)
 
     def __iter__(self) -> Any:
-        """Yield the output and the cache of a call that returns both. The cache stays on the rank that computed it."""
+        """Yield the output and the cache of a call that returns both.
+        The cache stays on the rank that computed it.
+        """
         yield Pending(lambda: _tensor(self.value()), lambda: self.own()[0])
         yield Pending(lambda: self.own()[1], lambda: self.own()[1])
 

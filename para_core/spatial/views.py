@@ -11,14 +11,25 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.local import align, argument, only_first, tag_all
-from para_core.spatial.rows import Function, Layout, RowTag, local_sizes, name_of, ranges_of, rows_of, set_rows, unknown
+from para_core.spatial.rows import (
+    Function,
+    Layout,
+    RowTag,
+    local_sizes,
+    name_of,
+    ranges_of,
+    rows_of,
+    set_rows,
+    unknown,
+)
 
 
 def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``permute``, ``transpose``, ``squeeze`` and other functions that move, add or drop dims."""
     x, rows = only_first(func, args, kwargs)
-    # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes, except that dims of
-    # size 1 keep it, because squeeze may drop them. The sharded dim is never 1 there, because squeeze must not drop it.
+    # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes, except
+    # that dims of size 1 keep it, because squeeze may drop them. The sharded dim is never 1 there, because
+    # squeeze must not drop it.
     sizes = [dim + 2 for dim in range(x.ndim)]
     for dim, size in enumerate(x.shape):
         if size == 1 and dim != rows.dim:
@@ -36,15 +47,18 @@ def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
         return set_rows(out, rows)
     out_rows = match(tuple(x.shape), rows, tuple(out.shape), ranks.index)
     if out_rows is None:
-        raise unknown(func, rows, f"from {list(x.shape)} to {list(out.shape)} the rows do not stay in one dim")
+        raise unknown(
+            func, rows, f"from {list(x.shape)} to {list(out.shape)} the rows do not stay in one dim"
+        )
     return _set_checked_rows(func, out, out_rows, ranks)
 
 
 def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: int) -> RowTag | None:
-    """Return the tag after a reshape from local shape ``before`` to ``after``; None if several dims would hold rows.
+    """Return the tag after a reshape from local shape ``before`` to ``after``; None if several dims would
+    hold rows.
 
-    Rows may be merged with dims before them (frames) and after them (columns), and several units (see :class:`RowTag`)
-    may become one unit.
+    Rows may be merged with dims before them (frames) and after them (columns), and several units (see
+    :class:`RowTag`) may become one unit.
 
     >>> match((2, 6, 5), RowTag(1, (6, 4)), (2, 30), rank=0)
     RowTag(dim=1, layout=(30, 20), outer=1)
@@ -130,7 +144,9 @@ def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     func(x, local, value)
 
 
-def _local_index(x: Tensor, rows: RowTag, index: Any, ranks: MeshDim) -> tuple[tuple[Any, ...], Layout, int | None]:
+def _local_index(
+    x: Tensor, rows: RowTag, index: Any, ranks: MeshDim
+) -> tuple[tuple[Any, ...], Layout, int | None]:
     """Return the index to apply to this rank's rows, and the layout and the dim of the rows in its result.
 
     The dim is None if ``index`` does not keep consecutive rows together in one dim.
@@ -172,8 +188,9 @@ def _local_index(x: Tensor, rows: RowTag, index: Any, ranks: MeshDim) -> tuple[t
 
 
 def _kept_rows(part: slice, rows: RowTag) -> tuple[Layout, list[slice]] | None:
-    """Return the layout of the rows that the slice ``part`` keeps, and the slice of each rank's own rows. Return None
-    if the slice has a step, if a rank would keep no row, or if it cuts a dim that contains several frames.
+    """Return the layout of the rows that the slice ``part`` keeps, and the slice of each rank's own rows.
+    Return None if the slice has a step, if a rank would keep no row, or if it cuts a dim that contains
+    several frames.
     """
     total = sum(rows.layout)
     if part.step not in (None, 1):

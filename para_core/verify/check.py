@@ -84,7 +84,9 @@ def check_parallel(
     module = _require_unmodified(model)
     numbers = _require_ranks(ranks)
     if sum(option is not None for option in (dim, plan, forward)) > 1:
-        raise ValueError("check_parallel takes one of dim=, plan= and forward=: what is sharded is said once.")
+        raise ValueError(
+            "check_parallel takes one of dim=, plan= and forward=: what is sharded is said once."
+        )
     if tolerance is None:
         tolerance = tolerance_of(_compute_dtype(module))
     if plan is not None and not isinstance(plan, Plan):
@@ -110,7 +112,9 @@ def _require_unmodified(model: Any) -> nn.Module:
     """
     module = uncompiled(model)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module (of a pipeline, its transformer).")
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected an nn.Module (of a pipeline, its transformer)."
+        )
     if any(is_filled(submodule, Slot.PLAN) for submodule in module.modules()):
         raise ValueError(
             f"{original_class(module).__name__} is already parallel. Check the unmodified model, or undo it first: "
@@ -126,7 +130,9 @@ def _require_ranks(ranks: Any) -> list[int]:
     """
     numbers = [ranks] if isinstance(ranks, int) else [*ranks]
     if not numbers or any(not isinstance(number, int) or number < 2 for number in numbers):
-        raise ValueError(f"ranks is {ranks!r}; expected a number of ranks, at least 2, or several such numbers.")
+        raise ValueError(
+            f"ranks is {ranks!r}; expected a number of ranks, at least 2, or several such numbers."
+        )
     return numbers
 
 
@@ -174,7 +180,9 @@ class _Checker:
             for method in _METHODS:
                 cases += self._check_fewer_tokens(method, ranks)
         notes = tuple(dict.fromkeys(self._notes))
-        check = ParallelCheck(original_class(self._module).__name__, tuple(cases), self._tolerance, notes=notes)
+        check = ParallelCheck(
+            original_class(self._module).__name__, tuple(cases), self._tolerance, notes=notes
+        )
         wrong = next((case for case in cases if not check.is_exact(case)), None)
         if wrong is None:
             return check
@@ -315,7 +323,9 @@ def _largest_error(
         _NotComparableError: They cannot be compared.
     """
     if not outputs[0]:
-        raise _NotComparableError("the output holds no tensor in a tuple, list or dict, so nothing can be compared.")
+        raise _NotComparableError(
+            "the output holds no tensor in a tuple, list or dict, so nothing can be compared."
+        )
     numbers = [len(of_rank) for of_rank in outputs]
     if len({*numbers}) > 1 or (numbers[0] != len(expected) and not may_be_some):
         raise _NotComparableError(f"the ranks return {numbers} tensors, and the model alone {len(expected)}.")

@@ -39,7 +39,14 @@ logger = logging.getLogger(__name__)
 
 # The slots of features that move or gather weights, which the unmodified model needs too.
 _SLOTS_OF_WEIGHTS = frozenset(
-    {Slot.OFFLOADED_BLOCK, Slot.TENSOR_WEIGHTS, Slot.LORA, Slot.STAGED_WEIGHTS, Slot.STAGED_MERGE, Slot.WEIGHTS}
+    {
+        Slot.OFFLOADED_BLOCK,
+        Slot.TENSOR_WEIGHTS,
+        Slot.LORA,
+        Slot.STAGED_WEIGHTS,
+        Slot.STAGED_MERGE,
+        Slot.WEIGHTS,
+    }
 )
 # The error of outputs that cannot be compared, because their number or shapes differ. JSON has no infinity.
 _NOT_COMPARABLE = 1e30
@@ -106,7 +113,9 @@ class Verification:
         self._verified.add(key)
         return output
 
-    def _conclude(self, module: nn.Module, region: Region, inputs: ModelInputs, comparison: Comparison) -> None:
+    def _conclude(
+        self, module: nn.Module, region: Region, inputs: ModelInputs, comparison: Comparison
+    ) -> None:
         """Exchange the comparisons of all ranks.
 
         Raise on every rank if one found a difference, else report.

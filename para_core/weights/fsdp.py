@@ -57,13 +57,19 @@ def shard_blocks(
     # diffusers keeps some parameters in float32.
     module.requires_grad_(False)
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-    small = {x for x in module.parameters() if id(x) not in in_blocks and x.numel() < FEWEST_SHARDED_ELEMENTS} | kept
+    small = {
+        x for x in module.parameters() if id(x) not in in_blocks and x.numel() < FEWEST_SHARDED_ELEMENTS
+    } | kept
     with emptied_during([module, *blocks]):
         for block in blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept)
+            fully_shard(
+                block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept
+            )
         # Make the whole model the FSDP2 root of its blocks, so that the blocks share streams and can be
         # prefetched.
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small
+        )
         for part in (module, *blocks):
             # Change the class before the slots are filled again, because they derive a private class from
             # the current class, and take its name.
@@ -199,7 +205,9 @@ def _gather(parameter: DTensor) -> torch.Tensor:
     if consists_of_tensors(local):
         names, context = local.__tensor_flatten__()
         inner = {name: _gather_rows(getattr(local, name), local.shape[0], parameter) for name in names}
-        gathered: torch.Tensor = type(local).__tensor_unflatten__(inner, context, parameter.shape, parameter.stride())
+        gathered: torch.Tensor = type(local).__tensor_unflatten__(
+            inner, context, parameter.shape, parameter.stride()
+        )
         return gathered.detach()
     # Gather offloaded parts on the device of the mesh, because its group may not support tensors in host
     # memory.

@@ -46,7 +46,9 @@ class PatchRuleExecutor(RuleExecutor):
     """
 
     def __init__(self, plan: PatchPlan, index: int, num_patches: int, num_frames: int | None) -> None:
-        super().__init__(SequenceMesh(dim_of_one("ring"), MeshDim("ulysses", num_patches, index, "", None), "cpu"))
+        super().__init__(
+            SequenceMesh(dim_of_one("ring"), MeshDim("ulysses", num_patches, index, "", None), "cpu")
+        )
         self._num_frames = num_frames
         sharded = {rule.segment for rule in plan.plan.shard_rules if isinstance(rule, Split)}
         self._in_first_patch = sharded - {None, plan.segment}
@@ -113,7 +115,9 @@ class PatchHooks:
         self.module = module
         self.executor: PatchRuleExecutor | None = None
         self._matches = match_modules(module, plan)
-        attending = [rules.attention for _, rules in self._matches.values() if isinstance(rules.attention, tuple)]
+        attending = [
+            rules.attention for _, rules in self._matches.values() if isinstance(rules.attention, tuple)
+        ]
         self.attentions = tuple(dict.fromkeys([Attention(plan.joint_order), *chain.from_iterable(attending)]))
         # In eager code, one entry per running module, the innermost last: (indices of its attention entries,
         # number of its calls so far). In graphs nested modes count the calls.
@@ -230,10 +234,11 @@ def patch_attention_handler(handler: PatchHandler) -> Iterator[None]:
 
 
 class PatchAttnMode(SdpaOwner, TorchFunctionMode):
-    """Mode that replaces attention calls by ``para_core::patch_attention``, in compiled graphs and in eager code.
+    """Mode that replaces attention calls by ``para_core::patch_attention``, in compiled graphs and in eager
+    code.
 
-    For the first, second, … attention call, ``indices`` are those of the plan entries in :attr:`PatchHooks.attentions`.
-    The last index also applies to further calls.
+    For the first, second, … attention call, ``indices`` are those of the plan entries in
+    :attr:`PatchHooks.attentions`. The last index also applies to further calls.
     """
 
     def __init__(self, indices: tuple[int, ...]) -> None:

@@ -92,14 +92,18 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
     ):
         raise TypeError("what it returns are not the tokens of one image or video")
     rules = plan.shard_rules
-    if plan.halos or not all(isinstance(rule, (Split, Replicate, FirstTokens, LastTokens, Entries)) for rule in rules):
+    if plan.halos or not all(
+        isinstance(rule, (Split, Replicate, FirstTokens, LastTokens, Entries)) for rule in rules
+    ):
         raise TypeError("some of its modules need the tokens of other patches")
     if any(isinstance(rule, Split) and (rule.then_replicated or rule.after_replicated) for rule in rules):
         raise TypeError("its tokens share a tensor with others")
     attention = plan.attention.values()
     if any(isinstance(calls, AttentionByHeads) for calls in attention):
         raise TypeError("its attention needs the tokens of all patches at once")
-    if not all(isinstance(calls, tuple) and all(call.mask != "pairs" for call in calls) for calls in attention):
+    if not all(
+        isinstance(calls, tuple) and all(call.mask != "pairs" for call in calls) for calls in attention
+    ):
         raise TypeError("it attends to sums, to lists, or by a mask of pairs of tokens")
     rule, segment = plan.inputs.get("hidden_states"), gathers[0].segment
     # The scheduler adds the model's output to hidden_states, so both hold tokens, or both hold latents.
@@ -128,5 +132,7 @@ def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
     [(0, 3), (3, 3), (6, 2), (8, 2)]
     """
     if num_patches > total:
-        raise ValueError(f"{total} {what} cannot be split into num_patches={num_patches} patches. Choose fewer.")
+        raise ValueError(
+            f"{total} {what} cannot be split into num_patches={num_patches} patches. Choose fewer."
+        )
     return [Segment("patches", total).runs(patch, num_patches)[0] for patch in range(num_patches)]

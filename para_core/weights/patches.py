@@ -24,8 +24,8 @@ _WHOLE = (_aten.equal.default,)
 
 
 class PatchSource(ABC):
-    """The source of a lazy tensor that arrives in patches. Elementwise operators on it are recorded; others wait for
-    all patches.
+    """The source of a lazy tensor that arrives in patches. Elementwise operators on it are recorded; others
+    wait for all patches.
 
     ``live`` are the lazy tensors of the pipeline call.
     """
@@ -40,7 +40,9 @@ class PatchSource(ABC):
 
     @abstractmethod
     def up_to(self, patch: int) -> Tensor:
-        """Wait for patches 0 to ``patch``, and return the whole tensor. Its later patches may be uninitialised."""
+        """Wait for patches 0 to ``patch``, and return the whole tensor.
+        Its later patches may be uninitialised.
+        """
 
     @property
     def is_ready(self) -> bool:
@@ -50,11 +52,17 @@ class PatchSource(ABC):
         return self.up_to(self.num_patches - 1)
 
     def postpone(self, func: Any, args: Any, kwargs: Any) -> LazyTensor | None:
-        """Record the call ``func(*args, **kwargs)``, and return its result; None if it cannot run patch by patch.
+        """Record the call ``func(*args, **kwargs)``, and return its result; None if it cannot run patch by
+        patch.
 
-        Other tensor arguments of a recorded function, such as latents, are copied: pipelines may change them in place.
+        Other tensor arguments of a recorded function, such as latents, are copied: pipelines may change them
+        in place.
         """
-        if func in _WHOLE or schema_of(func).is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
+        if (
+            func in _WHOLE
+            or schema_of(func).is_mutable
+            or not (func in _COPIES or torch.Tag.pointwise in func.tags)
+        ):
             return None
         # Do not record random functions: they would run once per patch, and draw new numbers each time.
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -118,8 +126,8 @@ class Arrival(PatchSource):
 
 
 class _Pointwise(PatchSource):
-    """A recorded call of an elementwise function on tensors that arrive in patches. It runs on tensors of full size,
-    again for each patch that is requested.
+    """A recorded call of an elementwise function on tensors that arrive in patches. It runs on tensors of
+    full size, again for each patch that is requested.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, num_patches: int, live: LiveTensors) -> None:

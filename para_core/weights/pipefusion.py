@@ -36,7 +36,12 @@ from para_core.plans.current_call import interception_of
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
 from para_core.torch_internals import pytree
-from para_core.weights.patch_hooks import PatchAttnMode, PatchHooks, PatchRuleExecutor, patch_attention_handler
+from para_core.weights.patch_hooks import (
+    PatchAttnMode,
+    PatchHooks,
+    PatchRuleExecutor,
+    patch_attention_handler,
+)
 from para_core.weights.patch_plan import PatchPlan
 from para_core.weights.patches import Arrival, source_of_patches
 from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion, PipeFusionReport
@@ -143,7 +148,9 @@ class Fusion:
             self._branches, self._pending, self._keys = {}, [], None
 
     def _count(self, **increments: float) -> None:
-        totals: dict[str, Any] = {name: getattr(self.report, name) + value for name, value in increments.items()}
+        totals: dict[str, Any] = {
+            name: getattr(self.report, name) + value for name, value in increments.items()
+        }
         self.report = replace(self.report, **totals)
 
     def _run_block(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +197,9 @@ class Fusion:
         # modules.
         region = region_of(module)
         by_mode = region is not None and not region.may_use_dispatcher(module)
-        self._in_graphs = by_mode or not dispatcher_is_available() or any(map(has_compiled_parts, self._blocks))
+        self._in_graphs = (
+            by_mode or not dispatcher_is_available() or any(map(has_compiled_parts, self._blocks))
+        )
         name = self._branch_of(arguments)
         index, total = self._step_of(name)
         self.few_steps = self.few_steps or total < FEWEST_STEPS
@@ -209,7 +218,9 @@ class Fusion:
             return self._run_whole(compute, branch, materialize(arguments))
         return self._run_patches(compute, branch.keys, branch.output, arguments)
 
-    def _run_whole(self, compute: Callable[..., Any], branch: _FusedBranch, arguments: Mapping[str, Any]) -> Any:
+    def _run_whole(
+        self, compute: Callable[..., Any], branch: _FusedBranch, arguments: Mapping[str, Any]
+    ) -> Any:
         """Run the model on all tokens at once, and store their keys and the output's shape in ``branch``."""
         self._count(whole_calls=1)
         output = self._run_patch(compute, branch.keys, arguments, 0, 1)
@@ -220,7 +231,12 @@ class Fusion:
         return output
 
     def _run_patch(
-        self, compute: Callable[..., Any], keys: StaleKeys, arguments: Mapping[str, Any], patch: int, num_patches: int
+        self,
+        compute: Callable[..., Any],
+        keys: StaleKeys,
+        arguments: Mapping[str, Any],
+        patch: int,
+        num_patches: int,
     ) -> Any:
         """Run the model on patch ``patch`` of ``num_patches``, and return its output."""
         tokens = arguments["hidden_states"]
@@ -283,7 +299,11 @@ class Fusion:
             waited, sent = stages.links.seconds_waited - waited, stages.links.bytes_sent - sent
         seconds = time.perf_counter() - start
         self._count(
-            patched_calls=1, overlapping_calls=overlapping, seconds=seconds, seconds_waited=waited, bytes_sent=sent
+            patched_calls=1,
+            overlapping_calls=overlapping,
+            seconds=seconds,
+            seconds_waited=waited,
+            bytes_sent=sent,
         )
         patched = LazyTensor.make(arrival, expected)
         return pytree.tree_map_only(Tensor, lambda _: patched, output)

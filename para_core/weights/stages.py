@@ -178,7 +178,9 @@ class _BlockWrapper:
     ``forward``.
     """
 
-    def __init__(self, replacement: _Replacement | None, streams: tuple[str, ...], parameters: tuple[str, ...]) -> None:
+    def __init__(
+        self, replacement: _Replacement | None, streams: tuple[str, ...], parameters: tuple[str, ...]
+    ) -> None:
         self._replacement, self._streams, self._parameters = replacement, streams, parameters
 
     def __call__(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -84,7 +84,9 @@ class StaleKeys:
         except ValueError as error:
             raise RuntimeError(f"PipeFusion computes a patch: {error} {_WAY_OUT}") from error
         if call.is_causal:
-            raise RuntimeError(f"PipeFusion does not support causal attention to {' + '.join(names)}. {_WAY_OUT}")
+            raise RuntimeError(
+                f"PipeFusion does not support causal attention to {' + '.join(names)}. {_WAY_OUT}"
+            )
         if mesh.ranks == 1:
             keys, values = (x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value))
             stored_mask = mask
@@ -104,7 +106,9 @@ class StaleKeys:
         attention_is_skipped(module)
         return call.with_tensors(call.query, all_keys, all_values, mask).on_one_device()
 
-    def _of_all_ranks(self, attention: Attention, call: SdpaCall) -> tuple[int, Tensor, Tensor, Tensor | None]:
+    def _of_all_ranks(
+        self, attention: Attention, call: SdpaCall
+    ) -> tuple[int, Tensor, Tensor, Tensor | None]:
         """Return the number of queries of all sequence ranks, and their keys, values and mask after one
         exchange.
         """

@@ -31,7 +31,14 @@ from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import parameter_slots
 from para_core.weights.parameters import consists_of_tensors, write_shard
 from para_core.weights.tensor_checks import check_plain_lora, check_tensor_plan
-from para_core.weights.tensor_plan import Linear, TensorPlan, base_linear, lora_matrices, parts_of, planned_linears
+from para_core.weights.tensor_plan import (
+    Linear,
+    TensorPlan,
+    base_linear,
+    lora_matrices,
+    parts_of,
+    planned_linears,
+)
 
 # Name of the attribute of a sharded module that holds its _ShardRecord.
 _RECORD = "_para_core_tensor"
@@ -207,7 +214,9 @@ def _shard_linear(linear: Any, style: Linear, record: _ShardRecord) -> None:
     _wrap_forward(linear, record.arounds[style.along])
 
 
-def _shard_parameter(linear: nn.Module, name: str, dim: int, parts: tuple[int, ...], record: _ShardRecord) -> None:
+def _shard_parameter(
+    linear: nn.Module, name: str, dim: int, parts: tuple[int, ...], record: _ShardRecord
+) -> None:
     # A rank takes a share of each part (query, key and value, for example), but a DTensor shards
     # contiguously. Therefore reorder first, which makes the shares of a rank contiguous.
     ordered = _order_by_rank(_parameter(linear, name).detach(), dim, parts, record.mesh.size())
@@ -219,8 +228,8 @@ def _order_by_rank(x: Tensor, dim: int, parts: tuple[int, ...], num_ranks: int) 
     """Reorder ``x`` along ``dim`` so that chunk r of ``num_ranks`` equal chunks holds rank r's share of each
     part.
 
-    ``parts`` are the sizes of the parts along ``dim``; without any, ``x`` is returned unchanged. With the parts q and k
-    and two ranks::
+    ``parts`` are the sizes of the parts along ``dim``; without any, ``x`` is returned unchanged. With the
+    parts q and k and two ranks::
 
         before: q0 q1 k0 k1
         after:  q0 k0 q1 k1

@@ -10,7 +10,14 @@ from torch.distributed.tensor import DTensor
 from para_core.instance.private_class import unwrapped_class
 from para_core.plans.module_matching import matching_modules
 from para_core.weights.parameters import is_float8
-from para_core.weights.tensor_plan import Linear, TensorPlan, base_linear, lora_matrices, parts_of, planned_linears
+from para_core.weights.tensor_plan import (
+    Linear,
+    TensorPlan,
+    base_linear,
+    lora_matrices,
+    parts_of,
+    planned_linears,
+)
 
 
 def check_tensor_plan(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
@@ -26,13 +33,17 @@ def check_tensor_plan(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
         weight_dim = 0 if style.along == "colwise" else 1
         for size in parts_of(linear, style) or (linear.weight.shape[weight_dim],):
             if size % ranks:
-                raise ValueError(f"{name} of this {cls} has {size} channels, which {ranks} tensor ranks do not divide.")
+                raise ValueError(
+                    f"{name} of this {cls} has {size} channels, which {ranks} tensor ranks do not divide."
+                )
     _check_attention(module, linears)
 
 
 def _check_heads(module: nn.Module, plan: TensorPlan, cls: str, ranks: int) -> None:
     """Raise ``ValueError`` if the ranks do not divide a number of heads of ``module``, of the class ``cls``."""
-    attentions = [attention for pattern in plan.heads for attention in matching_modules(module, pattern).values()]
+    attentions = [
+        attention for pattern in plan.heads for attention in matching_modules(module, pattern).values()
+    ]
     heads = {int(attention.heads) for attention in attentions}  # type: ignore[arg-type]
     of_config = getattr(getattr(module, "config", None), "num_attention_heads", None)
     if isinstance(of_config, int):
@@ -87,7 +98,9 @@ def _check_attention(module: nn.Module, linears: dict[str, tuple[nn.Module, Line
     Such a layer would compute all heads, while the other layers compute only this rank's heads.
     """
     for at, attention in module.named_modules():
-        if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
+        if isinstance(getattr(attention, "heads", None), int) and any(
+            name.startswith(f"{at}.") for name in linears
+        ):
             for name, part in attention.named_modules(prefix=at):
                 # Skip the matrices of a LoRA, which are sharded together with the layer that they adapt.
                 planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)

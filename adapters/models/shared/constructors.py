@@ -26,7 +26,9 @@ def chained(
     uncached: tuple[str, ...] = (),
     modulated: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None,
 ) -> CachedBlocks:
-    """Return a block stack of a single chained :class:`BlockGroup`. The arguments are those of the two classes."""
+    """Return a block stack of a single chained :class:`BlockGroup`.
+    The arguments are those of the two classes.
+    """
     group = BlockGroup(lists, streams, measured, chained=True, between=between, samples=samples)
     return CachedBlocks((group,), conditions, uncached, modulated)
 
@@ -37,7 +39,8 @@ def of_samples(*more: str) -> dict[str, int]:
 
 
 def linears(*blocks: str, columns: Iterable[str] = (), rows: Iterable[str] = ()) -> dict[str, Linear]:
-    """Return the sharding of linear layers of each of ``blocks``: output channels of ``columns``, inputs of ``rows``.
+    """Return the sharding of linear layers of each of ``blocks``: output channels of ``columns``, inputs of
+    ``rows``.
 
     >>> list(linears("blocks.*", columns=["to_q"], rows=["to_out.0"]))
     ['blocks.*.to_q', 'blocks.*.to_out.0']

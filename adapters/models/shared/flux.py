@@ -19,9 +19,11 @@ FLUX_PLAN = Plan(
         "controlnet_block_samples": Split(dim=1, like="image"),
         "controlnet_single_block_samples": Split(dim=1, like="image"),
     },
-    # Gather the output of the model itself and not the output of proj_out, because loading a LoRA may replace proj_out.
+    # Gather the output of the model itself and not the output of proj_out, because loading a LoRA may replace
+    # proj_out.
     outputs={"": Gather(dim=1, segment="image")},
     joint_order=("text", "image"),
-    # After the joint attention, image tokens also attend to the image tokens of each IP-Adapter, which are replicated.
+    # After the joint attention, image tokens also attend to the image tokens of each IP-Adapter, which are
+    # replicated.
     attention={"transformer_blocks.*.attn": (JOINT, Attention(("image",), ("ip_adapter",)))},
 )

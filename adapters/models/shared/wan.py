@@ -27,7 +27,9 @@ def wan_tensor_plan(*lists: str) -> TensorPlan:
             rows=["attn1.to_out.0", "attn2.to_out.0", "ffn.net.2"],
         ),
         heads=tuple(f"{block}.{attn}" for block in blocks for attn in heads),
-        norms=tuple(f"{block}.{name}" for block in blocks for name in ("*.norm_q", "*.norm_k", "attn2.norm_added_k")),
+        norms=tuple(
+            f"{block}.{name}" for block in blocks for name in ("*.norm_q", "*.norm_k", "attn2.norm_added_k")
+        ),
     )
 
 
@@ -38,8 +40,9 @@ def wan_plan(
 ) -> Plan:
     """Return the plan of a relative of Wan, with the video tokens split at block 0.
 
-    The output of the module ``gathered`` is gathered. The default is for models whose output layers apply a time step
-    to each token of the full sequence. The arguments ``inner`` and ``attention`` are further entries of :class:`Plan`.
+    The output of the module ``gathered`` is gathered. The default is for models whose output layers apply a
+    time step to each token of the full sequence. The arguments ``inner`` and ``attention`` are further
+    entries of :class:`Plan`.
     """
     return Plan(
         inputs={},
@@ -50,8 +53,9 @@ def wan_plan(
     )
 
 
-# This self-attention packs or pads all tokens to fit a mask of flex attention, and caches keys for later calls. So each
-# rank runs it on all tokens and some heads. The all-to-all comes after the norms, which span all heads.
+# This self-attention packs or pads all tokens to fit a mask of flex attention, and caches keys for later
+# calls. So each rank runs it on all tokens and some heads. The all-to-all comes after the norms, which span
+# all heads.
 BY_HEADS = AttentionByHeads("video", ("norm_q", "norm_k", "to_v"), "to_out.0")
 
 WRITES_KEYS = "its blocks store keys that later calls read, and a block that is skipped stores none"

@@ -1,15 +1,16 @@
 """Sparse attention: each head attends only to the keys that a few observed queries attend to most. Not exact.
 
-The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): the *vote* of a key is the sum of the attention
-weights that the observed queries give it, and each head keeps the keys with the largest votes. SnapKV observes the end
-of a prompt. Here every query sees every key, so the observed queries are spread evenly over the sequence. Votes are not
-pooled over neighbouring keys.
+The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): the *vote* of a key is the sum of the
+attention weights that the observed queries give it, and each head keeps the keys with the largest votes.
+SnapKV observes the end of a prompt. Here every query sees every key, so the observed queries are spread
+evenly over the sequence. Votes are not pooled over neighbouring keys.
 
-Per call, the ring ranks exchange the observed queries, one lse per observed query and one vote per key: B · H · (w · (D
-+ 1) + S_k) elements for w observed queries. After that only kept keys and values are sent and computed.
+Per call, the ring ranks exchange the observed queries, one lse per observed query and one vote per key: B · H
+· (w · (D + 1) + S_k) elements for w observed queries. After that only kept keys and values are sent and
+computed.
 
-The host waits for the device once per call, to read how many keys of each ring block are kept. It does not wait if all
-keys are sent and a mask hides those that are not kept (see :func:`sparse_attention`).
+The host waits for the device once per call, to read how many keys of each ring block are kept. It does not
+wait if all keys are sent and a mask hides those that are not kept (see :func:`sparse_attention`).
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def select_keys(
 ) -> Tensor:
     """Return which keys each head keeps: a bool tensor ``[B, H, S_k]`` by position in the whole sequence.
 
-    Collective; the result is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an observed query
-    gets no vote from this query. ``heads`` is the key head of each query head; None if heads are grouped evenly.
+    Collective; the result is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an
+    observed query gets no vote from this query. ``heads`` is the key head of each query head; None if heads
+    are grouped evenly.
     """
     observed = kept.observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
@@ -76,7 +78,9 @@ def select_keys(
     order = _positions([run for of_rank in runs_of_ranks for run in of_rank], query.device)
     votes = torch.empty_like(votes).index_copy_(2, order, votes)
     # The sort is stable, so of equal votes the first wins.
-    largest = votes.sort(dim=-1, descending=True, stable=True).indices[..., : ceil(kept.share * votes.shape[2])]
+    largest = votes.sort(dim=-1, descending=True, stable=True).indices[
+        ..., : ceil(kept.share * votes.shape[2])
+    ]
     return torch.zeros_like(votes, dtype=torch.bool).scatter_(-1, largest, True)
 
 
@@ -91,13 +95,16 @@ def _on_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Te
 
 
 def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
-    """Return the offset of each position in the concatenation of ``runs``; None if no run ``(start, length)`` has it.
+    """Return the offset of each position in the concatenation of ``runs``; None if no run ``(start, length)``
+    has it.
 
     >>> _offsets([4, 0, 7], [(6, 2), (4, 1)])
     [2, None, 1]
     """
     begins = accumulate([length for _, length in runs], initial=0)
-    ascending = sorted((start, length, begin) for (start, length), begin in zip(runs, begins, strict=False) if length)
+    ascending = sorted(
+        (start, length, begin) for (start, length), begin in zip(runs, begins, strict=False) if length
+    )
     starts = [start for start, _, _ in ascending]
     offsets: list[int | None] = []
     for position in positions:
@@ -112,14 +119,16 @@ def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
 
 
 def _rows_of(wanted: Tensor, held: Tensor) -> Tensor:
-    """Return the index in ``held`` of each position in ``wanted``. All wanted positions must be in ``held``."""
+    """Return the index in ``held`` of each position in ``wanted``.
+    All wanted positions must be in ``held``.
+    """
     ascending, order = held.sort()
     return order[torch.searchsorted(ascending, wanted)]
 
 
 def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor:
-    """Return the rows of ``x``, ``[B, H, S_block, …]``, at n positions of the whole sequence, gathered from all ring
-    ranks: ``[B, H, n, …]``.
+    """Return the rows of ``x``, ``[B, H, S_block, …]``, at n positions of the whole sequence, gathered from
+    all ring ranks: ``[B, H, n, …]``.
     """
     dim, queries = plan.dim, plan.spec.queries
     runs = queries.runs(dim.index, replicated=False)
@@ -142,8 +151,8 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
 
 
 def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
-    """Return the positions of the keys whose votes ring rank ``index`` counts: its sharded keys; on the first rank also
-    the replicated ones, which all ranks hold.
+    """Return the positions of the keys whose votes ring rank ``index`` counts: its sharded keys; on the first
+    rank also the replicated ones, which all ranks hold.
     """
     keys = plan.spec.keys
     runs = keys.runs(index, replicated=False)
@@ -164,11 +173,12 @@ def sparse_attention(
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(out, lse)`` as :func:`~para_core.attention.usp.attend_all` does, but attend to the kept keys only.
+    """Return ``(out, lse)`` as :func:`~para_core.attention.usp.attend_all` does, but attend to the kept keys
+    only.
 
-    Usually only the kept keys and values are sent and computed. In four cases all keys are sent instead, and a mask
-    hides those that are not kept: ``save`` is True (a gradient is needed), several query heads share a key head but
-    keep different keys, the call is causal, or the mask has a row per query.
+    Usually only the kept keys and values are sent and computed. In four cases all keys are sent instead, and
+    a mask hides those that are not kept: ``save`` is True (a gradient is needed), several query heads share a
+    key head but keep different keys, the call is causal, or the mask has a row per query.
     """
     is_kept = select_keys(kept, query, key, mask, plan.ring, heads=heads)
     hidden = hide(mask, is_kept)
@@ -179,7 +189,9 @@ def sparse_attention(
         attn_func = partial(local_attention_with_lse, backend=plan.spec.options.backend)
     merged = Merged()
     for block_key, block_value, block_mask in _kept_blocks(key, value, is_kept, hidden, plan.ring, received):
-        merged.add(*attn_func(LocalAttentionCall(query, block_key, block_value, block_mask, scale=plan.spec.scale)))
+        merged.add(
+            *attn_func(LocalAttentionCall(query, block_key, block_value, block_mask, scale=plan.spec.scale))
+        )
     return add_autograd_dependency(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
 
 
@@ -196,15 +208,19 @@ def hide(mask: Tensor | None, is_kept: Tensor) -> Tensor:
 def _kept_blocks(
     key: Tensor, value: Tensor, is_kept: Tensor, mask: Tensor, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield ``(keys, values, mask)`` of each ring block, this rank's first, with the kept keys and values only.
+    """Yield ``(keys, values, mask)`` of each ring block, this rank's first, with the kept keys and values
+    only.
 
-    For heads that keep fewer keys of a block than others, other keys fill up the tensors, and the mask hides these. The
-    next block is in flight while the caller computes. Buffers with gradients are appended to ``received``.
+    For heads that keep fewer keys of a block than others, other keys fill up the tensors, and the mask hides
+    these. The next block is in flight while the caller computes. Buffers with gradients are appended to
+    ``received``.
     """
     held, dim = _positions(plan.key_runs(0), key.device), plan.dim
     travels: list[Tensor] = []
     if plan.hops:
-        travels = [_positions(plan.spec.keys.runs(index, replicated=False), key.device) for index in range(dim.size)]
+        travels = [
+            _positions(plan.spec.keys.runs(index, replicated=False), key.device) for index in range(dim.size)
+        ]
     chosen, *of_blocks = _choose(is_kept, [held, *travels])
     own = _take(key, chosen), _take(value, chosen)
     if not plan.hops:
@@ -224,10 +240,12 @@ def _kept_blocks(
 
 
 def _choose(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each block (positions of its keys) the offsets of the keys that each head keeps, ``[B, H, n]``.
+    """Return for each block (positions of its keys) the offsets of the keys that each head keeps, ``[B, H,
+    n]``.
 
-    n is the largest number of keys of the block that any head keeps. A head that keeps fewer gets offsets of other keys
-    at the end, which the mask must hide. The host waits for the device once, to read n for all blocks.
+    n is the largest number of keys of the block that any head keeps. A head that keeps fewer gets offsets of
+    other keys at the end, which the mask must hide. The host waits for the device once, to read n for all
+    blocks.
     """
     flags = [is_kept.index_select(2, positions) for positions in blocks]
     most = [0] * len(blocks)
