@@ -175,6 +175,8 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
         # Unwrap the pipeline last: if removal fails before, a second call still finds the caches and removes
         # the rest.
         empty_slot(pipe, Slot.CACHE)
+        # A callback may have removed the cache, and the generation that goes on must not attach it again.
+        caching.caches = {}
     return pipe
 
 

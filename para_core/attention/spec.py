@@ -149,8 +149,8 @@ def _kinds(layout: SequenceLayout) -> str:
     """Return the kind of each segment: ``r`` replicated, ``b`` balanced, or the number of tokens that stay
     together.
 
-    >>> _kinds(SequenceLayout((Segment("text", 3, replicated=True), Segment("video", 10, together=5)),
-    ranks=2))
+    >>> segments = Segment("text", 3, replicated=True), Segment("video", 10, together=5)
+    >>> _kinds(SequenceLayout(segments, ranks=2))
     'r,5'
     """
     return ",".join([_kind(segment) for segment in layout.segments])

@@ -31,8 +31,8 @@ class Layout:
     Lengths may be symbolic: this class only adds them.
 
     >>> from para_core.layout.sequence import Segment
-    >>> layout = Layout.of(SequenceLayout((Segment("text", 3, replicated=True), Segment("image", 5)),
-    ranks=2))
+    >>> segments = Segment("text", 3, replicated=True), Segment("image", 5)
+    >>> layout = Layout.of(SequenceLayout(segments, ranks=2))
     >>> layout.runs(1), layout.runs(1, replicated=False), layout.offsets(1, replicated=False)
     ([(0, 3), (6, 2)], [(6, 2)], [(3, 2)])
     """

@@ -65,7 +65,7 @@ def loras(tmp_path_factory):
 
 
 def test_prompt_with_another_seed_encodes_nothing(rank):
-    kept = rank._joined()._encoded_prompts
+    kept = rank._require_joined()._encoded_prompts
     first = pixels(generate(rank, "a", request(seed=1)))
     misses, hits = kept.misses, kept.hits
     second = pixels(generate(rank, "b", request(seed=2)))
@@ -79,13 +79,13 @@ def test_request_with_a_lora_changes_no_other(rank, loras):
     folder = LoraFolder(loras)
     plain = pixels(generate(rank, "plain", request()))
     images = {name: pixels(generate(rank, name, request(lora=folder.find(name)))) for name in "abc"}
-    assert rank._joined()._loras.loads == 3
+    assert rank._require_joined()._loras.loads == 3
     assert len({image.tobytes() for image in (plain, *images.values())}) == 4
     # c and b are still loaded, and a was used longest ago.
     assert np.array_equal(pixels(generate(rank, "b", request(lora=folder.find("b")))), images["b"])
-    assert rank._joined()._loras.loads == 3
+    assert rank._require_joined()._loras.loads == 3
     assert np.array_equal(pixels(generate(rank, "a", request(lora=folder.find("a")))), images["a"])
-    assert rank._joined()._loras.loads == 4
+    assert rank._require_joined()._loras.loads == 4
     assert np.array_equal(pixels(generate(rank, "plain", request())), plain)
     half = pixels(generate(rank, "half", request(lora=folder.find("a:0.5"))))
     assert 0 < np.abs(half - plain).mean() < np.abs(images["a"] - plain).mean()
