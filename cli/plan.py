@@ -238,6 +238,7 @@ def _count(described: Model, sizes: dict[str, Any], dtype: str) -> Workload:
     from para_core.adapters.planner.pipe_workload import uncounted_workload
     from para_core.adapters.planner.plan_mesh import workload_of
     from para_core.fleet.without_weights import without_weights
+    from para_core.torch_internals import fake_tensor_logger
 
     loaded_dtype = torch.bfloat16
     if dtype == "float16":
@@ -250,7 +251,7 @@ def _count(described: Model, sizes: dict[str, Any], dtype: str) -> Workload:
         usual = {name: value for name, value in defaults.items() if isinstance(value, int)}
         sizes = {**sizes, **{name: value for name, value in usual.items() if sizes[name] is None}}
     # A model that cannot be counted is no error, and the reason is part of the answer.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    fake_tensor_logger.setLevel(logging.CRITICAL)
     try:
         return workload_of(pipe, **sizes)
     except ValueError:

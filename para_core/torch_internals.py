@@ -210,6 +210,8 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 FakeTensor = torch._subclasses.FakeTensor
 FakeTensorMode = torch._subclasses.FakeTensorMode
+# The logger that warns of operators that cannot run on fake tensors.
+fake_tensor_logger = torch._subclasses.fake_tensor.log
 
 
 # The names below are those of operators, from torch/_ops.py, torch/_library and

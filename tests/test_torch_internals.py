@@ -5,6 +5,7 @@ Run it with each supported torch: 2.11, 2.13, 2.15. Each test uses the name as p
 """
 
 import ast
+import logging
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -337,6 +338,12 @@ def test_fake_tensors_compute_shapes():
         x = torch.empty(3, 4) @ torch.empty(4, 5)
     assert isinstance(x, internals.FakeTensor) and x.fake_mode is mode
     assert x.shape == (3, 5)
+
+
+def test_logger_of_fake_tensors_has_the_name_that_users_filter():
+    """Check the logger. Without it `para_core plan` prints torch's tracebacks for a model that it cannot count."""
+    assert isinstance(internals.fake_tensor_logger, logging.Logger)
+    assert internals.fake_tensor_logger.name.startswith("torch.")
 
 
 # -- Operators.

@@ -87,12 +87,13 @@ class SchedulerTracker:
                 time = args[1]
             else:
                 time = kwargs.get("timestep")
-            # Second-order schedulers list a timestep twice, at two places.
-            place = time
+            # Second-order schedulers list a timestep twice, at two addresses.
+            address = time
             if isinstance(time, torch.Tensor):
-                place = time.data_ptr()
-            self._repeats = self._repeats or (self._called and place is not None and place == self._last_time)
-            self._last_time, self._called = place, False
+                address = time.data_ptr()
+            repeats = self._called and address is not None and address == self._last_time
+            self._repeats = self._repeats or repeats
+            self._last_time, self._called = address, False
             output = call(scheduler, *args, **kwargs)
             # Cosmos 1 steps to a clean sample, resets the step index and takes the same step again. Count it
             # once.
