@@ -93,13 +93,8 @@ class Swap:
         replicated: bool = False,
         comm_dtype: torch.dtype | None = None,
     ) -> None:
-        self.rows, self.heads, self.dim, self.replicated, self.comm_dtype = (
-            rows,
-            heads,
-            dim,
-            replicated,
-            comm_dtype,
-        )
+        self.rows, self.heads, self.dim = rows, heads, dim
+        self.replicated, self.comm_dtype = replicated, comm_dtype
         self.sizes = [of.sizes(replicated=replicated) for of in rows]
         # If all parts are equal, the collective needs no sizes and is faster. Do not compare lengths while
         # tracing, because a comparison of symbolic lengths would add a guard.
@@ -155,6 +150,36 @@ class Swap:
     def numel_of_token(self, table: Sequence[int], rank: int, shapes: Shapes) -> int:
         """Return the number of buffer elements of one token of ``table``, with the heads of ``rank``."""
         return shapes.batch * sum([self.heads[index][rank][1] * shapes.row_widths[index] for index in table])
+
+    def numel_by_heads(self, shapes: Shapes) -> list[int]:
+        """Return, for each rank, the number of buffer elements of this rank's tokens with the heads of that
+        rank.
+        """
+        tokens = [self.sizes[table[0]][self.dim.index] for table in shapes.tables]
+        return [
+            sum(
+                [
+                    self.numel_of_token(table, rank, shapes) * count
+                    for table, count in zip(shapes.tables, tokens, strict=True)
+                ]
+            )
+            for rank in range(self.dim.size)
+        ]
+
+    def numel_by_tokens(self, shapes: Shapes) -> list[int]:
+        """Return, for each rank, the number of buffer elements of that rank's tokens with the heads of this
+        rank.
+        """
+        numels = [self.numel_of_token(table, self.dim.index, shapes) for table in shapes.tables]
+        return [
+            sum(
+                [
+                    numel * self.sizes[table[0]][rank]
+                    for table, numel in zip(shapes.tables, numels, strict=True)
+                ]
+            )
+            for rank in range(self.dim.size)
+        ]
 
     def regions(
         self, shapes: Shapes, tokens: Sequence[Sequence[Sequence[Run]]], *, by_head: bool

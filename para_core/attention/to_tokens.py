@@ -40,14 +40,7 @@ class ToTokens(Swap):
 
     def steps_of(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
         size, index = self.dim.size, self.dim.index
-        send = [
-            sum([self.numel_of_token(of, index, shapes) * self.sizes[of[0]][rank] for of in shapes.tables])
-            for rank in range(size)
-        ]
-        receive = [
-            sum([self.numel_of_token(of, rank, shapes) * self.sizes[of[0]][index] for of in shapes.tables])
-            for rank in range(size)
-        ]
+        send, receive = self.numel_by_tokens(shapes), self.numel_by_heads(shapes)
         rounds = self.comm_dtype is not None
         if rounds or (by_kernel and len(self.rows) > 1):
             blocks = [[self._blocks_of(rows, rank) for rank in range(size)] for rows in self.rows]
