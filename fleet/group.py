@@ -42,11 +42,11 @@ class Replica(replica.Replica):
     """A :class:`~para_core.fleet.replica.Replica` of Ray actors. ``name`` is its name in the log."""
 
     def __init__(self, recipe: Recipe, options: ReplicaOptions, name: str = "replica") -> None:
+        super().__init__()
         self._recipe = recipe
         self._options = options
         self._name = name
         self._placement: Any = None
-        self._turn = asyncio.Lock()
         self._started = False  # whether start has ever ended
         self._loaded = False  # whether it has ended since stop
         self.actors: list[Any] = []
@@ -162,30 +162,9 @@ class Replica(replica.Replica):
             remove_placement_group(self._placement)
             self._placement = None
 
-    async def generate_batch(
-        self,
-        batch: Sequence[tuple[str, Request]],
-        progress: Callable[[int | Output], None] = lambda event: None,
-    ) -> list[Result | RequestFailed | RequestCancelled]:
-        """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
-
-        If the call fails, each request is run alone, because only one of them may be the reason. Raise ReplicaDied if a
-        rank died. The replica is then stopped.
-        """
-        async with self._turn:
-            answers = await self._run(batch, progress)
-            if len(batch) > 1 and all(isinstance(answer.outcome, RequestFailed) for answer in answers):
-                answers = [(await self._run([entry], progress))[0] for entry in batch]
-        return [answer.outcome for answer in answers if answer.outcome is not None]
-
-    async def _run(
+    async def _run_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
-    ) -> list[Answer]:
-        """Run the batch on all ranks, and return the first rank's answer to each request.
-
-        ``progress`` is called with the finished steps and partial images of the first request. Raise ReplicaDied if the
-        replica is not running or a rank died; in the latter case the replica is stopped.
-        """
+    ) -> list[Result | RequestFailed | RequestCancelled]:
         if not self.actors:
             raise ReplicaDied("the replica is not running.")
         sent = 0
@@ -221,7 +200,7 @@ class Replica(replica.Replica):
         progress(answers[0].steps)
         for preview in answers[0].previews[sent:]:
             progress(preview)
-        return answers
+        return [answer.outcome for answer in answers if answer.outcome is not None]
 
     @property
     def running(self) -> bool:
@@ -229,7 +208,8 @@ class Replica(replica.Replica):
 
     def cancel(self, id_: str) -> None:
         if self.actors:
-            cancel(self.actors[0], id_)
+            # The answer of the first rank decides for all.
+            self.actors[0].cancel.options(concurrency_group=CONTROL).remote(id_)
 
     async def memory(self) -> Memory | None:
         memory: Memory | None = await self.actors[0].memory.remote()
@@ -246,11 +226,6 @@ class Replica(replica.Replica):
             for rank, error in errors.items():
                 self._describe_end(rank, error)
         return len(answers) > 0 and not errors
-
-
-def cancel(first_rank: Any, id_: str) -> Any:
-    """Cancel a request after its current step, on the replica whose first rank is given. Return a Ray reference."""
-    return first_rank.cancel.options(concurrency_group=CONTROL).remote(id_)
 
 
 def require_cluster(options: ReplicaOptions, replicas: int) -> None:

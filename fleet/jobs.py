@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -54,7 +53,6 @@ class Job:
     )  # see progress; None is the end
     steps_done: int = 0
     cancelled: bool = False
-    first_rank: Any = None  # the Ray actor that runs the request and can cancel it, if any
 
     def progress(self, event: int | Output) -> None:
         """Note an event of the request: the number of finished steps, or a partial image."""
@@ -74,7 +72,7 @@ class Job:
 
 
 class Replicas(Protocol):
-    """Interface of replicas that each run one batch at a time: a ``Pool``, or on Ray Serve the ``Front``."""
+    """Interface of replicas that each run one batch at a time, such as a ``Pool``."""
 
     @property
     def count(self) -> int:
@@ -110,9 +108,6 @@ class Jobs:
         self._tasks: set[asyncio.Task[None]] = set()
         self._start: float | None = time.monotonic()  # None after the first request
         self.metrics = Metrics()
-        # Replicas are called in a copy of this context, and not in that of an HTTP request: when a client disconnects,
-        # Ray Serve cancels every Ray task started in the context of its request, even ranks in the middle of a step.
-        self._context = contextvars.copy_context()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -165,7 +160,7 @@ class Jobs:
             self._waiting.remove(job)
             job.finish(RequestCancelled("cancelled before its first step."))
         elif not job.answer.done():
-            self._context.copy().run(self._replicas.cancel, job)
+            self._replicas.cancel(job)
 
     async def wait(
         self,
@@ -242,8 +237,7 @@ class Jobs:
             self._free -= 1
             # The batch runs in a separate task, so that it ends properly even if no client waits any more: a replica
             # that died is still restarted.
-            running = self._run_batch(self._next_batch())
-            task = asyncio.get_running_loop().create_task(running, context=self._context.copy())
+            task = asyncio.ensure_future(self._run_batch(self._next_batch()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

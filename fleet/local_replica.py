@@ -64,6 +64,7 @@ class LocalReplica(Replica):
         env: Mapping[str, str] | None = None,
         own_process: bool = False,
     ) -> None:
+        super().__init__()
         load = partial(load_rank, recipe, options)
         self._name, self._options = name, options
         self._ranks: LaunchedRanks | OwnRank
@@ -75,7 +76,6 @@ class LocalReplica(Replica):
                 load, options.ranks, timeout=recipe.timeout, devices=devices, display=display, env=env
             )
         self._thread: _WorkThread | None = None
-        self._turn = asyncio.Lock()
         self._started = False  # whether start has ever ended
         self._batch: _Batch | None = None
         self._running = False
@@ -139,21 +139,9 @@ class LocalReplica(Replica):
             raise ReplicaDied("the replica is not running.")
         return await self._thread.run(partial(self._ranks.call, method, *args, **options))
 
-    async def generate_batch(
-        self,
-        batch: Sequence[tuple[str, Request]],
-        progress: Callable[[int | Output], None] = lambda event: None,
-    ) -> list[Result | RequestFailed | RequestCancelled]:
-        async with self._turn:
-            outcomes = await self._run(batch, progress)
-            if len(batch) > 1 and all(isinstance(outcome, RequestFailed) for outcome in outcomes):
-                outcomes = [(await self._run([entry], progress))[0] for entry in batch]
-        return outcomes
-
-    async def _run(
+    async def _run_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
     ) -> list[Result | RequestFailed | RequestCancelled]:
-        """Run the batch on all ranks, and return the outcome of each request."""
         loop = asyncio.get_running_loop()
         running = _Batch({id_ for id_, _ in batch})
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
 from para_core.fleet.jobs import Job
@@ -14,7 +15,7 @@ from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.replica import Replica
-from para_core.fleet.replicas import connect, make_replicas
+from para_core.fleet.replicas import connected, make_replicas
 from para_core.fleet.request import Request
 
 # Seconds between two checks that the ranks of all replicas live.
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 class Pool:
     """Replicas that one event loop uses, each for one batch at a time. A replica that died starts again.
 
-    They are on this host, or on the Ray cluster that ``RAY_ADDRESS`` names.
+    They are on this host or on a Ray cluster, see :func:`~para_core.fleet.replicas.connected`, to which this process is
+    connected between :meth:`start` and :meth:`stop`. ``debug`` shows Ray's log messages.
 
     It is the first argument of :class:`~para_core.fleet.server.Server`, and can generate without one. The methods are
     called in the same event loop.
@@ -34,10 +36,14 @@ class Pool:
         count: The number of replicas.
     """
 
-    def __init__(self, recipe: Recipe, options: ReplicaOptions, replicas: int = 1) -> None:
+    def __init__(
+        self, recipe: Recipe, options: ReplicaOptions, replicas: int = 1, *, debug: bool = False
+    ) -> None:
         if replicas < 1:
             raise ValueError(f"replicas is {replicas}; expected at least 1.")
-        self._options, self.count = options, replicas
+        self._options, self.count, self._debug = options, replicas, debug
+        self._connection = ExitStack()
+        self._connecting: asyncio.Future[None] | None = None
         self._replicas = make_replicas(recipe, options, replicas)
         self._free: asyncio.Queue[Replica] = asyncio.Queue()
         self._running: dict[str, Replica] = {}
@@ -49,11 +55,17 @@ class Pool:
 
         For the exceptions see :meth:`Replica.start` and :meth:`Replica.generate`.
         """
-        connect(self._options, self.count)
+        # Ray takes seconds to start, in which the event loop must answer HTTP and see signals. A thread cannot be
+        # cancelled, so stop waits for it.
+        self._connecting = asyncio.ensure_future(asyncio.to_thread(self._connect))
+        await asyncio.shield(self._connecting)
         await asyncio.gather(*[self._start(replica) for replica in self._replicas])
         for replica in self._replicas:
             self._free.put_nowait(replica)
         self._watching = asyncio.ensure_future(self._watch())
+
+    def _connect(self) -> None:
+        self._connection.enter_context(connected(self._options, self.count, debug=self._debug))
 
     async def _start(self, replica: Replica) -> None:
         await replica.start()
@@ -76,7 +88,11 @@ class Pool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._take_free()
+        if self._connecting is not None:
+            with suppress(Exception):  # start has raised it.
+                await self._connecting
         await asyncio.gather(*[replica.stop() for replica in self._replicas])
+        self._connection.close()
 
     async def generate(self, request: Request) -> Result:
         """Generate on the next free replica. Raise RequestFailed if the pipeline raised, ReplicaDied if a rank died."""

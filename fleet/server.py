@@ -1,6 +1,6 @@
 """The HTTP server, as an ASGI application with the routes of OpenAI's images and videos API.
 
-Requests wait in :class:`para_core.fleet.jobs.Jobs`; :mod:`para_core.fleet.serving` runs the server on Ray.
+Requests wait in :class:`para_core.fleet.jobs.Jobs`, and run on the replicas of a :class:`para_core.fleet.pool.Pool`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ class Server:
         ending: Whether requests are being cut because the process ends. Set by the creator of the server.
     """
 
-    def __init__(
-        self, replicas: Replicas, model: Model, options: ServerOptions, *, send_id: bool = True
-    ) -> None:
+    def __init__(self, replicas: Replicas, model: Model, options: ServerOptions) -> None:
         self._replicas, self._model, self._options = replicas, model, options
         self._jobs = Jobs(replicas, options, self._fits)
         # The latest results whose requests asked for a URL instead of the data.
@@ -87,9 +85,7 @@ class Server:
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         self.app.add_middleware(HeadAsGet)
-        self.app.add_middleware(
-            RequestLog, path=options.request_log, send_id=send_id, ending=lambda: self.ending
-        )
+        self.app.add_middleware(RequestLog, path=options.request_log, ending=lambda: self.ending)
 
     def set_memory(self, memory: Memory | None) -> None:
         """Limit the pixels of results by the predicted memory of a rank. None sets no such limit."""

@@ -182,7 +182,7 @@ def test_fleet_alone_brings_all_that_the_server_needs(environment):
 @pytest.mark.long
 def test_ray_alone_brings_all_that_several_hosts_need(environment):
     python = environment("ray")
-    python.runs("-c", "import para_core.fleet.serving, para_core.fleet.group, para_core.fleet.server")
+    python.runs("-c", "import para_core.fleet.host_server, para_core.fleet.group")
 
 
 @pytest.mark.long

@@ -1,15 +1,12 @@
 """The options of ``para_core serve``, without starting replicas."""
 
 import logging
-import os
-import signal
-import threading
 
 import pytest
 
 from para_core.adapters import AttentionSchedule
 from para_core.cli.app import run
-from para_core.fleet import host_server, serving
+from para_core.fleet import host_server
 
 
 @pytest.fixture
@@ -134,38 +131,7 @@ def test_size_with_frames_is_warmed_up_with_them(started, capsys):
     assert "--warmup 64x64x9" in message and "frames" in message
 
 
-@pytest.mark.parametrize(("arguments", "address"), [(["--spread"], None), ([], "192.0.2.1:6379")])
-def test_ray_is_chosen_by_its_address_or_by_spread(started, monkeypatch, arguments, address):
-    on_ray = []
-
-    def start(*args, **rest):
-        on_ray.append(rest)
-        raise RuntimeError("stop here")
-
-    monkeypatch.setattr(serving, "start", start)
-    if address is not None:
-        monkeypatch.setenv("RAY_ADDRESS", address)
-    assert run(["serve", "--replicas", "3", "--log-level", "error", *arguments]) == 1
-    assert (on_ray[0]["replicas"], on_ray[0]["log_level"]) == (3, logging.ERROR)
-    assert not started
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("when", ["loading", "serving"])
-def test_server_on_ray_that_is_stopped_has_succeeded(monkeypatch, number, when):
-    closed = []
-
-    class Log:
-        def close(self):
-            closed.append(True)
-
-    def start(*args, **rest):
-        if when == "loading":
-            signal.raise_signal(number)
-        threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
-        return Log()
-
-    monkeypatch.setattr(serving, "start", start)
-    monkeypatch.setattr(serving, "stop", lambda: None)
-    assert run(["serve", "--spread"]) == 0
-    assert closed == [True] * (when == "serving")
+def test_debug_and_spread_reach_the_server(started):
+    assert run(["serve", "--replicas", "3", "--spread"]) == 1
+    (call,) = started
+    assert (call["replicas"], call["replica"].spread, call["debug"]) == (3, True, False)

@@ -20,7 +20,7 @@ from para_core.fleet.outputs import Output
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.replicas import connect, generate_lines, make_replicas
+from para_core.fleet.replicas import connected, generate_lines, make_replicas
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.work import generate
 
@@ -193,8 +193,9 @@ def test_lines_finish_although_a_rank_is_killed():
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     with pytest.raises(ValueError, match=r"2 replicas of 2 ranks need 4 GPUs, and this host has 3.*RAY_ADDRESS"):
-        connect(ReplicaOptions(2), 2)
-    assert not connect(ReplicaOptions(1), 3)
+        connected(ReplicaOptions(2), 2, debug=False).__enter__()
+    with connected(ReplicaOptions(1), 3, debug=False):
+        pass
 
 
 def test_devices_of_replicas_are_disjoint(monkeypatch):

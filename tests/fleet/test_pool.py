@@ -61,7 +61,6 @@ def made(monkeypatch):
     """Return the stand-ins of the pools that a test makes, in their order."""
     monkeypatch.setattr(StandIn, "made", [])
     monkeypatch.setattr(pool, "make_replicas", lambda recipe, options, count: [StandIn() for _ in range(count)])
-    monkeypatch.setattr(pool, "connect", lambda options, count: None)
     return StandIn.made
 
 
