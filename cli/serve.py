@@ -103,8 +103,8 @@ def serve(
 
     announce_imports()
     from para_core.cli.ranks import count_ranks
-    from para_core.fleet import host_server
     from para_core.fleet.classical import check_ranks
+    from para_core.fleet.http import host_server
     from para_core.fleet.http.bodies import ServerOptions
     from para_core.fleet.libraries import quiet
     from para_core.fleet.rank import ReplicaOptions

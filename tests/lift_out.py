@@ -51,6 +51,13 @@ class Feature:
 
 _MODES = "para_core/modes/__init__.py"
 _WEIGHTS = "adapters/weights/features.py"
+_SERVER_TESTS = [
+    f"tests/fleet/test_{name}.py"
+    for name in (
+        *("aliases", "comfyui", "edits", "host_server", "hostile", "http", "lora_folder", "mounted", "no_effect"),
+        *("on_ray", "openai", "openai_on_ray", "page", "pool", "queue", "ray_minute", "seeds", "server", "videos"),
+    )
+]
 FEATURES: dict[str, Feature] = {
     "FlashAttention's operators": Feature(
         ("para_core/modes/flash_attention.py",),
@@ -149,6 +156,12 @@ FEATURES: dict[str, Feature] = {
         line=(_WEIGHTS, '"cfg": "cfg.guided_calls",'),
         tests=("tests/cfg", "tests/adapters/test_guidance.py", "tests/adapters/test_output_form.py"),
         words=("guidance", "cfg"),
+    ),
+    "server": Feature(
+        ("fleet/http", "cli/serve.py", "deploy"),
+        line=("cli/app.py", '"serve": "para_core.cli.serve",'),
+        tests=("tests/cli/test_serve.py", "tests/test_deploy.py", *_SERVER_TESTS),
+        words=("serve", "server"),
     ),
     "planner": Feature(
         ("adapters/planner",),

@@ -31,12 +31,9 @@ from diffusers import FluxPipeline
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.fleet.build import find_model
-from para_core.fleet.http.bodies import ServerOptions
-from para_core.fleet.jobs import Job
 from para_core.fleet.outputs import Result, encode
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Request, call_arguments
-from para_core.fleet.server import Server
 
 # The loads are relative to the capacity of a server.
 FACTORS = (1, 2, 4)
@@ -74,7 +71,7 @@ class PlainBackend:
         self._pipe.set_progress_bar_config(disable=True)
         self._thread = ThreadPoolExecutor(1)
 
-    async def run(self, batch: Sequence[Job]) -> None:
+    async def run(self, batch: Sequence[Any]) -> None:
         for job in batch:
             job.finish(await asyncio.get_running_loop().run_in_executor(self._thread, self._call, job.request))
 
@@ -88,7 +85,7 @@ class PlainBackend:
         """Return the image of ``request``."""
         return self._call(request).outputs[0].data
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: Any) -> None:
         """Do nothing, because no client of this program leaves."""
 
     async def ready(self) -> int:
@@ -96,8 +93,12 @@ class PlainBackend:
 
 
 @contextlib.contextmanager
-def plain_server(model: Model, options: ServerOptions, port: int) -> Iterator[None]:
-    server = Server(PlainBackend(model.name), model, options)
+def plain_server(model: Model, port: int) -> Iterator[None]:
+    # The page of the figures is written without the server.
+    from para_core.fleet.http.bodies import ServerOptions
+    from para_core.fleet.http.server import Server
+
+    server = Server(PlainBackend(model.name), model, ServerOptions(waiting=2))
     web = uvicorn.Server(uvicorn.Config(server.app, HOST, port, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run)
     thread.start()
@@ -111,11 +112,10 @@ def plain_server(model: Model, options: ServerOptions, port: int) -> Iterator[No
 
 
 @contextlib.contextmanager
-def replica_server(port: int, *, replicas: int, ranks: int) -> Iterator[None]:
-    """Run ``para_core serve`` over replicas on a Ray cluster that the command starts."""
-    options = {"replicas": replicas, "ranks": ranks, "queue": 2 * replicas, "port": port, "log-level": "error"}
+def replica_server(**options: int) -> Iterator[None]:
+    """Run ``para_core serve`` with these options over replicas on a Ray cluster that the command starts."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "para_core", "serve", *words]
+    command = [sys.executable, "-m", "para_core", "serve", "--log-level", "error", *words]
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         lines = []
@@ -229,8 +229,8 @@ def main() -> None:
     model = find_model(None)
     rounds: dict[str, list[dict[str, Any]]] = {"plain": [], "replicas": []}
     # Both servers run all the time and are asked in turns, so that other programs on the machine affect both equally.
-    of_replicas = replica_server(port + 1, replicas=replicas, ranks=ranks)
-    with plain_server(model, ServerOptions(waiting=2), port), of_replicas:
+    of_replicas = replica_server(port=port + 1, replicas=replicas, ranks=ranks, queue=2 * replicas)
+    with plain_server(model, port), of_replicas:
         for number in range(num_rounds):
             for name, of_server, running in (("plain", port, 1), ("replicas", port + 1, replicas)):
                 rounds[name].append(measure(of_server, requests, running))

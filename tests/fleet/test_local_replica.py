@@ -209,6 +209,6 @@ def test_devices_of_replicas_are_disjoint(monkeypatch):
 
 
 def test_one_host_imports_no_ray():
-    program = "import sys, para_core.fleet.host_server, para_core.cli.generation; print('ray' in sys.modules)"
+    program = "import sys, para_core.fleet.replicas, para_core.cli.generation; print('ray' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"

@@ -5,17 +5,17 @@ import asyncio
 import pytest
 from diffusers import FluxKontextPipeline
 
-from para_core.fleet import pool
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
+from para_core.fleet.http import pool
 from para_core.fleet.http.bodies import ServerOptions
-from para_core.fleet.jobs import Job, Jobs, Metrics
+from para_core.fleet.http.jobs import Job, Jobs, Metrics
+from para_core.fleet.http.pool import Pool
+from para_core.fleet.http.server import Server
 from para_core.fleet.outputs import Result
 from para_core.fleet.pipeline_info import describe
-from para_core.fleet.pool import Pool
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.server import Server
 
 
 class StandIn:

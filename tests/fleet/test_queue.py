@@ -6,7 +6,7 @@ import pytest
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
 from para_core.fleet.http.bodies import ServerOptions
-from para_core.fleet.jobs import Jobs
+from para_core.fleet.http.jobs import Jobs
 from para_core.fleet.outputs import Result
 from para_core.fleet.request import Request
 

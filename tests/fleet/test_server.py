@@ -21,11 +21,11 @@ from PIL import Image
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet.http.server import Server
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.pipeline_info import describe
 from para_core.fleet.request import Delivery
-from para_core.fleet.server import Server
 
 PATH = "/v1/images/generations"
 

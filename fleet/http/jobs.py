@@ -11,8 +11,9 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestError, RequestFailed
+from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet.http.errors import RequestError
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.request import Request, batch_key
 

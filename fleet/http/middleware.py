@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from para_core.fleet.failures import RequestError
+from para_core.fleet.http.errors import RequestError
 
 logger = logging.getLogger(__name__)
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -1,4 +1,4 @@
-"""Replicas that one process holds itself, below a :class:`~para_core.fleet.server.Server` or without one."""
+"""Replicas that one process holds itself, below a :class:`~para_core.fleet.http.server.Server` or without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
-from para_core.fleet.jobs import Job
+from para_core.fleet.http.jobs import Job
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
@@ -29,8 +29,8 @@ class Pool:
     They are on this host or on a Ray cluster, see :func:`~para_core.fleet.replicas.connected`, to which this process is
     connected between :meth:`start` and :meth:`stop`. ``debug`` shows Ray's log messages.
 
-    It is the first argument of :class:`~para_core.fleet.server.Server`, and can generate without one. The methods are
-    called in the same event loop.
+    It is the first argument of :class:`~para_core.fleet.http.server.Server`, and can generate without one. The methods
+    are called in the same event loop.
 
     Attributes:
         count: The number of replicas.

@@ -14,11 +14,11 @@ from typing import Any
 import uvicorn
 
 from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet.http.pool import Pool
+from para_core.fleet.http.server import Server
 from para_core.fleet.pipeline_info import Model
-from para_core.fleet.pool import Pool
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.server import Server
 
 # Largest size of a request's head in bytes, above what the server itself accepts, so that it answers and not uvicorn.
 _HEAD_BYTES = 2**20
