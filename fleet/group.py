@@ -17,7 +17,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet import replica
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.last_words import Notes, describe_death
 from para_core.fleet.log_relay import Position, log_entries
 from para_core.fleet.memory import Memory
@@ -27,6 +27,7 @@ from para_core.fleet.rank_actor import CONTROL, Answer, RankActor
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.foreign_errors import is_slow_start_of_ray
+from para_core.launcher.errors import Cancelled, RankDied
 
 # Seconds between two reads of the number of finished steps from the first rank.
 _POLL_SECONDS = 0.1
@@ -95,7 +96,7 @@ class Replica(replica.Replica):
             port = await self.actors[0].open_store.remote(host)
             async with self._logging_progress():
                 await asyncio.gather(*[self._join(rank, host, port) for rank in range(ranks)])
-        except (ray.exceptions.RayError, ReplicaDied) as error:
+        except (ray.exceptions.RayError, RankDied) as error:
             await self.stop()
             logger.error("%s: cannot start: %s", self._name, describe_cause(error))
             raise RuntimeError(describe_cause(error)) from error
@@ -130,11 +131,11 @@ class Replica(replica.Replica):
         await read()
 
     async def _join(self, rank: int, host: str, port: int) -> None:
-        """Let a rank load the pipeline together with the others. Raise ReplicaDied if it dies."""
+        """Let a rank load the pipeline together with the others. Raise RankDied if it dies."""
         try:
             await self.actors[rank].join.remote(host, port)
         except ray.exceptions.ActorDiedError as error:
-            raise ReplicaDied(f"rank {rank} died: {self._describe_end(rank, error)}.", rank) from error
+            raise RankDied(f"rank {rank} died: {self._describe_end(rank, error)}.", rank) from error
 
     def _describe_end(self, rank: int, error: BaseException) -> str:
         """Return how rank ``rank`` ended, such as ``"SIGKILL"``, for an error that Ray raised; and log it once."""
@@ -164,9 +165,9 @@ class Replica(replica.Replica):
 
     async def _run_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
-    ) -> list[Result | RequestFailed | RequestCancelled]:
+    ) -> list[Result | RequestFailed | Cancelled]:
         if not self.actors:
-            raise ReplicaDied("the replica is not running.")
+            raise RankDied("the replica is not running.")
         sent = 0
 
         async def poll() -> None:
@@ -187,14 +188,14 @@ class Replica(replica.Replica):
         try:
             refs = [actor.generate_batch.remote(batch) for actor in self.actors]
             answers = (await _wait_for_answers(refs))[0]
-        except ReplicaDied as error:
+        except RankDied as error:
             if error.rank is None:
                 logger.error("%s: %s", self._name, error)
                 await self.stop()
                 raise
             death = self._describe_end(error.rank, error.__cause__ or error)
             await self.stop()
-            raise ReplicaDied(f"rank {error.rank} died: {death}.", error.rank) from error
+            raise RankDied(f"rank {error.rank} died: {death}.", error.rank) from error
         finally:
             polling.cancel()
         progress(answers[0].steps)
@@ -324,7 +325,7 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
 
     A failed or cancelled answer starts a timeout for the other ranks, because they may be waiting for that rank in a
     collective. Another answer starts none: the first rank answers later than the others, because it encodes the files.
-    Raise ReplicaDied if a rank died, or did not answer in time.
+    Raise RankDied if a rank died, or did not answer in time.
     """
     tasks: list[asyncio.Task[list[Answer]]] = [asyncio.ensure_future(ref) for ref in refs]
     pending = set(tasks)
@@ -336,7 +337,7 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
                 grace = _GRACE_SECONDS
             ended, pending = await asyncio.wait(pending, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
             if not ended:
-                raise ReplicaDied(
+                raise RankDied(
                     f"{len(pending)} of {len(tasks)} ranks do not answer after another one ended: {errors[0]}"
                 )
             for rank, task in enumerate(tasks):
@@ -344,7 +345,7 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
                     continue
                 error = task.exception()
                 if error is not None:
-                    raise ReplicaDied(f"rank {rank} died: {describe_cause(error)}", rank) from error
+                    raise RankDied(f"rank {rank} died: {describe_cause(error)}", rank) from error
                 errors += [x.outcome for x in task.result() if isinstance(x.outcome, Exception)]
     finally:
         for task in pending:

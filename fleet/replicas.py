@@ -10,13 +10,14 @@ from contextlib import contextmanager
 import torch
 
 from para_core.fleet.choice_of_ray import uses_ray
-from para_core.fleet.failures import ReplicaDied, RequestFailed
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.local_replica import LocalReplica
 from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line, Problem
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.replica import Replica
+from para_core.launcher.errors import RankDied
 
 
 def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequence[Replica]:
@@ -101,11 +102,11 @@ def generate_lines(
                 try:
                     try:
                         result = await replica.generate(line.request)
-                    except ReplicaDied:
+                    except RankDied:
                         await replica.start()
                         result = await replica.generate(line.request)
                     write(line, result)
-                except (RequestFailed, ReplicaDied) as error:
+                except (RequestFailed, RankDied) as error:
                     problems.append(Problem(line.number, str(error)))
                     if not replica.running:
                         await replica.start()

@@ -180,7 +180,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "verify": Feature(
         ("para_core/verify",),
-        line=("para_core/call_checks.py", '"verify": "para_core.verify.verification",'),
+        line=("para_core/call_checks.py", '"verify": "para_core.verify.option",'),
         names=("CheckedCase", "ParallelCheck", "check_parallel"),
         tests=("tests/verify",),
         words=("verify", "verifies", "check_parallel"),

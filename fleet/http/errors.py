@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from para_core.fleet.failures import RequestFailed
+from para_core.launcher.errors import Cancelled
+
 
 class RequestError(Exception):
     """Raised to refuse a request. Holds the error response: HTTP status, code for programs, message for people."""
@@ -23,3 +26,15 @@ class RequestError(Exception):
             usual = "invalid_request_error"
         kind = kinds.get(self.status, usual)
         return {"error": {"message": str(self), "type": kind, "code": self.code}}
+
+
+def response_to(failure: BaseException) -> RequestError:
+    """Return the error response to a request that has ended without a result, by why it has none.
+
+    That is one of the three exceptions that :mod:`para_core.fleet.failures` describes.
+    """
+    if isinstance(failure, Cancelled):
+        return RequestError(409, "cancelled", str(failure))
+    if isinstance(failure, RequestFailed):
+        return RequestError(400, "refused_by_the_pipeline", str(failure))
+    return RequestError(500, "replica_died", f"{failure} The replica is being restarted.")

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.http.bodies import ServerOptions
-from para_core.fleet.http.errors import RequestError
+from para_core.fleet.http.errors import RequestError, response_to
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.request import Request, batch_key
+from para_core.launcher.errors import Cancelled, RankDied
 
 logger = logging.getLogger(__name__)
 # Interval in seconds at which a waiting request checks that its client is still connected.
@@ -159,7 +159,7 @@ class Jobs:
         job.cancelled = True
         if job in self._waiting:
             self._waiting.remove(job)
-            job.finish(RequestCancelled("cancelled before its first step."))
+            job.finish(Cancelled("cancelled before its first step."))
         elif not job.answer.done():
             self._replicas.cancel(job)
 
@@ -184,13 +184,10 @@ class Jobs:
                     outcome = "cancelled"
                     raise RequestError(499, "client_left", "the client disconnected; cancelled.")
             error = job.task.exception()
-            if isinstance(error, RequestCancelled):
+            if isinstance(error, Cancelled):
                 outcome = "cancelled"
-                raise RequestError(409, "cancelled", str(error))
-            if isinstance(error, RequestFailed):
-                raise RequestError(400, "refused_by_the_pipeline", str(error))
             if error is not None:
-                raise RequestError(500, "replica_died", f"{error} The replica is being restarted.")
+                raise response_to(error)
             outcome = "done"
             return job.task.result()
         except asyncio.CancelledError:
@@ -219,7 +216,7 @@ class Jobs:
         while True:
             try:
                 return await job.answer
-            except ReplicaDied:
+            except RankDied:
                 self.metrics.deaths.inc()
                 job.steps_done = 0
                 retries -= 1
@@ -261,10 +258,10 @@ class Jobs:
     async def _run_batch(self, batch: Sequence[Job]) -> None:
         # A job may be retried on another replica before this one is free again, so its answer may be replaced.
         answers = [job.answer for job in batch]
-        died = ReplicaDied("the replica ended without an answer.")
+        died = RankDied("the replica ended without an answer.")
         try:
             await self._replicas.run(batch)
-        except ReplicaDied as error:
+        except RankDied as error:
             died = error
         finally:
             for answer in answers:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
-from para_core.fleet.failures import ReplicaDied, RequestCancelled
 from para_core.fleet.http.jobs import Job
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
@@ -17,6 +18,7 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.replica import Replica
 from para_core.fleet.replicas import connected, make_replicas
 from para_core.fleet.request import Request
+from para_core.launcher.errors import Cancelled, RankDied
 
 # Seconds between two checks that the ranks of all replicas live.
 _WATCH_SECONDS = 1.0
@@ -59,6 +61,7 @@ class Pool:
         # cancelled, so stop waits for it.
         self._connecting = asyncio.ensure_future(asyncio.to_thread(self._connect))
         await asyncio.shield(self._connecting)
+        _restore_sigterm()
         await asyncio.gather(*[self._start(replica) for replica in self._replicas])
         for replica in self._replicas:
             self._free.put_nowait(replica)
@@ -95,7 +98,7 @@ class Pool:
         self._connection.close()
 
     async def generate(self, request: Request) -> Result:
-        """Generate on the next free replica. Raise RequestFailed if the pipeline raised, ReplicaDied if a rank died."""
+        """Generate on the next free replica. Raise RequestFailed if the pipeline raised, RankDied if a rank died."""
         replica = await self._free.get()
         try:
             return await replica.generate(request)
@@ -121,7 +124,7 @@ class Pool:
                 outcomes = await replica.generate_batch([(job.id_, job.request) for job in jobs], progress)
                 for job, outcome in zip(jobs, outcomes, strict=True):
                     job.finish(outcome)
-        except ReplicaDied as error:
+        except RankDied as error:
             for job in jobs:
                 job.finish(error)
         finally:
@@ -178,5 +181,12 @@ class Pool:
         return sum(await asyncio.gather(*[replica.alive() for replica in self._replicas]))
 
 
-def _make_cancellation() -> RequestCancelled:
-    return RequestCancelled("cancelled before its first step.")
+def _restore_sigterm() -> None:
+    """Install Python's handler of SIGTERM again: Ray has replaced it below Python by one that writes a stack trace."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _make_cancellation() -> Cancelled:
+    return Cancelled("cancelled before its first step.")

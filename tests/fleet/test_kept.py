@@ -9,13 +9,14 @@ from diffusers import FluxPipeline
 from peft import LoraConfig
 from PIL import Image
 
-from para_core.fleet.failures import RequestCancelled, RequestFailed
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.outputs import Result
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import RankActor
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Lora, Request, batch_key
+from para_core.launcher.errors import Cancelled
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 2}
 PROMPTS = ["a large red circle", "a blue square", "a green triangle"]
@@ -119,11 +120,11 @@ def test_batch_gives_each_request_its_own_image(rank):
 def test_cancelled_request_of_a_batch_does_not_end_the_others(rank):
     rank.cancel("b")
     kinds = [type(answer.outcome) for answer in rank.generate_batch([("a", request()), ("b", request(seed=1))])]
-    assert kinds == [Result, RequestCancelled]
+    assert kinds == [Result, Cancelled]
     rank.cancel("a")
     rank.cancel("b")
     kinds = [type(answer.outcome) for answer in rank.generate_batch([("a", request()), ("b", request(seed=1))])]
-    assert kinds == [RequestCancelled, RequestCancelled]
+    assert kinds == [Cancelled, Cancelled]
 
 
 @pytest.mark.parametrize(
