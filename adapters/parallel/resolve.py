@@ -88,7 +88,12 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
         session = ParallelSession(guided, [*transformers, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
-        changes = _changes_of_features(pipe, guided, options, placement)
+        shards_samples = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(
+            part.plan.batched for part in transformers
+        )
+        changes = _changes_of_features(
+            pipe, guided, options, placement, has_calls_per_branch=not shards_samples
+        )
         session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, autoencoders, changes)
         session.parts += map(FeaturePart, changes)
         _check_weights_stay(pipe, options, placement)
@@ -171,14 +176,10 @@ def _parts_of_pipe(
     """
     if mesh.ranks == 1 and not changes and options.schedule is None:
         return []
-    batched = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(
-        part.plan.batched for part in transformers
-    )
     call = ParallelCall(
         transformers_of(pipe),
         other_denoisers_of(pipe),
         mesh,
-        sequential_cfg=mesh.batch.size > 1 and not batched,
         assume_equal=options.assume_equal,
         session=session,
         verify=options.verify,
@@ -200,12 +201,20 @@ def _parts_of_pipe(
 
 
 def _changes_of_features(
-    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None
+    pipe: Any,
+    mesh: GuidedMesh,
+    options: ParallelOptions,
+    placement: TextEncoders | None,
+    *,
+    has_calls_per_branch: bool,
 ) -> list[FeatureChange]:
-    """Return the changes that features of weights make to ``pipe``."""
+    """Return the changes that features make to ``pipe``."""
     compare = partial(require_equal_call, mesh=mesh, assume_equal=options.assume_equal)
     of_features = {**vars(options), "text_encoders": placement}
-    return changes_for(ChangeRequest(pipe, transformers_of(pipe), mesh, of_features, compare))
+    request = ChangeRequest(
+        pipe, transformers_of(pipe), mesh, of_features, compare, has_calls_per_branch=has_calls_per_branch
+    )
+    return changes_for(request)
 
 
 def _check_weights_stay(pipe: Any, options: ParallelOptions, placement: TextEncoders | None) -> None:

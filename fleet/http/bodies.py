@@ -15,11 +15,11 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from para_core.fleet.failures import RequestError
+from para_core.fleet.http.errors import RequestError
 from para_core.fleet.http.forms import read_form
+from para_core.fleet.http.lora_folder import LoraFolder
 from para_core.fleet.image_classes import explain_refused_image
 from para_core.fleet.image_files import convert_mask, open_image
-from para_core.fleet.loras import LoraFolder
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import FORMATS
 from para_core.fleet.pipeline_info import Model

@@ -1,7 +1,7 @@
 """CFG parallelism: distribute the model calls of CFG branches over ranks, without changes to pipeline code.
 
 Each model call is computed only by the ranks that have a certain index along the ``batch`` mesh dim. The
-other ranks get a lazy tensor (:class:`~para_core.cfg.lazy.LazyTensor`) and continue. When the values of a
+other ranks get a lazy tensor (:class:`~para_core.lazy_tensors.LazyTensor`) and continue. When the values of a
 lazy tensor are needed, usually after the call of the next branch, one exchange gives every rank the results
 of all branches. The calls between two exchanges are a *round*.
 
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors, materialize
 from para_core.cfg.rounds import ModelCall, Round, RoundOutput
 from para_core.distributed.agree import check_consistent, signature
 from para_core.distributed.collectives import all_gather, tensor_bytes
 from para_core.distributed.mesh import MeshDim, one_guided_rank
+from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors, materialize
 from para_core.torch_internals import pytree
 
 # A function predict(model, args, kwargs) that returns the output of the call as meta tensors, or None if this
