@@ -13,7 +13,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.options import CacheOptions
-from para_core.distributed.agree import RequireEqual
+from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 
 Ranks = GuidedMesh | SequenceMesh
@@ -71,14 +71,14 @@ class ChangeRequest:
         transformers: The transformers by component name.
         mesh: The ranks.
         options: The options by name. Those that the function does not have are missing.
-        require_equal: Returns the comparison of the arguments of a transformer's calls over the ranks.
+        agree_on_inputs: Returns the comparison of the arguments of a transformer's calls over the ranks.
     """
 
     owner: Any
     transformers: Mapping[str, nn.Module]
     mesh: GuidedMesh
     options: Mapping[str, Any]
-    require_equal: Callable[[nn.Module], RequireEqual]
+    agree_on_inputs: Callable[[nn.Module], AgreeOnInputs]
 
     @property
     def adapter(self) -> Adapter | None:

@@ -34,15 +34,9 @@ from para_core.attention.mask_checks import (
 )
 from para_core.attention.masks import MaskExtents, mask_extents
 from para_core.attention.spec import AttentionSpec
-from para_core.distributed.agree import (
-    Record,
-    Signature,
-    check_consistent,
-    exchange,
-    first_difference,
-    signature,
-)
+from para_core.distributed.agree import agree, exchange
 from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.records import Record, Signature, describe_first_difference
 from para_core.layout.sequence import SequenceLayout
 from para_core.torch_internals import innermost_transform
 
@@ -67,7 +61,7 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
         blocks = f"with checksum {crc32(repr(options.block_mask.fields).encode()):08x}"
     if options.kept_keys is not None:
         kept_keys = [*options.kept_keys.fields]
-    return signature(
+    return Signature.of(
         {
             **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
             "query lengths per rank": spec.query_layout.sizes(),
@@ -101,9 +95,9 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
     if field == "is_causal":
         lengths = records[0]["query lengths per rank"]
         return (
-            f"{first_difference(records)} They hold {lengths} queries. Some models (all of Hugging Face transformers) "
-            "pass is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a 4-D mask "
-            "over all tokens, sharded by rows (cp.shard(mask, dim=-2)), or use propose_plan."
+            f"{describe_first_difference(records)} They hold {lengths} queries. Some models (all of Hugging Face "
+            "transformers) pass is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a "
+            "4-D mask over all tokens, sharded by rows (cp.shard(mask, dim=-2)), or use propose_plan."
         )
     return difference_of_lengths(records)
 
@@ -112,7 +106,7 @@ def difference_of_lengths(records: list[Record]) -> str:
     """Return an error message that names the first field in which ranks differ, and for lengths says what to do."""
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if "lengths" not in field:
-        return first_difference(records)
+        return describe_first_difference(records)
     # Show only the length that each rank holds itself. Its record also contains lengths that it assumed for
     # others.
     held = [record[field][rank] for rank, record in enumerate(records)]
@@ -321,7 +315,7 @@ def own_part(
         if look_for_copies:
             digest = tokens_digest(query, key)
     except RuntimeError as error:
-        check_consistent(error, mesh)
+        agree(error, mesh)
         raise
     if not spec.is_causal and (shows_nothing or has_single_tokens(layout)) and is_causal_caller():
         flags |= _CAUSAL_CALLER

@@ -30,9 +30,10 @@ from para_core.attention.operator import differentiable_usp
 from para_core.attention.sdpa_call import SdpaCall, check, check_kind, check_transforms
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
-from para_core.distributed.agree import Signature, check_consistent
+from para_core.distributed.agree import agree
 from para_core.distributed.collectives import HostGroups
 from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.records import Signature
 from para_core.layout.sequence import SequenceLayout
 from para_core.torch_internals import (
     FORWARD_AD_LEVEL,
@@ -185,7 +186,7 @@ class MeshAttention:
             # If this call could not be checked (a single token has the digest 0), check the next one.
             self.looks_for_copies = look and own.digest == 0 and query.shape[-2] < 2
         explain = partial(explain_difference, self._mesh, mask)
-        parts = check_consistent(expected, self._host_groups, own, explain=explain, call="an attention call")
+        parts = agree(expected, self._host_groups, own, explain=explain, call="an attention call")
         if parts.count(NO_MASK) == len(parts):
             return None, None
         return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
@@ -241,7 +242,7 @@ class MeshAttention:
         """Raise ``error``. In eager code every rank raises it, unless ``assume_equal`` is set."""
         if not (self._assume_equal or torch.compiler.is_compiling()):
             self._mesh.check_alive()
-            check_consistent(error, self._mesh)
+            agree(error, self._mesh)
         raise error
 
     def _compute(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from para_core.distributed.agree import check_consistent, signature
+from para_core.distributed.agree import agree
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Segment, SequenceLayout, even_layout
 from para_core.layout.tokens import gather_tokens
@@ -139,14 +139,14 @@ class LayoutMode(ShardingMode):
             sharded: BlockMask = shard_mask(mask, query_layout, key_layout, self._mesh)
         except (TypeError, ValueError) as error:
             if talk:
-                check_consistent(error, self._mesh)
+                agree(error, self._mesh)
             raise
         if talk:
             lengths = {
                 "query lengths per rank": query_layout.sizes(),
                 "key lengths per rank": key_layout.sizes(),
             }
-            check_consistent(signature({"block_mask": [*mask.shape], **lengths}), self._mesh)
+            agree({"block_mask": [*mask.shape], **lengths}, self._mesh)
         return sharded
 
     def _whole_layout(

@@ -62,6 +62,6 @@ def test_missing_feature_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="offload= "):
         changes_for(request)
     del left["vae_offload"]
-    request = ChangeRequest(object(), {}, one_guided_rank("cpu"), {"vae_placement": "first"}, request.require_equal)
+    request = ChangeRequest(object(), {}, one_guided_rank("cpu"), {"vae_placement": "first"}, request.agree_on_inputs)
     with pytest.raises(ValueError, match="vae_placement= "):
         changes_for(request)
