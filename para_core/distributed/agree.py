@@ -39,7 +39,7 @@ from para_core.distributed.records import Record, Signature, describe_first_diff
 from para_core.foreign_errors import is_closed_connection
 from para_core.torch_internals import DisableTransforms
 
-MOST_NUMBERS = 5
+MOST_NUMBERS = 3
 # A header contains a digest, the length of the record, and the numbers.
 _HEADER = struct.Struct(f"<16sq{MOST_NUMBERS}q")
 _LENGTH = struct.Struct("<q")

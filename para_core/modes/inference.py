@@ -96,9 +96,7 @@ def _candidates(segments: tuple[Segment, ...], ranks: int) -> list[SequenceLayou
     return layouts
 
 
-def _check_rival(
-    fitting: SequenceLayout, other: SequenceLayout, held: int, kind: str, ordered: bool
-) -> None:
+def _check_rival(fitting: SequenceLayout, other: SequenceLayout, held: int, kind: str, ordered: bool) -> None:
     """Raise ``ValueError`` if ``other`` would fit as well as ``fitting``, the layout of a query or key with
     ``held`` tokens on this rank.
     """

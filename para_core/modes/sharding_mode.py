@@ -78,8 +78,8 @@ class ShardingMode(TorchFunctionMode):
     def _note_state(self) -> None:
         """Adapt to changed sequences or explicit layouts, in eager code. Does nothing unless overridden."""
 
-    def _note_sharded(self, x: Tensor, dim: int) -> None:
-        """Note in eager code on several ranks that :meth:`shard` returns ``x``.
+    def _note_sharded(self, x: Tensor, dim: int, layout: SequenceLayout) -> None:
+        """Note in eager code on several ranks that :meth:`shard` returns ``x``, sharded by ``layout``.
         Does nothing unless overridden.
         """
 
@@ -176,7 +176,7 @@ class ShardingMode(TorchFunctionMode):
             return x
         part = shard_tokens(x, dim, layout, self._mesh)
         if not torch.compiler.is_compiling():
-            self._note_sharded(part, dim)
+            self._note_sharded(part, dim, layout)
         return part
 
     def gather(self, y: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
