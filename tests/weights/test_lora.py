@@ -84,31 +84,6 @@ def shared(pipe, method):
     return parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu", **sizes), weights=weights)
 
 
-def state_of(pipe):
-    """Return the state that undoing must restore."""
-    transformer = pipe.transformer
-    return {
-        "values": {name: x.detach().clone() for name, x in transformer.state_dict().items()},
-        "gradients": {name: x.requires_grad for name, x in transformer.named_parameters()},
-        "classes": {name: type(module).__mro__ for name, module in transformer.named_modules()},
-        "attributes": {name: set(vars(module)) for name, module in transformer.named_modules()},
-        "hooks": {
-            name: [len(hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks)]
-            for name, module in transformer.named_modules()
-        },
-    }
-
-
-def require_as(pipe, before):
-    after = state_of(pipe)
-    for what in ("gradients", "classes", "hooks", "attributes"):
-        assert after[what] == before[what], [
-            (name, after[what].get(name), x) for name, x in before[what].items() if after[what].get(name) != x
-        ][:3]
-    assert after["values"].keys() == before["values"].keys()
-    assert all(torch.equal(x, before["values"][name]) for name, x in after["values"].items())
-
-
 def draw(name, method, when):
     """Return the output at each stage. Without a method, return those of the unmodified pipe."""
     pipe, outs = make(name), {}

@@ -1,13 +1,7 @@
 """Blocks in stages along ``pipe`` give the same bits as all blocks on one rank, and each rank holds only its own."""
 
 import itertools
-import os
-import re
-import subprocess
-import sys
-import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -237,69 +231,6 @@ def test_staged_blocks_compile_and_whole_does_not(rank_pool):
 
 
 # -- Errors.
-
-
-class Broken(RuntimeError):
-    """The error that a block raises."""
-
-
-def one_stage_raises():
-    pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2), timeout=3)
-    generate(pipe, "flux")
-    if dist.get_rank() == 1:
-
-        def break_down(module, args):
-            raise Broken("this block is broken")
-
-        pipe.transformer.single_transformer_blocks[-1].register_forward_pre_hook(break_down)
-    started = time.monotonic()
-    try:
-        generate(pipe, "flux")
-    except RuntimeError as error:
-        return time.monotonic() - started < 30, str(error)
-
-
-@pytest.mark.long
-def test_raising_stage_ends_all_ranks_with_cause(rank_pool):
-    first, second = rank_pool.run(one_stage_raises, 2)
-    assert first[0]
-    assert re.search(r"rank 1 .*Broken: this block is broken", first[1])
-    assert second == (True, "this block is broken")
-
-
-DIES = """
-import os, sys
-import torch.distributed as dist
-from para_core import init_context_parallel_mesh
-from para_core.adapters import parallelize_pipe
-from tests.weights.pipes import generate, make
-
-dist.init_process_group("gloo")
-pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2), timeout=20)
-if dist.get_rank() == 1:
-    pipe.transformer.single_transformer_blocks[-1].register_forward_pre_hook(lambda *_: os._exit(3))
-try:
-    generate(pipe, "flux")
-except RuntimeError as error:
-    print(error, flush=True)
-    os._exit(4)
-"""
-
-
-@pytest.mark.long
-def test_a_stage_that_dies_ends_the_others(tmp_path):
-    script, root = tmp_path / "dies.py", str(Path(__file__).parents[2])
-    script.write_text(DIES)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment = {**os.environ, **address, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    ranks = [
-        subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env={**environment, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    printed, *_ = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [4, 3]
-    assert b"rank 1 " in printed
 
 
 def change_late():
