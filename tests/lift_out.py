@@ -130,19 +130,19 @@ FEATURES: dict[str, Feature] = {
     "text encoder offload": Feature(
         ("adapters/weights/text_encoder_offload.py",),
         line=(_WEIGHTS, '"text_encoder_offload": "weights.text_encoder_offload",'),
-        tests=("tests/weights/test_text_encoders.py",),
+        tests=("tests/weights/test_placement.py",),
         words=("encoder",),
     ),
     "VAE offload": Feature(
         ("adapters/weights/vae_offload.py",),
         line=(_WEIGHTS, '"vae_offload": "weights.vae_offload",'),
-        tests=("tests/weights/test_vae_placement.py",),
+        tests=("tests/weights/test_placement.py",),
         words=("vae_placement",),
     ),
     "block offload": Feature(
         ("adapters/weights/block_offload.py",),
         line=(_WEIGHTS, '"block_offload": "weights.block_offload",'),
-        tests=("tests/weights/test_block_offload.py",),
+        tests=("tests/weights/test_placement.py",),
         words=("offload",),
     ),
     "quantization": Feature(
