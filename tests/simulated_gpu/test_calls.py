@@ -85,7 +85,7 @@ def transformers():
 
 
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=["Ulysses", "ring"])
-@pytest.mark.parametrize(("name", "dtype"), transformers())
+@pytest.mark.parametrize(("name", "dtype"), [*transformers()])
 def test_transformer(gpu_ranks, name, dtype, mesh):
     for call in gpu_ranks.run(call_transformer, 2, name, *mesh, dtype):
         # A model of random weights in bfloat16 multiplies its own rounding errors.
