@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,13 +26,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from para_core.devices import LINKS, Device, gpu_at_hand
+from para_core.devices import LINKS, Device
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import MeshDim, guided_mesh
+from para_core.doctor_report import DoctorReport, Finding, Ranks
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.triton_support import has_triton
 
-OK, CHANGE, BROKEN = "ok", "change", "broken"
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -42,87 +40,6 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
 }
 _PACKAGES = ("torch", "diffusers", "transformers", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check, which is a line of the doctor's table.
-
-    Args:
-        verdict (`str`): ``"ok"``, ``"change"`` (it works but could be better) or ``"broken"``.
-        advice (`str`): Advice on what to change; empty if there is none.
-    """
-
-    name: str
-    result: str
-    verdict: str = OK
-    advice: str = ""
-
-
-@dataclass
-class DoctorReport:
-    """The results of all checks, and the measured figures."""
-
-    findings: list[Finding] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, name: str, result: str, advice: str = "", *, broken: bool = False) -> None:
-        """Add a finding: broken, or to be changed if there is ``advice``, or ok."""
-        verdict = OK
-        if advice:
-            verdict = CHANGE
-        if broken:
-            verdict = BROKEN
-        self.findings.append(Finding(name, result, verdict, advice))
-
-    @property
-    def broken(self) -> bool:
-        return any(finding.verdict == BROKEN for finding in self.findings)
-
-    def table(self) -> str:
-        width = max(len(finding.name) for finding in self.findings)
-        lines = [
-            f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.result}" for finding in self.findings
-        ]
-        advice = [f"- {finding.name}: {finding.advice}" for finding in self.findings if finding.advice]
-        if not advice:
-            return "\n".join([*lines, "", "Nothing to change."])
-        return "\n".join([*lines, "", "What to change:", *advice])
-
-    def write(self, path: Path) -> None:
-        content = {
-            "date": time.strftime("%Y-%m-%d"),
-            "doctor": self.figures,
-            "findings": [asdict(finding) for finding in self.findings],
-        }
-        path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The rank of this process, the number of ranks, and the device and dtype that the checks use."""
-
-    rank: int
-    size: int
-    device: torch.device
-    dtype: torch.dtype
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every rank, in rank order. This is a collective call."""
-        values = [value]
-        if self.size > 1:
-            values = [None] * self.size
-            dist.all_gather_object(values, value)
-        return values
-
-    def known_device(self) -> Device | None:
-        """Return the data sheet's figures for this rank's GPU; None on a CPU, or for a GPU that the table lacks."""
-        try:
-            if self.device.type == "cuda":
-                return gpu_at_hand(self.device)
-            return None
-        except ValueError:
-            return None
 
 
 def versions(ranks: Ranks, report: DoctorReport) -> None:
