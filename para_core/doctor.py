@@ -44,20 +44,20 @@ _PACKAGES = ("torch", "diffusers", "transformers", "triton", "nvidia-nccl-cu12",
 
 def versions(ranks: Ranks, report: DoctorReport) -> None:
     """Check that all ranks have the same versions of Python, torch, diffusers, transformers, Triton and NCCL."""
-    own = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            own[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    text = ", ".join(f"{name} {version}" for name, version in own.items())
-    every = ranks.gather(own)
+    text = ", ".join(f"{name} {version}" for name, version in installed.items())
+    every = ranks.gather(installed)
     different = sorted(
-        {name for other in every for name in {*other, *own} if other.get(name) != own.get(name)}
+        {name for other in every for name in {*other, *installed} if other.get(name) != installed.get(name)}
     )
     if not different:
         return report.add("versions", text)
-    rank = next(rank for rank, other in enumerate(every) if other != own)
+    rank = next(rank for rank, other in enumerate(every) if other != installed)
     others = ", ".join(f"{name} {every[rank].get(name, 'none')}" for name in different)
     advice = f"install the same {', '.join(different)} on all hosts."
     return report.add("versions", f"{text}; rank {rank}: {others}", advice, broken=True)
@@ -253,7 +253,7 @@ def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
     if ring:
         distances = range(1, 2)
 
-    def timed(sent: int) -> float:
+    def time_exchange(sent: int) -> float:
         outgoing, incoming = [0] * dim.size, [0] * dim.size
         for distance in distances:
             outgoing[(dim.index + distance) % dim.size] = max(1, sent // len(distances))
@@ -270,7 +270,7 @@ def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
     large = 1 << 20
     if ranks.device.type == "cuda":
         large = 64 << 20
-    latency, seconds = (max(ranks.gather(timed(sent))) for sent in (1024, large))
+    latency, seconds = (max(ranks.gather(time_exchange(sent))) for sent in (1024, large))
     # Subtract the latency only if it is clearly smaller than the measured time, because noise could otherwise
     # make the difference negative.
     if seconds > 2 * latency:
