@@ -23,7 +23,8 @@ from para_core.cli.signals import SignalCode
 from para_core.fleet.choice_of_ray import uses_ray
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.pipeline_info import Model
-from para_core.fleet.request import Delivery, Request, make_request, read_size
+from para_core.fleet.request import Delivery, Request, make_request
+from para_core.fleet.request_schema import read_size
 from para_core.fleet.selection import pipelines_for
 from para_core.pipeline_options import PIPELINE, RANKS
 

@@ -42,6 +42,7 @@ LAYERS = (
     ("para_core/verify",),
     ("para_core/api.py",),
     ("para_core/__init__.py",),
+    ("para_core/doctor_report.py",),
     ("para_core/doctor.py",),
     ("adapters/adapter.py", "adapters/refusal.py", "adapters/row_adapter.py", "adapters/features.py"),
     ("adapters/default_mesh.py",),

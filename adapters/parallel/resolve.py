@@ -210,9 +210,9 @@ def _changes_of_features(
 ) -> list[FeatureChange]:
     """Return the changes that features make to ``pipe``."""
     compare = partial(agree_on_calls, mesh=mesh, assume_equal=options.assume_equal)
-    of_features = {**vars(options), "text_encoders": placement}
+    values = {**vars(options), "text_encoders": placement}
     request = ChangeRequest(
-        pipe, transformers_of(pipe), mesh, of_features, compare, has_calls_per_branch=has_calls_per_branch
+        pipe, transformers_of(pipe), mesh, values, compare, has_calls_per_branch=has_calls_per_branch
     )
     return changes_for(request)
 
@@ -257,8 +257,10 @@ def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks
     These are its groups with their CPU groups, those that para_core made among ``ranks``, and those of
     sharded weights.
     """
-    of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
-    groups = dict.fromkeys([*of_mesh, *groups_among(ranks), *weights_groups(pipe)])
+    mesh_groups = [
+        group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}
+    ]
+    groups = dict.fromkeys([*mesh_groups, *groups_among(ranks), *weights_groups(pipe)])
     return TimeoutPart(list(groups), as_timedelta(timeout), ranks)
 
 

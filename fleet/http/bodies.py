@@ -23,17 +23,8 @@ from para_core.fleet.image_files import convert_mask, open_image
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import FORMATS
 from para_core.fleet.pipeline_info import Model
-from para_core.fleet.request import (
-    LARGEST_SEED,
-    Delivery,
-    Lora,
-    Request,
-    describe_error,
-    estimated_pixels,
-    parameter_of,
-    request_from,
-    request_schema,
-)
+from para_core.fleet.request import Delivery, Lora, Request, estimated_pixels, request_from
+from para_core.fleet.request_schema import LARGEST_SEED, describe_error, parameter_of, request_schema
 
 # Longest string of a request, in characters per token that the model reads (English has about 4 per token). The limit
 # exists because a tokenizer needs minutes for megabytes of text, although the model reads only the beginning.

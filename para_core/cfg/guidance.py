@@ -228,12 +228,14 @@ class Guidance:
 
     def _exchange(self, calls: list[ModelCall]) -> None:
         """Give all ranks the output tensors of each call of the round, as bytes in one all-gather."""
-        of_ranks = [[call for call in calls if call.owner == rank] for rank in range(self._dim.size)]
-        distributed = [call for of_rank in of_ranks for call in of_rank]
+        calls_by_rank = [[call for call in calls if call.owner == rank] for rank in range(self._dim.size)]
+        distributed = [call for rank_calls in calls_by_rank for call in rank_calls]
         if not distributed:
             return
-        sizes = [sum(x.num_bytes for call in of_rank for x in call.expected) for of_rank in of_ranks]
-        computed = [tensor_bytes(x) for call in of_ranks[self._dim.index] for x in call.leaves]
+        sizes = [
+            sum(x.num_bytes for call in rank_calls for x in call.expected) for rank_calls in calls_by_rank
+        ]
+        computed = [tensor_bytes(x) for call in calls_by_rank[self._dim.index] for x in call.leaves]
         empty = torch.empty(0, dtype=torch.uint8, device=distributed[0].expected[0].device)
         received = all_gather(torch.cat([empty, *computed]), sizes, 0, self._dim)
         parts = iter(received.split([x.num_bytes for call in distributed for x in call.expected]))
