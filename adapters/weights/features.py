@@ -15,8 +15,8 @@ from para_core.instance.record import (
 )
 from para_core.instance.slots import Slot
 
-# The name of each feature, and the module of this folder that defines it as ``FEATURE``. Modules are imported
-# when they are first needed. Changes are made in this order.
+# The name of each feature, and the module that defines it as ``FEATURE``, by default of this folder. Modules
+# are imported when they are first needed. Changes are made in this order.
 FEATURES: Mapping[str, str] = {
     "fsdp": "fsdp_weights",
     "tensor": "tensor_weights",
@@ -26,13 +26,18 @@ FEATURES: Mapping[str, str] = {
     "vae_offload": "vae_offload",
     "block_offload": "block_offload",
     "quantize": "quantize",
+    "same_bits": "para_core.adapters.same_bits",
 }
 
 
 @cache
 def features() -> Mapping[str, Feature]:
     """Return all features by name."""
-    return {name: import_module(f"{__package__}.{module}").FEATURE for name, module in FEATURES.items()}
+    found = {}
+    for name, module in FEATURES.items():
+        path = module if "." in module else f"{__package__}.{module}"
+        found[name] = import_module(path).FEATURE
+    return found
 
 
 def shard_methods() -> Mapping[str, ShardMethod]:
