@@ -93,7 +93,7 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
     """
     order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))
     in_memory = [sizes[dim] for dim in order]
-    if x.is_contiguous() or _is_dense(x):
+    if _is_dense(x, order, sizes):
         zeros = x.new_zeros(in_memory)
     else:
         # One more element in each row keeps the tensor from being contiguous.
@@ -101,9 +101,17 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
     return zeros.permute([order.index(dim) for dim in range(x.ndim)])
 
 
-def _is_dense(x: Tensor) -> bool:
-    order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))
-    return x.permute(order).is_contiguous()
+def _is_dense(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the elements of ``x`` follow each other in memory, and would if it had these sizes.
+
+    A dim of size 1, such as that of a single token, has the stride of the tensor that it was cut from.
+    """
+    stride = 1
+    for dim in reversed(order):
+        if sizes[dim] > 1 and x.stride(dim) != stride:
+            return False
+        stride *= x.shape[dim]
+    return True
 
 
 def put(x: Tensor, into: Tensor, one: OneProcess, tokens: tuple[int, Place] | None, samples: bool) -> None:
