@@ -145,6 +145,12 @@ FEATURES: dict[str, Feature] = {
         tests=("tests/weights/test_placement.py",),
         words=("offload",),
     ),
+    "same bits": Feature(
+        ("adapters/same_bits.py", "para_core/same_bits"),
+        line=(_WEIGHTS, '"same_bits": "same_bits",'),
+        tests=("tests/same_bits", "benchmarks/pipelines/same_bits.py"),
+        words=("same_bits",),
+    ),
     "quantization": Feature(
         ("adapters/weights/quantize.py",),
         line=(_WEIGHTS, '"quantize": "weights.quantize",'),
