@@ -301,6 +301,21 @@ def no_frame_of_its_own(function: _Function) -> _Function:
     return function
 
 
+def is_compiled_code() -> bool:
+    """Whether Dynamo traces this code, or compiles the frames that begin now: in compiled code, after a graph break."""
+    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def _keep_frame(function: Callable[..., Any]) -> None:
+    eval_frame = torch._C._dynamo.eval_frame
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+# Dynamo would compile the frame of this function, too, and warn that it cannot trace what it calls.
+_keep_frame(is_compiled_code)
+
+
 # The names below are those of autograd, from torch/utils/checkpoint.py and torch/autograd.
 
 # torch.no_grad and torch.enable_grad call this function, which modes can intercept.

@@ -633,6 +633,20 @@ def test_marked_function_is_compiled_as_part_of_another_only():
     assert compiling == [False, True]
 
 
+def test_code_after_a_graph_break_knows_that_it_is_compiled():
+    """Check code after a break. Otherwise same_bits=True runs compiled models, which nothing checks."""
+    found = []
+
+    def function(x):
+        torch._dynamo.graph_break()
+        found.append(internals.is_compiled_code())
+        return x + 1
+
+    torch.compile(function, backend="eager")(torch.zeros(1))
+    function(torch.zeros(1))
+    assert found == [True, False]
+
+
 def test_all_hooks_are_listed_and_stay():
     """Check that all hooks are listed. Otherwise the checkpoints around the innermost one are not bound to the mode."""
     lists = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from para_core.distributed.agree import exchange
 from para_core.distributed.mesh import GuidedMesh
+from para_core.instance.modules import has_compiled_parts
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
@@ -17,7 +17,12 @@ from para_core.plans.current_call import ranks_sharing_samples
 from para_core.same_bits.device_settings import deterministic_products
 from para_core.same_bits.mode import SameBits
 from para_core.same_bits.row_check import RowCheck
-from para_core.torch_internals import tree_leaves
+from para_core.torch_internals import is_compiled_code, tree_leaves
+
+_COMPILED = (
+    "same_bits=True runs eager models: generated code may add up in another order for another number of tokens, which "
+    "nothing checks. Leave torch.compile out, or same_bits."
+)
 
 
 class SameBitsCalls:
@@ -51,16 +56,15 @@ class SameBitsCalls:
 
         Raises:
             RuntimeError: On every rank: a function gives other bits for the rows of a rank than for those of one
-                process. Or the model is being compiled.
+                process. Or the model is compiled.
         """
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "same_bits=True runs eager models: generated code may add up in another order for another number of "
-                "tokens, which nothing checks. Leave torch.compile out, or same_bits."
-            )
+        if is_compiled_code():
+            raise RuntimeError(_COMPILED)
         # All ranks have the same arguments here, so they check the same calls.
         sizes = tuple(_sizes((args, kwargs)))
         is_new = self._mesh.ranks > 1 and sizes not in self._checked
+        if is_new and has_compiled_parts(module):
+            raise RuntimeError(_COMPILED)
         self._check = RowCheck(module) if is_new else None
         try:
             with deterministic_products():

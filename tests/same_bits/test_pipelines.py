@@ -63,14 +63,18 @@ def test_what_adds_up_in_another_order_is_refused(rank_pool, mesh, name, options
         assert f"same_bits=True with {words}" in message
 
 
-def compiled():
+def compiled(blocks_only):
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), same_bits=True)
-    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    if blocks_only:
+        pipe.transformer.compile_repeated_blocks(backend="eager")
+    else:
+        pipe.transformer = torch.compile(pipe.transformer, backend="eager")
     with pytest.raises(RuntimeError) as caught:
         pipe(**flux_call())
     return str(caught.value)
 
 
-def test_compiled_model_is_refused(rank_pool):
-    for message in rank_pool.run(compiled, 2):
+@pytest.mark.parametrize("blocks_only", [False, True])
+def test_compiled_model_is_refused(rank_pool, blocks_only):
+    for message in rank_pool.run(compiled, 2, blocks_only):
         assert "same_bits=True runs eager models" in message
