@@ -58,7 +58,7 @@ def count_attention(
         # The projections of a model return [B, S, H, D] in memory.
         shape = (batch, layout.size(0), heads, head_dim)
         tensors = [torch.empty(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(3)]
-        options = AttnOptions(backend=backend, rotate_method=rotate_method, comm_dtype=comm_dtype)
+        options = {"backend": backend, "rotate_method": rotate_method, "comm_dtype": comm_dtype}
         on_device = _intercepted if device == "cpu" else _as_on_cuda
         with on_device(mesh, layout, heads, options) as attend:
             attend(*tensors, mask)
@@ -68,15 +68,16 @@ def count_attention(
 
 
 @contextmanager
-def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: AttnOptions) -> Iterator[Attend]:
-    passed = {"rotate_method": options.rotate_method, "comm_dtype": options.comm_dtype}
+def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: dict[str, Any]) -> Iterator[Attend]:
+    passed = {name: value for name, value in options.items() if name != "backend"}
     with UnifiedAttnMode(mesh, layout=layout, assume_equal=True, **passed):
         yield F.scaled_dot_product_attention
 
 
 @contextmanager
-def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: AttnOptions) -> Iterator[Attend]:
+def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, given: dict[str, Any]) -> Iterator[Attend]:
     """Run the code that the attention operator runs on a GPU. A mode stops earlier, at the shapes of meta tensors."""
+    options = AttnOptions.of(**given)
     text = options.as_text()
     spec = AttentionSpec(layout, layout, sequence_mesh(mesh), heads, heads, options=options, options_text=text)
 

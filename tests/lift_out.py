@@ -50,6 +50,7 @@ class Feature:
 
 
 _MODES = "para_core/modes/__init__.py"
+_ATTENTION = "para_core/attention/features.py"
 _WEIGHTS = "adapters/weights/features.py"
 FEATURES: dict[str, Feature] = {
     "FlashAttention's operators": Feature(
@@ -72,6 +73,30 @@ FEATURES: dict[str, Feature] = {
         words=("checkpoint", "recompute"),
     ),
     "ComfyUI nodes": Feature(("comfyui_para_core",), tests=("tests/comfyui", "benchmarks/comfyui")),
+    "8-bit exchange": Feature(
+        ("para_core/attention/rounding.py",),
+        line=(_ATTENTION, '"para_core.attention.rounding:Rounding",'),
+        tests=("tests/attention/approximate/test_wire.py",),
+        words=("comm_dtype", "8 bits", "8-bit", "int8", "rounded"),
+    ),
+    "block-sparse masks": Feature(
+        ("para_core/attention/block_sparse.py", "para_core/attention/direct_ring.py", "para_core/modes/block_sparse.py"),
+        line=(_ATTENTION, '"para_core.attention.block_sparse:BlockMask",'),
+        names=("BlockSparseAttnMode",),
+        tests=("tests/attention/test_block_sparse.py", "tests/attention/approximate/sparse_cases.py"),
+        words=("block_mask", "block mask", "sparse"),
+    ),
+    "kept keys": Feature(
+        (
+            "para_core/attention/approximate",
+            "para_core/attention/kept_keys.py",
+            "para_core/modes/kept_keys.py",
+        ),
+        line=(_ATTENTION, '"keys": "para_core.attention.kept_keys:KeptKeys",'),
+        names=("SparseKVAttnMode", "KeptKeys"),
+        tests=("tests/attention/approximate",),
+        words=("kept_keys", "keys", "sparse"),
+    ),
     "UNets": Feature(
         ("adapters/vae/unet.py", "adapters/models/unets.py", "adapters/parallel/unet.py"),
         line=("adapters/denoisers.py", '"para_core.adapters.vae.unet",'),

@@ -3,7 +3,7 @@
 Queries are sent along rows of the grid, keys and values along columns. Each rank computes attention of the
 queries of its row to the keys of its column. Partial results return along the row to the ranks that own the
 queries, which merge them by lse. Let the grid of the R ring ranks be r × c
-(:func:`~para_core.attention.attention_plan.choose_grid`), let ring rank i hold S_i queries (including
+(:func:`~para_core.attention.grid_shape.choose_grid`), let ring rank i hold S_i queries (including
 replicated ones) and T_i sharded keys, let e be the bytes per element, and let Σ_row and Σ_column sum over the
 other ranks j of rank i's row or column. Rank i then sends, in three all-to-alls over the ring's group,
 
@@ -43,12 +43,98 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attend import Accumulator, Attend, Block, QueryGradients
-from para_core.attention.attention_plan import GridPlan
+from para_core.attention.grid_shape import choose_grid
 from para_core.attention.local import add_autograd_dependency, lse_dtype
-from para_core.distributed.collectives import Travelling, start_all_to_all, wait
+from para_core.attention.ring import Ring
+from para_core.attention.ring_plan import RingPlan, RingStyle
+from para_core.attention.tiles import Tiling
+from para_core.distributed.cached_property import cached_property
+from para_core.distributed.collectives import Travelling, all_to_all, start_all_to_all, wait
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.runs import put, take
 from para_core.layout.sequence import Run
+
+
+class GridPlan(RingStyle):
+    """The plan of Attention2D for this rank, in a grid of ``shape`` ``(rows, columns)`` of ring ranks.
+
+    Ring rank i is in row i // columns and column i % columns. This rank computes attention of the queries of
+    its row to the sharded keys of its column, and of its own queries to replicated keys.
+    """
+
+    def __init__(self, plan: RingPlan) -> None:
+        super().__init__(plan)
+        spec = plan.spec
+        self.shape = choose_grid(spec.mesh.ring.size, spec.num_heads, spec.num_kv_heads)
+
+    @classmethod
+    def of(cls, plan: RingPlan) -> RingStyle:
+        """Return the grid for ``plan``; an ordinary ring if no keys have to be sent, or an option selects keys."""
+        if plan.spec.options.by_position or not plan.rotates:
+            return Ring(plan)
+        return cls(plan)
+
+    @cached_property
+    def row(self) -> list[int]:
+        """The ring indices of the other ranks in this rank's row."""
+        index, columns = self.plan.dim.index, self.shape[1]
+        first = index - index % columns
+        return [rank for rank in range(first, first + columns) if rank != index]
+
+    @cached_property
+    def column(self) -> list[int]:
+        """The ring indices of the other ranks in this rank's column."""
+        index, columns = self.plan.dim.index, self.shape[1]
+        return [rank for rank in range(index % columns, self.plan.dim.size, columns) if rank != index]
+
+    @cached_property
+    def other_queries(self) -> Sequence[Run]:
+        """The positions of the queries of the row's other ranks, rank by rank, as runs ``(start, length)``."""
+        return self.plan.spec.queries.only(*self.row).runs()
+
+    @cached_property
+    def column_runs(self) -> list[Run]:
+        """The positions of the sharded keys of the column's other ranks, rank by rank, as runs ``(start, length)``."""
+        return self.plan.spec.keys.only(*self.column, replicated=False).runs()
+
+    @cached_property
+    def row_sizes(self) -> list[int]:
+        return [self.plan.spec.queries.size(rank) for rank in self.row]
+
+    @cached_property
+    def column_sizes(self) -> list[int]:
+        return [self.plan.spec.keys.size(rank, replicated=False) for rank in self.column]
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """The keys that this rank's queries see: at step 0 its own, at step 1 those of its column's other ranks."""
+        return self._tiling(self.plan.query_runs, self.plan.key_runs(0))
+
+    @cached_property
+    def row_tiling(self) -> Tiling:
+        """The keys that the queries of the row's other ranks see: this rank's, then those of the rest of its column."""
+        return self._tiling(
+            self.other_queries, self.plan.spec.keys.runs(self.plan.dim.index, replicated=False)
+        )
+
+    def _tiling(self, queries: Sequence[Run], own_keys: Sequence[Run]) -> Tiling:
+        return Tiling(queries, [own_keys, self.column_runs], self.plan.spec.positional_masks)
+
+    def add_other_rows(self, mask: Tensor) -> Tensor:
+        """Return ``mask``, followed along dim 2 by the masks of the others in this rank's row. Collective."""
+        if not self.row:
+            return mask
+        rows = mask.movedim(2, 0)
+        send, receive = [0] * self.plan.dim.size, [0] * self.plan.dim.size
+        for peer, size in zip(self.row, self.row_sizes, strict=True):
+            send[peer], receive[peer] = rows.shape[0], size
+        arrived = all_to_all(torch.cat([rows] * len(self.row)), send, receive, self.plan.dim)
+        return torch.cat([rows, arrived]).movedim(0, 2)
+
+    def around(self, attend: Attend) -> Attend:
+        """Return attention to the keys of all ring ranks, in the grid; see :func:`grid_2d`."""
+        return grid_2d(attend, self)
+
 
 # All tensors are sent with the token dim first, so that the parts of several ranks form one contiguous
 # tensor.
@@ -140,9 +226,9 @@ def grid_2d(attend: Attend, grid: GridPlan) -> Attend:
 def _attend_in_grid(
     attend: Attend, grid: GridPlan, into: Accumulator, key: Tensor, value: Tensor, *, is_last: bool
 ) -> None:
-    query, dim, sizes = into.query, grid.ring.dim, grid.row_sizes
+    query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
     S = query.shape[2]
-    travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
+    travels = take(key, 2, grid.plan.travels), take(value, 2, grid.plan.travels)
     arriving: list[_Arriving] = []
     if grid.row:
         arriving.append(_give(_by_token(query), grid.row, sizes, dim))
@@ -196,8 +282,8 @@ def _gradients_in_grid(
     attend: Attend, grid: GridPlan, into: QueryGradients, key: Tensor, value: Tensor
 ) -> Block:
     query, out, lse, mask = into.query, into.out, into.lse, into.mask
-    dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
-    travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
+    dim, S, sizes, D, D_v = grid.plan.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
+    travels = take(key, 2, grid.plan.travels), take(value, 2, grid.plan.travels)
     if grid.row:
         sent = _by_token(query, into.grad_out, out, _as_dtype(lse, query.dtype))
         arriving_queries = _give(sent, grid.row, sizes, dim)
@@ -219,7 +305,7 @@ def _gradients_in_grid(
             torch.zeros_like(q, dtype=lse.dtype),
             _rows_of(into.grad_mask, S, sum(sizes)),
         )
-        _put(of_own_keys, grid.ring.travels, attend.backward(others, *travels, 0))
+        _put(of_own_keys, grid.plan.travels, attend.backward(others, *travels, 0))
     keys, values = _by_head(arriving_keys.wait(), D, D_v)
     of_column = None
     if others is not None:
@@ -235,7 +321,7 @@ def _gradients_in_grid(
         into.grad_query.add_(_by_head(_sum_over_ranks(arriving_queries.wait(), len(grid.row)), D)[0])
     _put(
         of_own_keys,
-        grid.ring.travels,
+        grid.plan.travels,
         _by_head(_sum_over_ranks(arriving_keys.wait(), len(grid.column)), D, D_v),
     )
     return of_own_keys

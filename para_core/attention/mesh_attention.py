@@ -208,8 +208,8 @@ class MeshAttention:
             query_layout, key_layout = self._layouts(query.shape[-2], key.shape[-2], ordered)
             if call.lengths is not None:
                 call.lengths.check(query_layout.total, key_layout.total)
-            if options.block_mask is not None:
-                options.block_mask.check(query_layout.total, key_layout.total)
+            for other in options.others:
+                other.check_lengths(query_layout.total, key_layout.total)
         except (TypeError, ValueError, RuntimeError) as error:
             self.raise_everywhere(error)
         spec = AttentionSpec(

@@ -6,9 +6,8 @@ Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the g
 
 from __future__ import annotations
 
-from functools import lru_cache
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from para_core.attention.attend import Accumulator, Attend, Mask, QueryGradients
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, expand, expand_key_heads, local, of_function
-from para_core.attention.grid_2d import grid_2d
 from para_core.attention.local import as_sdpa, local_attention
 from para_core.attention.low_rows import correct_low_rows, level_low_rows
-from para_core.attention.ring import ring
 from para_core.torch_internals import is_any_autocast_enabled
 
 
@@ -108,13 +105,11 @@ def attend_block(
             mask = columns(mask, plan.ring.key_runs(0))
         call = LocalAttentionCall(query, key, value, mask, plan.spec.is_causal, plan.spec.scale)
         return local_attention(call, plan.spec.options.backend), None
-    kept_keys = plan.spec.options.kept_keys
-    if kept_keys is not None:
-        out, lse = _load_snapkv().sparse_attention(
-            kept_keys, query, key, value, mask, plan, heads=key_heads, attn_func=attn_func, save=save
-        )
-    else:
-        out, lse = attend_all(plan, query, key, value, mask, key_heads, attn_func)
+    attend: Callable[..., tuple[Tensor, Tensor]] = attend_all
+    for option in plan.spec.options.others:
+        if option.attend is not None:
+            attend = partial(option.attend, save=save)
+    out, lse = attend(plan, query, key, value, mask, key_heads, attn_func)
     if not save:
         return out, None
     return out, lse
@@ -143,7 +138,7 @@ def attend_all(
     mask_of_call = None
     if mask is not None:
         mask_of_call = Mask(mask)
-    into = Accumulator(query, mask_of_call, plan.tiling, key_heads)
+    into = Accumulator(query, mask_of_call, plan.style.tiling, key_heads)
     attend.forward(into, key, value, 0, True)
     return into.rounded_result(key, value)
 
@@ -160,10 +155,7 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
         attend = of_function(attn_func, spec.scale)
     if spec.num_heads != spec.num_kv_heads:
         attend = expand_key_heads(attend)
-    if plan.grid is None:
-        attend = ring(attend, plan.ring)
-    else:
-        attend = grid_2d(attend, plan.grid)
+    attend = plan.style.around(attend)
     if not masked:
         return attend
     if attn_func is not None:
@@ -173,11 +165,6 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
 
 # The composition of a plan is made once. A plan is compared by identity.
 compose_once = lru_cache(maxsize=1024)(compose)
-
-
-def _load_snapkv() -> ModuleType:
-    """Return the module that the option ``kept_keys`` needs. Exact attention does not load it."""
-    return import_module("para_core.attention.approximate.snapkv")
 
 
 def usp_backward(
@@ -193,18 +180,16 @@ def usp_backward(
     if plan.ulysses is not None:
         grad_out = plan.ulysses.enter_gradient(grad_out)
     heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
-    hidden, kept_keys, query = mask, plan.spec.options.kept_keys, saved.query
-    if kept_keys is not None:
-        snapkv = _load_snapkv()
-        is_kept = snapkv.select_keys(kept_keys, query, saved.key, mask, plan.ring, heads=heads)
-        hidden = snapkv.hide(mask, is_kept)
+    hidden, query = mask, saved.query
+    for option in plan.spec.options.others:
+        hidden = option.mask_of_gradient(plan, query, saved.key, hidden, heads)
     into = QueryGradients.of(
         grad_out,
         query,
         saved.out,
         saved.lse,
         hidden,
-        plan.tiling,
+        plan.style.tiling,
         key_heads=heads,
         mask_gradient=mask_gradient,
     )

@@ -28,7 +28,7 @@ for mode, options in ((UnifiedAttnMode, {{}}), (UnifiedAttnMode, rounded), (Spar
         with torch.no_grad():
             F.scaled_dot_product_attention(q, q, q, torch.ones(1, 1, 1, 32, dtype=torch.bool))
         F.scaled_dot_product_attention(q, q, q).sum().backward()
-    AttnOptions.read(AttnOptions(**rounded).as_text())
+    AttnOptions.read(AttnOptions.of(**rounded).as_text())
     print(sum(name.startswith("{APPROXIMATE}") for name in sys.modules))
 """
 

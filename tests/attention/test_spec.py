@@ -9,7 +9,7 @@ import torch
 from para_core import Segment, SequenceLayout
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.block_sparse import read_block_mask
-from para_core.attention.schedule import KeptKeys
+from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.mesh import MeshDim
@@ -26,7 +26,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "none")
 @pytest.mark.parametrize("same_layout", [True, False])
 def test_a_spec_survives_its_json(options, same_layout):
-    options = AttnOptions(**options)
+    options = AttnOptions.of(**options)
     queries = SequenceLayout((Segment("", 13), Segment("", 5, replicated=True), Segment("", 0, balanced=True)), 6)
     keys = queries if same_layout else SequenceLayout((Segment("", 9),), 6)
     mesh = mesh_of_dims(MeshDim("ring", 2, 1, 'a "name" | of 3', None), MeshDim("ulysses", 3, 0, "", None), "cpu")

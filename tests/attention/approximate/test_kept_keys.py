@@ -17,7 +17,7 @@ from para_core import SparseKVAttnMode
 from para_core.attention.approximate import snapkv
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.schedule import KeptKeys
+from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.mesh import MeshDim, SequenceMesh, one_rank
 from para_core.layout.sequence import Segment, SequenceLayout
@@ -204,14 +204,14 @@ def test_keys_are_selected_without_waiting_for_device(options, ring_index):
     ring = MeshDim("ring", 2, ring_index, "a ring", None)
     mesh = SequenceMesh(ring, MeshDim("ulysses", 1, 0, "", None), "cuda")
     plan = AttentionPlan(
-        AttentionSpec(layout, layout, mesh, 3, 3, options=AttnOptions(kept_keys=KeptKeys(0.4, 4)), **options)
+        AttentionSpec(layout, layout, mesh, 3, 3, options=AttnOptions.of(kept_keys=KeptKeys(0.4, 4)), **options)
     )
     local = 5 + 11 - ring_index
     # Reading a value of a meta tensor raises.
     query = torch.empty(2, 3, local, 8, device="meta")
     mask = torch.empty(2, 1, local, 26, dtype=torch.bool, device="meta")
     with mock.patch.object(snapkv, "all_gather", gather_shape), Copies() as copies:
-        visible = snapkv.select_keys(plan.spec.options.kept_keys, query, query.clone(), mask, plan.ring, heads=None)
+        visible = snapkv.select_keys(plan.spec.options.others[0], query, query.clone(), mask, plan.ring, heads=None)
     assert visible.shape == (2, 3, 26)
     assert visible.device == query.device
     assert copies.waiting
