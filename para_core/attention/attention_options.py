@@ -39,9 +39,8 @@ class AttnOptions:
 
     def __post_init__(self) -> None:
         if self.rotate_method not in ROTATE_METHODS:
-            raise ValueError(
-                f"rotate_method is {self.rotate_method!r}; expected 'alltoall', 'allgather' or '2d'."
-            )
+            expected = ", ".join(map(repr, ROTATE_METHODS))
+            raise ValueError(f"rotate_method is {self.rotate_method!r}; expected one of {expected}.")
         for other in self.others:
             other.check_method(self.rotate_method)
         if not (self.backend is None or isinstance(self.backend, str)):
@@ -58,8 +57,8 @@ class AttnOptions:
     ) -> AttnOptions:
         """Return the options with these values. ``others`` are those of optional features; None leaves one out.
 
-        >>> AttnOptions.of(rotate_method="2d", block_mask=None).as_text()
-        '{"rotate_method": "2d", "backend": null, "others": {}}'
+        >>> AttnOptions.of(rotate_method="allgather").as_text()
+        '{"rotate_method": "allgather", "backend": null, "others": {}}'
 
         Raises:
             TypeError: There is no such option, or a value has a wrong type.

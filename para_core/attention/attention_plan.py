@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from para_core.attention.features import STYLES, load
+from para_core.attention.features import load
 from para_core.attention.ring_plan import RingPlan, RingStyle
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.ulysses import Heads, UlyssesPlan
 from para_core.distributed.cached_property import cached_property
 from para_core.layout.runs import join_neighbours
+from para_core.option_values import RING_STYLES
 
-_STYLES: dict[str, type[RingStyle]] = {name: load(path) for name, path in STYLES.items()}
+# They are imported here and not at first use, because Dynamo cannot trace an import.
+_STYLES: dict[str, type[RingStyle]] = {name: load(style.path) for name, style in RING_STYLES.items()}
 
 
 @dataclass(frozen=True, eq=False)

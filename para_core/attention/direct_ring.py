@@ -1,7 +1,6 @@
 """A ring in which each rank sends its block directly to the ranks that see any of its keys, as a block mask says.
 
-The hop over a distance of s ranks is left out if no rank sees a key of the rank s positions before it. In the
-backward, every rank sends its share of a block's gradient to the owner of the block.
+The hop over a distance of s ranks is left out if no rank sees a key of the rank s positions before it.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from para_core.attention.attend import Accumulator, Attend, Block, QueryGradients
+from para_core.attention.attend import Accumulator, Attend, Block
 from para_core.attention.block_sparse import BlockMask
 from para_core.attention.local import add_autograd_dependency
-from para_core.attention.ring import Packing, add_to_travelling, travelling
+from para_core.attention.ring import Packing, pack_own
 from para_core.attention.ring_plan import RingStyle
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.collectives import Travelling, start_ring_shift, wait
@@ -36,6 +35,8 @@ class DirectHop(NamedTuple):
 
 class DirectRing(RingStyle):
     """The ring of a call with a block mask."""
+
+    gradient = "gradients.direct_ring:direct_ring_backward"
 
     @cached_property
     def hops(self) -> list[DirectHop]:
@@ -64,18 +65,15 @@ class DirectRing(RingStyle):
         def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
             last_step = max([hop.step for hop in self.hops if hop.receives], default=0)
             packing = Packing(key, value, plan.block_sizes, wire=wire)
-            for hop, block in self._blocks(key, value, packing, into.received):
+            for hop, block in self.blocks(key, value, packing, into.received):
                 if block is not None:
-                    attend.forward(into, *block, hop.step, is_last and hop.step == last_step)
+                    attend(into, *block, hop.step, is_last and hop.step == last_step)
                 # Drop the block here, so that no third one is in memory while the next hop is in flight.
                 del block
 
-        def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
-            return self._key_gradients(attend, into, key, value)
+        return forward
 
-        return Attend(forward, backward)
-
-    def _blocks(
+    def blocks(
         self, key: Tensor, value: Tensor, packing: Packing, received: list[Tensor]
     ) -> Iterator[tuple[DirectHop, Block | None]]:
         """Yield ``(hop, block)``, this rank's own block first; the block is None if this rank receives none."""
@@ -83,7 +81,7 @@ class DirectRing(RingStyle):
         if not hops:
             yield own, (key, value)
             return
-        sent = packing.pack(*travelling(key, value, self.plan))
+        sent = pack_own(packing, key, value, self.plan)
         arriving = [self._start(hops[0], sent, packing, received)]
         yield own, (key, value)
         for number, hop in enumerate(hops, start=1):
@@ -107,26 +105,3 @@ class DirectRing(RingStyle):
         # every rank.
         sent = add_autograd_dependency(sent, received[-1:])
         return start_ring_shift(sent, numel, self.plan.dim, distance=hop.step)
-
-    def _key_gradients(self, attend: Attend, into: QueryGradients, key: Tensor, value: Tensor) -> Block:
-        """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``."""
-        packing, index = Packing(key, value, self.plan.block_sizes), self.plan.dim.index
-        own: Block = (key, value)
-        # These gradients are in flight while this rank computes the next ones.
-        arriving: list[Travelling] = []
-        for hop, block in self._blocks(key, value, packing, []):
-            sent, numel = key.new_empty(0, dtype=into.lse.dtype), 0
-            if block is not None:
-                grads = attend.backward(into, *block, hop.step)
-                if hop.step == 0:
-                    own = grads
-                    continue
-                sent = packing.pack(*grads)
-            del block
-            if hop.sends:
-                numel = packing.numel(index)
-            arriving.append(start_ring_shift(sent, numel, self.plan.dim, distance=-hop.step))
-        for buffer in map(wait, arriving):
-            if buffer.numel():
-                add_to_travelling(own, packing.unpack(buffer, index), self.plan)
-        return own

@@ -1,6 +1,7 @@
-"""Optional features of attention over a mesh: one line each. To remove a feature, delete its files and its line.
+"""Optional options of attention over a mesh: one line each. To remove a feature, delete its files and its line.
 
-Imports no torch, so that a command can read these tables at once.
+:data:`para_core.option_values.RING_STYLES` lists the values of ``rotate_method``. Imports no torch, so that a command
+can read these tables at once.
 """
 
 from __future__ import annotations
@@ -10,22 +11,20 @@ from typing import Any
 
 # The options of attention besides rotate_method and backend, each the class of its values: an AttentionOption.
 OPTIONS: tuple[str, ...] = (
-    "para_core.attention.rounding:Rounding",
-    "para_core.attention.block_sparse:BlockMask",
+    "rounding:Rounding",
+    "block_sparse:BlockMask",
 )
 # More options, those that an AttentionSchedule may choose for some steps, each by its word in ``word=number``.
 OPTIONS_OF_STEPS: dict[str, str] = {
-    "keys": "para_core.attention.kept_keys:KeptKeys",
+    "keys": "kept_keys:KeptKeys",
 }
-# The values of the option rotate_method: the class of each way in which keys reach the queries of other ring ranks.
-STYLES: dict[str, str] = {
-    "alltoall": "para_core.attention.ring:Ring",
-    "allgather": "para_core.attention.ring:GatheredRing",
-    "2d": "para_core.attention.grid_2d:GridPlan",
-}
+# What computes calls that require a gradient.
+GRADIENTS: tuple[str, ...] = (
+    "gradients.operator:differentiate",
+)  # fmt: skip
 
 
 def load(path: str) -> Any:
-    """Return what ``path`` names: ``"module:attribute"``."""
+    """Return what ``path`` names: ``"module:attribute"``, with a module of ``para_core.attention``."""
     module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    return getattr(import_module(f"para_core.attention.{module}"), name)

@@ -13,9 +13,7 @@ padded), and holds R blocks in memory.
 The host launches one operator to pack, and per block one attention, one hop and one merge. With
 ``backend="triton"`` attention continues from the earlier blocks' result, without a merge.
 
-In the backward the blocks are passed around again, with R - 1 hops. The gradient of each block follows the
-block with as many hops, and every rank adds its share; gradients are in float32 also for 16-bit input. Only
-query, key, value, mask, out and lse are saved.
+Of its inputs and results, the gradient needs only query, key, value, mask, out and lse.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from para_core.attention.attend import Accumulator, Attend, Block, QueryGradients
+from para_core.attention.attend import Accumulator, Attend, Block
 from para_core.attention.pack_ops import as_numbers
 from para_core.attention.ring_plan import OWN, Hop, RingPlan, RingStyle
 from para_core.attention.wire import AS_IT_IS, Wire
-from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
+from para_core.distributed.collectives import start_all_gather, start_ring_shift, wait
 from para_core.kernels.pack_reference import CopyRegion
-from para_core.layout.runs import put, take
+from para_core.layout.runs import take
 
 
 class Packing:
@@ -101,6 +99,7 @@ def pass_on(
     """
     hops, dim = plan.hops, plan.dim
     arriving = [start_ring_shift(sent, packing.numel(hops[0].source), dim)]
+    del sent
     yield OWN, own
     for number, hop in enumerate(hops, start=1):
         # Remove the finished collective from the list, because it keeps the buffer that it sent in memory.
@@ -132,6 +131,7 @@ def gather(
 class Ring(RingStyle):
     """The ring in which blocks are passed on from neighbour to neighbour."""
 
+    gradient = "gradients.ring:ring_backward"
     # The generator that brings the blocks.
     bring: Bring = staticmethod(pass_on)
 
@@ -149,64 +149,30 @@ class GatheredRing(Ring):
 def ring(attend: Attend, plan: RingPlan, bring: Bring) -> Attend:
     """Return attention to the keys of all ring ranks: ``attend`` for each block, this rank's own first.
 
-    ``forward`` takes this rank's keys and values, at the positions ``plan.key_runs(0)``. ``backward`` sums
-    the gradients of this rank's keys and values over the ranks.
+    It takes this rank's keys and values, at the positions ``plan.key_runs(0)``.
     """
     wire = plan.spec.options.wire
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
         if not plan.hops:
-            attend.forward(into, key, value, 0, is_last)
+            attend(into, key, value, 0, is_last)
             return
         packing = Packing(key, value, plan.block_sizes, wire=wire)
-        sent = packing.pack(*travelling(key, value, plan))
         last_hop = plan.hops[-1]
-        for hop, block in bring((key, value), sent, packing, plan, into.received):
-            attend.forward(into, *block, hop.step, is_last and hop is last_hop)
+        # Do not keep what is packed here, or one more block would be in memory.
+        for hop, block in bring(
+            (key, value), pack_own(packing, key, value, plan), packing, plan, into.received
+        ):
+            attend(into, *block, hop.step, is_last and hop is last_hop)
             # Drop the block here, or three received blocks would be in memory while the next hop is in
             # flight.
             del block
 
-    def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
-        return _key_gradients(attend, into, key, value, plan)
-
-    return Attend(forward, backward)
+    return forward
 
 
-def travelling(key: Tensor, value: Tensor, plan: RingPlan) -> Block:
-    """Return the keys and values of this rank's block that are sent."""
+def pack_own(packing: Packing, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
+    """Return the buffer with the keys and values of this rank's block that are sent."""
     if plan.has_replicated_keys:
-        return take(key, 2, plan.travels), take(value, 2, plan.travels)
-    return key, value
-
-
-def _key_gradients(attend: Attend, into: QueryGradients, key: Tensor, value: Tensor, plan: RingPlan) -> Block:
-    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``.
-
-    The gradient of a block follows it around the ring.
-    """
-    if not plan.hops:
-        return attend.backward(into, key, value, 0)
-    dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
-    own: Block = (key, value)
-    # These gradients are in flight while this rank computes its own share.
-    arriving: list[Travelling] = []
-    sent = packing.pack(*travelling(key, value, plan))
-    for hop, block in pass_on((key, value), sent, packing, plan, []):
-        grads = attend.backward(into, *block, hop.step)
-        del block
-        if hop.step == 0:
-            own = grads
-            continue
-        if arriving:
-            for grad, other in zip(grads, packing.unpack(wait(arriving.pop()), hop.source), strict=True):
-                grad.add_(other)
-        arriving.append(start_ring_shift(packing.pack(*grads), packing.numel(plan.source(hop.step + 1)), dim))
-    add_to_travelling(own, packing.unpack(wait(arriving.pop()), dim.index), plan)
-    return own
-
-
-def add_to_travelling(own: Block, arrived: Block, plan: RingPlan) -> None:
-    """Add gradients that arrived to the part of this rank's gradients that belongs to what was sent."""
-    for total, part in zip(own, arrived, strict=True):
-        put(total, 2, plan.travels, part)
+        return packing.pack(take(key, 2, plan.travels), take(value, 2, plan.travels))
+    return packing.pack(key, value)

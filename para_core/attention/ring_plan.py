@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -96,9 +96,14 @@ class RingPlan:
 class RingStyle:
     """A way in which keys reach the queries of other ring ranks, for one plan.
 
-    :data:`~para_core.attention.features.STYLES` lists the styles by their values of the option ``rotate_method``.
+    :data:`~para_core.option_values.RING_STYLES` lists the styles by their values of the option ``rotate_method``.
     The defaults here are for styles that bring keys to the queries that this rank holds.
+
+    Attributes:
+        gradient: The function that returns its gradient, as ``"module:name"`` in ``para_core.attention``.
     """
+
+    gradient: ClassVar[str]
 
     def __init__(self, plan: RingPlan) -> None:
         self.plan = plan
@@ -108,7 +113,7 @@ class RingStyle:
         """Return this style for ``plan``, or the style to use in its place if it does not support the call."""
         return cls(plan)
 
-    @property
+    @cached_property
     def tiling(self) -> Tiling:
         """The pieces of this rank's queries, and the tiles of each block of keys that they see."""
         return self.plan.tiling

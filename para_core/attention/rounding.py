@@ -12,6 +12,7 @@ from torch import Tensor
 from para_core.attention.option import AttentionOption
 from para_core.attention.wire import Wire
 from para_core.kernels.pack_reference import SCALE_BYTES
+from para_core.option_values import RING_STYLES
 
 # The 8-bit dtypes, by their names in the JSON form of the options.
 _DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -83,8 +84,8 @@ class Rounding(AttentionOption):
 
     def check_method(self, rotate_method: str) -> None:
         """Raise ``ValueError`` if ``rotate_method`` sends tensors as they are only."""
-        if rotate_method == "2d":
+        if not RING_STYLES[rotate_method].takes_wire:
             raise ValueError(
-                f"rotate_method='2d' sends tensors as they are, and comm_dtype is {self.record}. Leave comm_dtype "
-                "out, or take rotate_method='alltoall'."
+                f"rotate_method={rotate_method!r} sends tensors as they are, and comm_dtype is {self.record}. Leave "
+                "comm_dtype out, or take rotate_method='alltoall'."
             )

@@ -1,4 +1,4 @@
-"""Unified sequence parallelism (USP): SDPA and its gradient over a ``ring × ulysses`` mesh
+"""Unified sequence parallelism (USP): SDPA over a ``ring × ulysses`` mesh
 (arXiv:2405.07719).
 
 Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the groups form a ring.
@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from para_core.attention.attend import Accumulator, Attend, Mask, QueryGradients, Saved, columns
+from para_core.attention.attend import Accumulator, Attend, Mask, Saved, columns
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, expand, expand_key_heads, local, of_function
@@ -37,7 +37,7 @@ def usp_forward(
         query, key, value: ``[B, H, S_local, D]``, this rank's tokens in the layouts of queries and of keys.
         mask: The result of :func:`~para_core.attention.masks.mask_of_block`, or None.
         attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
-        save: Whether to return the tensors that :func:`usp_backward` needs. Tensors are then not rounded for
+        save: Whether to return the tensors that the gradient needs. Tensors are then not rounded for
             sending.
 
     Returns:
@@ -139,7 +139,7 @@ def attend_all(
     if mask is not None:
         mask_of_call = Mask(mask)
     into = Accumulator(query, mask_of_call, plan.style.tiling, key_heads)
-    attend.forward(into, key, value, 0, True)
+    attend(into, key, value, 0, True)
     return into.rounded_result(key, value)
 
 
@@ -165,39 +165,3 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
 
 # The composition of a plan is made once. A plan is compared by identity.
 compose_once = lru_cache(maxsize=1024)(compose)
-
-
-def usp_backward(
-    plan: AttentionPlan, grad_out: Tensor, saved: Saved, mask: Tensor | None, *, mask_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` (otherwise None).
-
-    The loss is the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`.
-    """
-    if autocasts(grad_out):
-        with torch.autocast(grad_out.device.type, enabled=False):
-            return usp_backward(plan, grad_out, saved, mask, mask_gradient=mask_gradient)
-    if plan.ulysses is not None:
-        grad_out = plan.ulysses.enter_gradient(grad_out)
-    heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
-    hidden, query = mask, saved.query
-    for option in plan.spec.options.others:
-        hidden = option.mask_of_gradient(plan, query, saved.key, hidden, heads)
-    into = QueryGradients.of(
-        grad_out,
-        query,
-        saved.out,
-        saved.lse,
-        hidden,
-        plan.style.tiling,
-        key_heads=heads,
-        mask_gradient=mask_gradient,
-    )
-    grad_key, grad_value = compose_once(plan, hidden is not None).backward(into, saved.key, saved.value, 0)
-    grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]
-    grad_mask = into.grad_mask
-    if grad_mask is not None and mask is not None:
-        grad_mask = grad_mask.sum_to_size(mask.shape)
-    if plan.ulysses is not None:
-        grads = plan.ulysses.leave_gradients(*grads)
-    return grads[0], grads[1], grads[2], grad_mask
