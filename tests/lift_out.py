@@ -117,7 +117,7 @@ FEATURES: dict[str, Feature] = {
         ),
         line=(_ATTENTION, '"block_sparse:BlockMask",'),
         names=("BlockSparseAttnMode",),
-        tests=("tests/attention/test_block_sparse.py", "tests/attention/approximate/sparse_cases.py"),
+        tests=("tests/attention/test_block_sparse.py",),
         words=("block_mask", "block mask", "sparse"),
     ),
     "kept keys": Feature(
@@ -128,8 +128,8 @@ FEATURES: dict[str, Feature] = {
         ),
         line=(_ATTENTION, '"keys": "kept_keys:KeptKeys",'),
         names=("SparseKVAttnMode", "KeptKeys"),
-        tests=("tests/attention/approximate",),
-        words=("kept_keys", "keys", "sparse"),
+        tests=("tests/attention/approximate/test_kept_keys.py", "tests/adapters/test_schedule_of_keys.py"),
+        words=("kept_keys", "keys", "sparse", "reference_of_an_approximation"),
     ),
     "UNets": Feature(
         ("adapters/vae/unet.py", "adapters/models/unets.py", "adapters/parallel/unet.py"),

@@ -16,12 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.finite_masks import FiniteMaskedRows
-from para_core.attention.local import add_autograd_dependency, local_attention_with_lse
+from para_core.attention.local import local_attention_with_lse
 from para_core.attention.merge import Merged
 from para_core.attention.tiles import Tile, Tiling
 from para_core.layout.runs import join_neighbours, take
@@ -156,15 +155,6 @@ class Accumulator:
             out, lse = total.out, total.lse
         for change in self.last_steps:
             change(out, lse)
-        return out, lse
-
-    def rounded_result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return :meth:`result` with out in the dtype of query; in autograd it depends on all that was received."""
-        out, lse = self.result(key, value)
-        if out.dtype != self.query.dtype:
-            out = out.to(self.query.dtype)
-        if torch.is_grad_enabled():
-            out = add_autograd_dependency(out, [self.query, key, value, *self.received])
         return out, lse
 
 

@@ -16,7 +16,7 @@ from para_core.attention.attend import Accumulator, Attend, Mask, Saved, columns
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, expand, expand_key_heads, local, of_function
-from para_core.attention.local import as_sdpa, local_attention
+from para_core.attention.local import add_autograd_dependency, as_sdpa, local_attention
 from para_core.attention.low_rows import correct_low_rows, level_low_rows
 from para_core.torch_internals import is_any_autocast_enabled
 
@@ -140,7 +140,12 @@ def attend_all(
         mask_of_call = Mask(mask)
     into = Accumulator(query, mask_of_call, plan.style.tiling, key_heads)
     attend(into, key, value, 0, True)
-    return into.rounded_result(key, value)
+    out, lse = into.result(key, value)
+    if out.dtype != query.dtype:
+        out = out.to(query.dtype)
+    if torch.is_grad_enabled():
+        out = add_autograd_dependency(out, [query, key, value, *into.received])
+    return out, lse
 
 
 def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None = None) -> Attend:

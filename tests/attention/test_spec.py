@@ -8,8 +8,6 @@ import torch
 
 from para_core import Segment, SequenceLayout
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.block_sparse import read_block_mask
-from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.mesh import MeshDim
@@ -17,9 +15,7 @@ from para_core.distributed.mesh import _sequence_mesh as mesh_of_dims
 
 OPTIONS = [
     {},
-    {"rotate_method": "2d", "backend": "triton-int8"},
-    {"comm_dtype": torch.float8_e4m3fn, "kept_keys": KeptKeys(1 / 3, 7)},
-    {"block_mask": read_block_mask(torch.tensor([[True, False, True], [False, True, True]]), (4, 3))},
+    {"rotate_method": "allgather", "backend": "triton-int8"},
 ]
 
 
@@ -37,6 +33,12 @@ def test_a_spec_survives_its_json(options, same_layout):
     assert other.options == options
     assert other.mesh == replace(mesh, alone_text="")
     assert (other.num_heads, other.num_kv_heads, other.is_causal, other.scale) == (6, 2, True, 0.5)
+
+
+@pytest.mark.parametrize("name", ["comm_type", "is_causal"])
+def test_unknown_option_is_refused(name):
+    with pytest.raises(TypeError, match=f"no option '{name}'; expected one of rotate_method, backend"):
+        AttnOptions.of(**{name: True})
 
 
 @pytest.mark.parametrize("number", ["1|2", "1 2", "x"])

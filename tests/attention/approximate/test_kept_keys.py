@@ -21,9 +21,9 @@ from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.mesh import MeshDim, SequenceMesh, one_rank
 from para_core.layout.sequence import Segment, SequenceLayout
-from tests.attention.approximate.sparse_cases import SparseCase, check_all
 from tests.attention.cases import BALANCED, CAUSAL, IMAGE_FIRST, TEXT_FIRST, Case, Mask, on_few_meshes
 from tests.attention.one_device import make_qkv, relative_error
+from tests.attention.sparse_cases import SparseCase, check_all
 from tests.rank_pool import RankPoolError
 
 aten = torch.ops.aten
@@ -261,3 +261,11 @@ def test_share_may_be_a_number_of_numpy():
         with torch.no_grad(), SparseKVAttnMode(one_rank("cpu"), share=share, window=4):
             outs.append(F.scaled_dot_product_attention(*Case(13, 3).qkv()))
     assert torch.equal(*outs)
+
+
+def test_options_survive_their_json_and_take_another_share():
+    options = AttnOptions.of(kept_keys=KeptKeys(1 / 3, 7), backend="math")
+    assert AttnOptions.read(options.as_text()) == options
+    assert options.with_option(KeptKeys(0.5)) == AttnOptions.of(kept_keys=KeptKeys(0.5), backend="math")
+    with pytest.raises(TypeError, match=r"kept_keys is 0\.5; expected a KeptKeys"):
+        AttnOptions.of(kept_keys=0.5)
