@@ -22,5 +22,5 @@ from para_core.adapters.vae.vae import parallelize_vae as parallelize_vae
 from para_core.adapters.vae.vae import unparallelize_vae as unparallelize_vae
 from para_core.adapters.weights.fused_pipe import pipefusion_report as pipefusion_report
 from para_core.adapters.weights.shard import shard_weights as shard_weights
+from para_core.attention.kept_keys import KeptKeys as KeptKeys
 from para_core.attention.schedule import AttentionSchedule as AttentionSchedule
-from para_core.attention.schedule import KeptKeys as KeptKeys

@@ -212,7 +212,8 @@ def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | N
     """Parse ``text``, such as ``"sage:4:4"`` or ``"keys=0.5:4:4"``. ``exact`` is the backend of the other steps."""
     if text is None:
         return None
-    from para_core.attention.schedule import AttentionSchedule, KeptKeys
+    from para_core.attention.features import OPTIONS_OF_STEPS, load
+    from para_core.attention.schedule import AttentionSchedule
 
     middle, *steps = text.split(":")
     if len(steps) not in (0, 2) or not all(step.isdecimal() for step in steps):
@@ -224,8 +225,9 @@ def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | N
     values |= zip(("first", "last"), map(int, steps), strict=False)
     try:
         values["middle"] = middle
-        if middle.startswith("keys="):
-            values["middle"] = KeptKeys(float(middle.removeprefix("keys=")))
+        word, _, number = middle.partition("=")
+        if number and word in OPTIONS_OF_STEPS:
+            values["middle"] = load(OPTIONS_OF_STEPS[word])(float(number))
         return AttentionSchedule(**values)
     except ValueError as error:
         arguments = f"--attention-schedule {text}"

@@ -19,7 +19,6 @@ from para_core.adapters.inspect.components import encoders_with_blocks, text_enc
 from para_core.adapters.model_checks import check_component_classes
 from para_core.adapters.registry import mesh_of, transformers_of
 from para_core.adapters.weights.features import require_quantizer
-from para_core.attention.attention_options import COMM_DTYPES
 from para_core.call_checks import CHECKS
 from para_core.declared_options import values_of
 from para_core.distributed.create_mesh import init_context_parallel_mesh
@@ -136,7 +135,7 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     if recipe.pipefusion is not None:
         options["pipefusion"] = PipeFusion(recipe.pipefusion)
     if recipe.comm_dtype is not None:
-        options["comm_dtype"] = COMM_DTYPES[recipe.comm_dtype]
+        options["comm_dtype"] = getattr(torch, recipe.comm_dtype)
     if recipe.verify:
         _show_checks()
     if ranks > 1:

@@ -24,12 +24,12 @@ from para_core.distributed.create_mesh import init_context_parallel_mesh as init
 from para_core.layout.sequence import Segment as Segment
 from para_core.layout.sequence import SequenceLayout as SequenceLayout
 from para_core.modes.batch_parallel import BatchParallelAttnMode as BatchParallelAttnMode
+from para_core.modes.block_sparse import BlockSparseAttnMode as BlockSparseAttnMode
 from para_core.modes.functional import ring_attention as ring_attention
 from para_core.modes.functional import ulysses_attention as ulysses_attention
 from para_core.modes.functional import unified_attention as unified_attention
-from para_core.modes.unified import BlockSparseAttnMode as BlockSparseAttnMode
+from para_core.modes.kept_keys import SparseKVAttnMode as SparseKVAttnMode
 from para_core.modes.unified import RingAttnMode as RingAttnMode
-from para_core.modes.unified import SparseKVAttnMode as SparseKVAttnMode
 from para_core.modes.unified import UlyssesAttnMode as UlyssesAttnMode
 from para_core.modes.unified import UnifiedAttnMode as UnifiedAttnMode
 from para_core.plans.context_parallel import ContextParallelConfig as ContextParallelConfig

@@ -5,7 +5,7 @@ Imports no torch, so that a command can validate its options at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 # Backends of local attention.
 Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8", "flash3", "flash4", "sage"]
@@ -14,11 +14,35 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # PyTorch chooses). An approximate backend is used only if the user names it.
 EXACT_FORM: Mapping[Backend, Backend | None] = {"triton-int8": "triton", "sage": None}
 
-# Keys reach the queries of other ring ranks in one of three ways: they are passed on from neighbour to
-# neighbour ("alltoall"), gathered at once ("allgather"), or the ranks form a grid, in which queries are sent
-# along rows and keys along columns ("2d").
-RotateMethod = Literal["alltoall", "allgather", "2d"]
-ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
+
+class RingEntry(NamedTuple):
+    """A way in which keys reach the queries of other ring ranks.
+
+    Args:
+        path: Its class, as ``"module:name"`` in ``para_core.attention``.
+        takes_wire: Whether it can send tensors in another format than their own.
+        grid: The function that returns the shape of its grid of ring ranks, as ``"module:name"``; None if keys are
+            sent to all ranks. It is called with the number of ranks, of query heads and of key heads.
+    """
+
+    path: str
+    takes_wire: bool = True
+    grid: str | None = None
+
+
+# The values of rotate_method: keys are passed on from neighbour to neighbour, or gathered at once, or the ranks form
+# a grid, in which queries are sent along rows and keys along columns. To remove one, delete its files and its line.
+RING_STYLES: Mapping[str, RingEntry] = {
+    "alltoall": RingEntry("ring:Ring"),
+    "allgather": RingEntry("ring:GatheredRing"),
+    "2d": RingEntry("grid_2d:Grid2D", takes_wire=False, grid="grid_shape:choose_grid"),
+}
+ROTATE_METHODS = tuple(RING_STYLES)
+if TYPE_CHECKING:
+    RotateMethod: TypeAlias = str
+else:
+    # Options are validated by their types at run time.
+    RotateMethod = Literal[ROTATE_METHODS]
 
 # Placements of weights, and schemes of torchao.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]

@@ -21,7 +21,6 @@ from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.masks import MaskExtents, mask_of_block
 from para_core.attention.spec import AttentionSpec
-from para_core.dataclass_json import to_json
 from para_core.distributed.mesh import sequence_mesh
 from para_core.layout.sequence import even_layout
 from para_core.option_values import Backend, RotateMethod
@@ -59,7 +58,7 @@ def count_attention(
         # The projections of a model return [B, S, H, D] in memory.
         shape = (batch, layout.size(0), heads, head_dim)
         tensors = [torch.empty(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(3)]
-        options = AttnOptions(backend=backend, rotate_method=rotate_method, comm_dtype=comm_dtype)
+        options = {"backend": backend, "rotate_method": rotate_method, "comm_dtype": comm_dtype}
         on_device = _intercepted if device == "cpu" else _as_on_cuda
         with on_device(mesh, layout, heads, options) as attend:
             attend(*tensors, mask)
@@ -69,16 +68,17 @@ def count_attention(
 
 
 @contextmanager
-def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: AttnOptions) -> Iterator[Attend]:
-    passed = {"rotate_method": options.rotate_method, "comm_dtype": options.comm_dtype}
+def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: dict[str, Any]) -> Iterator[Attend]:
+    passed = {name: value for name, value in options.items() if name != "backend"}
     with UnifiedAttnMode(mesh, layout=layout, assume_equal=True, **passed):
         yield F.scaled_dot_product_attention
 
 
 @contextmanager
-def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: AttnOptions) -> Iterator[Attend]:
+def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, given: dict[str, Any]) -> Iterator[Attend]:
     """Run the code that the attention operator runs on a GPU. A mode stops earlier, at the shapes of meta tensors."""
-    text = to_json(options)
+    options = AttnOptions.of(**given)
+    text = options.as_text()
     spec = AttentionSpec(layout, layout, sequence_mesh(mesh), heads, heads, options=options, options_text=text)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:

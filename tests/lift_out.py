@@ -50,6 +50,7 @@ class Feature:
 
 
 _MODES = "para_core/modes/__init__.py"
+_ATTENTION = "para_core/attention/features.py"
 _WEIGHTS = "adapters/weights/features.py"
 _SERVER_TESTS = [
     f"tests/fleet/test_{name}.py"
@@ -79,6 +80,64 @@ FEATURES: dict[str, Feature] = {
         words=("checkpoint", "recompute"),
     ),
     "ComfyUI nodes": Feature(("comfyui_para_core",), tests=("tests/comfyui", "benchmarks/comfyui")),
+    "gradients of attention": Feature(
+        ("para_core/attention/gradients",),
+        line=(_ATTENTION, '"gradients.operator:differentiate",'),
+        tests=("tests/attention/test_gradients.py", "tests/attention/test_transforms.py"),
+        words=("gradient", "learn", "backward", "grad", "train"),
+    ),
+    "gradient of a ring": Feature(
+        ("para_core/attention/gradients/ring.py",),
+        tests=("tests/attention/test_gradients.py", "tests/attention/test_transforms.py"),
+        words=("gradient", "learn", "backward", "grad", "train"),
+    ),
+    "8-bit exchange": Feature(
+        ("para_core/attention/rounding.py",),
+        line=(_ATTENTION, '"rounding:Rounding",'),
+        tests=("tests/attention/approximate/test_wire.py",),
+        words=("comm_dtype", "8 bits", "8-bit", "int8", "rounded"),
+    ),
+    "Attention2D": Feature(
+        (
+            "para_core/attention/grid_2d.py",
+            "para_core/attention/grid_shape.py",
+            "para_core/attention/gradients/grid_2d.py",
+        ),
+        line=(
+            "para_core/option_values.py",
+            '"2d": RingEntry("grid_2d:Grid2D", takes_wire=False, grid="grid_shape:choose_grid"),',
+        ),
+        tests=(
+            "tests/attention/test_grid_2d.py",
+            "tests/planner",
+            "tests/cli/test_plan.py",
+            "tests/test_expected_traffic.py",
+        ),
+        words=("2d", "grid", "plan", "foreseen"),
+    ),
+    "block-sparse masks": Feature(
+        (
+            "para_core/attention/block_sparse.py",
+            "para_core/attention/direct_ring.py",
+            "para_core/attention/gradients/direct_ring.py",
+            "para_core/modes/block_sparse.py",
+        ),
+        line=(_ATTENTION, '"block_sparse:BlockMask",'),
+        names=("BlockSparseAttnMode",),
+        tests=("tests/attention/test_block_sparse.py",),
+        words=("block_mask", "block mask", "sparse"),
+    ),
+    "kept keys": Feature(
+        (
+            "para_core/attention/approximate",
+            "para_core/attention/kept_keys.py",
+            "para_core/modes/kept_keys.py",
+        ),
+        line=(_ATTENTION, '"keys": "kept_keys:KeptKeys",'),
+        names=("SparseKVAttnMode", "KeptKeys"),
+        tests=("tests/attention/approximate/test_kept_keys.py", "tests/adapters/test_schedule_of_keys.py"),
+        words=("kept_keys", "keys", "sparse", "reference_of_an_approximation"),
+    ),
     "UNets": Feature(
         ("adapters/vae/unet.py", "adapters/models/unets.py", "adapters/parallel/unet.py"),
         line=("adapters/denoisers.py", '"para_core.adapters.vae.unet",'),

@@ -8,27 +8,31 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from para_core.attention.attention_options import AttnOptions
-from para_core.attention.block_sparse import read_block_mask
-from para_core.attention.schedule import KeptKeys
 from para_core.dataclass_json import from_json, to_json
+
+
+@dataclass(frozen=True)
+class Share:
+    share: float
+    window: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError("share is no part")
 
 
 @dataclass(frozen=True)
 class Record:
     name: str
-    options: AttnOptions
+    share: Share | None
     inner: Record | None
     dtype: torch.dtype | None = None
 
 
-MASK = read_block_mask(torch.tensor([[True, False], [False, True]]), (4, 3))
 VALUES = [
-    AttnOptions(),
-    AttnOptions(rotate_method="2d", backend="triton-int8"),
-    AttnOptions(comm_dtype=torch.float8_e4m3fn, kept_keys=KeptKeys(1 / 3, 7)),
-    AttnOptions(block_mask=MASK),
-    Record('a "name"\n', AttnOptions(block_mask=MASK), Record("", AttnOptions(), None, torch.bfloat16)),
+    Share(1 / 3, 7),
+    Record("", None, None),
+    Record('a "name"\n', Share(0.5, 7), Record("", Share(0.1, 1), None, torch.bfloat16)),
 ]
 
 
@@ -54,19 +58,19 @@ def test_value_is_read_again(value):
 )
 def test_text_of_another_class_is_refused(text):
     with pytest.raises(ValueError):
-        from_json(KeptKeys, text)
+        from_json(Share, text)
 
 
 def test_tensor_cannot_be_written():
     with pytest.raises(TypeError, match="Tensor"):
-        to_json(Record("a", AttnOptions(), torch.zeros(1)))
+        to_json(Record("a", Share(0.5, 1), torch.zeros(1)))
 
 
 def test_dynamo_traces_the_writing():
     @torch.compile(backend="eager", fullgraph=True)
     def scale(x):
-        options = AttnOptions(comm_dtype=torch.int8, kept_keys=KeptKeys(0.5))
+        options = Record("a", Share(0.5, 1), None, torch.int8)
         return x * len(to_json(options))
 
-    expected = len(to_json(AttnOptions(comm_dtype=torch.int8, kept_keys=KeptKeys(0.5))))
+    expected = len(to_json(Record("a", Share(0.5, 1), None, torch.int8)))
     assert scale(torch.ones(1)).item() == expected

@@ -11,8 +11,8 @@ BUDGETS = {
     "a step": 280,
     "a step that the cache computes": 440,
     "a step that the cache skips": 345,
-    "an SDPA call, ulysses of 2": 40,
-    "an SDPA call, ring of 2": 55,
+    "an SDPA call, ulysses of 2": 30,
+    "an SDPA call, ring of 2": 44,
 }
 
 

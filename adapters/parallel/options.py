@@ -155,7 +155,11 @@ class TransformerOptions(AttentionChoices):
         backend = self.backend
         if isinstance(backend, AttentionSchedule):
             backend = backend.exact
-        return AttnOptions(rotate_method=method or "alltoall", backend=backend, comm_dtype=self.comm_dtype)
+        # Name the option only if it is set: attention may lack the feature.
+        others: dict[str, Any] = {}
+        if self.comm_dtype is not None:
+            others["comm_dtype"] = self.comm_dtype
+        return AttnOptions.of(rotate_method=method or "alltoall", backend=backend, **others)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from para_core.adapters.weights.features import changes_for, require_method, sha
 from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.adapters.weights.one_way import check_holds_all
 from para_core.adapters.weights.shard import Sharding, check_shard, prepare_sharding, weights_groups
-from para_core.attention.schedule import KeptKeys
+from para_core.attention.option import AttentionOption
 from para_core.distributed.agree import exchange, together
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
@@ -149,7 +149,7 @@ def _check_options_fit(
         middle = None
         if options.schedule is not None:
             middle = options.schedule.middle
-        if isinstance(middle, KeptKeys) and needs_mode(module):
+        if isinstance(middle, AttentionOption) and needs_mode(module):
             raise ValueError(
                 f"backend= is an AttentionSchedule with {middle}, and pipe.{name} attends by flex_attention, whose "
                 "mask selects the keys. Use a schedule with a backend in the middle."

@@ -85,7 +85,14 @@ def rank_meshes(work: Workload, machine: Machine, ranks: int, choices: Choices) 
 def _preference(row: Prediction) -> tuple[bool, int, bool, int, int, float]:
     """Return the sort key of equally fast meshes: weights that stay, then CFG branches on own ranks, then Ulysses."""
     shape, moves = row.shape, row.placement.resident is not None or row.shape.fsdp
-    return moves, -shape.batch, shape.ring_method == "2d", shape.pipe, shape.tensor * shape.ring, row.seconds
+    return (
+        moves,
+        -shape.batch,
+        shape.ring_method != "rotate",
+        shape.pipe,
+        shape.tensor * shape.ring,
+        row.seconds,
+    )
 
 
 def _reason(row: Prediction, best: Prediction) -> str:

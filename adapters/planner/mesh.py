@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from para_core.attention.grid_shape import choose_grid
+from para_core.attention.features import load
+from para_core.option_values import RING_STYLES
 
 DIMS = ("pipe", "batch", "ring", "ulysses", "tensor")
 
@@ -19,8 +19,8 @@ class MeshShape:
     Args:
         batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number
             of pipeline stages, which work one after the other.
-        ring_method (`"rotate"` or `"2d"`): How ranks along ``ring`` exchange keys; ``"2d"`` is Attention2D
-            (arXiv:2503.15758).
+        ring_method (`str`): How ranks along ``ring`` exchange keys: ``"rotate"`` sends them to all ranks; otherwise a
+            rotate_method whose ranks form a grid, such as ``"2d"``, Attention2D (arXiv:2503.15758).
         fsdp (`bool`, defaults to `False`): Whether the sequence ranks shard the weights with FSDP2, and
             gather each block before it runs.
     """
@@ -30,7 +30,7 @@ class MeshShape:
     ring: int = 1
     ulysses: int = 1
     tensor: int = 1
-    ring_method: Literal["rotate", "2d"] = "rotate"
+    ring_method: str = "rotate"
     fsdp: bool = False
 
     @property
@@ -49,8 +49,8 @@ class MeshShape:
     def __str__(self) -> str:
         """Return the mesh dims with several ranks, and the ring method and FSDP2 if they are used."""
         words = [f"{name} {size}" for name, size in self.sizes.items() if size > 1] or ["one rank"]
-        if self.ring_method == "2d":
-            words.append("2d")
+        if self.ring_method != "rotate":
+            words.append(self.ring_method)
         if self.fsdp:
             words.append("fsdp")
         return ", ".join(words)
@@ -73,9 +73,21 @@ def shapes(ranks: int) -> Iterator[MeshShape]:
                 sequence = ranks // (batch * stages * tensor)
                 for ring in divisors(sequence):
                     yield MeshShape(batch, stages, ring, sequence // ring, tensor)
-                    # Attention2D with one column is the same as a ring.
-                    if choose_grid(ring, 1, 1)[1] > 1:
-                        yield MeshShape(batch, stages, ring, sequence // ring, tensor, "2d")
+                    for name, style in RING_STYLES.items():
+                        # A grid with one column is the same as a ring.
+                        if style.grid is not None and grid_of(name, ring, 1, 1)[1] > 1:
+                            yield MeshShape(batch, stages, ring, sequence // ring, tensor, name)
+
+
+def grid_of(ring_method: str, ranks: int, heads: int, key_heads: int) -> tuple[int, int]:
+    """Return ``(rows, columns)`` of the grid of ``ranks`` ring ranks. Keys go to all ranks of a column, and queries
+    to all of a row; without a grid all ranks form one column.
+    """
+    style = RING_STYLES.get(ring_method)
+    if style is None or style.grid is None:
+        return ranks, 1
+    shape: tuple[int, int] = load(style.grid)(ranks, heads, key_heads)
+    return shape
 
 
 def divisors(number: int) -> list[int]:

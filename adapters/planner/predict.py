@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from para_core.adapters.planner.mesh import MeshShape
+from para_core.adapters.planner.mesh import MeshShape, grid_of
 from para_core.adapters.planner.prediction import Prediction, default_text_encoders
 from para_core.adapters.planner.weights import Placement
 from para_core.adapters.planner.work import AttentionWork, CallWork, Workload
-from para_core.attention.grid_shape import choose_grid
 from para_core.devices import Device, Link
 
 # Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers and fragments of the
@@ -160,9 +159,7 @@ def exchanged_bytes(call: AttentionWork, shape: MeshShape) -> tuple[float, float
     # Of one ring block, with the heads that the rank computes.
     unit = call.samples * call.element_size * call.width / (shape.ring * shape.ulysses * shape.tensor)
     keys = unit * call.keys * call.key_heads
-    if shape.ring_method != "2d":
-        return over_ulysses, (shape.ring - 1) * keys
-    rows, columns = choose_grid(shape.ring, call.heads, call.key_heads)
+    rows, columns = grid_of(shape.ring_method, shape.ring, call.heads, call.key_heads)
     queries_and_results = (
         unit * call.queries * call.heads * (1 + 2 * _LSE_BYTES / call.width / call.element_size)
     )

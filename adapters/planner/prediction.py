@@ -67,8 +67,8 @@ class Prediction:
         With components that take turns on the device there are none: that is a method of the pipeline.
         """
         shape, placement, options = self.shape, self.placement, dict[str, Any]()
-        if shape.ring_method == "2d":
-            options["rotate_method"] = "2d"
+        if shape.ring_method != "rotate":
+            options["rotate_method"] = shape.ring_method
         if shape.fsdp:
             options["weights"] = "fsdp"
         elif shape.tensor > 1:

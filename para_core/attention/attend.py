@@ -1,50 +1,36 @@
-"""The contract of attention: a pair of functions that work on a block of keys, and what they accumulate.
+"""The contract of attention: a function that adds attention to a block of keys to an accumulator of out and lse.
 
-``forward`` adds attention to the keys of a block to an :class:`Accumulator` of out and lse. ``backward``
-returns the gradients of the keys and values of a block, and adds those of queries and mask to
-:class:`QueryGradients`, which holds out and lse over *all* keys. With these two numbers the gradient is
-additive over blocks of keys (FlashAttention, arXiv:2205.14135, appendix B). So a function around such a pair
-is such a pair again:
+A function around such a function is such a function again:
 
 - :func:`~para_core.attention.blocks.local` computes a block that this rank holds;
-- :func:`~para_core.attention.ring.ring` and :func:`~para_core.attention.grid_2d.grid_2d` bring the blocks of
-  other ranks, and call the pair that they are given for each;
-- :func:`~para_core.attention.blocks.expand_key_heads` and
-  :func:`~para_core.attention.finite_masks.keep_low_rows` change the keys or the mask, and leave the rest to
-  the pair that they are given.
+- :func:`~para_core.attention.ring.ring` and the other styles of a ring bring the blocks of other ranks, and call the
+  function that they are given for each;
+- :func:`~para_core.attention.blocks.expand_key_heads` and :func:`~para_core.attention.low_rows.level_low_rows` change
+  the keys or the mask, and leave the rest to the function that they are given.
+
+:mod:`para_core.attention.gradients` has the same contract for gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.finite_masks import FiniteMaskedRows
-from para_core.attention.local import add_autograd_dependency, local_attention_with_lse
+from para_core.attention.local import local_attention_with_lse
 from para_core.attention.merge import Merged
 from para_core.attention.tiles import Tile, Tiling
 from para_core.layout.runs import join_neighbours, take
 from para_core.layout.sequence import Run
 
 Block = tuple[Tensor, Tensor]  # The keys and the values of a block, or their gradients.
-
-
-class Attend(NamedTuple):
-    """Attention as a pair of functions; see the top of this file.
-
-    ``forward(into, key, value, block, is_last)`` adds attention to a block to the Accumulator ``into``.
-    ``block`` is the number of the block in ``into.tiling``: 0 for this rank's own keys. If the block
-    ``is_last``, the result may be rounded to the dtype of query. ``backward(into, key, value, block)``
-    returns the gradients of key and value in the dtype of lse.
-    """
-
-    forward: Callable[[Accumulator, Tensor, Tensor, int, bool], None]
-    backward: Callable[[QueryGradients, Tensor, Tensor, int], Block]
+# Called as attend(into, key, value, block, is_last): adds attention to a block to the Accumulator ``into``. ``block``
+# is the number of the block in ``into.tiling``: 0 for this rank's own keys. If the block ``is_last``, the result may
+# be rounded to the dtype of query.
+Attend = Callable[["Accumulator", Tensor, Tensor, int, bool], None]
 
 
 @dataclass(frozen=True)
@@ -171,15 +157,6 @@ class Accumulator:
             change(out, lse)
         return out, lse
 
-    def rounded_result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return :meth:`result` with out in the dtype of query; in autograd it depends on all that was received."""
-        out, lse = self.result(key, value)
-        if out.dtype != self.query.dtype:
-            out = out.to(self.query.dtype)
-        if torch.is_grad_enabled():
-            out = add_autograd_dependency(out, [self.query, key, value, *self.received])
-        return out, lse
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -190,47 +167,3 @@ class Saved:
     value: Tensor
     out: Tensor
     lse: Tensor
-
-
-@dataclass(frozen=True)
-class QueryGradients:
-    """The gradients of some queries and of their mask, summed over the blocks so far, in the dtype of lse.
-
-    Args:
-        grad_out, query, out, lse: The gradient of the output, the queries, and their results over the keys of
-            all ranks.
-        mask: The mask tensor of the queries, or None.
-        tiling, key_heads: As of :class:`Accumulator`.
-        grad_query, grad_mask: The sums; ``grad_mask`` is None if it is not wanted.
-    """
-
-    grad_out: Tensor
-    query: Tensor
-    out: Tensor
-    lse: Tensor
-    mask: Tensor | None
-    tiling: Tiling
-    key_heads: Tensor | None
-    grad_query: Tensor
-    grad_mask: Tensor | None
-
-    @staticmethod
-    def of(
-        grad_out: Tensor,
-        query: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        tiling: Tiling,
-        *,
-        key_heads: Tensor | None,
-        mask_gradient: bool,
-    ) -> QueryGradients:
-        """Return the gradients before any block: zeros.
-        ``mask_gradient`` asks for the gradient of ``mask``.
-        """
-        grad_mask = None
-        if mask_gradient and mask is not None:
-            grad_mask = torch.zeros_like(mask, dtype=lse.dtype)
-        zeros = torch.zeros_like(query, dtype=lse.dtype)
-        return QueryGradients(grad_out, query, out, lse, mask, tiling, key_heads, zeros, grad_mask)

@@ -10,16 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from para_core.attention.option import AttentionOption
 from para_core.layout.runs import intersect
 from para_core.layout.sequence import Run
 
+if TYPE_CHECKING:
+    from para_core.attention.ring_plan import RingStyle
+
 
 @dataclass(frozen=True)
-class BlockMask:
+class BlockMask(AttentionOption):
     """A block mask as one integer per query block: bit j of row i says whether query block i sees key block
     j.
 
@@ -36,8 +42,15 @@ class BlockMask:
 
     bits: str
 
+    option = "block_mask"
+    by_position = True
     # A positional mask (:class:`~para_core.attention.tiles.PositionalMask`) without causal tiles.
     is_causal = False
+
+    @property
+    def mask(self) -> BlockMask:  # type: ignore[override]
+        """The mask by position of every call: this one."""
+        return self
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -47,6 +60,18 @@ class BlockMask:
     def fields(self) -> tuple[int, int, int, int, str]:
         """The arguments of the constructor, for the JSON form of the options."""
         return self.num_query_blocks, self.num_key_blocks, self.query_block, self.key_block, self.bits
+
+    def style_of(self, chosen: type[RingStyle]) -> type[RingStyle]:
+        """Return the ring that sends a block only to ranks that see it, in place of ``chosen``."""
+        # It imports this module.
+        from para_core.attention.direct_ring import DirectRing
+
+        return DirectRing
+
+    @property
+    def record(self) -> object:
+        """A checksum, which ranks compare and show."""
+        return f"with checksum {crc32(repr(self.fields).encode()):08x}"
 
     def runs_seen(self, row: int) -> list[Run]:
         """Return the positions of the keys that query block ``row`` sees, as ascending runs ``(start,
@@ -99,7 +124,7 @@ class BlockMask:
             for row in range(first, last + 1)
         )
 
-    def check(self, num_queries: int, num_keys: int) -> None:
+    def check_lengths(self, num_queries: int, num_keys: int) -> None:
         """Raise ``ValueError`` unless the mask has one block per ``query_block`` queries and per ``key_block`` keys."""
         num_blocks = (self.num_query_blocks, self.num_key_blocks)
         expected = (-(-num_queries // self.query_block), -(-num_keys // self.key_block))

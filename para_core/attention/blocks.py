@@ -1,16 +1,15 @@
-"""Attention of one rank's queries to a block of keys that it holds: the innermost pair, and key heads around it."""
+"""Attention of one rank's queries to a block of keys that it holds: the innermost function, and key heads around it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import Tensor
 
-from para_core.attention.attend import Accumulator, Attend, Block, QueryGradients, columns
+from para_core.attention.attend import Accumulator, Attend
 from para_core.attention.backends import LocalAttentionCall
-from para_core.attention.local import continued_attention, local_attention_backward
-from para_core.layout.runs import put, take
+from para_core.attention.local import continued_attention
+from para_core.layout.runs import take
 from para_core.option_values import Backend
 
 # A function that replaces the backends of local attention; it returns (out, lse).
@@ -40,41 +39,7 @@ def local(backend: Backend | None, scale: float | None) -> Attend:
             )
             continued_attention(into.merged[piece], call, backend, is_last=is_last, hides_rows=hides_rows)
 
-    def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
-        tiling = into.tiling
-        parts = [
-            tiling.split(x)
-            for x in (into.query, into.grad_out, into.out, into.lse[..., None], into.grad_query)
-        ]
-        rows = None
-        if into.mask is not None:
-            rows = tiling.split(into.mask)
-        sums = None
-        if into.grad_mask is not None:
-            sums = tiling.split(into.grad_mask)
-        grads = [x.new_zeros(x.shape, dtype=into.lse.dtype) for x in (key, value)]
-        for piece, tile in tiling.tiles(block):
-            query, grad_out, out, lse, grad_query = [of_pieces[piece] for of_pieces in parts]
-            mask = None
-            if rows is not None:
-                mask = columns(rows[piece], tile.positions)
-            keys, values = take(key, 2, tile.runs), take(value, 2, tile.runs)
-            call = LocalAttentionCall(query, keys, values, mask, tile.is_causal, scale)
-            of_query, of_key, of_value, of_mask = local_attention_backward(
-                call, grad_out, out, lse[..., 0], backend=backend, mask_gradient=sums is not None
-            )
-            grad_query.add_(of_query)
-            put(grads[0], 2, tile.runs, of_key)
-            put(grads[1], 2, tile.runs, of_value)
-            if sums is None or of_mask is None:
-                continue
-            if sums[piece].shape[3] == 1:
-                sums[piece].add_(of_mask.sum_to_size(sums[piece].shape))
-            else:
-                put(sums[piece], 3, tile.positions, of_mask)
-        return grads[0], grads[1]
-
-    return Attend(forward, backward)
+    return forward
 
 
 def of_function(attn_func: LocalAttention, scale: float | None) -> Attend:
@@ -94,10 +59,7 @@ def of_function(attn_func: LocalAttention, scale: float | None) -> Attend:
                 lse = low_rows.lse_of_tile(lse, mask, keys.shape[2], is_causal=tile.is_causal)
             into.merged[piece].add(out, lse)
 
-    def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
-        raise NotImplementedError("autograd differentiates the forward of a user's function.")
-
-    return Attend(forward, backward)
+    return forward
 
 
 def expand_key_heads(attend: Attend) -> Attend:
@@ -108,21 +70,9 @@ def expand_key_heads(attend: Attend) -> Attend:
     """
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
-        attend.forward(into, expand(key, into.key_heads), expand(value, into.key_heads), block, is_last)
+        attend(into, expand(key, into.key_heads), expand(value, into.key_heads), block, is_last)
 
-    def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
-        heads = into.key_heads
-        expanded = expand(key, heads), expand(value, heads)
-        grads = attend.backward(replace(into, key_heads=None), *expanded, block)
-        if heads is None:
-            return grads
-        of_key, of_value = [
-            grad.new_zeros(x.shape).index_add_(1, heads, grad)
-            for x, grad in zip((key, value), grads, strict=True)
-        ]
-        return of_key, of_value
-
-    return Attend(forward, backward)
+    return forward
 
 
 def expand(x: Tensor, heads: Tensor | None) -> Tensor:

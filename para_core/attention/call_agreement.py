@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -41,12 +40,6 @@ EQUAL_PARTS = (
 def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Signature:
     """Return a comparable record of the call with everything that must be equal on all ranks, except for the mask."""
     tensors = {"query": query, "key": key, "value": value}
-    options = spec.options
-    blocks, kept_keys = None, None
-    if options.block_mask is not None:
-        blocks = f"with checksum {crc32(repr(options.block_mask.fields).encode()):08x}"
-    if options.kept_keys is not None:
-        kept_keys = [*options.kept_keys.fields]
     return Signature.of(
         {
             **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
@@ -56,10 +49,8 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             "device type": query.device.type,
             "is_causal": spec.is_causal,
             "scale": spec.scale,
-            "block_mask": blocks,
-            "kept keys": kept_keys,
-            "comm_dtype": str(options.comm_dtype),
-            "rotate_method": options.rotate_method,
+            **spec.options.records,
+            "rotate_method": spec.options.rotate_method,
             # All ranks must need the same gradients, because the backward has collectives that every rank
             # must run.
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],

@@ -3,7 +3,7 @@
 Queries are sent along rows of the grid, keys and values along columns. Each rank computes attention of the
 queries of its row to the keys of its column. Partial results return along the row to the ranks that own the
 queries, which merge them by lse. Let the grid of the R ring ranks be r × c
-(:func:`~para_core.attention.attention_plan.choose_grid`), let ring rank i hold S_i queries (including
+(:func:`~para_core.attention.grid_shape.choose_grid`), let ring rank i hold S_i queries (including
 replicated ones) and T_i sharded keys, let e be the bytes per element, and let Σ_row and Σ_column sum over the
 other ranks j of rank i's row or column. Rank i then sends, in three all-to-alls over the ring's group,
 
@@ -21,14 +21,6 @@ Communication overlaps with computation: the rank's own queries attend to its ow
 the other queries of the row attend to its own keys while keys are sent; its own queries attend to the other
 keys of the column while results are sent.
 
-In the backward, queries are sent together with out, its gradient and lse; keys are sent as in the forward.
-Gradients return in float32 (4 bytes), or in float64 for float64 inputs:
-
-    queries:                       B · H · (e · (D + 2 · D_v) + 4) · S_i · (c - 1)
-    gradients of queries:          4 · B · H · D · Σ_row S_j
-    keys and values:               B · e · H_kv · (D + D_v) · T_i · (r - 1)
-    gradients of keys and values:  4 · B · H_kv · (D + D_v) · Σ_column T_j
-
 A forward call launches 7 operators with one column; otherwise 17, and one merge for each column after the
 second. float32 needs no casts, so there the numbers are 6 and 14. They do not depend on the number of ranks.
 """
@@ -36,25 +28,112 @@ second. float32 needs no casts, so there the numbers are 6 and 14. They do not d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from para_core.attention.attend import Accumulator, Attend, Block, QueryGradients
-from para_core.attention.attention_plan import GridPlan
+from para_core.attention.attend import Accumulator, Attend
+from para_core.attention.grid_shape import choose_grid
 from para_core.attention.local import add_autograd_dependency, lse_dtype
-from para_core.distributed.collectives import Travelling, start_all_to_all, wait
+from para_core.attention.ring import Ring
+from para_core.attention.ring_plan import RingPlan, RingStyle
+from para_core.attention.tiles import Tiling
+from para_core.distributed.cached_property import cached_property
+from para_core.distributed.collectives import Travelling, all_to_all, start_all_to_all, wait
 from para_core.distributed.mesh import MeshDim
-from para_core.layout.runs import put, take
+from para_core.layout.runs import take
 from para_core.layout.sequence import Run
+
+
+class Grid2D(RingStyle):
+    """The plan of Attention2D for this rank, in a grid of ``shape`` ``(rows, columns)`` of ring ranks.
+
+    Ring rank i is in row i // columns and column i % columns. This rank computes attention of the queries of
+    its row to the sharded keys of its column, and of its own queries to replicated keys.
+    """
+
+    gradient = "gradients.grid_2d:grid_2d_backward"
+
+    def __init__(self, plan: RingPlan) -> None:
+        super().__init__(plan)
+        spec = plan.spec
+        self.shape = choose_grid(spec.mesh.ring.size, spec.num_heads, spec.num_kv_heads)
+
+    @classmethod
+    def of(cls, plan: RingPlan) -> RingStyle:
+        """Return the grid for ``plan``; an ordinary ring if no keys have to be sent, or an option selects keys."""
+        if plan.spec.options.by_position or not plan.rotates:
+            return Ring(plan)
+        return cls(plan)
+
+    @cached_property
+    def row(self) -> list[int]:
+        """The ring indices of the other ranks in this rank's row."""
+        index, columns = self.plan.dim.index, self.shape[1]
+        first = index - index % columns
+        return [rank for rank in range(first, first + columns) if rank != index]
+
+    @cached_property
+    def column(self) -> list[int]:
+        """The ring indices of the other ranks in this rank's column."""
+        index, columns = self.plan.dim.index, self.shape[1]
+        return [rank for rank in range(index % columns, self.plan.dim.size, columns) if rank != index]
+
+    @cached_property
+    def other_queries(self) -> Sequence[Run]:
+        """The positions of the queries of the row's other ranks, rank by rank, as runs ``(start, length)``."""
+        return self.plan.spec.queries.only(*self.row).runs()
+
+    @cached_property
+    def column_runs(self) -> list[Run]:
+        """The positions of the sharded keys of the column's other ranks, rank by rank, as runs ``(start, length)``."""
+        return self.plan.spec.keys.only(*self.column, replicated=False).runs()
+
+    @cached_property
+    def row_sizes(self) -> list[int]:
+        return [self.plan.spec.queries.size(rank) for rank in self.row]
+
+    @cached_property
+    def column_sizes(self) -> list[int]:
+        return [self.plan.spec.keys.size(rank, replicated=False) for rank in self.column]
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """The keys that this rank's queries see: at step 0 its own, at step 1 those of its column's other ranks."""
+        return self._tiling(self.plan.query_runs, self.plan.key_runs(0))
+
+    @cached_property
+    def row_tiling(self) -> Tiling:
+        """The keys that the queries of the row's other ranks see: this rank's, then those of the rest of its column."""
+        return self._tiling(
+            self.other_queries, self.plan.spec.keys.runs(self.plan.dim.index, replicated=False)
+        )
+
+    def _tiling(self, queries: Sequence[Run], own_keys: Sequence[Run]) -> Tiling:
+        return Tiling(queries, [own_keys, self.column_runs], self.plan.spec.positional_masks)
+
+    def add_other_rows(self, mask: Tensor) -> Tensor:
+        """Return ``mask``, followed along dim 2 by the masks of the others in this rank's row. Collective."""
+        if not self.row:
+            return mask
+        rows = mask.movedim(2, 0)
+        send, receive = [0] * self.plan.dim.size, [0] * self.plan.dim.size
+        for peer, size in zip(self.row, self.row_sizes, strict=True):
+            send[peer], receive[peer] = rows.shape[0], size
+        arrived = all_to_all(torch.cat([rows] * len(self.row)), send, receive, self.plan.dim)
+        return torch.cat([rows, arrived]).movedim(0, 2)
+
+    def around(self, attend: Attend) -> Attend:
+        """Return attention to the keys of all ring ranks, in the grid; see :func:`grid_2d`."""
+        return grid_2d(attend, self)
+
 
 # All tensors are sent with the token dim first, so that the parts of several ranks form one contiguous
 # tensor.
 
 
-def _by_token(*tensors: Tensor) -> Tensor:
+def by_token(*tensors: Tensor) -> Tensor:
     """Concatenate tensors ``[B, H, S, D_i]`` to ``[S, B, H, sum of D_i]``."""
     rows = [x.permute(2, 0, 1, 3) for x in tensors]
     if len(rows) == 1:
@@ -62,8 +141,8 @@ def _by_token(*tensors: Tensor) -> Tensor:
     return torch.cat(rows, dim=-1)
 
 
-def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
-    """Undo :func:`_by_token`: split ``rows`` into tensors ``[B, H, S, D_i]``, where ``widths`` are the D_i.
+def by_head(rows: Tensor, *widths: int) -> list[Tensor]:
+    """Undo :func:`by_token`: split ``rows`` into tensors ``[B, H, S, D_i]``, where ``widths`` are the D_i.
     Tensors of different widths are copied, because kernels require that each row begins at a multiple of its
     width.
     """
@@ -75,7 +154,7 @@ def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
     return [part.permute(1, 2, 0, 3) for part in parts]
 
 
-class _Arriving(NamedTuple):
+class Arriving(NamedTuple):
     """A started all-to-all. Its result, ``[S, B, H, D]``, holds the tokens of all peers in order."""
 
     started: Travelling
@@ -85,24 +164,24 @@ class _Arriving(NamedTuple):
         return wait(self.started).view(self.shape)
 
 
-def _give(
-    rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[_Arriving] = ()
-) -> _Arriving:
+def give(
+    rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[Arriving] = ()
+) -> Arriving:
     """Start an all-to-all that sends ``rows`` to each of ``peers`` and receives ``sizes[i]`` rows from ``peers[i]``."""
     copies = rows
     if len(peers) != 1:
         copies = rows.expand(len(peers), *rows.shape)
-    return _start(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
+    return start(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
 
 
-def _start(
+def start(
     rows: Tensor,
     peers: Sequence[int],
     send: Sequence[int],
     receive: Sequence[int],
     dim: MeshDim,
-    earlier: Sequence[_Arriving] = (),
-) -> _Arriving:
+    earlier: Sequence[Arriving] = (),
+) -> Arriving:
     """Start an all-to-all that sends the next ``send[i]`` rows of ``rows``, ``[S, B, H, D]``, to
     ``peers[i]``.
 
@@ -118,10 +197,10 @@ def _start(
     buffer = add_autograd_dependency(
         rows.contiguous().view(-1), [arrival.started.buffer for arrival in earlier]
     )
-    return _Arriving(start_all_to_all(buffer, send_sizes, receive_sizes, dim), (sum(receive), *shape))
+    return Arriving(start_all_to_all(buffer, send_sizes, receive_sizes, dim), (sum(receive), *shape))
 
 
-def grid_2d(attend: Attend, grid: GridPlan) -> Attend:
+def grid_2d(attend: Attend, grid: Grid2D) -> Attend:
     """Return attention to the keys of all ring ranks, in the grid that ``grid`` plans.
 
     The rows of a mask belong to this rank's queries, followed by those of the other ranks in the same row of
@@ -131,40 +210,37 @@ def grid_2d(attend: Attend, grid: GridPlan) -> Attend:
     def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
         _attend_in_grid(attend, grid, into, key, value, is_last=is_last)
 
-    def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
-        return _gradients_in_grid(attend, grid, into, key, value)
-
-    return Attend(forward, backward)
+    return forward
 
 
 def _attend_in_grid(
-    attend: Attend, grid: GridPlan, into: Accumulator, key: Tensor, value: Tensor, *, is_last: bool
+    attend: Attend, grid: Grid2D, into: Accumulator, key: Tensor, value: Tensor, *, is_last: bool
 ) -> None:
-    query, dim, sizes = into.query, grid.ring.dim, grid.row_sizes
+    query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
     S = query.shape[2]
-    travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
-    arriving: list[_Arriving] = []
+    travels = take(key, 2, grid.plan.travels), take(value, 2, grid.plan.travels)
+    arriving: list[Arriving] = []
     if grid.row:
-        arriving.append(_give(_by_token(query), grid.row, sizes, dim))
-    arriving.append(_give(_by_token(*travels), grid.column, grid.column_sizes, dim, arriving))
-    attend.forward(into, key, value, 0, False)
+        arriving.append(give(by_token(query), grid.row, sizes, dim))
+    arriving.append(give(by_token(*travels), grid.column, grid.column_sizes, dim, arriving))
+    attend(into, key, value, 0, False)
     others = None
     if grid.row:
-        (queries,) = _by_head(arriving[0].wait(), query.shape[3])
+        (queries,) = by_head(arriving[0].wait(), query.shape[3])
         mask = None
         if into.mask is not None:
             mask = into.mask.rows(S, sum(sizes))
         others = Accumulator(queries, mask, grid.row_tiling, into.key_heads)
-        attend.forward(others, *travels, 0, False)
-    keys, values = _by_head(arriving[-1].wait(), key.shape[3], value.shape[3])
+        attend(others, *travels, 0, False)
+    keys, values = by_head(arriving[-1].wait(), key.shape[3], value.shape[3])
     if others is not None:
-        attend.forward(others, keys, values, 1, True)
+        attend(others, keys, values, 1, True)
         inputs = [query, key, value]
         if into.mask is not None:
             inputs.append(into.mask.tensor)
         packed = add_autograd_dependency(_pack(*others.result(key, value), inputs), inputs)
-        arriving.append(_start(packed, grid.row, sizes, [S] * len(grid.row), dim, arriving))
-    attend.forward(into, keys, values, 1, is_last and others is None)
+        arriving.append(start(packed, grid.row, sizes, [S] * len(grid.row), dim, arriving))
+    attend(into, keys, values, 1, is_last and others is None)
     if others is not None:
         into.of_others.extend(_unpack(arriving[-1].wait(), len(grid.row), value.shape[3], lse_dtype(query)))
     into.received.extend([arrival.started.buffer for arrival in arriving])
@@ -177,9 +253,9 @@ def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """
     lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return lse in any dtype.
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return _by_token(out.to(lse.dtype), lse[..., None])
+        return by_token(out.to(lse.dtype), lse[..., None])
     dtype = inputs[0].dtype
-    return _by_token(out.to(dtype), _as_dtype(lse, dtype))
+    return by_token(out.to(dtype), as_dtype(lse, dtype))
 
 
 def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
@@ -187,88 +263,22 @@ def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Ite
     rank: out is ``[B, H, S, width]``, and lse is ``[B, H, S]`` in ``dtype``.
     """
     rows = rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:])
-    lses = _as_lse(rows[..., width:], dtype)
+    lses = as_lse(rows[..., width:], dtype)
     for out, lse in zip(rows[..., :width].unbind(0), lses.unbind(0), strict=True):
         yield out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
 
-def _gradients_in_grid(
-    attend: Attend, grid: GridPlan, into: QueryGradients, key: Tensor, value: Tensor
-) -> Block:
-    query, out, lse, mask = into.query, into.out, into.lse, into.mask
-    dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
-    travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
-    if grid.row:
-        sent = _by_token(query, into.grad_out, out, _as_dtype(lse, query.dtype))
-        arriving_queries = _give(sent, grid.row, sizes, dim)
-    arriving_keys = _give(_by_token(*travels), grid.column, grid.column_sizes, dim)
-    own = replace(into, mask=_rows_of(mask, 0, S), grad_mask=_rows_of(into.grad_mask, 0, S))
-    of_own_keys = attend.backward(own, key, value, 0)
-    others = None
-    if grid.row:
-        rows = arriving_queries.wait()
-        q, do, o, bits = _by_head(rows, D, D_v, D_v, rows.shape[3] - D - 2 * D_v)
-        others = QueryGradients(
-            do,
-            q,
-            o,
-            _as_lse(bits, lse.dtype),
-            _rows_of(mask, S, sum(sizes)),
-            grid.row_tiling,
-            into.key_heads,
-            torch.zeros_like(q, dtype=lse.dtype),
-            _rows_of(into.grad_mask, S, sum(sizes)),
-        )
-        _put(of_own_keys, grid.ring.travels, attend.backward(others, *travels, 0))
-    keys, values = _by_head(arriving_keys.wait(), D, D_v)
-    of_column = None
-    if others is not None:
-        of_column = attend.backward(others, keys, values, 1)
-        arriving_queries = _start(_by_token(others.grad_query), grid.row, sizes, [S] * len(grid.row), dim)
-    grads = attend.backward(own, keys, values, 1)
-    if of_column is not None:
-        for grad, other in zip(grads, of_column, strict=True):
-            grad.add_(other)
-    num_own = [travels[0].shape[2]] * len(grid.column)
-    arriving_keys = _start(_by_token(*grads), grid.column, grid.column_sizes, num_own, dim)
-    if others is not None:
-        into.grad_query.add_(_by_head(_sum_over_ranks(arriving_queries.wait(), len(grid.row)), D)[0])
-    _put(
-        of_own_keys,
-        grid.ring.travels,
-        _by_head(_sum_over_ranks(arriving_keys.wait(), len(grid.column)), D, D_v),
-    )
-    return of_own_keys
-
-
-def _rows_of(mask: Tensor | None, first: int, length: int) -> Tensor | None:
-    """Return ``length`` rows of ``mask`` from ``first`` on; ``mask`` itself if it is None or has one row for all."""
-    if mask is None or mask.shape[2] == 1:
-        return mask
-    return mask.narrow(2, first, length)
-
-
-def _as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:
+def as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:
     """Reinterpret the bytes of ``lse``, ``[B, H, S]``, as numbers of ``dtype``: ``[B, H, S, 1 or 2]``."""
     if lse.dtype == dtype:
         return lse[..., None]
     return lse[..., None].view(dtype)
 
 
-def _as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo :func:`_as_dtype`: reinterpret ``bits``, ``[B, H, S, 1 or 2]``, as an lse ``[B, H, S]`` of ``dtype``."""
+def as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo :func:`as_dtype`: reinterpret ``bits``, ``[B, H, S, 1 or 2]``, as an lse ``[B, H, S]`` of ``dtype``."""
     # Use clone(): view(dtype) demands an aligned storage offset, but contiguous() returns a tensor of one row
     # as it is, at any offset.
     if bits.dtype == dtype:
         return bits[..., 0]
     return bits.clone(memory_format=torch.contiguous_format).view(dtype)[..., 0]
-
-
-def _put(totals: Sequence[Tensor], runs: Sequence[Run], parts: Sequence[Tensor]) -> None:
-    for total, part in zip(totals, parts, strict=True):
-        put(total, 2, runs, part)
-
-
-def _sum_over_ranks(rows: Tensor, num_ranks: int) -> Tensor:
-    """Sum the parts of ``num_ranks`` ranks, ``[num_ranks · S, B, H, D]``, to ``[S, B, H, D]``."""
-    return rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:]).sum(0)

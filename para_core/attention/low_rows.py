@@ -7,13 +7,12 @@ several.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from para_core.attention.attend import Accumulator, Attend, Block, Mask, QueryGradients
+from para_core.attention.attend import Accumulator, Attend, Mask
 from para_core.attention.backends import bias_dtype
 from para_core.attention.finite_masks import (
     FiniteMaskedRows,
@@ -26,7 +25,7 @@ from para_core.option_values import Backend
 
 
 def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
-    """Return ``attend`` with a mask whose partial results merge by lse. The forward has no gradient of its
+    """Return ``attend`` with a mask whose partial results merge by lse. The result has no gradient of its
     own.
 
     Low rows are shifted. Where PyTorch computes the blocks, -inf becomes a low number, too, and rows without
@@ -35,7 +34,7 @@ def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
         if into.mask is None:
-            attend.forward(into, key, value, block, is_last)
+            attend(into, key, value, block, is_last)
             return
         query, mask, by_position = into.query, into.mask.tensor, bool(into.tiling.masks)
         of_pytorch = backend not in ("triton", "triton-int8")
@@ -47,7 +46,7 @@ def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
                 level_dtype = dtype
             query, mask = level_rows(query, mask, level_dtype)
         if not is_finite:
-            attend.forward(into.with_inputs(query, Mask(mask)), key, value, block, is_last)
+            attend(into.with_inputs(query, Mask(mask)), key, value, block, is_last)
             return
         to_bias = partial(_finite_bias, by_position=by_position)
         # Convert a mask of keys at once. One with a row per query would need too much memory.
@@ -55,20 +54,10 @@ def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
             finite = Mask(mask, of_tile=to_bias, hides_rows=False)
         else:
             finite = Mask(to_bias(mask, query), hides_rows=False)
-        attend.forward(into.with_inputs(query, finite), key, value, block, is_last)
+        attend(into.with_inputs(query, finite), key, value, block, is_last)
         into.last_steps.append(partial(clear_rows_without_key, dtype=dtype))
 
-    def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
-        low_rows = FiniteMaskedRows.of(into.mask)
-        if low_rows is None:
-            return attend.backward(into, key, value, block)
-        own = low_rows.rows(0, into.query.shape[2])
-        grad_out, lse = own.for_gradient(into.grad_out, into.lse)
-        return attend.backward(
-            replace(into, grad_out=grad_out, lse=lse, mask=low_rows.mask), key, value, block
-        )
-
-    return Attend(forward, backward)
+    return forward
 
 
 def _finite_bias(mask: Tensor, query: Tensor, *, by_position: bool) -> Tensor:
@@ -84,6 +73,6 @@ def correct_low_rows(attend: Attend) -> Attend:
             low_rows = FiniteMaskedRows.of(into.mask.tensor)
         if low_rows is not None:
             into = into.with_inputs(into.query, Mask(low_rows.mask, low_rows=low_rows))
-        attend.forward(into, key, value, block, is_last)
+        attend(into, key, value, block, is_last)
 
-    return Attend(forward, attend.backward)
+    return forward

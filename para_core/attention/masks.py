@@ -4,8 +4,7 @@ The *extent* of a dim tells whether it covers this rank's tokens (local), all to
 or has size 1 (broadcast). A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1,
 S_k]``. If the key dim is local, the mask is gathered along it with all its rows; a mask with a row per query
 then temporarily needs as much memory as on one device. If the query dim is local, rows are sent together with
-the queries: to the Ulysses group, and with Attention2D, which arranges ranks in a grid, to the other ranks in
-the row of this grid.
+the queries: to the Ulysses group, and to other ring ranks if these compute the queries, too.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from para_core.attention.attention_plan import AttentionPlan, GridPlan
-from para_core.distributed.collectives import all_to_all
+from para_core.attention.attention_plan import AttentionPlan
 from para_core.layout.sequence import Run, SequenceLayout
 from para_core.layout.tokens import gather_tokens
 
@@ -99,8 +97,8 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
 
     The function is differentiable. It is a collective call if a dim of ``mask``, ``[B or 1, H or 1, S_q,
     S_k]``, is local. The result is ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the
-    order of this rank's queries; with Attention2D they are followed by those of the other ranks in this
-    rank's row of the grid. Columns are positions in the whole sequence.
+    order of this rank's queries, followed by those of the other queries that this rank computes. Columns are
+    positions in the whole sequence.
     """
     if mask.dtype == torch.bool:  # Send bytes instead, because gloo cannot send bool tensors.
         return mask_of_block(mask.view(torch.uint8), extents, plan).view(torch.bool)
@@ -118,27 +116,11 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
     elif mask.shape[1] > 1:
         mask = mask.narrow(1, *heads[mesh.ulysses.index])
     if extents.queries == "global":
-        runs = plan.ring.query_runs
-        if plan.grid is not None:
-            runs = runs + plan.grid.row_runs
+        runs = [*plan.ring.query_runs, *plan.style.other_queries]
         parts = [mask.narrow(2, start, length) for start, length in runs]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts, dim=2)
-    if extents.queries == "broadcast" or plan.grid is None:
+    if extents.queries == "broadcast":
         return mask
-    return _with_rows_of_others(mask, plan.grid)
-
-
-def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
-    """Return ``mask`` followed along dim 2 by the masks of the others in this rank's row of the grid.
-    Collective.
-    """
-    if not grid.row:
-        return mask
-    rows = mask.movedim(2, 0)
-    send, receive = [0] * grid.ring.dim.size, [0] * grid.ring.dim.size
-    for peer, size in zip(grid.row, grid.row_sizes, strict=True):
-        send[peer], receive[peer] = rows.shape[0], size
-    arrived = all_to_all(torch.cat([rows] * len(grid.row)), send, receive, grid.ring.dim)
-    return torch.cat([rows, arrived]).movedim(0, 2)
+    return plan.style.add_other_rows(mask)

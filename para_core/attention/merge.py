@@ -71,11 +71,9 @@ class Merged:
             has the dtype of lse, so that the caller rounds it only once.
     """
 
+    count = 0
     out: Tensor
     lse: Tensor
-
-    def __init__(self) -> None:
-        self.count = 0
 
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Merge a partial result into the accumulator. Differentiable if gradients are enabled."""

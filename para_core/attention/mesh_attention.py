@@ -31,7 +31,6 @@ from para_core.attention.operator import differentiable_usp
 from para_core.attention.sdpa_call import SdpaCall, check, check_kind, check_transforms
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
-from para_core.dataclass_json import to_json
 from para_core.distributed.agree import agree
 from para_core.distributed.collectives import HostGroups
 from para_core.distributed.mesh import SequenceMesh
@@ -93,7 +92,7 @@ class MeshAttention:
     ) -> None:
         self._mesh, self._layouts, self._options = mesh, layouts, options
         self._assume_equal, self._attn_func = assume_equal, attn_func
-        self._options_text = to_json(options)
+        self._options_text = options.as_text()
         self._host_groups = HostGroups(mesh)
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
@@ -199,8 +198,8 @@ class MeshAttention:
             query_layout, key_layout = self._layouts(query.shape[-2], key.shape[-2], ordered)
             if call.lengths is not None:
                 call.lengths.check(query_layout.total, key_layout.total)
-            if options.block_mask is not None:
-                options.block_mask.check(query_layout.total, key_layout.total)
+            for other in options.others:
+                other.check_lengths(query_layout.total, key_layout.total)
         except (TypeError, ValueError, RuntimeError) as error:
             self.raise_everywhere(error)
         spec = AttentionSpec(

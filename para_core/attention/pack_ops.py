@@ -1,7 +1,7 @@
 """Operators that pack tensors into the buffer of an all-to-all, and unpack it, each dispatched as one launch.
 
-With the option ``comm_dtype``, which is not exact and forward only, tensors are rounded to 8 bits: a vector
-``[D]`` of one token and head is sent as D + 4 bytes, and the last 4 bytes are its scale.
+They can also round to 8 bits, which is not exact and forward only: a vector ``[D]`` of one token and head is
+sent as D + 4 bytes, and the last 4 bytes are its scale.
 """
 
 from __future__ import annotations

@@ -7,59 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from para_core.attention.option import AttentionOption
 from para_core.option_values import BACKENDS, EXACT_FORM, Backend
 
 if TYPE_CHECKING:
     from para_core.attention.attention_options import AttnOptions
-
-
-@dataclass(frozen=True)
-class KeptKeys:
-    """Attention in which each head attends only to a share of the keys. **Not exact.** See
-    :class:`SparseKVAttnMode`.
-
-    Args:
-        share (`float`): Share of the keys that each head keeps, 0 < share <= 1. The number of keys is rounded
-            up.
-        window (`int`, *optional*, defaults to `64`): Number of queries whose attention weights decide which
-            keys are kept.
-
-    Raises:
-        ValueError: If ``share`` or ``window`` is out of range.
-    """
-
-    share: float
-    window: int = 64
-
-    def __post_init__(self) -> None:
-        if (
-            isinstance(self.share, bool)
-            or not isinstance(self.share, (int, float))
-            or not 0 < self.share <= 1
-        ):
-            raise ValueError(
-                f"share is {self.share!r}; expected the share of the keys to keep, 0 < share <= 1."
-            )
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"window is {self.window!r}; expected a positive number of observed queries.")
-
-    @property
-    def fields(self) -> tuple[float, int]:
-        """The arguments of the constructor, for the JSON form of the options."""
-        return self.share, self.window
-
-    def observed(self, num_queries: int) -> list[int]:
-        """Return the positions of the queries whose attention weights decide which keys are kept.
-
-        They are the middles of ``window`` equal parts of the sequence; all positions if ``num_queries <=
-        window``.
-
-        >>> KeptKeys(0.5, 3).observed(12)
-        [2, 6, 10]
-        """
-        if num_queries <= self.window:
-            return list(range(num_queries))
-        return [(2 * i + 1) * num_queries // (2 * self.window) for i in range(self.window)]
 
 
 @dataclass(frozen=True)
@@ -69,9 +21,9 @@ class AttentionSchedule:
     Pass it as ``backend=`` of :func:`~para_core.adapters.parallelize_pipe`.
 
     Args:
-        middle (`str` or `KeptKeys`): The attention of the steps between the first and the last ones: a
-            backend such as ``"sage"`` or ``"triton-int8"``, or ``KeptKeys(share)``, with which each head
-            attends to a share of the keys.
+        middle (`str` or an option): The attention of the steps between the first and the last ones: a
+            backend such as ``"sage"`` or ``"triton-int8"``, or an approximate option of attention, such as
+            ``KeptKeys(share)``, with which each head attends to a share of the keys.
         first (`int`, *optional*, defaults to `4`): Number of steps at the beginning that use the backend
             ``exact``.
         last (`int`, *optional*, defaults to `4`): Number of steps at the end that use the backend ``exact``.
@@ -88,14 +40,15 @@ class AttentionSchedule:
         (False, True, True, False, False)
     """
 
-    middle: Backend | KeptKeys
+    middle: Backend | AttentionOption
     first: int = 4
     last: int = 4
     exact: Backend | None = None
 
     def __post_init__(self) -> None:
         exact = [name for name in BACKENDS if name not in EXACT_FORM]
-        if not isinstance(self.middle, KeptKeys) and self.middle not in BACKENDS:
+        is_option = isinstance(self.middle, AttentionOption) and self.middle.by_step
+        if not is_option and self.middle not in BACKENDS:
             raise ValueError(
                 f"middle is {self.middle!r}; expected one of {', '.join(BACKENDS)}, or KeptKeys(share)."
             )
@@ -110,12 +63,12 @@ class AttentionSchedule:
     @property
     def approximates(self) -> bool:
         """Whether the attention ``middle`` is approximate."""
-        return isinstance(self.middle, KeptKeys) or self.middle in EXACT_FORM
+        return isinstance(self.middle, AttentionOption) or self.middle in EXACT_FORM
 
     @property
     def backends(self) -> tuple[Backend | None, ...]:
         """The backends of all steps; None among them means that SDPA chooses."""
-        if isinstance(self.middle, KeptKeys):
+        if isinstance(self.middle, AttentionOption):
             return (self.exact,)
         return (self.exact, self.middle)
 
@@ -127,6 +80,6 @@ class AttentionSchedule:
         """Return ``base`` with the attention of the middle steps if ``middle``, else with that of the other steps."""
         if not middle:
             return replace(base, backend=self.exact)
-        if isinstance(self.middle, KeptKeys):
-            return replace(base, backend=self.exact, kept_keys=self.middle)
+        if isinstance(self.middle, AttentionOption):
+            return replace(base, backend=self.exact).with_option(self.middle)
         return replace(base, backend=self.middle)

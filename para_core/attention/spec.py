@@ -66,10 +66,7 @@ class AttentionSpec:
         causal: tuple[PositionalMask, ...] = ()
         if self.is_causal:
             causal = (Causal(),)
-        blocks = self.options.block_mask
-        if blocks is None:
-            return causal
-        return (*causal, blocks)
+        return (*causal, *[other.mask for other in self.options.others if other.mask is not None])
 
     @property
     def orders_queries(self) -> bool:
@@ -128,16 +125,14 @@ class AttentionSpec:
             num_kv_heads,
             is_causal=record.is_causal,
             scale=scale,
-            options=from_json(AttnOptions, record.options),
+            options=AttnOptions.read(record.options),
             options_text=record.options,
         )
 
 
 def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOptions) -> SequenceMesh:
     """Return the mesh that a call needs: ``mesh``, or a mesh of this rank alone if all keys are replicated."""
-    # With kept_keys, the choice of keys to attend to depends on queries of all ranks and needs the whole
-    # mesh.
-    if key_layout.sharded or options.kept_keys is not None:
+    if key_layout.sharded or any(other.needs_all_ranks for other in options.others):
         return mesh
     return mesh.alone()
 

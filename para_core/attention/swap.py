@@ -13,7 +13,7 @@ heads each::
 
 How a table is packed is chosen once per set of shapes. Slices of equal size are one strided view, so the
 number of launches does not depend on the number of ranks. On a GPU one kernel copies all slices
-(:mod:`.pack_ops`), which is also the only way that rounds to 8 bits.
+(:mod:`.pack_ops`), which is also the only way to send in another format (:mod:`.wire`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from torch import Tensor
 
 from para_core.attention.block_rows import BlockRows
 from para_core.attention.pack_ops import as_numbers
+from para_core.attention.wire import AS_IT_IS, Wire
 from para_core.distributed.collectives import Travelling, start_all_to_all, wait
 from para_core.distributed.mesh import MeshDim
-from para_core.kernels.pack_reference import SCALE_BYTES, CopyRegion
+from para_core.kernels.pack_reference import CopyRegion
 from para_core.layout.sequence import Run
 from para_core.triton_support import load_kernel
 
@@ -53,7 +54,7 @@ class Shapes(NamedTuple):
     """The sizes of the tensors ``[B, H, S, D]`` of one exchange, as they are on this rank before it.
 
     ``tables`` are the indices of the tensors that share a table. ``row_widths`` are the numbers of buffer
-    elements per token and head of each tensor: D, or D plus the bytes of a scale.
+    elements per token and head of each tensor: D, or more in another format.
     """
 
     batch: int
@@ -80,8 +81,7 @@ class Swap:
         heads: For each tensor, the heads ``(start, count)`` that each rank computes.
         dim: The mesh dim of the ranks.
         replicated: Whether replicated tokens are sent, too.
-        comm_dtype: The 8-bit dtype to which tensors are rounded for sending (not exact); None to send them
-            unchanged.
+        wire: The format in which tensors are sent.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Swap:
         dim: MeshDim,
         *,
         replicated: bool = False,
-        comm_dtype: torch.dtype | None = None,
+        wire: Wire = AS_IT_IS,
     ) -> None:
         self.rows, self.heads, self.dim = rows, heads, dim
-        self.replicated, self.comm_dtype = replicated, comm_dtype
+        self.replicated, self.wire = replicated, wire
         self.sizes = [of.sizes(replicated=replicated) for of in rows]
         # If all parts are equal, the collective needs no sizes and is faster. Do not compare lengths while
         # tracing, because a comparison of symbolic lengths would add a guard.
@@ -126,9 +126,7 @@ class Swap:
         return partial(_finish, started, steps.unpack, tensors)
 
     def _plan(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, *, by_kernel: bool) -> Steps:
-        scale = 0
-        if self.comm_dtype is not None:
-            scale = SCALE_BYTES
+        padding = self.wire.row_padding
         widths = [shape[3] for shape in shapes]
         tables: list[list[int]] = []
         for index, width in enumerate(widths):
@@ -137,7 +135,7 @@ class Swap:
                 fitting[0].append(index)
             else:
                 tables.append([index])
-        sizes = Shapes(shapes[0][0], widths, [width + scale for width in widths], tables)
+        sizes = Shapes(shapes[0][0], widths, [width + padding for width in widths], tables)
         return self.steps_of(sizes, dtype, by_kernel=by_kernel)
 
     def share_tokens(self, index: int, other: int) -> bool:
@@ -223,16 +221,8 @@ def join(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(list(parts), dim)
 
 
-def pack_regions(regions: list[int], numel: int, to: torch.dtype | None, tensors: Sequence[Tensor]) -> Tensor:
-    packed: Tensor = torch.ops.para_core.pack.default(list(tensors), regions, numel, to)
-    return packed
-
-
-def unpack_regions(
-    buffer: Tensor, regions: list[int], sizes: list[int], of: torch.dtype | None, dtype: torch.dtype
-) -> Sequence[Tensor]:
-    tensors: Sequence[Tensor] = torch.ops.para_core.unpack.default(buffer.view(-1), regions, sizes, of, dtype)
-    return tensors
+def pack_regions(wire: Wire, regions: list[int], numel: int, tensors: Sequence[Tensor]) -> Tensor:
+    return wire.pack(tensors, regions, numel)
 
 
 # Most calls use these: all ranks have equally many heads, and tokens arrive in order.

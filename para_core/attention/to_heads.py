@@ -20,7 +20,6 @@ from para_core.attention.swap import (
     join,
     pack_regions,
     pack_views,
-    unpack_regions,
     unpack_views,
 )
 from para_core.layout.runs import join_neighbours, take
@@ -40,12 +39,10 @@ class ToHeads(Swap):
     def steps_of(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
         size, index = self.dim.size, self.dim.index
         send, receive = self.numel_by_heads(shapes), self.numel_by_tokens(shapes)
-        rounds = self.comm_dtype is not None
-        if rounds or (by_kernel and len(self.rows) > 1):
+        if self.wire.needs_regions or (by_kernel and len(self.rows) > 1):
             own = [[rows.own(replicated=self.replicated)] * size for rows in self.rows]
-            pack: Pack = partial(
-                pack_regions, self.regions(shapes, own, by_head=True), sum(send), self.comm_dtype
-            )
+            regions = self.regions(shapes, own, by_head=True)
+            pack: Pack = partial(pack_regions, self.wire, regions, sum(send))
         else:
             groups = group_ranks(self.heads)
             pack = partial(self._pack, shapes, groups, sum(send))
@@ -53,7 +50,7 @@ class ToHeads(Swap):
                 pack = partial(
                     pack_views, [self._view_shape(shapes, of_tensor) for of_tensor in range(len(self.rows))]
                 )
-        if rounds or (by_kernel and len(shapes.tables) > 1):
+        if self.wire.needs_regions or (by_kernel and len(shapes.tables) > 1):
             return Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
         if len(shapes.tables) == 1 and all(
             rows is self.rows[0] and rows.is_rank_by_rank for rows in self.rows
@@ -186,7 +183,7 @@ class ToHeads(Swap):
         ]
 
         def unpack(buffer: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            results = unpack_regions(buffer, regions, sizes, self.comm_dtype, dtype)
+            results = self.wire.unpack(buffer.view(-1), regions, sizes, dtype)
             for result, x, rows, heads in zip(results, tensors, self.rows, self.heads, strict=True):
                 for row in rows.of_peers[index]:
                     if row.replicated:

@@ -20,7 +20,6 @@ from para_core.attention.swap import (
     pack_block,
     pack_regions,
     unpack_even_heads,
-    unpack_regions,
 )
 from para_core.layout.runs import join_neighbours
 from para_core.layout.sequence import Run
@@ -41,12 +40,10 @@ class ToTokens(Swap):
     def steps_of(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
         size, index = self.dim.size, self.dim.index
         send, receive = self.numel_by_tokens(shapes), self.numel_by_heads(shapes)
-        rounds = self.comm_dtype is not None
-        if rounds or (by_kernel and len(self.rows) > 1):
+        if self.wire.needs_regions or (by_kernel and len(self.rows) > 1):
             blocks = [[self._blocks_of(rows, rank) for rank in range(size)] for rows in self.rows]
-            pack: Pack = partial(
-                pack_regions, self.regions(shapes, blocks, by_head=False), sum(send), self.comm_dtype
-            )
+            regions = self.regions(shapes, blocks, by_head=False)
+            pack: Pack = partial(pack_regions, self.wire, regions, sum(send))
             whole = self.replicated or not any(rows.replicates for rows in self.rows)
             if whole and all(_are_disjoint(heads) for heads in self.heads):
                 return Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
@@ -80,7 +77,7 @@ class ToTokens(Swap):
             for rows, heads, width in zip(self.rows, self.heads, shapes.widths, strict=True)
             for size in (shapes.batch, max([sum(run) for run in heads]), rows.own_size, width)
         ]
-        return lambda buffer, _: unpack_regions(buffer, regions, sizes, self.comm_dtype, dtype)
+        return lambda buffer, _: self.wire.unpack(buffer.view(-1), regions, sizes, dtype)
 
     def _pack_one(self, rows: BlockRows, tensors: Sequence[Tensor]) -> Tensor:
         """Pack a block with one copy, which brings the tokens of each rank together."""

@@ -90,12 +90,12 @@ class UlyssesPlan:
     """The Ulysses exchanges of one attention call, forward and backward.
 
     A *block* is all tokens of a Ulysses group in the order of the sequence, with some of the heads; queries
-    are rank by rank if not ``ordered``. With ``comm_dtype`` the tensors of the forward are rounded for
-    sending.
+    are rank by rank if not ``ordered``. The tensors of the forward are sent in the
+    format of the options.
     """
 
     def __init__(self, spec: AttentionSpec, heads: Heads, *, ordered: bool) -> None:
-        self._dim, self._comm_dtype, self.heads = spec.mesh.ulysses, spec.options.comm_dtype, heads
+        self._dim, self._wire, self.heads = spec.mesh.ulysses, spec.options.wire, heads
         first = spec.mesh.ring.index * self._dim.size
         self.queries = BlockRows(spec.query_layout, first, self._dim.size, self._dim.index, ordered=ordered)
         self.keys = self.queries
@@ -112,7 +112,7 @@ class UlyssesPlan:
         It returns a function that waits, and returns their blocks, ``[B, H_local, S_block, D]``. Replicated
         tokens are not sent: each rank takes its own heads of them.
         """
-        return ToHeads(self._rows, self._heads, self._dim, comm_dtype=self._comm_dtype).start
+        return ToHeads(self._rows, self._heads, self._dim, wire=self._wire).start
 
     @cached_property
     def start_leave(self) -> Start:
@@ -123,9 +123,7 @@ class UlyssesPlan:
         D_v],)``.
         """
         of_query = [self.heads.of_query]
-        return ToTokens(
-            [self.queries], of_query, self._dim, replicated=True, comm_dtype=self._comm_dtype
-        ).start
+        return ToTokens([self.queries], of_query, self._dim, replicated=True, wire=self._wire).start
 
     def enter_mask(self, mask: Tensor, heads: Sequence[Run]) -> Tensor:
         """Exchange the mask's rows of this rank for those of the block. Differentiable, and may be traced."""

@@ -1,4 +1,4 @@
-"""Unified sequence parallelism (USP): SDPA and its gradient over a ``ring × ulysses`` mesh
+"""Unified sequence parallelism (USP): SDPA over a ``ring × ulysses`` mesh
 (arXiv:2405.07719).
 
 Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the groups form a ring.
@@ -6,21 +6,18 @@ Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the g
 
 from __future__ import annotations
 
-from functools import lru_cache
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from para_core.attention.attend import Accumulator, Attend, Mask, QueryGradients, Saved, columns
+from para_core.attention.attend import Accumulator, Attend, Mask, Saved, columns
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, expand, expand_key_heads, local, of_function
-from para_core.attention.grid_2d import grid_2d
-from para_core.attention.local import as_sdpa, local_attention
+from para_core.attention.local import add_autograd_dependency, as_sdpa, local_attention
 from para_core.attention.low_rows import correct_low_rows, level_low_rows
-from para_core.attention.ring import ring
 from para_core.torch_internals import is_any_autocast_enabled
 
 
@@ -40,7 +37,7 @@ def usp_forward(
         query, key, value: ``[B, H, S_local, D]``, this rank's tokens in the layouts of queries and of keys.
         mask: The result of :func:`~para_core.attention.masks.mask_of_block`, or None.
         attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
-        save: Whether to return the tensors that :func:`usp_backward` needs. Tensors are then not rounded for
+        save: Whether to return the tensors that the gradient needs. Tensors are then not rounded for
             sending.
 
     Returns:
@@ -108,13 +105,11 @@ def attend_block(
             mask = columns(mask, plan.ring.key_runs(0))
         call = LocalAttentionCall(query, key, value, mask, plan.spec.is_causal, plan.spec.scale)
         return local_attention(call, plan.spec.options.backend), None
-    kept_keys = plan.spec.options.kept_keys
-    if kept_keys is not None:
-        out, lse = _load_snapkv().sparse_attention(
-            kept_keys, query, key, value, mask, plan, heads=key_heads, attn_func=attn_func, save=save
-        )
-    else:
-        out, lse = attend_all(plan, query, key, value, mask, key_heads, attn_func)
+    attend: Callable[..., tuple[Tensor, Tensor]] = attend_all
+    for option in plan.spec.options.others:
+        if option.attend is not None:
+            attend = partial(option.attend, save=save)
+    out, lse = attend(plan, query, key, value, mask, key_heads, attn_func)
     if not save:
         return out, None
     return out, lse
@@ -143,9 +138,14 @@ def attend_all(
     mask_of_call = None
     if mask is not None:
         mask_of_call = Mask(mask)
-    into = Accumulator(query, mask_of_call, plan.tiling, key_heads)
-    attend.forward(into, key, value, 0, True)
-    return into.rounded_result(key, value)
+    into = Accumulator(query, mask_of_call, plan.style.tiling, key_heads)
+    attend(into, key, value, 0, True)
+    out, lse = into.result(key, value)
+    if out.dtype != query.dtype:
+        out = out.to(query.dtype)
+    if torch.is_grad_enabled():
+        out = add_autograd_dependency(out, [query, key, value, *into.received])
+    return out, lse
 
 
 def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None = None) -> Attend:
@@ -160,10 +160,7 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
         attend = of_function(attn_func, spec.scale)
     if spec.num_heads != spec.num_kv_heads:
         attend = expand_key_heads(attend)
-    if plan.grid is None:
-        attend = ring(attend, plan.ring)
-    else:
-        attend = grid_2d(attend, plan.grid)
+    attend = plan.style.around(attend)
     if not masked:
         return attend
     if attn_func is not None:
@@ -173,46 +170,3 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
 
 # The composition of a plan is made once. A plan is compared by identity.
 compose_once = lru_cache(maxsize=1024)(compose)
-
-
-def _load_snapkv() -> ModuleType:
-    """Return the module that the option ``kept_keys`` needs. Exact attention does not load it."""
-    return import_module("para_core.attention.approximate.snapkv")
-
-
-def usp_backward(
-    plan: AttentionPlan, grad_out: Tensor, saved: Saved, mask: Tensor | None, *, mask_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` (otherwise None).
-
-    The loss is the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`.
-    """
-    if autocasts(grad_out):
-        with torch.autocast(grad_out.device.type, enabled=False):
-            return usp_backward(plan, grad_out, saved, mask, mask_gradient=mask_gradient)
-    if plan.ulysses is not None:
-        grad_out = plan.ulysses.enter_gradient(grad_out)
-    heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
-    hidden, kept_keys, query = mask, plan.spec.options.kept_keys, saved.query
-    if kept_keys is not None:
-        snapkv = _load_snapkv()
-        is_kept = snapkv.select_keys(kept_keys, query, saved.key, mask, plan.ring, heads=heads)
-        hidden = snapkv.hide(mask, is_kept)
-    into = QueryGradients.of(
-        grad_out,
-        query,
-        saved.out,
-        saved.lse,
-        hidden,
-        plan.tiling,
-        key_heads=heads,
-        mask_gradient=mask_gradient,
-    )
-    grad_key, grad_value = compose_once(plan, hidden is not None).backward(into, saved.key, saved.value, 0)
-    grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]
-    grad_mask = into.grad_mask
-    if grad_mask is not None and mask is not None:
-        grad_mask = grad_mask.sum_to_size(mask.shape)
-    if plan.ulysses is not None:
-        grads = plan.ulysses.leave_gradients(*grads)
-    return grads[0], grads[1], grads[2], grad_mask

@@ -31,7 +31,6 @@ from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.local import add_autograd_dependency
 from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.spec import AttentionSpec, needed_mesh
-from para_core.dataclass_json import to_json
 from para_core.distributed.agree import agree
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.mesh import SequenceMesh
@@ -57,7 +56,7 @@ _NO_BLOCKS = 1 << 30
 _NAMES = frozenset({"flex_attention", "create_block_mask", "create_mask", "BlockMask"})
 
 _OPTIONS = AttnOptions()
-_OPTIONS_TEXT = to_json(_OPTIONS)
+_OPTIONS_TEXT = _OPTIONS.as_text()
 
 
 class _FlexCall(NamedTuple):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, Concatenate, ParamSpec, Unpack
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.attention.attention_options import AttnKeywords
 from para_core.attention.local import AttnFunc
 from para_core.attention.mask_rows import mark_part
 from para_core.attention.sdpa_call import SdpaCall
@@ -24,6 +23,7 @@ _P = ParamSpec("_P")
 
 def _attention(
     kind: type[UnifiedAttnMode],
+    /,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -38,7 +38,7 @@ def _attention(
     key_layout: SequenceLayout | None = None,
     assume_equal: bool = False,
     attn_func: AttnFunc | None = None,
-    **options: Unpack[AttnKeywords],
+    **options: Any,
 ) -> Tensor:
     # Pass a SequenceMesh to the mode. If the mode got a DeviceMesh on NCCL, its constructor would run an
     # exchange to detect ranks that share a GPU, which is too costly for each call.

@@ -7,18 +7,14 @@ pipeline, and the stand-in's calls show the steps.
 
 from functools import partial
 from itertools import pairwise
-from math import ceil
 from unittest import mock
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from para_core.adapters import (
     AttentionSchedule,
-    KeptKeys,
     apply_cache_on_pipe,
     parallelize_pipe,
     parallelize_transformer,
@@ -186,12 +182,6 @@ def test_a_pipe_in_a_callback_follows_its_own_schedule():
         (lambda: AttentionSchedule("sage", first=-1), ValueError, r"first.*-1"),
         (lambda: AttentionSchedule("sage", last=1.5), TypeError, r"last.*1\.5"),
         (lambda: AttentionSchedule("sage", last=True), TypeError, r"last.*True"),
-        (lambda: KeptKeys(0, 64), ValueError, "share is"),
-        (lambda: KeptKeys(1.5, 64), ValueError, "share is"),
-        (lambda: KeptKeys(True, 64), ValueError, "share is"),
-        (lambda: KeptKeys(0.5, 0), ValueError, "window is"),
-        (lambda: KeptKeys(0.5, True), ValueError, "window is"),
-        (lambda: parallelize_pipe(build("anyflow far"), backend=HALF), ValueError, r"KeptKeys\(share=0.5.*transformer"),
     ],
 )
 def test_bad_schedules_are_refused(make, error, message):
@@ -226,65 +216,3 @@ def with_other_schedules():
 
 def test_ranks_with_other_schedules_are_told(rank_pool):
     rank_pool.run(with_other_schedules, 2)
-
-
-class KeysByFormula(TorchFunctionMode):
-    """The attention of a FLUX transformer in which each head keeps the keys with the largest weights in some steps.
-
-    It counts the transformer's calls, one for each step. All queries are observed.
-    """
-
-    def __init__(self, transformer, middle, share):
-        super().__init__()
-        self.middle, self.share, self.step, self.inside = middle, share, -1, False
-        transformer.register_forward_pre_hook(self.begin)
-        transformer.register_forward_hook(self.end)
-
-    def begin(self, *_):
-        self.step, self.inside = self.step + 1, True
-
-    def end(self, *_):
-        self.inside = False
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not F.scaled_dot_product_attention or not self.inside or self.step not in self.middle:
-            return func(*args, **(kwargs or {}))
-        query, key, value = args if args else (kwargs[name] for name in ("query", "key", "value"))
-        votes = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1).sum(-2)
-        kept = votes.topk(ceil(self.share * key.shape[-2])).indices
-        mask = torch.zeros_like(votes, dtype=torch.bool).scatter(-1, kept, True)
-        return func(query, key, value, mask[:, :, None])
-
-
-HALF = AttentionSchedule(KeptKeys(0.5, window=10_000), first=1, last=2)
-
-
-def draw_by_formula(middle):
-    pipe = small_pipe()
-    with KeysByFormula(pipe.transformer, middle, 0.5):
-        return draw(pipe)
-
-
-def with_kept_keys(ring, ulysses, compiled=False):
-    pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(ring, ulysses), backend=HALF)
-    if compiled:
-        pipe.transformer.compile(backend="aot_eager", fullgraph=True)
-    return draw(pipe), draw(unparallelize_pipe(pipe))
-
-
-def test_kept_keys_in_the_middle_are_those_of_the_formula():
-    exact, expected = draw_by_formula([]), draw_by_formula([1, 2])
-    assert relative_error(expected, exact) > 1e-3
-    pipe = parallelize_pipe(small_pipe(), backend=HALF)
-    for _ in range(2):
-        assert relative_error(draw(pipe), expected) < 1e-5
-    assert torch.equal(draw(unparallelize_pipe(pipe)), exact)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("ring", "ulysses", "compiled"), [(2, 1, False), (1, 2, False), (1, 2, True), (2, 1, True)])
-def test_kept_keys_on_ranks_are_those_of_the_formula(rank_pool, ring, ulysses, compiled):
-    exact, expected = draw_by_formula([]), draw_by_formula([1, 2])
-    for out, undone in rank_pool.run(with_kept_keys, 2, ring, ulysses, compiled):
-        assert relative_error(out, expected) < 1e-5
-        assert torch.equal(undone, exact)

@@ -1,6 +1,5 @@
 """BlockSparseAttnMode, compared with dense attention under a mask written out for every token."""
 
-import json
 from functools import partial
 
 import pytest
@@ -12,10 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from para_core import BlockSparseAttnMode
+from para_core.attention.attention_options import AttnOptions
 from para_core.attention.block_sparse import BlockMask, read_block_mask
-from tests.attention.approximate.sparse_cases import SparseCase, check_all
+from para_core.attention.tiles import Causal
 from tests.attention.cases import BALANCED, CAUSAL, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, on_few_meshes
 from tests.attention.one_device import make_qkv, relative_error
+from tests.attention.sparse_cases import SparseCase, check_all
+from tests.attention.test_tiles import RUNS, check_tiles
 from tests.rank_pool import RankPoolError
 
 
@@ -170,10 +172,24 @@ def test_bad_block_mask_raises_on_every_rank(rank_pool, blocks, block_size, mess
 def test_a_mask_survives_being_written_as_text(rows, columns, share):
     blocks = torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) < share
     mask = read_block_mask(blocks, (3, 2))
-    assert BlockMask(*json.loads(json.dumps(mask.fields))) == mask
+    options = AttnOptions.of(block_mask=mask)
+    assert AttnOptions.read(options.as_text()) == options
     assert isinstance(mask, BlockMask)
     for row in range(rows):
         visible = torch.zeros(columns * 2, dtype=torch.bool)
         for start, length in mask.runs_seen(row):
             visible[start : start + length] = True
         assert torch.equal(visible, blocks[row].repeat_interleave(2))
+
+
+@given(queries=RUNS, keys=RUNS, seed=st.integers(0, 99), sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)))
+def test_positional_masks_intersect(queries, keys, seed, sizes):
+    shown = torch.rand(40, 40, generator=torch.Generator().manual_seed(seed)) < 0.5
+    bits = ",".join(f"{sum(1 << column for column in range(40) if row[column]):x}" for row in shown.tolist())
+    blocks = BlockMask(40, 40, *sizes, bits)
+
+    def sees(query, key):
+        return shown[query // sizes[0], key // sizes[1]]
+
+    check_tiles(queries, keys, [blocks], sees)
+    check_tiles(queries, keys, [Causal(), blocks], lambda query, key: (query >= key) & sees(query, key))

@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import para_core
 from para_core import (
     BatchParallelAttnMode,
-    BlockSparseAttnMode,
     Segment,
     SequenceLayout,
-    SparseKVAttnMode,
     UnifiedAttnMode,
 )
 from tests.attention.one_device import make_qkv, relative_error
@@ -36,9 +35,9 @@ def natural(query, key, value, *, attn_mask, dropout_p, is_causal, scale):
 
 def make_mode(kind, mesh, **options):
     if kind == "blocks":
-        return BlockSparseAttnMode(mesh, LOWER, block_size=3, **options)
+        return para_core.BlockSparseAttnMode(mesh, LOWER, block_size=3, **options)
     if kind == "kept":
-        return SparseKVAttnMode(mesh, share=0.2, window=S, **options)
+        return para_core.SparseKVAttnMode(mesh, share=0.2, window=S, **options)
     return UnifiedAttnMode(mesh, **options)
 
 
@@ -163,7 +162,7 @@ def compile_what_is_refused(what):
     @torch.compile(fullgraph=True, backend="aot_eager")
     def run(q, k, v):
         if what == "made inside":
-            with BlockSparseAttnMode(mesh, LOWER, block_size=3):
+            with para_core.BlockSparseAttnMode(mesh, LOWER, block_size=3):
                 return F.scaled_dot_product_attention(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode
-from para_core.attention.attend import Accumulator, Attend, Mask
+from para_core.attention.attend import Accumulator, Mask
 from para_core.attention.blocks import local
 from para_core.attention.low_rows import level_low_rows
 from para_core.attention.tiles import Causal, Tiling
@@ -98,10 +98,10 @@ def merged_over_blocks(query, key, value, mask, lengths, is_causal):
     def all_blocks(into, key, value, _, is_last):
         for step, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             block = [x.narrow(2, start, length) for x in (key, value)]
-            one_block.forward(into, *block, step, is_last and step == len(lengths) - 1)
+            one_block(into, *block, step, is_last and step == len(lengths) - 1)
 
     into = Accumulator(query, Mask(mask), tiling)
-    level_low_rows(Attend(all_blocks, one_block.backward), None).forward(into, key, value, 0, True)
+    level_low_rows(all_blocks, None)(into, key, value, 0, True)
     return into.result(key, value)
 
 

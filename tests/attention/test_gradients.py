@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness import fake_group
+from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from para_core.attention import operator
+from para_core.attention.ring import Ring
 from tests.attention.cases import (
     BALANCED,
     CAUSAL,
@@ -141,3 +146,20 @@ def test_in_one_compiled_graph(rank_pool, ring, ulysses, cases):
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_with_inductor(rank_pool, ring, ulysses):
     check_all(rank_pool, COMPILED[2:4], ring, ulysses, "inductor")
+
+
+@pytest.mark.parametrize("missing", ["all", "that of the ring"])
+def test_missing_feature_for_gradients_is_refused(monkeypatch, missing):
+    """Inference works without it, and a call that requires a gradient says what is missing."""
+    if missing == "all":
+        monkeypatch.setattr(operator, "_DIFFERENTIATE", [])
+    else:
+        monkeypatch.setattr(Ring, "gradient", "gradients.missing:ring_backward")
+    query = torch.randn(1, 2, 3, 4, requires_grad=True)
+    with fake_group(2):
+        mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)
+        with UnifiedAttnMode(mesh, assume_equal=True):
+            with torch.no_grad():
+                assert F.scaled_dot_product_attention(query, query, query).shape == query.shape
+            with pytest.raises(RuntimeError, match="requires a gradient"):
+                F.scaled_dot_product_attention(query, query, query)

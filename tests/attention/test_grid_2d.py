@@ -199,7 +199,7 @@ def test_own_attention_is_learned_on_empty_ranks(rank_pool, ring, dtype):
 
 def test_two_dims_refuse_rounded_tensors():
     with pytest.raises(ValueError, match=r"rotate_method='2d'.* comm_dtype.* torch\.float8_e4m3fn"):
-        AttnOptions(rotate_method="2d", comm_dtype=torch.float8_e4m3fn)
+        AttnOptions.of(rotate_method="2d", comm_dtype=torch.float8_e4m3fn)
 
 
 # -- Generated calls.

@@ -105,6 +105,26 @@ def test_attention_of_the_users_own_has_its_own_gradient(rank_pool, ring, ulysse
             assert relative_error(grad, x.grad.chunk(2, dim=2)[rank]) < 1e-5
 
 
+def learn_scale(ring, ulysses):
+    scale = torch.tensor(0.7, requires_grad=True)
+
+    def with_own_scale(query, key, value, **options):
+        return by_hand(query * scale, key, value, **options)
+
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(12, 4)]
+    with UnifiedAttnMode(mesh, attn_func=with_own_scale):
+        F.scaled_dot_product_attention(*qkv).square().sum().backward()
+    return scale.grad
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_what_the_users_function_captures_gets_its_gradient(rank_pool, ring, ulysses):
+    scale, (query, key, value) = torch.tensor(0.7, requires_grad=True), make_qkv(12, 4)
+    F.scaled_dot_product_attention(query * scale, key, value).square().sum().backward()
+    assert relative_error(sum(rank_pool.run(learn_scale, 2, ring, ulysses)), scale.grad) < 1e-4
+
+
 def attend_without_lse(ring, ulysses, is_causal):
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     q, k, v = (x.tensor_split(ring * ulysses, dim=2)[mesh.get_rank()] for x in make_qkv(5, 4))

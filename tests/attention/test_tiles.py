@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from para_core.attention.block_sparse import BlockMask
 from para_core.attention.tiles import Causal, Tiling
 from para_core.layout.runs import coalesce, cut
 
@@ -58,19 +57,6 @@ def test_tokens_in_any_order_have_the_same_tiles(queries, keys, order):
     order.shuffle(queries)
     order.shuffle(keys)
     check_tiles(queries, keys, [Causal()], lambda query, key: query >= key)
-
-
-@given(queries=RUNS, keys=RUNS, seed=st.integers(0, 99), sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)))
-def test_positional_masks_intersect(queries, keys, seed, sizes):
-    shown = torch.rand(40, 40, generator=torch.Generator().manual_seed(seed)) < 0.5
-    bits = ",".join(f"{sum(1 << column for column in range(40) if row[column]):x}" for row in shown.tolist())
-    blocks = BlockMask(40, 40, *sizes, bits)
-
-    def sees(query, key):
-        return shown[query // sizes[0], key // sizes[1]]
-
-    check_tiles(queries, keys, [blocks], sees)
-    check_tiles(queries, keys, [Causal(), blocks], lambda query, key: (query >= key) & sees(query, key))
 
 
 @given(runs=RUNS)

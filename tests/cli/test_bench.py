@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import para_core.cli.measurement
 from benchmarks.harness import counted_traffic
-from para_core.adapters import AttentionSchedule, KeptKeys
+from para_core.adapters import AttentionSchedule
 from para_core.cli.app import run
 from para_core.cli.comparison import Reference, compare, make_reference, relative_error
 from para_core.cli.measurement import MeasuredRank, MeasurementJob, _summarize_seconds, count_run, time_run
@@ -239,6 +239,8 @@ def test_recipe_that_cannot_be_verified_is_refused(options):
 
 
 def test_reference_of_an_approximation_is_made_beside_a_launcher(monkeypatch):
+    from para_core.adapters import KeptKeys
+
     # Ranks of a launcher compute the reference before their process group exists.
     monkeypatch.setenv("WORLD_SIZE", "2")
     schedule = AttentionSchedule(KeptKeys(0.5), first=1, last=1)

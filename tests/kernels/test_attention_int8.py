@@ -216,7 +216,7 @@ def test_key_rounding_compiles_without_spills(launch):
 
 
 def test_int8_is_used_without_gradients_only():
-    options = AttnOptions(backend="triton-int8", comm_dtype=torch.float8_e4m3fn, rotate_method="allgather")
+    options = AttnOptions(backend="triton-int8", rotate_method="allgather")
     assert options.with_gradients == AttnOptions(backend="triton", rotate_method="allgather")
     exact = AttnOptions(backend="triton")
     assert exact.with_gradients is exact

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from para_core import BlockSparseAttnMode, SparseKVAttnMode, UnifiedAttnMode
+import para_core
+from para_core import UnifiedAttnMode
 from para_core.adapters import (
     apply_cache_on_pipe,
     parallelize_pipe,
@@ -138,9 +139,11 @@ def _mode(case: Attention) -> UnifiedAttnMode:
     if case.mode == "block-sparse":
         blocks = -(-case.tokens // 16)
         # All blocks are seen, so the result is exact.
-        return BlockSparseAttnMode(mesh, torch.ones(blocks, blocks, dtype=torch.bool), block_size=16, **options)
+        return para_core.BlockSparseAttnMode(
+            mesh, torch.ones(blocks, blocks, dtype=torch.bool), block_size=16, **options
+        )
     if case.mode == "half of the keys":
-        return SparseKVAttnMode(mesh, share=0.5, **options)
+        return para_core.SparseKVAttnMode(mesh, share=0.5, **options)
     return UnifiedAttnMode(mesh, **options)
 
 

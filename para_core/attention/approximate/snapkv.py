@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attend import columns
-from para_core.attention.attention_plan import AttentionPlan, RingPlan
+from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, expand
+from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.local import add_autograd_dependency, local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
-from para_core.attention.ring import Packing, ring_pass
-from para_core.attention.schedule import KeptKeys
+from para_core.attention.ring import Packing, pass_on
+from para_core.attention.ring_plan import RingPlan
 from para_core.attention.usp import attend_all
 from para_core.distributed.collectives import all_gather
 from para_core.layout.sequence import Run
@@ -163,14 +164,14 @@ def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
 
 def sparse_attention(
     kept: KeptKeys,
+    plan: AttentionPlan,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    plan: AttentionPlan,
-    *,
     heads: Tensor | None,
     attn_func: LocalAttention | None,
+    *,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` as :func:`~para_core.attention.usp.attend_all` does, but attend to the kept keys
@@ -182,7 +183,7 @@ def sparse_attention(
     """
     is_kept = select_keys(kept, query, key, mask, plan.ring, heads=heads)
     hidden = hide(mask, is_kept)
-    if save or plan.spec.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
+    if save or plan.spec.positional_masks or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
         return attend_all(plan, query, key, value, hidden, heads, attn_func)
     received: list[Tensor] = []
     if attn_func is None:
@@ -227,12 +228,10 @@ def _kept_blocks(
         yield *own, _mask_of(mask, held, chosen)
         return
     lengths = [block.shape[2] for block in of_blocks]
-    packing = Packing(key, value, lengths, comm_dtype=plan.spec.options.comm_dtype)
+    packing = Packing(key, value, lengths, wire=plan.spec.options.wire)
     rows = _rows_of(travels[dim.index], held)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
-    for hop, block in ring_pass(own, packing.pack(*kept), packing, plan, received):
-        if block is None:
-            continue
+    for hop, block in pass_on(own, packing.pack(*kept), packing, plan, received):
         if hop.step == 0:
             yield *block, _mask_of(mask, held, chosen)
         else:

@@ -17,13 +17,13 @@ from para_core import SparseKVAttnMode
 from para_core.attention.approximate import snapkv
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.schedule import KeptKeys
+from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.mesh import MeshDim, SequenceMesh, one_rank
 from para_core.layout.sequence import Segment, SequenceLayout
-from tests.attention.approximate.sparse_cases import SparseCase, check_all
 from tests.attention.cases import BALANCED, CAUSAL, IMAGE_FIRST, TEXT_FIRST, Case, Mask, on_few_meshes
 from tests.attention.one_device import make_qkv, relative_error
+from tests.attention.sparse_cases import SparseCase, check_all
 from tests.rank_pool import RankPoolError
 
 aten = torch.ops.aten
@@ -204,14 +204,14 @@ def test_keys_are_selected_without_waiting_for_device(options, ring_index):
     ring = MeshDim("ring", 2, ring_index, "a ring", None)
     mesh = SequenceMesh(ring, MeshDim("ulysses", 1, 0, "", None), "cuda")
     plan = AttentionPlan(
-        AttentionSpec(layout, layout, mesh, 3, 3, options=AttnOptions(kept_keys=KeptKeys(0.4, 4)), **options)
+        AttentionSpec(layout, layout, mesh, 3, 3, options=AttnOptions.of(kept_keys=KeptKeys(0.4, 4)), **options)
     )
     local = 5 + 11 - ring_index
     # Reading a value of a meta tensor raises.
     query = torch.empty(2, 3, local, 8, device="meta")
     mask = torch.empty(2, 1, local, 26, dtype=torch.bool, device="meta")
     with mock.patch.object(snapkv, "all_gather", gather_shape), Copies() as copies:
-        visible = snapkv.select_keys(plan.spec.options.kept_keys, query, query.clone(), mask, plan.ring, heads=None)
+        visible = snapkv.select_keys(plan.spec.options.others[0], query, query.clone(), mask, plan.ring, heads=None)
     assert visible.shape == (2, 3, 26)
     assert visible.device == query.device
     assert copies.waiting
@@ -261,3 +261,11 @@ def test_share_may_be_a_number_of_numpy():
         with torch.no_grad(), SparseKVAttnMode(one_rank("cpu"), share=share, window=4):
             outs.append(F.scaled_dot_product_attention(*Case(13, 3).qkv()))
     assert torch.equal(*outs)
+
+
+def test_options_survive_their_json_and_take_another_share():
+    options = AttnOptions.of(kept_keys=KeptKeys(1 / 3, 7), backend="math")
+    assert AttnOptions.read(options.as_text()) == options
+    assert options.with_option(KeptKeys(0.5)) == AttnOptions.of(kept_keys=KeptKeys(0.5), backend="math")
+    with pytest.raises(TypeError, match=r"kept_keys is 0\.5; expected a KeptKeys"):
+        AttnOptions.of(kept_keys=0.5)

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from para_core import BlockSparseAttnMode, SparseKVAttnMode, UnifiedAttnMode
+import para_core
+from para_core import UnifiedAttnMode
+from para_core.attention.attention_options import AttnOptions
 from tests.attention.cases import IMAGE_FIRST, TEXT_FIRST, Case, Mask, attend, on_most_meshes
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_traffic import Traffic
@@ -61,8 +63,10 @@ def with_sparse_modes(ring):
     qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(16, 4, 8)]
     pairs = []
     for make in (
-        lambda **options: SparseKVAttnMode(mesh, share=0.5, window=16, **options),
-        lambda **options: BlockSparseAttnMode(mesh, torch.ones(4, 4).triu(-1).bool(), block_size=4, **options),
+        lambda **options: para_core.SparseKVAttnMode(mesh, share=0.5, window=16, **options),
+        lambda **options: para_core.BlockSparseAttnMode(
+            mesh, torch.ones(4, 4).triu(-1).bool(), block_size=4, **options
+        ),
     ):
         with torch.no_grad():
             outs = []
@@ -149,3 +153,11 @@ def test_other_dtypes_are_refused(rank_pool):
         RankPoolError, match=r"(Type|Value)Error: .*comm_dtype.* torch\.bfloat16.* torch\.int8 .*torch\.float8_e4m3fn"
     ):
         rank_pool.run(make_mode, 2, torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [FP8, INT8])
+def test_options_survive_their_json_and_lose_the_dtype_for_gradients(options):
+    rounded = AttnOptions.of(rotate_method="allgather", **options)
+    assert AttnOptions.read(rounded.as_text()) == rounded
+    assert rounded.with_gradients == AttnOptions(rotate_method="allgather")
+    assert rounded.records["comm_dtype"] == str(options["comm_dtype"])

@@ -1,0 +1,107 @@
+"""A ring in which each rank sends its block directly to the ranks that see any of its keys, as a block mask says.
+
+The hop over a distance of s ranks is left out if no rank sees a key of the rank s positions before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from para_core.attention.attend import Accumulator, Attend, Block
+from para_core.attention.block_sparse import BlockMask
+from para_core.attention.local import add_autograd_dependency
+from para_core.attention.ring import Packing, pack_own
+from para_core.attention.ring_plan import RingStyle
+from para_core.distributed.cached_property import cached_property
+from para_core.distributed.collectives import Travelling, start_ring_shift, wait
+
+
+class DirectHop(NamedTuple):
+    """The exchange over a distance of ``step`` ring ranks.
+
+    ``sends`` tells whether this rank sends its block to the rank ``step`` positions after it, and ``receives``
+    whether it receives the block of ``source``, the rank ``step`` positions before it.
+    """
+
+    step: int
+    source: int
+    sends: bool
+    receives: bool
+
+
+class DirectRing(RingStyle):
+    """The ring of a call with a block mask."""
+
+    gradient = "gradients.direct_ring:direct_ring_backward"
+
+    @cached_property
+    def hops(self) -> list[DirectHop]:
+        """The exchanges in which any rank sends a block."""
+        plan = self.plan
+        if not plan.rotates:
+            return []
+        spec, size, index = plan.spec, plan.dim.size, plan.dim.index
+        masks = [mask for mask in spec.positional_masks if isinstance(mask, BlockMask)]
+        queries = [spec.queries.runs(rank) for rank in range(size)]
+        keys = [spec.keys.runs(rank, replicated=False) for rank in range(size)]
+        hops = []
+        for step in range(1, size):
+            sees = [
+                all(mask.sees_any(queries[rank], keys[(rank - step) % size]) for mask in masks)
+                for rank in range(size)
+            ]
+            if any(sees):
+                hops.append(DirectHop(step, plan.source(step), sees[(index + step) % size], sees[index]))
+        return hops
+
+    def around(self, attend: Attend) -> Attend:
+        """Return attention to the keys of all ring ranks that this rank's queries see."""
+        plan, wire = self.plan, self.plan.spec.options.wire
+
+        def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
+            last_step = max([hop.step for hop in self.hops if hop.receives], default=0)
+            packing = Packing(key, value, plan.block_sizes, wire=wire)
+            for hop, block in self.blocks(key, value, packing, into.received):
+                if block is not None:
+                    attend(into, *block, hop.step, is_last and hop.step == last_step)
+                # Drop the block here, so that no third one is in memory while the next hop is in flight.
+                del block
+
+        return forward
+
+    def blocks(
+        self, key: Tensor, value: Tensor, packing: Packing, received: list[Tensor]
+    ) -> Iterator[tuple[DirectHop, Block | None]]:
+        """Yield ``(hop, block)``, this rank's own block first; the block is None if this rank receives none."""
+        hops, own = self.hops, DirectHop(0, self.plan.dim.index, sends=False, receives=True)
+        if not hops:
+            yield own, (key, value)
+            return
+        sent = pack_own(packing, key, value, self.plan)
+        arriving = [self._start(hops[0], sent, packing, received)]
+        yield own, (key, value)
+        for number, hop in enumerate(hops, start=1):
+            buffer = wait(arriving.pop())
+            if torch.is_grad_enabled():
+                received.append(buffer)
+            if number < len(hops):
+                arriving.append(self._start(hops[number], sent, packing, received))
+            if hop.receives:
+                yield hop, packing.unpack(buffer, hop.source)
+            else:
+                yield hop, None
+
+    def _start(self, hop: DirectHop, sent: Tensor, packing: Packing, received: list[Tensor]) -> Travelling:
+        numel = 0
+        if not hop.sends:
+            sent = sent[:0]
+        if hop.receives:
+            numel = packing.numel(hop.source)
+        # The dependency makes autograd run the collectives of the backward in the same (reverse) order on
+        # every rank.
+        sent = add_autograd_dependency(sent, received[-1:])
+        return start_ring_shift(sent, numel, self.plan.dim, distance=hop.step)

@@ -1,0 +1,74 @@
+"""The contract of gradients: a function that adds the gradients of attention to a block of keys.
+
+With out and lse over *all* keys, the gradient is additive over blocks of keys (FlashAttention, arXiv:2205.14135,
+appendix B). So a function around such a function is such a function again, as in the forward
+(:mod:`para_core.attention.attend`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from para_core.attention.attend import Block
+from para_core.attention.ring_plan import RingPlan
+from para_core.attention.tiles import Tiling
+from para_core.layout.runs import put
+
+# Called as backward(into, key, value, block): returns the gradients of the keys and values of a block in the dtype of
+# lse, and adds those of queries and mask to the QueryGradients ``into``. ``block`` is the number of the block in
+# ``into.tiling``.
+Backward = Callable[["QueryGradients", Tensor, Tensor, int], Block]
+
+
+@dataclass(frozen=True)
+class QueryGradients:
+    """The gradients of some queries and of their mask, summed over the blocks so far, in the dtype of lse.
+
+    Args:
+        grad_out, query, out, lse: The gradient of the output, the queries, and their results over the keys of
+            all ranks.
+        mask: The mask tensor of the queries, or None.
+        tiling, key_heads: As of :class:`Accumulator`.
+        grad_query, grad_mask: The sums; ``grad_mask`` is None if it is not wanted.
+    """
+
+    grad_out: Tensor
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+    mask: Tensor | None
+    tiling: Tiling
+    key_heads: Tensor | None
+    grad_query: Tensor
+    grad_mask: Tensor | None
+
+    @staticmethod
+    def of(
+        grad_out: Tensor,
+        query: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        tiling: Tiling,
+        *,
+        key_heads: Tensor | None,
+        mask_gradient: bool,
+    ) -> QueryGradients:
+        """Return the gradients before any block: zeros.
+        ``mask_gradient`` asks for the gradient of ``mask``.
+        """
+        grad_mask = None
+        if mask_gradient and mask is not None:
+            grad_mask = torch.zeros_like(mask, dtype=lse.dtype)
+        zeros = torch.zeros_like(query, dtype=lse.dtype)
+        return QueryGradients(grad_out, query, out, lse, mask, tiling, key_heads, zeros, grad_mask)
+
+
+def add_to_travelling(own: Block, arrived: Block, plan: RingPlan) -> None:
+    """Add gradients that arrived to the part of this rank's gradients that belongs to what was sent."""
+    for total, part in zip(own, arrived, strict=True):
+        put(total, 2, plan.travels, part)

@@ -1,0 +1,83 @@
+"""The gradient of unified sequence parallelism."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from para_core.attention.attend import Saved
+from para_core.attention.attention_plan import AttentionPlan
+from para_core.attention.features import load
+from para_core.attention.gradients.blocks import key_heads_backward, local_backward, low_rows_backward
+from para_core.attention.gradients.contract import Backward, QueryGradients
+from para_core.attention.usp import autocasts
+
+
+def compose(plan: AttentionPlan, masked: bool) -> Backward:
+    """Return the gradient of what :func:`para_core.attention.usp.compose` returns."""
+    spec = plan.spec
+    backward = local_backward(spec.options.backend, spec.scale)
+    if spec.num_heads != spec.num_kv_heads:
+        backward = key_heads_backward(backward)
+    backward = load(plan.style.gradient)(backward, plan.style)
+    if masked:
+        backward = low_rows_backward(backward)
+    return backward
+
+
+# The composition of a plan is made once. A plan is compared by identity.
+compose_once = lru_cache(maxsize=1024)(compose)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def check_gradient(path: str) -> bool:
+    """Raise ``RuntimeError`` if the gradient of a ring style, ``RingStyle.gradient``, was removed.
+
+    Otherwise return True: Dynamo runs this once, while tracing, and needs a result to treat as a constant.
+    """
+    try:
+        load(path)
+    except ModuleNotFoundError:
+        raise RuntimeError(
+            f"this call over several ranks requires a gradient, and {path.partition(':')[0]} of para_core.attention, "
+            "which computes it, was removed. Call it under torch.no_grad(), or use another rotate_method."
+        ) from None
+    return True
+
+
+def usp_backward(
+    plan: AttentionPlan, grad_out: Tensor, saved: Saved, mask: Tensor | None, *, mask_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` (otherwise None).
+
+    The loss is the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`.
+    """
+    if autocasts(grad_out):
+        with torch.autocast(grad_out.device.type, enabled=False):
+            return usp_backward(plan, grad_out, saved, mask, mask_gradient=mask_gradient)
+    if plan.ulysses is not None:
+        grad_out = plan.ulysses.enter_gradient(grad_out)
+    heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
+    hidden, query = mask, saved.query
+    for option in plan.spec.options.others:
+        hidden = option.mask_of_gradient(plan, query, saved.key, hidden, heads)
+    into = QueryGradients.of(
+        grad_out,
+        query,
+        saved.out,
+        saved.lse,
+        hidden,
+        plan.style.tiling,
+        key_heads=heads,
+        mask_gradient=mask_gradient,
+    )
+    grad_key, grad_value = compose_once(plan, hidden is not None)(into, saved.key, saved.value, 0)
+    grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]
+    grad_mask = into.grad_mask
+    if grad_mask is not None and mask is not None:
+        grad_mask = grad_mask.sum_to_size(mask.shape)
+    if plan.ulysses is not None:
+        grads = plan.ulysses.leave_gradients(*grads)
+    return grads[0], grads[1], grads[2], grad_mask

@@ -1,0 +1,93 @@
+"""Attention in which each head attends to a share of the keys. Not exact. Imports no torch.
+
+:mod:`~para_core.attention.approximate.snapkv` computes it, and is imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from para_core.attention.option import AttentionOption
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from para_core.attention.attention_plan import AttentionPlan
+
+
+@dataclass(frozen=True)
+class KeptKeys(AttentionOption):
+    """Attention in which each head attends only to a share of the keys. **Not exact.** See
+    :class:`SparseKVAttnMode`.
+
+    Args:
+        share (`float`): Share of the keys that each head keeps, 0 < share <= 1. The number of keys is rounded
+            up.
+        window (`int`, *optional*, defaults to `64`): Number of queries whose attention weights decide which
+            keys are kept.
+
+    Raises:
+        ValueError: If ``share`` or ``window`` is out of range.
+    """
+
+    share: float
+    window: int = 64
+
+    option = "kept_keys"
+    by_position = True
+    by_step = True
+    # The choice of keys depends on queries of all ranks.
+    needs_all_ranks = True
+
+    def __post_init__(self) -> None:
+        if (
+            isinstance(self.share, bool)
+            or not isinstance(self.share, (int, float))
+            or not 0 < self.share <= 1
+        ):
+            raise ValueError(
+                f"share is {self.share!r}; expected the share of the keys to keep, 0 < share <= 1."
+            )
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window is {self.window!r}; expected a positive number of observed queries.")
+
+    @property
+    def fields(self) -> tuple[float, int]:
+        """The arguments of the constructor, for the JSON form of the options."""
+        return self.share, self.window
+
+    def observed(self, num_queries: int) -> list[int]:
+        """Return the positions of the queries whose attention weights decide which keys are kept.
+
+        They are the middles of ``window`` equal parts of the sequence; all positions if ``num_queries <=
+        window``.
+
+        >>> KeptKeys(0.5, 3).observed(12)
+        [2, 6, 10]
+        """
+        if num_queries <= self.window:
+            return list(range(num_queries))
+        return [(2 * i + 1) * num_queries // (2 * self.window) for i in range(self.window)]
+
+    @property
+    def attend(self) -> Callable[..., tuple[Tensor, Tensor]]:  # type: ignore[override]
+        """The function that computes attention to the kept keys."""
+        return partial(_snapkv().sparse_attention, self)
+
+    def mask_of_gradient(
+        self, plan: AttentionPlan, query: Tensor, key: Tensor, mask: Tensor | None, heads: Tensor | None
+    ) -> Tensor | None:
+        """Return ``mask`` with the keys hidden that are not kept. Collective."""
+        snapkv = _snapkv()
+        is_kept = snapkv.select_keys(self, query, key, mask, plan.ring, heads=heads)
+        hidden: Tensor = snapkv.hide(mask, is_kept)
+        return hidden
+
+
+def _snapkv() -> Any:
+    """Return the module that computes. Exact attention does not load it."""
+    return import_module("para_core.attention.approximate.snapkv")

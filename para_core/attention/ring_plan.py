@@ -1,0 +1,132 @@
+"""The plan of a ring: which tokens each rank sends, and the contract of the ways to send them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from para_core.attention.attend import Attend
+from para_core.attention.spec import AttentionSpec
+from para_core.attention.tiles import Tiling
+from para_core.distributed.cached_property import cached_property
+from para_core.distributed.mesh import MeshDim
+from para_core.layout.runs import join_neighbours
+from para_core.layout.sequence import Run
+
+
+class Hop(NamedTuple):
+    """One step of the ring, in which this rank gets the keys and values (the block) of ring rank ``source``, which
+    is ``step`` positions before this rank.
+    """
+
+    step: int
+    source: int
+
+
+# In this first step a rank computes with its own block and receives nothing.
+OWN = Hop(0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class RingPlan:
+    """The plan of ring attention: which keys and values (a *block*) each rank sends and computes with at each step."""
+
+    spec: AttentionSpec
+
+    @cached_property
+    def dim(self) -> MeshDim:
+        """The mesh dim along which blocks are sent."""
+        return self.spec.mesh.ring
+
+    @cached_property
+    def block_sizes(self) -> list[int]:
+        """The number of keys that each ring rank sends: the sharded tokens of its Ulysses group."""
+        return self.spec.keys.sizes(replicated=False)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether any block of keys and values has to be sent."""
+        return self.spec.mesh.ring.size > 1 and bool(self.spec.key_layout.sharded)
+
+    def source(self, step: int) -> int:
+        """Return the index of the ring rank whose block this rank has at ``step``."""
+        return (self.spec.mesh.ring.index - step) % self.spec.mesh.ring.size
+
+    @cached_property
+    def hops(self) -> list[Hop]:
+        """The steps of the ring, without the first one, :data:`OWN`."""
+        if not self.rotates:
+            return []
+        return [Hop(step, self.source(step)) for step in range(1, self.spec.mesh.ring.size)]
+
+    @cached_property
+    def has_replicated_keys(self) -> bool:
+        """Whether this rank's block contains replicated keys, which are not sent."""
+        return bool(self.spec.key_layout.replicated)
+
+    @cached_property
+    def travels(self) -> list[Run]:
+        """The sharded keys of this rank's block, which are sent, as runs ``(offset in the block, length)``."""
+        return join_neighbours(self.spec.keys.offsets(self.dim.index, replicated=False)) or [(0, 0)]
+
+    @cached_property
+    def query_runs(self) -> list[Run]:
+        """The positions of this rank's queries, as runs ``(start, length)`` in the order of the query tensor."""
+        return self.spec.queries.runs(self.dim.index)
+
+    def key_runs(self, step: int) -> list[Run]:
+        """Return the positions of the keys that this rank has at ``step``, as runs ``(start, length)``."""
+        if step == 0:
+            return self.spec.keys.runs(self.dim.index)
+        return self.spec.keys.runs(self.source(step), replicated=False)
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """The pieces of this rank's queries, and the tiles of the block of each step that they see."""
+        steps = 1
+        if self.rotates:
+            steps = self.spec.mesh.ring.size
+        runs = [self.key_runs(step) for step in range(steps)]
+        return Tiling(self.query_runs, runs, self.spec.positional_masks)
+
+
+class RingStyle:
+    """A way in which keys reach the queries of other ring ranks, for one plan.
+
+    :data:`~para_core.option_values.RING_STYLES` lists the styles by their values of the option ``rotate_method``.
+    The defaults here are for styles that bring keys to the queries that this rank holds.
+
+    Attributes:
+        gradient: The function that returns its gradient, as ``"module:name"`` in ``para_core.attention``.
+    """
+
+    gradient: ClassVar[str]
+
+    def __init__(self, plan: RingPlan) -> None:
+        self.plan = plan
+
+    @classmethod
+    def of(cls, plan: RingPlan) -> RingStyle:
+        """Return this style for ``plan``, or the style to use in its place if it does not support the call."""
+        return cls(plan)
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """The pieces of this rank's queries, and the tiles of each block of keys that they see."""
+        return self.plan.tiling
+
+    @property
+    def other_queries(self) -> Sequence[Run]:
+        """The positions of queries of other ranks that this rank computes, too."""
+        return ()
+
+    def add_other_rows(self, mask: Tensor) -> Tensor:
+        """Return ``mask``, the rows of this rank's queries, followed by those of other queries. Collective."""
+        return mask
+
+    def around(self, attend: Attend) -> Attend:
+        """Return attention to the keys of all ring ranks, given attention to one block."""
+        raise NotImplementedError
