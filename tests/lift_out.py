@@ -51,6 +51,7 @@ class Feature:
 
 _MODES = "para_core/modes/__init__.py"
 _WEIGHTS = "adapters/weights/features.py"
+_BACKENDS = "para_core/option_values.py"
 FEATURES: dict[str, Feature] = {
     "FlashAttention's operators": Feature(
         ("para_core/modes/flash_attention.py",),
@@ -83,6 +84,27 @@ FEATURES: dict[str, Feature] = {
         ("adapters/models/allegro.py",),
         line=("adapters/models/__init__.py", '"allegro",'),
         words=("allegro", "Allegro"),
+    ),
+    "FlashAttention-3": Feature(
+        ("para_core/attention/backends/flash3.py",),
+        (_BACKENDS, '"flash3": AddedBackend("flash3"),'),
+        names=("flash_attention_3",),
+        tests=("tests/attention/test_libraries.py",),
+        words=("flash3", "flash_3", "library", "libraries"),
+    ),
+    "FlashAttention-4": Feature(
+        ("para_core/attention/backends/flash4.py",),
+        (_BACKENDS, '"flash4": AddedBackend("flash4"),'),
+        names=("flash_attention_4",),
+        tests=("tests/attention/test_libraries.py",),
+        words=("flash4", "library", "libraries"),
+    ),
+    "SageAttention": Feature(
+        ("para_core/attention/backends/sage.py",),
+        (_BACKENDS, '"sage": AddedBackend("sage", is_exact=False),'),
+        names=("sage_attention",),
+        tests=("tests/attention/test_libraries.py",),
+        words=("sage", "library", "libraries", "schedule", "approximat", "backend"),
     ),
     "norm kernel": Feature(("kernels/norm.py",), tests=("tests/kernels/test_norm.py",), words=("norm",)),
     "fsdp": Feature(

@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from para_core.attention.attend import Accumulator, Attend, Block, QueryGradients, columns
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import continued_attention, local_attention_backward
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.layout.runs import put, take
 from para_core.option_values import Backend
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.attention_options import AttnKeywords, AttnOptions
+from para_core.attention.backends.added import require_library
 from para_core.attention.block_sparse import read_block_mask
-from para_core.attention.libraries import require_library
 from para_core.attention.local import AttnFunc
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.schedule import KeptKeys

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from para_core.attention.attend import columns
 from para_core.attention.attention_plan import AttentionPlan, RingPlan
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, expand
 from para_core.attention.local import add_autograd_dependency, local_attention_with_lse, lse_dtype
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.merge import Merged
 from para_core.attention.ring import Packing, ring_pass
 from para_core.attention.schedule import KeptKeys
