@@ -129,14 +129,14 @@ def continued_attention(
     more launch. If the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged
     result stays in float32. ``hides_rows`` says whether the mask may hide all keys of a row.
     """
-    query, is_empty = call.query, 0 in (*call.query.shape, *call.key.shape)
+    query, key = call.query, call.key
+    is_empty = 0 in query.shape or 0 in key.shape
     if so_far.count and is_empty:
         return
-    if backend is not None:
-        masked = call.mask is not None
-        backend = resolve_backend(backend, query, call.value, masked=masked, is_causal=call.is_causal)
     continue_from = None
     if backend is not None and backend in ADDED and not is_empty:
+        masked = call.mask is not None
+        resolve_backend(backend, query, call.value, masked=masked, is_causal=call.is_causal)
         continue_from = ADDED[backend].continue_from
     if continue_from is None:
         so_far.add(*local_attention_with_lse(call, backend, hides_rows=hides_rows))
@@ -280,6 +280,10 @@ def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
 
 def as_sdpa(out: Tensor) -> Tensor:
     """Return ``out``, ``[B, H, S, D]``, with SDPA's memory layout, ``[B, S, H, D]``, on which models rely."""
+    _, heads, num_tokens, width = out.shape
+    if out.stride() == (num_tokens * heads * width, width, heads * width, 1):
+        return out
+    # Strides of dims of size 1 have no meaning, so others may be as good.
     by_token = out.transpose(1, 2)
     if by_token.is_contiguous():
         return out
