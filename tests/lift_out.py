@@ -106,6 +106,39 @@ FEATURES: dict[str, Feature] = {
         tests=("tests/attention/test_libraries.py",),
         words=("sage", "library", "libraries", "schedule", "approximat", "backend"),
     ),
+    "exact Triton attention": Feature(
+        ("para_core/attention/backends/triton_exact.py", "kernels/attention.py"),
+        (_BACKENDS, '"triton": AddedBackend("triton_exact"),'),
+        tests=(
+            "tests/kernels/test_attention.py",
+            "tests/kernels/test_attention_int8.py",
+            "tests/attention/test_backend_selection.py",
+        ),
+        words=("triton", "attention_benchmark", "old_gpus", "cuda_graphs", "signatures", "compiled", "gpu_check"),
+    ),
+    "int8 attention": Feature(
+        (
+            "para_core/attention/backends/triton_int8.py",
+            "kernels/attention_int8.py",
+            "kernels/attention_int8_reference.py",
+        ),
+        (_BACKENDS, '"triton-int8": AddedBackend("triton_int8", is_exact=False, exact_form="triton"),'),
+        tests=("tests/kernels/test_attention_int8.py",),
+        words=("int8", "schedule", "approximat", "old_gpus", "signatures", "compiled", "gpu_check", "lossy"),
+    ),
+    "merge kernel": Feature(
+        ("kernels/merge.py",), tests=("tests/kernels/test_merge.py",), words=("merge", "compiled", "old_gpus")
+    ),
+    "pack kernel": Feature(
+        ("kernels/pack.py",),
+        tests=("tests/kernels/test_pack.py", "tests/kernels/test_rounded_pack.py"),
+        words=("pack", "compiled", "old_gpus"),
+    ),
+    "residual kernel": Feature(
+        ("kernels/residual.py",),
+        tests=("tests/kernels/test_residual.py",),
+        words=("residual", "forecast", "compiled", "old_gpus"),
+    ),
     "norm kernel": Feature(("kernels/norm.py",), tests=("tests/kernels/test_norm.py",), words=("norm",)),
     "fsdp": Feature(
         ("adapters/weights/fsdp_weights.py", "para_core/weights/fsdp.py"),
