@@ -176,7 +176,7 @@ def describe_model(model: str | None, checked: Checked) -> Model:
         ImportError: A library is not installed.
         ValueError, TypeError: The pipeline cannot run, or lacks what an option needs.
     """
-    from para_core.attention.libraries import require_library
+    from para_core.attention.backends.added import require_library
     from para_core.fleet.build import find_model
     from para_core.fleet.recipe import check_options_of_model
 

@@ -1,39 +1,17 @@
-"""Attention forward in Triton for sm_80 and later, which can continue a partial result: the operator and its
-launch.
+"""Attention forward in Triton for sm_80 and later, which can continue a partial result.
 
-The kernel itself is in :mod:`para_core.kernels.attention_kernel`.
+The kernel is in :mod:`para_core.kernels.attention_kernel`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain
-from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from para_core.kernels.attention_configs import Config, KernelCall, config_for
-from para_core.kernels.attention_kernel import LOG2_E, attention_kernel
-from para_core.kernels.attention_reference import in_float32
-
-LIBRARY = torch.library.Library("para_core", "FRAGMENT")
-_SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
-    "Tensor? lse_so_far, bool is_causal, SymInt shift, float scale, ScalarType out_dtype) -> (Tensor, Tensor)"
-)
-LARGEST_HEAD_DIM = 256
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class RoundedKeys(NamedTuple):
-    """Keys in 8 bits, ``(key - mean) / scales`` rounded; see :mod:`para_core.kernels.attention_int8`."""
-
-    key: Tensor  # [B, H_kv, S_k, D], int8
-    scales: Tensor  # [B, H_kv, S_k], float32, contiguous
-    mean: Tensor  # [B, H_kv, D], float32, contiguous
+from para_core.kernels.attention_configs import KernelCall, config_for
+from para_core.kernels.attention_launch import check, empty_outputs, launch, register
 
 
 def attention(
@@ -80,171 +58,11 @@ def attention(
     return outputs
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors."""
-    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
-        raise TypeError(
-            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; expected one of float16, bfloat16 "
-            "and float32 for all three."
-        )
-    if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD_DIM:
-        raise ValueError(
-            f"head dims are {query.shape[-1]} and {value.shape[-1]}; expected at most {LARGEST_HEAD_DIM}. "
-            "scaled_dot_product_attention has no limit."
-        )
-    if (
-        query.shape[1] % max(1, key.shape[1])
-        or query.shape[-1] != key.shape[-1]
-        or key.shape[:3] != value.shape[:3]
-    ):
-        raise ValueError(
-            f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; expected "
-            "[B, H, S_q, D], [B, H_kv, S_k, D] and [B, H_kv, S_k, D_v] with H a multiple of H_kv."
-        )
-    if mask is not None and mask.ndim != 4:
-        raise ValueError(f"mask is {list(mask.shape)}; expected 4 dims, broadcastable to [B, H, S_q, S_k].")
-    if mask is not None and mask.dtype == torch.int32 and mask.shape[3] != -(-key.shape[2] // 32):
-        raise ValueError(
-            f"mask is {list(mask.shape)} in int32, bits of keys, for {key.shape[2]} keys; expected "
-            f"{-(-key.shape[2] // 32)} words per row, as from pack_bits."
-        )
-
-
-def empty_outputs(query: Tensor, value: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Allocate ``out`` ``[B, H, S_q, D_v]``, with ``[B, S_q, H, D_v]`` memory, and ``lse`` ``[B, H, S_q]``, float32."""
-    batch, heads, num_queries, _ = query.shape
-    out = query.new_empty(batch, num_queries, heads, value.shape[-1], dtype=out_dtype).transpose(1, 2)
-    return out, query.new_empty(batch, heads, num_queries, dtype=torch.float32)
-
-
 def _launch(*arguments: Any) -> tuple[Tensor, Tensor]:
     call, out_dtype = KernelCall(*arguments[:-1]), arguments[-1]
     out, lse = empty_outputs(call.query, call.value, out_dtype)
     launch(config_for(call), call, out=out, lse=lse)
     return out, lse
-
-
-def launch(
-    config: Config, call: KernelCall, *, out: Tensor, lse: Tensor, rounded: RoundedKeys | None = None
-) -> None:
-    """Launch the kernel with the block sizes of ``config``, and write the results to ``out`` and ``lse``.
-
-    With ``rounded``, keys in 8 bits, the kernel reads these instead of the keys of ``call``, and also rounds
-    queries. Without it attention is exact.
-    """
-    if out.numel() == 0 and lse.numel() == 0:
-        return
-    query, key, value, mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale = call.prepare()
-    batch, heads, num_queries, head_dim = query.shape
-    key_scales, key_mean, least_block = None, None, 16
-    if rounded is not None:
-        # A matrix product of 8-bit integers needs blocks of at least 32 head dims.
-        key, key_scales, key_mean, least_block = rounded.key, rounded.scales, rounded.mean, 32
-    query, key, value = _with_contiguous_rows(query), _with_contiguous_rows(key), _with_contiguous_rows(value)
-    mask = _readable(mask)
-    d, d_rest = split_head_dim(head_dim, least=least_block)
-    v, v_rest = split_head_dim(value.shape[-1])
-    if config.split_values and v > config.block_m and v_rest == 0:
-        v = v_rest = v // 2
-    # Without an earlier result the kernel reads none, so its strides may be any.
-    strides = [_strides(x)[:3] for x in (query, key, value, out if out_so_far is None else out_so_far, out)]
-    unit = stride_unit(strides)
-    steps_q, steps_k, steps_v, steps_s, steps_o = ([step // unit for step in steps] for steps in strides)
-    steps_mask, step_ranges, num_ranges = [0, 0, 0, 0], 0, 0
-    if mask is not None:
-        steps_mask = _strides(mask)
-    if key_ranges is not None:
-        step_ranges, num_ranges = _strides(key_ranges)[0], key_ranges.shape[1]
-    grid = (triton.cdiv(num_queries, config.block_m) * heads * batch,)
-    with torch.cuda.device_of(query):
-        attention_kernel[grid](
-            query, key, value, mask, key_ranges, out_so_far, lse_so_far, key_scales, key_mean, out, lse,
-            *steps_q, *steps_k, *steps_v, *steps_mask, step_ranges, *steps_s, *steps_o,
-            num_queries, key.shape[2], num_ranges, shift, abs(scale) * LOG2_E.value,
-            HEADS=heads, GROUP=heads // key.shape[1],
-            D=d, D_REST=d_rest, D_END=head_dim, V=v, V_REST=v_rest, V_END=value.shape[-1],
-            MASK=_constant_of(mask), MASK_HAS_ROWS=mask is not None and mask.shape[2] > 1, CAUSAL=is_causal,
-            HAS_RANGES=key_ranges is not None, MANY_RANGES=key_ranges is not None and num_ranges != 1,
-            CONTINUES=out_so_far is not None, NEGATIVE=scale < 0, EIGHT_BITS=rounded is not None, UNIT=unit,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
-
-
-def _with_contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _readable(mask: Tensor | None) -> Tensor | None:
-    """Return ``mask`` in a dtype that the kernel reads: int32 words of bits, bytes for bool, floats up to 32 bits."""
-    if mask is None or mask.dtype == torch.int32:
-        return mask
-    if mask.dtype == torch.bool:
-        return mask.view(torch.uint8)
-    return in_float32(mask)
-
-
-def _constant_of(mask: Tensor | None) -> str:
-    """Return the kernel's constant MASK for a mask of :func:`_readable`."""
-    if mask is None:
-        return "none"
-    # Any other dtype holds numbers that are added to the scores.
-    return {torch.uint8: "bool", torch.int32: "bits"}.get(mask.dtype, "float")
-
-
-def stride_unit(strides: Sequence[Sequence[int]]) -> int:
-    """Return the number of elements in whose multiples the kernel gets its strides.
-
-    Triton loads several elements at once only if it knows a divisor of the strides. It detects multiples of
-    16 itself, but a stride of 72 must be passed as 9 units of 8, or Triton would load element by element.
-
-    >>> stride_unit([[4096, 128]]), stride_unit([[72 * 24, 72]])
-    (1, 8)
-    """
-    unit = gcd(16, *chain.from_iterable(strides))
-    return 1 if unit == 16 else unit
-
-
-def _strides(x: Tensor) -> list[int]:
-    """Return the strides of ``x``, with 0 for dims of size 1, whose stride has no meaning."""
-    return [step * (size != 1) for size, step in zip(x.shape, x.stride(), strict=True)]
-
-
-def split_head_dim(dim: int, *, least: int = 16) -> tuple[int, int]:
-    """Split a head dim into one or two blocks, powers of 2 of at least ``least``. The second is smaller, or 0
-    for none.
-
-    >>> [split_head_dim(dim) for dim in (8, 64, 80, 96, 120, 192)]
-    [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
-    """
-    first = least
-    while 2 * first <= dim:
-        first *= 2
-    if dim <= first:
-        return first, 0
-    rest = least
-    while first + rest < dim:
-        rest *= 2
-    if rest < first:
-        return first, rest
-    return 2 * first, 0
-
-
-def register(name: str, launch: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Define the operator ``torch.ops.para_core.<name>``. ``launch`` computes it on CUDA and CPU tensors.
-
-    Its arguments and outputs are those of ``_SCHEMA``: ``out`` and ``lse`` of one attention call.
-    """
-    # The tag makes the operator end a CUDA graph of torch.compile, like all operators of para_core (see
-    # para_core.distributed.collectives.define_operator).
-    LIBRARY.define(name + _SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))
-    torch.library.register_fake(f"para_core::{name}", _fake, lib=LIBRARY)
-    LIBRARY.impl(name, launch, "CUDA")
-    # On CPU tensors the kernel runs in Triton's interpreter.
-    LIBRARY.impl(name, launch, "CPU")
-
-
-def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_outputs(query, value, rest[-1])
 
 
 register("triton_attention", _launch)

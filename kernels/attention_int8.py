@@ -17,11 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from para_core.kernels import attention as exact
-from para_core.kernels.attention import RoundedKeys
 from para_core.kernels.attention_configs import KernelCall, config_for
+from para_core.kernels.attention_launch import RoundedKeys, check, empty_outputs, launch, register
 from para_core.kernels.eight_bits import to_int8
-from para_core.kernels.merge import NUM_WARPS, block_of
+from para_core.kernels.row_blocks import NUM_WARPS, block_of
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -75,7 +74,7 @@ def attention(
         raise TypeError(
             f"query is {query.dtype}; attention in 8 bits expects float16 or bfloat16. Exact attention accepts it."
         )
-    exact.check(query, key, value, mask)
+    check(query, key, value, mask)
     out_so_far, lse_so_far = so_far or (None, None)
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -119,12 +118,12 @@ def round_keys(key: Tensor) -> RoundedKeys:
 
 def _launch(*arguments: Any) -> tuple[Tensor, Tensor]:
     call, out_dtype = KernelCall(*arguments[:-1]), arguments[-1]
-    out, lse = exact.empty_outputs(call.query, call.value, out_dtype)
+    out, lse = empty_outputs(call.query, call.value, out_dtype)
     rounded = None
     if call.key.numel():  # Without keys there is no mean, and nothing to round.
         rounded = round_keys(call.key)
-    exact.launch(config_for(call, eight_bits=True), call, out=out, lse=lse, rounded=rounded)
+    launch(config_for(call, eight_bits=True), call, out=out, lse=lse, rounded=rounded)
     return out, lse
 
 
-exact.register("triton_attention_int8", _launch)
+register("triton_attention_int8", _launch)

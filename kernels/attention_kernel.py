@@ -1,4 +1,4 @@
-"""Kernel of attention forward, which can continue a partial result; :mod:`para_core.kernels.attention`
+"""Kernel of attention forward, which can continue a partial result; :mod:`para_core.kernels.attention_launch`
 launches it.
 
 One program computes BLOCK_M queries of one head. It visits the keys in tiles of BLOCK_N with an online

@@ -11,10 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements that a program reads per side: 16 for each of its 128 threads, which are two 16-byte loads in
-# 16-bit dtypes.
-_ELEMENTS = 2048
-NUM_WARPS = 4
+from para_core.kernels.row_blocks import NUM_WARPS, block_of
 
 
 @triton.jit
@@ -88,9 +85,3 @@ def merge(
         **block, num_warps=NUM_WARPS,
     )  # fmt: skip
     return into
-
-
-def block_of(width: int) -> dict[str, int]:
-    """Return the block sizes ROWS and WIDTH of one program, for rows of ``width`` elements of one head."""
-    columns = triton.next_power_of_2(width)
-    return {"ROWS": max(1, _ELEMENTS // columns), "WIDTH": columns}

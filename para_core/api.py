@@ -3,9 +3,9 @@
 A name is one line, so that an optional feature is removed with its lines.
 """
 
-from para_core.attention.libraries import flash_attention_3 as flash_attention_3
-from para_core.attention.libraries import flash_attention_4 as flash_attention_4
-from para_core.attention.libraries import sage_attention as sage_attention
+from para_core.attention.backends.flash3 import flash_attention_3 as flash_attention_3
+from para_core.attention.backends.flash4 import flash_attention_4 as flash_attention_4
+from para_core.attention.backends.sage import sage_attention as sage_attention
 from para_core.cache.apply import apply_cache as apply_cache
 from para_core.cache.apply import cache_context as cache_context
 from para_core.cache.apply import model_cache_report as model_cache_report

@@ -7,12 +7,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
+
+class AddedBackend(NamedTuple):
+    """A backend of local attention that is not PyTorch's.
+
+    Args:
+        module: Its module in ``para_core.attention.backends``, which defines it as ``BACKEND``.
+        is_exact: Whether its result is exact up to rounding. An approximate backend is used only if the user
+            names it.
+        exact_form: For an approximate backend, the one that replaces it in calls that require a gradient; None
+            if PyTorch chooses.
+    """
+
+    module: str
+    is_exact: bool = True
+    exact_form: str | None = None
+
+
+# To remove a backend, delete its files and its line.
+ADDED_BACKENDS: Mapping[str, AddedBackend] = {
+    "triton": AddedBackend("triton_exact"),
+    "triton-int8": AddedBackend("triton_int8", is_exact=False, exact_form="triton"),
+    "flash3": AddedBackend("flash3"),
+    "flash4": AddedBackend("flash4"),
+    "sage": AddedBackend("sage", is_exact=False),
+}
 # Backends of local attention.
-Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8", "flash3", "flash4", "sage"]
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# Approximate backends, each with the exact backend that replaces it in calls that require a gradient (None:
-# PyTorch chooses). An approximate backend is used only if the user names it.
-EXACT_FORM: Mapping[Backend, Backend | None] = {"triton-int8": "triton", "sage": None}
+BACKENDS: tuple[str, ...] = ("flash", "efficient", "cudnn", "math", *ADDED_BACKENDS)
+if TYPE_CHECKING:
+    Backend: TypeAlias = str
+else:
+    # Options are validated by their types at run time.
+    Backend = Literal[BACKENDS]
+# Approximate backends, each with what replaces it in calls that require a gradient; None if PyTorch chooses.
+EXACT_FORM: Mapping[Backend, Backend | None] = {
+    name: backend.exact_form if backend.exact_form in BACKENDS else None
+    for name, backend in ADDED_BACKENDS.items()
+    if not backend.is_exact
+}
 
 
 class RingEntry(NamedTuple):

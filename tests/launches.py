@@ -18,7 +18,7 @@ from para_core import SequenceLayout, UnifiedAttnMode, init_context_parallel_mes
 from para_core.attention import local, usp
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.backends import LocalAttentionCall
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.masks import MaskExtents, mask_of_block
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.mesh import sequence_mesh

@@ -52,6 +52,7 @@ class Feature:
 _MODES = "para_core/modes/__init__.py"
 _ATTENTION = "para_core/attention/features.py"
 _WEIGHTS = "adapters/weights/features.py"
+_BACKENDS = "para_core/option_values.py"
 _SERVER_TESTS = [
     f"tests/fleet/test_{name}.py"
     for name in (
@@ -149,6 +150,60 @@ FEATURES: dict[str, Feature] = {
         ("adapters/models/allegro.py",),
         line=("adapters/models/__init__.py", '"allegro",'),
         words=("allegro", "Allegro"),
+    ),
+    "FlashAttention-3": Feature(
+        ("para_core/attention/backends/flash3.py",),
+        (_BACKENDS, '"flash3": AddedBackend("flash3"),'),
+        names=("flash_attention_3",),
+        tests=("tests/attention/test_libraries.py",),
+        words=("flash3", "flash_3", "library", "libraries"),
+    ),
+    "FlashAttention-4": Feature(
+        ("para_core/attention/backends/flash4.py",),
+        (_BACKENDS, '"flash4": AddedBackend("flash4"),'),
+        names=("flash_attention_4",),
+        tests=("tests/attention/test_libraries.py",),
+        words=("flash4", "library", "libraries"),
+    ),
+    "SageAttention": Feature(
+        ("para_core/attention/backends/sage.py",),
+        (_BACKENDS, '"sage": AddedBackend("sage", is_exact=False),'),
+        names=("sage_attention",),
+        tests=("tests/attention/test_libraries.py",),
+        words=("sage", "library", "libraries", "schedule", "approximat", "backend"),
+    ),
+    "exact Triton attention": Feature(
+        ("para_core/attention/backends/triton_exact.py", "kernels/attention.py"),
+        (_BACKENDS, '"triton": AddedBackend("triton_exact"),'),
+        tests=(
+            "tests/kernels/test_attention.py",
+            "tests/kernels/test_attention_int8.py",
+            "tests/attention/test_backend_selection.py",
+        ),
+        words=("triton", "attention_benchmark", "old_gpus", "cuda_graphs", "signatures", "compiled", "gpu_check"),
+    ),
+    "int8 attention": Feature(
+        (
+            "para_core/attention/backends/triton_int8.py",
+            "kernels/attention_int8.py",
+            "kernels/attention_int8_reference.py",
+        ),
+        (_BACKENDS, '"triton-int8": AddedBackend("triton_int8", is_exact=False, exact_form="triton"),'),
+        tests=("tests/kernels/test_attention_int8.py",),
+        words=("int8", "schedule", "approximat", "old_gpus", "signatures", "compiled", "gpu_check", "lossy"),
+    ),
+    "merge kernel": Feature(
+        ("kernels/merge.py",), tests=("tests/kernels/test_merge.py",), words=("merge", "compiled", "old_gpus")
+    ),
+    "pack kernel": Feature(
+        ("kernels/pack.py",),
+        tests=("tests/kernels/test_pack.py", "tests/kernels/test_rounded_pack.py"),
+        words=("pack", "compiled", "old_gpus"),
+    ),
+    "residual kernel": Feature(
+        ("kernels/residual.py",),
+        tests=("tests/kernels/test_residual.py",),
+        words=("residual", "forecast", "compiled", "old_gpus"),
     ),
     "norm kernel": Feature(("kernels/norm.py",), tests=("tests/kernels/test_norm.py",), words=("norm",)),
     "fsdp": Feature(

@@ -20,7 +20,7 @@ from torch import nn
 
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import plan_for
-from para_core.attention.libraries import require_library
+from para_core.attention.backends.added import ADDED, require_library
 from para_core.instance.modules import submodules_of
 from para_core.option_values import Backend
 from para_core.plans.module_matching import matching_modules
@@ -36,14 +36,9 @@ _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_nati
 TRANSLATED: Mapping[str, Backend | None] = {
     "flash": "flash",
     "flash_varlen": None,
-    "_flash_3": "flash3",
-    "_flash_varlen_3": "flash3",
     "flex": None,
     "xformers": None,
-    **dict.fromkeys(("sage", "sage_varlen"), "sage"),
-    # These names fix a kernel of SageAttention. sageattn, which "sage" calls, chooses among them by the GPU.
-    **dict.fromkeys(("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90"), "sage"),
-    **dict.fromkeys(("_sage_qk_int8_pv_fp16_cuda", "_sage_qk_int8_pv_fp16_triton"), "sage"),
+    **{alias: name for name, backend in ADDED.items() for alias in backend.aliases},
 }
 
 

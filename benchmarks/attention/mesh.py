@@ -7,6 +7,8 @@ has work.
 
 - one call, on a fake group of 8 (one process, nobody is waited for) and on two gloo ranks: by hand, eager with and
   without the agreement between ranks, and compiled.
+- graphs, on a fake group of 2: a chain of calls in one graph, against the same by hand with PyTorch's functional
+  collectives, also in one graph.
 - FLUX of 57 small blocks on a fake group of 8, against the unmodified model given as many tokens as a rank has.
 
 All ways of a part run in turns in one process, and ratios are those of the same round. Writes
@@ -25,6 +27,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
@@ -111,12 +114,50 @@ def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGro
     return out.to(query.dtype)
 
 
+# The same for a graph: Dynamo traces functional collectives only.
+
+
+def ulysses_in_graph(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup) -> Tensor:
+    """Attend as :func:`ulysses_by_hand` does."""
+    ranks = group.size()
+    batch, heads, tokens, width = query.shape
+    parts = [x.view(batch, ranks, heads // ranks, tokens, width).permute(1, 3, 0, 2, 4) for x in (query, key, value)]
+    entered = funcol.wait_tensor(funcol.all_to_all_single(torch.stack(parts, dim=3), None, None, group))
+    block = entered.view(ranks * tokens, batch, 3, heads // ranks, width).permute(2, 1, 3, 0, 4)
+    out = F.scaled_dot_product_attention(*block.unbind(0))
+    left = funcol.wait_tensor(funcol.all_to_all_single(out.permute(2, 0, 1, 3).contiguous(), None, None, group))
+    left = left.view(ranks, tokens, batch, heads // ranks, width).permute(2, 1, 0, 3, 4)
+    return left.reshape(batch, tokens, heads, width).contiguous().transpose(1, 2)
+
+
+def ring_in_graph(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup) -> Tensor:
+    """Attend as :func:`ring_by_hand` does."""
+    ranks = group.size()
+    held = torch.stack([key, value])
+    out, lse = torch.empty(0), torch.empty(0)
+    for step in range(ranks):
+        arriving = held
+        if step + 1 < ranks:
+            arriving = funcol.permute_tensor(held.view(-1), [(rank + 1) % ranks for rank in range(ranks)], group)
+        block, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, held[0], held[1])
+        block, block_lse = block.float(), block_lse[..., None]
+        if step == 0:
+            out, lse = block, block_lse
+        else:
+            out = out - torch.sigmoid(block_lse - lse) * (out - block)
+            lse = torch.logaddexp(lse, block_lse)
+        held = arriving.view(held.shape)
+    return out.to(query.dtype)
+
+
 # -- Measuring.
 
 Way = Callable[[], Any]
-PARTS = ("fake", "gloo", "flux")
+PARTS = ("fake", "gloo", "graphs", "flux")
 # This number of attention calls is timed together, and is in a graph: as many as a step of FLUX has.
 CHAIN, ROUNDS = 57, 40
+# Tracing a chain of functional collectives takes seconds per call.
+GRAPH_CHAIN = 10
 
 
 def measure(
@@ -204,6 +245,38 @@ def measure_ranks(rounds: int) -> dict[str, Any]:
         rows = measure(ways, rounds, time.perf_counter, calls=CHAIN, base=by_hand_of, before=dist.barrier)
     dist.barrier()
     return rows
+
+
+def measure_graphs(rounds: int, ranks: int = 2) -> dict[str, Any]:
+    """Measure one call in a graph on a fake group, in CPU seconds of this process."""
+    with fake_group(ranks), torch.no_grad():
+        ways = graph_ways(ranks)
+        return measure(ways, rounds, time.process_time, calls=GRAPH_CHAIN, base=by_hand_of)
+
+
+def graph_ways(ranks: int) -> dict[str, Way]:
+    """Return a graph with a chain of attention calls in each way."""
+    group = dist.group.WORLD
+    assert group is not None
+    query, key, value = (torch.randn(1, 8, 8, 16).transpose(1, 2) for _ in range(3))
+
+    def chain(attend: Attend) -> Tensor:
+        out = query
+        for _ in range(GRAPH_CHAIN):
+            out = attend(out, key, value)
+        return out
+
+    def under(mode: UnifiedAttnMode) -> Tensor:
+        with mode:
+            return chain(F.scaled_dot_product_attention)
+
+    ways: dict[str, Way] = {}
+    for name, function, size in (("ulysses", ulysses_in_graph, 1), ("ring", ring_in_graph, ranks)):
+        mode = UnifiedAttnMode(init_context_parallel_mesh("cpu", max_ring_dim_size=size), assume_equal=True)
+        by_hand = partial(chain, partial(function, group=group))
+        ways[f"{name}, by hand"] = torch.compile(by_hand, fullgraph=True, backend="aot_eager")
+        ways[f"{name}, ours"] = torch.compile(partial(under, mode), fullgraph=True, backend="aot_eager")
+    return ways
 
 
 # -- FLUX.
@@ -298,6 +371,7 @@ def main() -> None:
     parts: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "fake": ("one call on a fake group of 8", partial(measure_fake, ROUNDS)),
         "gloo": ("one call on 2 gloo ranks", partial(measure_on_ranks, measure_ranks, 2, ROUNDS)),
+        "graphs": ("one call in a graph, on a fake group of 2", partial(measure_graphs, ROUNDS)),
         "flux": (
             "FLUX of 57 blocks, 8 heads of 8, 16 tokens per rank, on a fake group of 8",
             partial(measure_flux, ROUNDS, width=8, text=4, image=12),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.job import OK, WRONG
 from benchmarks.harness import relative_error
-from para_core.attention.backends import LocalAttentionCall
+from para_core.attention.local_call import LocalAttentionCall
 
 # lse is float32 in all kernels, so this bounds their sums and exponentials, whatever the dtype of query.
 LSE_BOUND = 1e-4

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from benchmarks.harness import ROOT, markdown_table, measure_on_ranks, parser_of
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, cache_report, parallelize_pipe
 from para_core.adapters.weights.quantize import quantize_transformers
-from para_core.attention import backend_selection, local
-from para_core.attention.backends import LocalAttentionCall
+from para_core.attention.backends.added import ADDED
+from para_core.attention.backends.triton_backend import triton_backend
 from para_core.kernels import attention_int8_reference
 from para_core.weights.parameters import plain_tensors
 from zoo import evaluate
@@ -87,20 +88,14 @@ def _quantize(pipe: Any, *, scheme: str, cached: bool = False, parallel: bool = 
         apply_cache_on_pipe(pipe)
 
 
-def _attend_by_reference(backend: str, call: LocalAttentionCall, **options: Any) -> Any:
-    query, key, value, mask, is_causal, scale = call
-    return attention_int8_reference.attention(query, key, value, mask=mask, is_causal=is_causal, scale=scale, **options)
-
-
 @contextmanager
 def int8_by_reference() -> Iterator[None]:
     """Compute ``backend="triton-int8"`` by the reference of its kernel in this context, since a CPU runs no Triton
     kernel.
     """
-    with (
-        mock.patch.object(local, "_triton", _attend_by_reference),
-        mock.patch.object(backend_selection, "_require_triton", lambda *_: None),
-    ):
+    by_reference = triton_backend(lambda: attention_int8_reference.attention, {}, launches={})
+    unchecked = replace(by_reference, check=lambda *_, **__: None)
+    with mock.patch.dict(ADDED, {"triton-int8": unchecked}):  # type: ignore[dict-item]
         yield
 
 

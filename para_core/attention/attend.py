@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.finite_masks import FiniteMaskedRows
 from para_core.attention.local import local_attention_with_lse
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.merge import Merged
 from para_core.attention.tiles import Tile, Tiling
 from para_core.layout.runs import join_neighbours, take

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from para_core.attention.backends import (
-    CUDNN,
-    EFFICIENT,
-    FLASH,
-    MATH,
-    SWITCHES,
-    LocalAttentionCall,
-    choose_backend,
-    no_backend,
-)
-from para_core.attention.libraries import LIBRARIES, check_mask_and_lengths, check_tensors
+from para_core.attention.backends.added import ADDED
+from para_core.attention.backends.library import check_mask_and_lengths
+from para_core.attention.backends.pytorch import MATH, SWITCHES, choose_backend, no_backend
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.option_values import Backend
 from para_core.torch_internals import math_sdp_enabled
-from para_core.triton_support import has_triton, is_interpreting
 
-OF_PYTORCH: Mapping[Backend, int] = {"flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN, "math": MATH}
 _OF_CUDA = ("efficient", "cudnn")  # PyTorch does not have these backends on a CPU.
 
 
@@ -44,10 +34,8 @@ def resolve_backend(
     """
     if backend is None:
         return None
-    if backend in ("triton", "triton-int8"):
-        _require_triton(backend, query, value)
-    elif backend in LIBRARIES:
-        check_tensors(backend, query, value, masked=masked, is_causal=is_causal)
+    if backend in ADDED:
+        ADDED[backend].check(backend, query, value, masked=masked, is_causal=is_causal)
     elif not SWITCHES[backend]():
         raise RuntimeError(
             f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). Switch "
@@ -62,27 +50,6 @@ def resolve_backend(
         # argument for a mask (see transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).
         check_mask_and_lengths(backend, query, value, masked=masked, is_causal=is_causal)
     return backend
-
-
-def _require_triton(backend: Backend, query: Tensor, value: Tensor) -> None:
-    if not has_triton():
-        raise RuntimeError(
-            f'backend="{backend}" needs Triton, which is not installed here: pip install "triton>=3.5".'
-        )
-    head_dim = max(query.shape[-1], value.shape[-1])
-    dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-    if backend == "triton":
-        dtypes["float32"] = torch.float32
-    if query.dtype not in dtypes.values() or head_dim > 256:
-        raise RuntimeError(
-            f'backend="{backend}" takes {", ".join(dtypes)} with head dims up to 256; this is {query.dtype} with '
-            f"{head_dim}. Name another backend, or none."
-        )
-    if query.device.type == "cpu" and not is_interpreting():
-        raise RuntimeError(
-            f'backend="{backend}" needs a CUDA device, and query is on the CPU. Name another backend, or none; '
-            "Triton's own interpreter runs it there (TRITON_INTERPRET=1)."
-        )
 
 
 def require_backend(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from para_core.attention.attend import Accumulator, Attend
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import continued_attention
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.layout.runs import take
 from para_core.option_values import Backend
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.attention.backends import aligned_rows, bias_dtype
+from para_core.attention.local_call import aligned_rows, bias_dtype
 
 # If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted
 # from the row.

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.backend_selection import OF_PYTORCH, resolve_backend
-from para_core.attention.backends import (
-    BACKWARD,
+from para_core.attention.backend_selection import resolve_backend
+from para_core.attention.backends.added import ADDED
+from para_core.attention.backends.pytorch import (
     FORWARD,
     MATH,
-    LocalAttentionCall,
-    backward_of,
+    OF_PYTORCH,
     choose_backend,
-    empty_output,
-    fully_masked_rows,
+    with_supported_heads,
 )
-from para_core.attention.libraries import LIBRARIES, library_attention
+from para_core.attention.backends.pytorch_backward import BACKWARD, backward_of
+from para_core.attention.local_call import LocalAttentionCall, empty_output, fully_masked_rows
 from para_core.attention.merge import Merged
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import SequenceMesh
@@ -52,7 +50,7 @@ def local_attention(call: LocalAttentionCall, backend: Backend | None = None) ->
     if mask is not None:
         call = call.fold()
     if key.shape[1] != query.shape[1]:
-        call = call.as_taken_by(choose_backend(call))
+        call = with_supported_heads(call, choose_backend(call))
     query, key, value, mask, is_causal, scale = call
     grouped = key.shape[1] != query.shape[1]
     if torch.compiler.is_compiling():
@@ -89,17 +87,15 @@ def local_attention_with_lse(
             names. :func:`~para_core.attention.backend_selection.require_backend` raises the same error in
             advance.
     """
-    query, key, value, mask, is_causal, scale = call
+    query, key, value, mask, is_causal, _ = call
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_(), query.new_full(
             query.shape[:-1], -inf, dtype=lse_dtype(query)
         )
     if backend is not None:
         backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
-    if backend in ("triton", "triton-int8"):
-        return _triton(backend, call)
-    if backend is not None and backend in LIBRARIES:
-        return library_attention(backend, query, key, value, is_causal=is_causal, scale=scale)
+    if backend is not None and backend in ADDED:
+        return ADDED[backend].attend(call)
     if mask is not None:
         call = call.fold()
     if backend is None:
@@ -107,7 +103,7 @@ def local_attention_with_lse(
     else:
         choice = OF_PYTORCH[backend]
     if key.shape[1] != query.shape[1]:
-        call = call.as_taken_by(choice)
+        call = with_supported_heads(call, choice)
     out, lse = FORWARD[choice](call)
     if call.mask is not None and hides_rows:
         # Backends return NaN or an lse of 0 for a row without a key. Fill in place, because masked_fill()
@@ -129,17 +125,20 @@ def continued_attention(
     """Compute ``call`` without autograd, and merge it in place into ``so_far``, the same queries' result so
     far.
 
-    The Triton kernel continues from ``so_far`` in one launch. With any other backend, merging is one more
-    launch. If the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged
+    A backend that can continue from ``so_far`` does so in one launch. With any other backend, merging is one
+    more launch. If the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged
     result stays in float32. ``hides_rows`` says whether the mask may hide all keys of a row.
     """
-    query, is_empty = call.query, 0 in (*call.query.shape, *call.key.shape)
+    query, key = call.query, call.key
+    is_empty = 0 in query.shape or 0 in key.shape
     if so_far.count and is_empty:
         return
-    if backend is not None:
+    continue_from = None
+    if backend is not None and backend in ADDED and not is_empty:
         masked = call.mask is not None
-        backend = resolve_backend(backend, query, call.value, masked=masked, is_causal=call.is_causal)
-    if backend not in ("triton", "triton-int8") or is_empty:
+        resolve_backend(backend, query, call.value, masked=masked, is_causal=call.is_causal)
+        continue_from = ADDED[backend].continue_from
+    if continue_from is None:
         so_far.add(*local_attention_with_lse(call, backend, hides_rows=hides_rows))
         return
     earlier = None
@@ -148,7 +147,7 @@ def continued_attention(
     out_dtype = torch.float32
     if is_last:
         out_dtype = query.dtype
-    so_far.replace(*_triton(backend, call, so_far=earlier, out_dtype=out_dtype))
+    so_far.replace(*continue_from(earlier, call, out_dtype))
 
 
 def local_attention_backward(
@@ -168,9 +167,8 @@ def local_attention_backward(
 
     Args:
         out, lse: The results over all blocks of keys; lse is -inf for a row without a key.
-        backend: The backend of the forward, which must be exact. For those without a backward here (the
-            Triton kernel, libraries) the backend that SDPA would choose computes the gradient from ``out``
-            and ``lse``.
+        backend: The backend of the forward, which must be exact. For one that is not PyTorch's, the backend
+            that SDPA would choose computes the gradient from ``out`` and ``lse``.
         mask_gradient: Whether to compute the gradient of ``mask``.
 
     Returns:
@@ -198,7 +196,7 @@ def local_attention_backward(
         if forward is None:
             forward = choose_backend(call)
         choice = backward_of(forward, query, value)
-    call = call.as_taken_by(choice)
+    call = with_supported_heads(call, choice)
     grad_query, grad_key, grad_value, *rest = BACKWARD[choice](call, grad_out, out, lse)
     if call.key is not key:  # Key heads were expanded, so sum the gradients of their copies.
         grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (grad_key, grad_value))
@@ -206,34 +204,6 @@ def local_attention_backward(
     if mask_gradient:
         grad_mask = rest[0]
     return grad_query, grad_key, grad_value, grad_mask
-
-
-def _triton(backend: Backend, call: LocalAttentionCall, **options: Any) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel of ``backend``; see :func:`para_core.kernels.attention_reference.attention`."""
-    # Import the kernel only here, because Triton is an optional dependency.
-    if backend == "triton":
-        from para_core.kernels.attention import attention
-    else:
-        from para_core.kernels.attention_int8 import attention
-
-    query, key, value, mask, is_causal, scale = call
-    key_ranges = None
-    if mask is not None:
-        key_ranges = _range_of_seen_keys(mask)
-    return attention(
-        query, key, value, mask=mask, is_causal=is_causal, key_ranges=key_ranges, scale=scale, **options
-    )
-
-
-def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
-    """Return ``(0, index of the last visible key + 1)`` for each sample, int32 ``[B or 1, 1, 2]``: with it
-    the Triton kernel skips padding at the end. Return None unless ``mask`` is a bool ``[B or 1, 1, 1, S_k]``
-    with S_k > 1.
-    """
-    if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
-        return None
-    ends = torch.arange(1, mask.shape[3] + 1, device=mask.device, dtype=torch.int32)
-    return F.pad((mask[:, 0] * ends).amax(-1, keepdim=True), (1, 0))
 
 
 def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
@@ -310,6 +280,10 @@ def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
 
 def as_sdpa(out: Tensor) -> Tensor:
     """Return ``out``, ``[B, H, S, D]``, with SDPA's memory layout, ``[B, S, H, D]``, on which models rely."""
+    _, heads, num_tokens, width = out.shape
+    if out.stride() == (num_tokens * heads * width, width, heads * width, 1):
+        return out
+    # Strides of dims of size 1 have no meaning, so others may be as good.
     by_token = out.transpose(1, 2)
     if by_token.is_contiguous():
         return out

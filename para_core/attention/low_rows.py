@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attend import Accumulator, Attend, Mask
-from para_core.attention.backends import bias_dtype
+from para_core.attention.backends.added import ADDED
 from para_core.attention.finite_masks import (
     FiniteMaskedRows,
     can_be_finite,
@@ -21,6 +21,7 @@ from para_core.attention.finite_masks import (
     finite_bias,
     level_rows,
 )
+from para_core.attention.local_call import bias_dtype
 from para_core.option_values import Backend
 
 
@@ -28,8 +29,8 @@ def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
     """Return ``attend`` with a mask whose partial results merge by lse. The result has no gradient of its
     own.
 
-    Low rows are shifted. Where PyTorch computes the blocks, -inf becomes a low number, too, and rows without
-    any key are cleared at the end: its backends fail for a row without a key in one block.
+    Low rows are shifted. Unless the backend clears rows that have no key in one block, as those of PyTorch do
+    not, -inf becomes a low number, too, and rows without any key are cleared at the end.
     """
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
@@ -37,8 +38,8 @@ def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
             attend(into, key, value, block, is_last)
             return
         query, mask, by_position = into.query, into.mask.tensor, bool(into.tiling.masks)
-        of_pytorch = backend not in ("triton", "triton-int8")
-        dtype, is_finite = bias_dtype(mask, query), of_pytorch and can_be_finite(mask, query)
+        clears_rows = backend is not None and backend in ADDED and ADDED[backend].clears_rows
+        dtype, is_finite = bias_dtype(mask, query), not clears_rows and can_be_finite(mask, query)
         if mask.dtype != torch.bool:
             # By position, numbers that a smaller dtype rounds to -inf may be all that a query sees.
             level_dtype = mask.dtype

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from para_core.attention.attend import Accumulator, Attend, Mask, Saved, columns
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, expand, expand_key_heads, local, of_function
 from para_core.attention.local import add_autograd_dependency, as_sdpa, local_attention
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.low_rows import correct_low_rows, level_low_rows
 from para_core.torch_internals import is_any_autocast_enabled
 

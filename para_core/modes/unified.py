@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.libraries import require_library
+from para_core.attention.backends.added import require_library
 from para_core.attention.local import AttnFunc
 from para_core.attention.mask_rows import follow_parts, mark_part
 from para_core.attention.mesh_attention import MeshAttention

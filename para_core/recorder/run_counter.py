@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from para_core.attention.backends.added import ADDED
 from para_core.recorder.operator_count import is_launch, tensors_in
 from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel, group_named, schema_of
 
@@ -21,14 +22,13 @@ _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functio
 _WHOLE = {
     "para_core::merge": 1,
     "para_core::merge_": 1,
-    "para_core::triton_attention": 1,
-    "para_core::triton_attention_int8": 3,
     "para_core::pack": 1,
     "para_core::unpack": 1,
     "para_core::residual_change": 2,
     "para_core::forecast": 1,
     "para_core::group_moments": 2,
     "para_core::group_normalized": 1,
+    **{name: number for backend in ADDED.values() for name, number in backend.launches.items()},
 }
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from para_core.attention import libraries
+from para_core.attention.backends import library
 from tests.kernels.attention_cases import by_formula
 
 
@@ -111,9 +111,9 @@ def libraries_installed():
                 calls[_backend] += 1
                 return _function(*args, **kwargs)
 
-            count.__signature__ = libraries.signature(function)
+            count.__signature__ = library.signature(function)
             setattr(module, function_name, count)
             stack.enter_context(mock.patch.dict(sys.modules, {module_name: module}))
-        stack.enter_context(mock.patch.object(libraries, "DEVICES", ("cuda", "cpu")))
-        stack.enter_context(mock.patch.object(libraries, "DTYPES", (*libraries.DTYPES, torch.float32)))
+        stack.enter_context(mock.patch.object(library, "DEVICES", ("cuda", "cpu")))
+        stack.enter_context(mock.patch.object(library, "DTYPES", (*library.DTYPES, torch.float32)))
         yield calls

@@ -9,16 +9,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
-from para_core.attention import backend_selection, local
+from para_core.attention import local
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.backend_selection import require_backend, resolve_backend
-from para_core.attention.backends import LocalAttentionCall
+from para_core.attention.backends import triton_backend
 from para_core.attention.local import (
     continued_attention,
     local_attention,
     local_attention_backward,
     local_attention_with_lse,
 )
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.merge import Merged
 from para_core.distributed.mesh import one_rank
 from tests.attention.one_device import make_qkv, relative_error
@@ -81,7 +82,7 @@ def test_triton_without_gpu_raises():
 
 
 def test_missing_triton_package_is_named(monkeypatch):
-    monkeypatch.setattr(backend_selection, "has_triton", lambda: False)
+    monkeypatch.setattr(triton_backend, "has_triton", lambda: False)
     query, key, value = make(5, 7)
     with pytest.raises(RuntimeError, match=r'pip install "triton>=3\.5"'):
         local_attention(LocalAttentionCall(query, key, value), backend="triton")
@@ -112,9 +113,9 @@ def test_the_named_backend_computes_on_one_rank_too(monkeypatch, compiled):
     mask = torch.ones(5, 7, dtype=torch.bool).tril(1)
     by_math = []
     for table in (local.FORWARD, local.BACKWARD):
-        function = table[backend_selection.OF_PYTORCH["math"]]
+        function = table[local.OF_PYTORCH["math"]]
         counted = lambda *args, function=function: by_math.append(function) or function(*args)  # noqa: E731
-        monkeypatch.setitem(table, backend_selection.OF_PYTORCH["math"], counted)
+        monkeypatch.setitem(table, local.OF_PYTORCH["math"], counted)
 
     def call(*tensors):
         return F.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=0.3, enable_gqa=True)

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.attention import local
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import local_attention_backward, local_attention_with_lse
+from para_core.attention.local_call import LocalAttentionCall
 from tests.attention.kernel_rules import PRECONDITIONS
 
 B, H = 2, 4

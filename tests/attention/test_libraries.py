@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
-from para_core.attention import libraries
-from para_core.attention.libraries import flash_attention_3, flash_attention_4, sage_attention
+from para_core.attention.backends import library
+from para_core.attention.backends.flash3 import flash_attention_3
+from para_core.attention.backends.flash4 import flash_attention_4
+from para_core.attention.backends.sage import sage_attention
 from tests.attention.fake_libraries import (
     PLACES,
     earlier_flash_attn_3,
@@ -179,7 +181,7 @@ def refused(backend):
         for patched, mask in ((None, torch.ones(13, 13, dtype=torch.bool)), ("DEVICES", None), ("DTYPES", None)):
             with ExitStack() as stack, pytest.raises(RuntimeError) as raised:
                 if patched is not None:
-                    stack.enter_context(mock.patch.object(libraries, patched, ()))
+                    stack.enter_context(mock.patch.object(library, patched, ()))
                 F.scaled_dot_product_attention(*shards, attn_mask=mask)
             errors.append(str(raised.value))
     return errors

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.attention.backend_selection import require_backend
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import local_attention, local_attention_backward, local_attention_with_lse
+from para_core.attention.local_call import LocalAttentionCall
 
 B, H, S_Q, S_K, D = 2, 6, 7, 9, 16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from para_core.kernels import attention
-from para_core.kernels.attention import RoundedKeys
+from para_core.kernels import attention_launch
 from para_core.kernels.attention_configs import Config, KernelCall, MaskKind
 from para_core.kernels.attention_kernel import attention_kernel
+from para_core.kernels.attention_launch import RoundedKeys
 from tests.kernels.compiled import Compiled, compile_kernel
 
 # This is the largest register file and shared memory of a multiprocessor (CUDA C++ Programming Guide, "Technical
@@ -47,7 +47,7 @@ def compile_attention(
     scale: float = 1.0,
     tokens: int = 4096,
 ) -> Compiled:
-    """Compile the kernel that :func:`para_core.kernels.attention.launch` launches for tensors of ``[2, tokens, 24,
+    """Compile the kernel that :mod:`para_core.kernels.attention_launch` launches for tensors of ``[2, tokens, 24,
     head_dim]`` in memory.
 
     Args:
@@ -94,8 +94,8 @@ def _arguments_of_launch(config: Config, *call: Any, **more: Any) -> dict[str, A
                 zip(attention_kernel.arg_names, args, strict=False), **kwargs
             )
 
-    with patch.object(attention, "attention_kernel", Kernel()):
-        attention.launch(config, KernelCall(*call), **more)
+    with patch.object(attention_launch, "attention_kernel", Kernel()):
+        attention_launch.launch(config, KernelCall(*call), **more)
     del arguments["num_warps"], arguments["num_stages"]
     return {
         parameter.name: "i32"

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
-from para_core.kernels.attention import attention, empty_outputs, launch
+from para_core.kernels.attention import attention
 from para_core.kernels.attention_configs import Config, KernelCall
+from para_core.kernels.attention_launch import empty_outputs, launch
 from para_core.kernels.attention_reference import pack_bits
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make, ranges
 from tests.kernels.interpreted import interpreted

@@ -18,8 +18,8 @@ from benchmarks.harness import fake_group
 from para_core import init_context_parallel_mesh
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import continued_attention
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.merge import Merged
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.usp import usp_forward

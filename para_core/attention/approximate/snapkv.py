@@ -26,10 +26,10 @@ from torch import Tensor
 
 from para_core.attention.attend import columns
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, expand
 from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.local import add_autograd_dependency, local_attention_with_lse, lse_dtype
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.merge import Merged
 from para_core.attention.ring import Packing, pass_on
 from para_core.attention.ring_plan import RingPlan

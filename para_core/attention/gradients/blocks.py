@@ -7,11 +7,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from para_core.attention.attend import Block, columns
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import expand
 from para_core.attention.finite_masks import FiniteMaskedRows
 from para_core.attention.gradients.contract import Backward, QueryGradients
 from para_core.attention.local import local_attention_backward
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.layout.runs import put, take
 from para_core.option_values import Backend
 

@@ -1,0 +1,36 @@
+"""FlashAttention-4, as a function for ``attn_func=`` and by name for ``backend=``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from para_core.attention.backends.library import Library, flash_attn_func, library_backend
+
+if TYPE_CHECKING:
+    from para_core.attention.local import AttnFunc
+
+LIBRARY = Library(
+    "FlashAttention-4", "flash_attn.cute", "flash_attn_func", "pip install --pre flash-attn-4", "return_lse"
+)
+
+
+def flash_attention_4(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
+    """Return a function for ``attn_func=`` that runs FlashAttention-4 (Hopper and Blackwell GPUs).
+
+    The result is exact up to rounding in the dtype of the input.
+
+    Args:
+        function (`Callable`, *optional*): The kernel. Defaults to ``flash_attn.cute.flash_attn_func``.
+        options: Keyword arguments of the kernel, such as ``pack_gqa=True``.
+
+    Returns:
+        A function that returns ``(out, lse)``. It accepts no mask.
+
+    Raises:
+        ImportError: The library is not installed.
+    """
+    return flash_attn_func(LIBRARY, function, options)
+
+
+BACKEND = library_backend(LIBRARY, flash_attention_4)

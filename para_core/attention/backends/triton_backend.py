@@ -1,0 +1,98 @@
+"""Attention by a Triton kernel of :mod:`para_core.kernels`: functions that its backends share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from para_core.attention.backends.backend import LocalBackend
+from para_core.attention.local_call import LocalAttentionCall
+from para_core.triton_support import has_triton, is_interpreting
+
+LARGEST_HEAD_DIM = 256
+# A function with the signature of :func:`para_core.kernels.attention_reference.attention`.
+KernelFunction = Callable[..., tuple[Tensor, Tensor]]
+
+
+def triton_backend(
+    import_attention: Callable[[], KernelFunction],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    launches: Mapping[str, int],
+) -> LocalBackend:
+    """Return the backend of a Triton kernel.
+
+    Args:
+        import_attention: Imports and returns the kernel's function. It is called by each call of attention,
+            because Triton is an optional dependency.
+        dtypes: The dtypes that the kernel supports, by name.
+        launches: See :class:`~para_core.attention.backends.backend.LocalBackend`.
+    """
+
+    def continue_from(
+        so_far: tuple[Tensor, Tensor] | None, call: LocalAttentionCall, out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value, mask, is_causal, scale = call
+        key_ranges = None
+        if mask is not None:
+            key_ranges = range_of_seen_keys(mask)
+        attention = import_attention()
+        return attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=is_causal,
+            key_ranges=key_ranges,
+            scale=scale,
+            so_far=so_far,
+            out_dtype=out_dtype,
+        )
+
+    def attend(call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
+        return continue_from(None, call, call.query.dtype)
+
+    check = partial(check_triton_call, dtypes)
+    return LocalBackend(attend, check, continue_from=continue_from, clears_rows=True, launches=launches)
+
+
+def check_triton_call(
+    dtypes: Mapping[str, torch.dtype],
+    backend: str,
+    query: Tensor,
+    value: Tensor,
+    *,
+    masked: bool,
+    is_causal: bool,
+) -> None:
+    """Raise ``RuntimeError`` unless Triton is installed and a kernel for ``dtypes`` supports the tensors."""
+    if not has_triton():
+        raise RuntimeError(
+            f'backend="{backend}" needs Triton, which is not installed here: pip install "triton>=3.5".'
+        )
+    head_dim = max(query.shape[-1], value.shape[-1])
+    if query.dtype not in dtypes.values() or head_dim > LARGEST_HEAD_DIM:
+        raise RuntimeError(
+            f'backend="{backend}" takes {", ".join(dtypes)} with head dims up to {LARGEST_HEAD_DIM}; this is '
+            f"{query.dtype} with {head_dim}. Name another backend, or none."
+        )
+    if query.device.type == "cpu" and not is_interpreting():
+        raise RuntimeError(
+            f'backend="{backend}" needs a CUDA device, and query is on the CPU. Name another backend, or none; '
+            "Triton's own interpreter runs it there (TRITON_INTERPRET=1)."
+        )
+
+
+def range_of_seen_keys(mask: Tensor) -> Tensor | None:
+    """Return ``(0, index of the last visible key + 1)`` for each sample, int32 ``[B or 1, 1, 2]``: with it
+    the Triton kernel skips padding at the end. Return None unless ``mask`` is a bool ``[B or 1, 1, 1, S_k]``
+    with S_k > 1.
+    """
+    if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
+        return None
+    ends = torch.arange(1, mask.shape[3] + 1, device=mask.device, dtype=torch.int32)
+    return F.pad((mask[:, 0] * ends).amax(-1, keepdim=True), (1, 0))
