@@ -27,9 +27,9 @@ from para_core.modes.batch_parallel import BatchParallelAttnMode as BatchParalle
 from para_core.modes.functional import ring_attention as ring_attention
 from para_core.modes.functional import ulysses_attention as ulysses_attention
 from para_core.modes.functional import unified_attention as unified_attention
-from para_core.modes.unified import BlockSparseAttnMode as BlockSparseAttnMode
+from para_core.modes.sparse import BlockSparseAttnMode as BlockSparseAttnMode
+from para_core.modes.sparse import SparseKVAttnMode as SparseKVAttnMode
 from para_core.modes.unified import RingAttnMode as RingAttnMode
-from para_core.modes.unified import SparseKVAttnMode as SparseKVAttnMode
 from para_core.modes.unified import UlyssesAttnMode as UlyssesAttnMode
 from para_core.modes.unified import UnifiedAttnMode as UnifiedAttnMode
 from para_core.plans.context_parallel import ContextParallelConfig as ContextParallelConfig

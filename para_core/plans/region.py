@@ -30,12 +30,13 @@ from para_core.modes import fused_encoder
 from para_core.modes.foreign_operators import has_other_builds
 from para_core.modes.handwritten import HandwrittenAttention
 from para_core.modes.interceptor import dispatcher_is_available, without_interception
-from para_core.modes.registry import check_exchanges, explain, needs_mode, recomputed_under
+from para_core.modes.registry import bind_recomputation, check_exchanges, explain, needs_mode
 from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention_check import AttentionCheck
 from para_core.plans.exchange import PAST, CachesOfCall, HeadExchange, SumsOverRanks, add_halo, drop_halo
 from para_core.plans.foreign_code import PACKAGES_OF_MODELS
+from para_core.plans.interception import Interception
 from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
@@ -45,12 +46,10 @@ from para_core.plans.plan import (
     Plan,
     ShardRule,
     Split,
-    attention_calls,
-    coarse_segments,
 )
+from para_core.plans.plan_queries import attention_calls, coarse_segments
 from para_core.plans.planned_attention import (
     BindRecomputation,
-    Interception,
     PlannedAttention,
     PreparedAttention,
 )
@@ -75,7 +74,7 @@ class Region:
     options: AttnOptions
     attn_func: AttnFunc | None
     cross_backend: Backend | None
-    around: Callable[[], AbstractContextManager[None]]
+    call_context: Callable[[], AbstractContextManager[None]]
     written_for: type | None = None
 
     def __post_init__(self, module: nn.Module) -> None:
@@ -171,21 +170,21 @@ class Region:
         ``Module.compile`` does not compile this.
         """
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
-        around: Callable[[], AbstractContextManager[None]] = nullcontext
+        call_context: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
             self.attach(module)
             # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a
             # graph.
             self._check_arguments(module, args, kwargs)
             if not self.inputs_agreed:
-                around = self.around
+                call_context = self.call_context
                 if self.agree_on_inputs is not None:
                     arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
                     self.agree_on_inputs(
                         {name: x for name, x in arguments.items() if name not in self._caches_by_heads}
                     )
                 self.check_new_code(module)
-        with around():
+        with call_context():
             compiled = self._compiled_before
             if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
                 return call(module, *args, **kwargs)
@@ -239,7 +238,7 @@ class Region:
                 if interception.mode is None:
                     output = call(module, *args, **kwargs)
                 else:
-                    with recomputed_under(partial(self.bind, planned), module):
+                    with bind_recomputation(partial(self.bind, planned), module):
                         output = call(module, *args, **kwargs)
                 if caches is not None:
                     caches.gather(inputs, output, self.segments, self.mesh)
@@ -387,9 +386,7 @@ class Region:
             interception = self.interceptions[-1]
             interception.planned.bind_checkpoint()
             if isinstance(attention, (tuple, OneForEach)):
-                with interception.attending_to(
-                    attention_calls(attention, parameters, args, kwargs)
-                ) as planned:
+                with interception.attend_to(attention_calls(attention, parameters, args, kwargs)) as planned:
                     if not (torch.compiler.is_compiling() or self.check.due):
                         return call(module, *args, **kwargs)
                     return self.check.run(planned, call, module, args, kwargs)
@@ -410,7 +407,7 @@ class Region:
                 exchange = HeadExchange(attention, segment, self.mesh, module, heads)
                 self._head_exchanges.append(exchange)
                 try:
-                    with interception.switched_off():
+                    with interception.switch_off():
                         output = exchange.run(call, parameters, args, kwargs)
                 finally:
                     self._head_exchanges.clear()

@@ -1,4 +1,4 @@
-"""Which masks are known to have a rank's rows: those that were sharded, and those whose rows are equal. These tests
+"""Masks that are known to have a rank's rows: those that were sharded, and those whose rows are equal. These tests
 need no ranks.
 """
 
