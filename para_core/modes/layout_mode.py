@@ -276,8 +276,10 @@ class LayoutMode(ShardingMode):
 
     def _warn_of_equal_parts(self, num_tokens: int) -> None:
         """Log a warning once if nothing was sharded inside this mode, which a user may have forgotten."""
+        if torch.compiler.is_compiling():
+            return
         ranks = self._mesh.ranks
-        if ranks == 1 or self._depth == 0 or self._warned_of_equal_parts or torch.compiler.is_compiling():
+        if ranks == 1 or self._depth == 0 or self._warned_of_equal_parts:
             return
         self._warned_of_equal_parts = True
         logger.warning(
