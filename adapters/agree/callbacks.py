@@ -18,12 +18,12 @@ from torch import Tensor
 from para_core.adapters.agree.arguments import PendingRecord, agree_on_texts
 from para_core.adapters.agree.loras import describe_loras
 from para_core.adapters.registry import transformers_of
-from para_core.cfg.lazy import materialize
 from para_core.distributed.agree import agree
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.records import Record, describe_differences
 from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
+from para_core.lazy_tensors import materialize
 from para_core.plans.region import region_of
 
 _WAY_OUT = (

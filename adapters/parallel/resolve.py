@@ -89,7 +89,12 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
         session = ParallelSession(guided, [*transformers, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
-        changes = _changes_of_features(pipe, guided, options, placement)
+        shards_samples = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(
+            part.plan.batched for part in transformers
+        )
+        changes = _changes_of_features(
+            pipe, guided, options, placement, has_calls_per_branch=not shards_samples
+        )
         session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, autoencoders, changes)
         session.parts += map(FeaturePart, changes)
         _check_weights_stay(pipe, options, placement)
@@ -172,14 +177,10 @@ def _parts_of_pipe(
     """
     if mesh.ranks == 1 and not changes and options.schedule is None:
         return []
-    batched = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(
-        part.plan.batched for part in transformers
-    )
     call = ParallelCall(
         transformers_of(pipe),
         other_denoisers_of(pipe),
         mesh,
-        sequential_cfg=mesh.batch.size > 1 and not batched,
         assume_equal=options.assume_equal,
         session=session,
         verify=options.verify,
@@ -201,12 +202,20 @@ def _parts_of_pipe(
 
 
 def _changes_of_features(
-    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None
+    pipe: Any,
+    mesh: GuidedMesh,
+    options: ParallelOptions,
+    placement: TextEncoders | None,
+    *,
+    has_calls_per_branch: bool,
 ) -> list[FeatureChange]:
-    """Return the changes that features of weights make to ``pipe``."""
+    """Return the changes that features make to ``pipe``."""
     compare = partial(agree_on_calls, mesh=mesh, assume_equal=options.assume_equal)
-    of_features = {**vars(options), "text_encoders": placement}
-    return changes_for(ChangeRequest(pipe, transformers_of(pipe), mesh, of_features, compare))
+    values = {**vars(options), "text_encoders": placement}
+    request = ChangeRequest(
+        pipe, transformers_of(pipe), mesh, values, compare, has_calls_per_branch=has_calls_per_branch
+    )
+    return changes_for(request)
 
 
 def _check_weights_stay(pipe: Any, options: ParallelOptions, placement: TextEncoders | None) -> None:
@@ -249,8 +258,10 @@ def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks
     These are its groups with their CPU groups, those that para_core made among ``ranks``, and those of
     sharded weights.
     """
-    of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
-    groups = dict.fromkeys([*of_mesh, *groups_among(ranks), *weights_groups(pipe)])
+    mesh_groups = [
+        group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}
+    ]
+    groups = dict.fromkeys([*mesh_groups, *groups_among(ranks), *weights_groups(pipe)])
     return TimeoutPart(list(groups), as_timedelta(timeout), ranks)
 
 

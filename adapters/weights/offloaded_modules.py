@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from para_core.adapters.weights.feature import FeatureChange
-from para_core.cfg.lazy import materialize
 from para_core.distributed.agree import together
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.mesh import GuidedMesh
@@ -25,6 +24,7 @@ from para_core.instance.record import (
     slot_owner,
 )
 from para_core.instance.slots import Slot
+from para_core.lazy_tensors import materialize
 
 # Names of the hooks of diffusers' group offload, in the order of removal: outermost first
 # (diffusers/hooks/group_offloading.py).

@@ -129,13 +129,13 @@ class StageChange(FeatureChange):
             free_other_blocks(self._stages)
 
     @contextmanager
-    def generation(self, pipe: Any) -> Iterator[None]:
+    def generation(self, pipe: Any, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Synchronise the links between stages before a generation, and verify inputs no second time in it."""
         with ExitStack() as stack:
             if self._stages is not None:
                 self._stages.links.begin()
                 stack.enter_context(assume_agreed([self._stages]))
-            yield
+            yield kwargs
 
 
 def _present(

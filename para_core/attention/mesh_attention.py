@@ -31,6 +31,7 @@ from para_core.attention.operator import differentiable_usp
 from para_core.attention.sdpa_call import SdpaCall, check, check_kind, check_transforms
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
+from para_core.dataclass_json import to_json
 from para_core.distributed.agree import agree
 from para_core.distributed.collectives import HostGroups
 from para_core.distributed.mesh import SequenceMesh
@@ -92,7 +93,7 @@ class MeshAttention:
     ) -> None:
         self._mesh, self._layouts, self._options = mesh, layouts, options
         self._assume_equal, self._attn_func = assume_equal, attn_func
-        self._options_text = options.as_text()
+        self._options_text = to_json(options)
         self._host_groups = HostGroups(mesh)
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}

@@ -31,6 +31,7 @@ from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.local import add_autograd_dependency
 from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.spec import AttentionSpec, needed_mesh
+from para_core.dataclass_json import to_json
 from para_core.distributed.agree import agree
 from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.records import Signature
@@ -53,7 +54,7 @@ from para_core.torch_internals import DisableTorchFunction, flex_attention_opera
 _NO_BLOCKS = 1 << 30
 
 _OPTIONS = AttnOptions()
-_OPTIONS_TEXT = _OPTIONS.as_text()
+_OPTIONS_TEXT = to_json(_OPTIONS)
 
 
 class _FlexCall(NamedTuple):

@@ -340,7 +340,7 @@ class UnifiedAttnMode(LayoutMode):
                 f"cond], dim={dim})."
             )
         size = x.shape[dim] // self._batch.size
-        return x.narrow(dim, self._batch.index * size, size).clone(memory_format=torch.contiguous_format)
+        return x.narrow(dim, self._batch.index * size, size).clone()
 
     def merge_branches(self, y: Tensor, dim: int = 0) -> Tensor:
         """Return the branches of all ranks of the ``batch`` mesh dim: the inverse of :meth:`split_branches`.

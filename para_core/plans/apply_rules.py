@@ -25,7 +25,7 @@ from para_core.dataclass_fields import (
 )
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Run, Segment, SequenceLayout
-from para_core.layout.tokens import shard_tokens
+from para_core.layout.tokens import copy_runs, shard_tokens
 from para_core.modes.registry import mask_sharder
 from para_core.plans.call_segments import SegmentsOfCall, groups_of
 from para_core.plans.plan import (
@@ -270,11 +270,7 @@ class RuleExecutor(SegmentsOfCall):
             self._note(segment, split.dim, name)
         if segment.replicated:
             return value
-        # Copy the tokens, because a view would keep the whole sequence in memory.
-        parts = [value.narrow(split.dim, start, length) for start, length in known.runs]
-        if len(parts) == 1:
-            return parts[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(parts, split.dim)
+        return copy_runs(value, split.dim, known.runs)
 
     def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
         which: Literal["first", "last"] = "last"

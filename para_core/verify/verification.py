@@ -26,7 +26,7 @@ from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_out_of_memory
 from para_core.instance.modules import instances_in, uncompiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import Around, emptied_during
+from para_core.instance.record import emptied_during
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.plans.current_call import segments_under_way
@@ -151,11 +151,6 @@ class Verification:
                 error,
                 bits,
             )
-
-
-def make_check() -> Around:
-    """Return the check of the calls of one parallel model, for :mod:`para_core.call_checks`."""
-    return Verification().run
 
 
 def _sizes(values: Sequence[Any]) -> Iterator[Any]:
