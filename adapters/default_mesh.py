@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.features import feature
 from para_core.distributed.create_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
-from para_core.distributed.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
+from para_core.distributed.groups import find_or_make_group
+from para_core.distributed.mesh import GuidedMesh, guided_mesh, one_guided_rank
 from para_core.option_values import RotateMethod
 
 logger = logging.getLogger(__name__)

@@ -68,7 +68,13 @@ FEATURES: dict[str, Feature] = {
         words=("flash",),
     ),
     "flex attention": Feature(
-        ("para_core/modes/flex_attention.py", "para_core/modes/block_masks.py", "para_core/attention/flex_exchange.py"),
+        (
+            "para_core/modes/flex_attention.py",
+            "para_core/modes/flex_errors.py",
+            "para_core/modes/flex_users.py",
+            "para_core/modes/block_masks.py",
+            "para_core/attention/flex_exchange.py",
+        ),
         (_MODES, "import para_core.modes.flex_attention"),
         words=("flex", "BlockMask"),
     ),

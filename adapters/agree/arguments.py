@@ -137,18 +137,18 @@ def agree_on_texts(
     ``stages`` has the fields of ``local`` that only the ranks of one pipeline stage have in common, with that
     stage.
     """
-    own = [0, 0]
+    numbers = [0, 0]
     checked: Record | Exception
     if isinstance(local, Exception):
         checked = local
     else:
         checked = {name: text for name, text in local.items() if name not in stages}
         of_stage = json.dumps({name: local[name] for name in stages}).encode()
-        own = [
+        numbers = [
             max(stages.values(), default=0),
             int.from_bytes(blake2b(of_stage, digest_size=7).digest(), "big"),
         ]
-    rows = agree(checked, mesh, own, explain=explain, call=call)
+    rows = agree(checked, mesh, numbers, explain=explain, call=call)
     first_of: dict[int, int] = {}
     for rank, (stage, digits) in enumerate(rows):
         first = first_of.setdefault(stage, rank)

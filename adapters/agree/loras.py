@@ -52,9 +52,9 @@ def describe_loras_of_model(name: str, model: nn.Module) -> dict[str, Any]:
     weights = [*_weights_of(layers), *_scales_of(layers)]
     if stages is not None:
         in_blocks = {id(x) for staged in stages.blocks for x in staged.block.parameters()}
-        own = [x for x in weights if id(x) in in_blocks]
+        of_blocks = [x for x in weights if id(x) in in_blocks]
         weights = [x for x in weights if id(x) not in in_blocks]
-        values[f"{what}, weights of its blocks"] = OfStage(stages.dim.index, _digest(own))
+        values[f"{what}, weights of its blocks"] = OfStage(stages.dim.index, _digest(of_blocks))
     values[f"{what}, weights"] = _digest(weights)
     return values
 

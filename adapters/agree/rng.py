@@ -31,12 +31,12 @@ def share_random_state(mesh: GuidedMesh) -> Iterator[str]:
     device_module = None
     if accelerator is not None:
         device_module = torch.get_device_module(accelerator)
-    own = [torch.get_rng_state()]
+    states = [torch.get_rng_state()]
     if device_module is not None:
-        own.append(device_module.get_rng_state())
+        states.append(device_module.get_rng_state())
     token = torch.frombuffer(bytearray(os.urandom(_TOKEN_BYTES)), dtype=torch.uint8)
     shared: list[Tensor] = list(
-        broadcast_bytes(torch.cat([token, *own]), mesh).split([_TOKEN_BYTES, *map(len, own)])
+        broadcast_bytes(torch.cat([token, *states]), mesh).split([_TOKEN_BYTES, *map(len, states)])
     )
     torch.set_rng_state(shared[1].clone())
     if device_module:
@@ -45,6 +45,6 @@ def share_random_state(mesh: GuidedMesh) -> Iterator[str]:
         yield bytes(shared[0].tolist()).hex()
     finally:
         if mesh.rank != 0:
-            torch.set_rng_state(own[0])
+            torch.set_rng_state(states[0])
             if device_module:
-                device_module.set_rng_state(own[1])
+                device_module.set_rng_state(states[1])

@@ -38,7 +38,8 @@ from para_core.adapters.weights.one_way import check_holds_all
 from para_core.adapters.weights.shard import Sharding, check_shard, prepare_sharding, weights_groups
 from para_core.attention.option import AttentionOption
 from para_core.distributed.agree import exchange, together
-from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
+from para_core.distributed.groups import groups_among, host_group
+from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance.private_class import original_class
 from para_core.modes.registry import needs_mode

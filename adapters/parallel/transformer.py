@@ -155,7 +155,7 @@ class TransformerPart(Part):
             attn_func=self.options.attn_func,
             cross_backend=self.options.cross_backend,
             on_one_rank=self.options.schedule is not None,
-            around=partial(translated_attention, self.module),
+            call_context=partial(translated_attention, self.module),
             written_for=planned_class(self.module, self.options.adapter),
         )
         if self.verified is not None:

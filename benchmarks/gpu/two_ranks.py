@@ -19,7 +19,7 @@ from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line
 from benchmarks.gpu.processes import Rows, run_ranks
 from benchmarks.harness import relative_error
 from para_core import PipeFusion, init_context_parallel_mesh
-from para_core.distributed.mesh import find_or_make_group
+from para_core.distributed.groups import find_or_make_group
 from para_core.spatial.mode import SpatialShardMode
 
 # This is the bound for float32 without TF32 over a few blocks and steps. PipeFusion is compared with itself in one

@@ -38,9 +38,8 @@ from para_core.plans.plan import (
     Replicate,
     ShardRule,
     Split,
-    attention_calls,
-    coarse_segments,
 )
+from para_core.plans.plan_queries import attention_calls, coarse_segments
 from para_core.plans.samples import count_samples, select_samples
 from para_core.recorder.events import (
     AttentionStart,

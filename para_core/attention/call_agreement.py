@@ -86,8 +86,8 @@ def difference_of_lengths(records: list[Record]) -> str:
         return describe_first_difference(records)
     # Show only the length that each rank holds itself. Its record also contains lengths that it assumed for
     # others.
-    held = [record[field][rank] for rank, record in enumerate(records)]
-    return f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}"
+    lengths = [record[field][rank] for rank, record in enumerate(records)]
+    return f"the ranks disagree about {field}: they hold {lengths}. {EQUAL_PARTS}"
 
 
 def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
@@ -263,10 +263,10 @@ def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
     dims. Each mask of several rows must have equal rows and a column per key of its rank, and one of these
     masks must hide a key.
     """
-    held = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
+    sizes_of_ranks = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     return all(
         part.rows in (-1, 1) or ((part.rows, part.columns) == sizes and part.row_bits & ROWS_EQUAL)
-        for part, sizes in zip(parts, held, strict=True)
+        for part, sizes in zip(parts, sizes_of_ranks, strict=True)
     ) and any(part.rows > 1 and part.row_bits & HIDES for part in parts)
 
 
@@ -277,16 +277,16 @@ def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) ->
         ValueError: Other masks do not have this form, or the call is causal, so the missing mask cannot be
             guessed.
     """
-    held = spec.key_layout.sizes()
+    num_keys = spec.key_layout.sizes()
     fits = all(
-        rows in (-1, 0, 1) and columns in (-1, held[rank]) for rank, (rows, columns) in enumerate(sizes)
+        rows in (-1, 0, 1) and columns in (-1, num_keys[rank]) for rank, (rows, columns) in enumerate(sizes)
     )
-    if not fits or max(held) < 2 or spec.key_layout.sharded == () or spec.is_causal:
+    if not fits or max(num_keys) < 2 or spec.key_layout.sharded == () or spec.is_causal:
         raise ValueError(_masks_differ([_describe_sizes(rows, columns) for rows, columns in sizes]))
     known = list(sizes)
     for rank, (rows, _) in enumerate(sizes):
         if rows < 0:
-            known[rank] = (1, held[rank])
+            known[rank] = (1, num_keys[rank])
     return known
 
 
@@ -321,11 +321,11 @@ def _with_broadcast_rows(
 
     Return the mask of this rank and the mask sizes of all ranks, both unchanged if the condition is not met.
     """
-    held = layout.sizes()
-    without = [own for own, (rows, _) in enumerate(sizes) if rows == 0 and held[own] == 0]
-    if not without or any(rows != 1 for own, (rows, _) in enumerate(sizes) if own not in without):
+    num_queries = layout.sizes()
+    without = [other for other, (rows, _) in enumerate(sizes) if rows == 0 and num_queries[other] == 0]
+    if not without or any(rows != 1 for other, (rows, _) in enumerate(sizes) if other not in without):
         return mask, sizes
-    if all(held[own] <= 1 for own in range(len(held))):
+    if all(num_queries[other] <= 1 for other in range(len(num_queries))):
         # If every rank holds at most one query, a mask of one row may be meant for all queries or for that
         # one only. The sizes do not tell which, so change nothing.
         return mask, sizes

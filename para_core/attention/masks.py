@@ -65,9 +65,9 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
     if all(size == 1 for size in sizes):
         return "broadcast"
     # If ranks did not exchange the sizes of their masks, this rank knows only its own.
-    alone = len(ranks) < layout.ranks
+    is_unanswered = len(ranks) < layout.ranks
     holds_all = [size == layout.total for size in layout.sizes()]
-    if alone and True in holds_all and False in holds_all:
+    if is_unanswered and True in holds_all and False in holds_all:
         raise ValueError(
             f"attn_mask has {kind} dim {sizes[0]}, and of {layout.total} tokens one rank holds all: there a mask of a "
             "rank's part cannot be told from one for all tokens. Call this attention outside of the compiled function."
@@ -75,7 +75,7 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
     if all(size == layout.total for size in sizes):
         return "global"
     if all(size == layout.size(rank) for size, rank in zip(sizes, ranks, strict=True)):
-        if alone and 1 in layout.sizes():
+        if is_unanswered and 1 in layout.sizes():
             raise ValueError(
                 f"attn_mask has {kind} dim {sizes[0]}, this rank's part of {layout.total}. Another rank's part is 1, "
                 "which there means broadcast, and without an exchange no rank knows what the others have. Pass the "
@@ -83,10 +83,10 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
                 "dim=-2, sequence=...) along the queries."
             )
         return "local"
-    held = ", ".join([str(layout.size(rank)) for rank in ranks])
+    parts = ", ".join([str(layout.size(rank)) for rank in ranks])
     sizes_text = ", ".join([str(size) for size in sizes])
     raise ValueError(
-        f"attn_mask has {kind} dim {sizes_text}; expected 1, or {layout.total} (the whole sequence), or {held} (a "
+        f"attn_mask has {kind} dim {sizes_text}; expected 1, or {layout.total} (the whole sequence), or {parts} (a "
         "rank's part)."
     )
 

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
+from para_core.distributed.groups import host_group
 from para_core.distributed.late_ranks import PATIENCE, wait_for_late_ranks
-from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
+from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
 
 # Sleep 0.05 s at exit. The sleep releases the GIL, which gloo's threads need to free the tensors of a
@@ -255,14 +256,14 @@ def _all_gather_shape(x: Tensor, sizes: list[int], *_: Any) -> tuple[Tensor, Ten
 
 def _all_gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, ctx.sizes, ctx.group_name, *_ = inputs
-    ctx.own = x.shape[0]
+    ctx.size = x.shape[0]
 
 
 def _all_gather_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     """Return the gradient of this rank's rows: the sum of the gradients of their copies, over all ranks."""
     ranks = len(ctx.sizes)
-    grads, _ = torch.ops.para_core.all_to_all(grad, ctx.sizes, [ctx.own] * ranks, ctx.group_name)
-    return grads.unflatten(0, (ranks, ctx.own)).sum(0), None, None, None
+    grads, _ = torch.ops.para_core.all_to_all(grad, ctx.sizes, [ctx.size] * ranks, ctx.group_name)
+    return grads.unflatten(0, (ranks, ctx.size)).sum(0), None, None, None
 
 
 define_collective(
@@ -327,7 +328,7 @@ def all_gather_bytes(
     """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only.
 
     ``x`` is a uint8 CPU tensor of the same length on all ranks. The host waits for the other ranks, but not
-    for the device, because the group of :func:`~para_core.distributed.mesh.host_group` sends the bytes
+    for the device, because the group of :func:`~para_core.distributed.groups.host_group` sends the bytes
     between CPUs. The groups in ``by_dim`` (of :class:`HostGroups`) are used; a missing group is looked up and
     added. ``call`` names the user's call for the log if ranks are late.
     """

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from para_core.distributed.agree import agree
+from para_core.distributed.groups import find_or_make_group, host_group, nccl_device
 from para_core.distributed.mesh import (
     MESH_DIMS,
     PIPE_DIM,
@@ -21,10 +22,7 @@ from para_core.distributed.mesh import (
     GuidedMesh,
     SequenceMesh,
     all_ranks,
-    find_or_make_group,
     guided_mesh,
-    host_group,
-    nccl_device,
     require_process_group,
 )
 from para_core.distributed.mesh_shape import choose_mesh_shape, largest_divisor, require_maximum
@@ -164,8 +162,10 @@ def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, .
     mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
     # With PyTorch's fake backend there is no store, which gloo would need.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
-    alone = partial(find_or_make_group, "para_core: this rank alone", [dist.get_rank()], backend=backend)
-    groups = [mesh.get_group(name) if name in used else alone() for name in names]
+    make_group_of_one = partial(
+        find_or_make_group, "para_core: this rank alone", [dist.get_rank()], backend=backend
+    )
+    groups = [mesh.get_group(name) if name in used else make_group_of_one() for name in names]
     return DeviceMesh.from_group(groups, device_type, mesh=mesh.mesh.view(shape), mesh_dim_names=names)
 
 

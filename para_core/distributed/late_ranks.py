@@ -79,7 +79,7 @@ def wait_for_late_ranks(
     begun = time.monotonic() - PATIENCE.total_seconds()
     timeout = group_timeout(group, torch.device("cpu")).total_seconds()
     members = dist.get_process_group_ranks(group)
-    looks, own, late, key = _looks(timeout), dist.get_rank(), list[int](), _key(dist.get_rank())
+    looks, rank, late, key = _looks(timeout), dist.get_rank(), list[int](), _key(dist.get_rank())
     ask_store(lambda store: store.set(key, call), None, _ANSWER)
     try:
         for seconds in looks:
@@ -87,14 +87,14 @@ def wait_for_late_ranks(
             if _has_ended(work, timedelta(seconds=max(0.01, begun + seconds - time.monotonic()))):
                 return
             calls = ask_store(lambda store: _calls_of(store, members), dict.fromkeys(members, call), _ANSWER)
-            late = [rank for rank in members if rank != own and calls.get(rank) != call]
+            late = [other for other in members if other != rank and calls.get(other) != call]
             # What the last look finds is said by the error that follows.
-            if late and seconds < looks[-1] and own == min(set(members) - set(late)):
+            if late and seconds < looks[-1] and rank == min(set(members) - set(late)):
                 logger.warning(
                     "rank %d has waited %.0f s in %s for %s. Every rank must make this call: it must not be under 'if "
                     "rank == 0'. If a rank still loads or compiles, the call goes on when it arrives. Otherwise it "
                     "fails after %.0f s.",
-                    own,
+                    rank,
                     time.monotonic() - begun,
                     call,
                     _texts(late, calls),

@@ -90,16 +90,16 @@ def mesh_sizes(ranks: int, limits: Mapping[str, int]) -> dict[str, int]:
     >>> mesh_sizes(8, {"tensor": 2, "ring": 4})
     {'batch': 1, 'ring': 4, 'ulysses': 1, 'tensor': 2}
     """
-    left, open_limits = ranks, dict(limits)
+    ranks_left, open_limits = ranks, dict(limits)
     outer: dict[str, int] = {}
     for name in ("tensor", "pipe"):
-        size = largest_divisor(left, open_limits.pop(name, 1))
-        left //= size
+        size = largest_divisor(ranks_left, open_limits.pop(name, 1))
+        ranks_left //= size
         if size > 1:
             outer[name] = size
     try:
         sizes = choose_mesh_shape(
-            left, **{f"max_{name}_dim_size": size for name, size in open_limits.items()}
+            ranks_left, **{f"max_{name}_dim_size": size for name, size in open_limits.items()}
         )
     except ValueError as error:
         raise ValueError(f"mesh is too small: {error}") from None

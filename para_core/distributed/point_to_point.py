@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from para_core.distributed.agree import exchange
-from para_core.distributed.mesh import MeshDim, find_or_make_group, nccl_device, one_guided_rank
+from para_core.distributed.groups import find_or_make_group, nccl_device
+from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.torch_internals import (
     abort_groups,
     default_store,

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from para_core.distributed.mesh import groups_among
+from para_core.distributed.groups import groups_among
 from para_core.torch_internals import group_timeout, is_registered, set_group_timeout
 
 
@@ -66,10 +66,10 @@ def override_timeouts(
     first of ``groups``.
     """
     override = object()
-    own: list[ProcessGroup] = []
+    changed: list[ProcessGroup] = []
 
     def undo() -> None:
-        alive = [group for group in own if dist.is_initialized() and is_registered(group)]
+        alive = [group for group in changed if dist.is_initialized() and is_registered(group)]
         for group in alive:
             overrides = _OVERRIDES.get(group, _Overrides(timeout))
             if override not in overrides.active:
@@ -93,7 +93,7 @@ def override_timeouts(
         for group in groups:
             initial = group_timeout(group)
             set_group_timeout(group, timeout)
-            own.append(group)
+            changed.append(group)
             _OVERRIDES.setdefault(group, _Overrides(initial)).active[override] = timeout
     except BaseException:
         undo()

@@ -160,14 +160,14 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
                 f"{operator} got {name} {shown}, which is not computed over several ranks. Leave {name} out, or use "
                 "F.scaled_dot_product_attention with a mask for all tokens."
             )
-    left = arguments.get("window_size_left", -1)
+    window_left = arguments.get("window_size_left", -1)
     right = arguments.get("window_size_right", -1)
     if arguments.get("causal") or arguments.get("is_causal"):
         right = 0
-    if left >= 0 or right > 0:
+    if window_left >= 0 or right > 0:
         raise ValueError(
-            f"{operator} got window_size ({left}, {right}), and a sliding window is not computed over several ranks. "
-            "Use F.scaled_dot_product_attention with a mask for all tokens, or window_size=(-1, -1)."
+            f"{operator} got window_size ({window_left}, {right}), and a sliding window is not computed over several "
+            "ranks. Use F.scaled_dot_product_attention with a mask for all tokens, or window_size=(-1, -1)."
         )
     is_causal = right == 0
     num_queries, num_keys = _varlen_totals(operator, arguments)

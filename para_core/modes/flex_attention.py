@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from para_core.attention.attention_options import AttnOptions
@@ -32,13 +32,13 @@ from para_core.attention.local import add_autograd_dependency
 from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.distributed.agree import agree
-from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.records import Signature
 from para_core.foreign_errors import mask_length_mismatch
-from para_core.instance.modules import submodules_of
 from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, position_of_row, shard_block_mask
+from para_core.modes.flex_errors import NOT_SHARDED, OTHER_SEQUENCE, raise_in_graph
+from para_core.modes.flex_users import uses_flex_attention
 from para_core.modes.registry import (
     AttentionOwner,
     register_explanation,
@@ -51,9 +51,6 @@ from para_core.torch_internals import DisableTorchFunction, flex_attention_opera
 # If a call has no mask, flex_attention creates a mask with a single block of at least this size. Such a mask
 # hides nothing, so its lengths are not compared with those of the sequence.
 _NO_BLOCKS = 1 << 30
-
-# A model whose code has one of these names uses flex attention.
-_NAMES = frozenset({"flex_attention", "create_block_mask", "create_mask", "BlockMask"})
 
 _OPTIONS = AttnOptions()
 _OPTIONS_TEXT = _OPTIONS.as_text()
@@ -137,7 +134,7 @@ class FlexOverMesh:
         if _has_no_blocks(mask) or not (plan.spec.query_layout.sharded or plan.spec.key_layout.sharded):
             return
         if mask[0] >= 0:
-            error = ValueError(_NOT_SHARDED.format(mask[0], mask[1], *lengths))
+            error = ValueError(NOT_SHARDED.format(mask[0], mask[1], *lengths))
             if (mask[0], mask[1]) == lengths:
                 # This rank holds all tokens, so flex_attention accepted the unsharded mask here. On the other
                 # ranks flex_attention has already raised, so an exchange with them would hang.
@@ -145,7 +142,7 @@ class FlexOverMesh:
             self._raise_everywhere(error)
         expected = -1 - layout_id(plan.spec.query_layout), -1 - layout_id(plan.spec.key_layout)
         if (mask[0], mask[1]) != expected:
-            self._raise_everywhere(ValueError(_OTHER_SEQUENCE.format(*lengths)))
+            self._raise_everywhere(ValueError(OTHER_SEQUENCE.format(*lengths)))
 
     def _trace(self, operator: Callable[..., Any], call: _FlexCall) -> Any:
         call, plan = self._plan(call)
@@ -154,9 +151,11 @@ class FlexOverMesh:
             mod = call.mask[-1]
             lengths = [query_layout.total, key_layout.total]
             if not isinstance(mod, ShardedMaskMod):
-                return _refuse_in_graph(call, _NOT_SHARDED, [call.mask[0], call.mask[1], *lengths])
+                return raise_in_graph(
+                    call.query, call.value, NOT_SHARDED, [call.mask[0], call.mask[1], *lengths]
+                )
             if not (_are_alike(mod.query_layout, query_layout) and _are_alike(mod.key_layout, key_layout)):
-                return _refuse_in_graph(call, _OTHER_SEQUENCE, lengths)
+                return raise_in_graph(call.query, call.value, OTHER_SEQUENCE, lengths)
             call = _FlexCall(*call[:4], (*call.mask[:-1], mod.of_rows), *call[5:])
         return _run_operator(operator, call, plan)
 
@@ -340,40 +339,6 @@ def _signature(call: _FlexCall, plan: AttentionPlan) -> Any:
     )
 
 
-_NOT_SHARDED = (
-    "block_mask is over {0} queries and {1} keys, and was not sharded; the sequence has {2} and {3} tokens, of which "
-    "each rank holds a part. Make the mask over all tokens, create_block_mask(..., Q_LEN={2}, KV_LEN={3}), and pass "
-    "cp.shard(block_mask)."
-)
-_OTHER_SEQUENCE = (
-    "block_mask was sharded as another sequence than this call's {0} queries and {1} keys, or by another layout. "
-    "Shard it after the "
-    "tokens that it is for, or say which these are: cp.shard(block_mask, sequence=cp.sequence(total))."
-)
-
-
-def _refuse_in_graph(call: _FlexCall, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
-    """Add an operator to the traced graph that raises ``ValueError(message.format(*numbers))`` when the graph
-    runs. Dynamo would replace an error that is raised while it traces. Return uninitialized results.
-    """
-    out = torch.ops.para_core.refuse_flex_attention(call.query, call.value, message, numbers)
-    stat = call.query.new_empty(call.query.shape[:3], dtype=torch.float32)
-    return out, stat, stat
-
-
-def _refuse(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> Tensor:
-    raise ValueError(message.format(*numbers))
-
-
-define_operator("refuse_flex_attention(Tensor query, Tensor value, str message, SymInt[] numbers) -> Tensor")
-LIBRARY.impl("refuse_flex_attention", _refuse, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "para_core::refuse_flex_attention",
-    lambda query, value, *_: query.new_empty(*query.shape[:3], value.shape[3]),
-    lib=LIBRARY,
-)
-
-
 def explain_unsharded_mask(error: BaseException | None) -> None:
     """Raise a ValueError that recommends ``cp.shard(block_mask)`` if ``error`` is a length mismatch of a
     mask, which ``flex_attention`` raises for an unsharded mask before any mode sees the call.
@@ -389,43 +354,6 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
             "tokens: make the mask over all tokens, and pass cp.shard(block_mask), or name it in the plan, "
             "SplitMask((segment,))."
         ) from error
-
-
-def uses_flex_attention(module: nn.Module) -> bool:
-    """Whether the code of ``module`` uses a name such as ``flex_attention`` or ``BlockMask``.
-
-    Searches the Python modules, other than torch's, of the classes of all submodules and their attention
-    processors.
-    """
-    # Private classes have the Python module of the original class.
-    names: set[str] = set()
-    for part in submodules_of(module):
-        names.add(type(part).__module__)
-        processor = getattr(part, "processor", None)
-        if processor is not None:
-            names.add(type(processor).__module__)
-    return any(map(_mentions_flex_attention, [name for name in names if not name.startswith("torch.")]))
-
-
-def _mentions_flex_attention(name: str) -> bool:
-    """Whether the Python module ``name`` or a function in it uses one of ``_NAMES``."""
-    file = sys.modules.get(name)
-    if file is None:
-        return False
-    values = vars(file)
-    if not _NAMES.isdisjoint(values):
-        return True
-    for value in values.values():
-        if getattr(value, "__module__", None) != values["__name__"]:
-            continue
-        functions = [value]
-        if isinstance(value, type):
-            functions = list(vars(value).values())
-        for function in functions:
-            code = getattr(function, "__code__", None)
-            if not _NAMES.isdisjoint(getattr(code, "co_names", ())):
-                return True
-    return False
 
 
 def _route(owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 import sys
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from para_core.attention.sdpa_call import Fail
+from para_core.modes.registry import Route, route_of_operator
 from para_core.torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
 
 # An operator is an OpOverload or an OpOverloadPacket.
@@ -102,8 +103,15 @@ def is_called_by_a_graph(operator: Operator) -> bool:
     return True
 
 
-def refuse_operator(operator: Operator, fail: Fail) -> NoReturn:
-    """Call ``fail`` with a RuntimeError that says that ``operator`` computes attention that cannot run over a mesh."""
+def require_route(operator: Operator, fail: Fail) -> Route:
+    """Return the function of a feature that computes ``operator`` over a mesh.
+
+    Raises:
+        RuntimeError: No feature computes it. ``fail`` raises the error, which has the way out.
+    """
+    route = route_of_operator(operator)
+    if route is not None:
+        return route
     fail(
         RuntimeError(
             f"{operator} computes attention without scaled_dot_product_attention, so it cannot run on several ranks: "

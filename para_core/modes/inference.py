@@ -24,9 +24,9 @@ _MAX_LISTED = 8
 
 @lru_cache(maxsize=1024)
 def sequence_of_length(
-    held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
+    num_tokens: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
 ) -> SequenceLayout:
-    """Return the layout of the candidate whose part on ``rank`` has ``held`` tokens.
+    """Return the layout of the candidate whose part on ``rank`` has ``num_tokens`` tokens.
 
     Args:
         segments: The segments that were sharded through the mode or declared replicated, in the order of
@@ -36,27 +36,27 @@ def sequence_of_length(
             ``is_causal``.
 
     Raises:
-        ValueError: No candidate has ``held`` tokens on ``rank``; or the first that has (the *match*) is
+        ValueError: No candidate has ``num_tokens`` tokens on ``rank``; or the first that has (the *match*) is
             ambiguous: it conflicts with another candidate (see the module docstring); it is a concatenation
             with a replicated segment, which may be first or last; or with ``ordered``, it is a concatenation
             or another candidate has the same length on every rank.
     """
-    return sequence_of_symbolic_length(held, segments, rank, ranks, kind=kind, ordered=ordered)
+    return sequence_of_symbolic_length(num_tokens, segments, rank, ranks, kind=kind, ordered=ordered)
 
 
 def sequence_of_symbolic_length(
-    held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
+    num_tokens: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
 ) -> SequenceLayout:
     """Return what :func:`sequence_of_length` returns, for symbolic lengths, which can be compared but not
     hashed.
     """
     candidates = _candidates(segments, ranks)
-    fitting = next((layout for layout in candidates if layout.size(rank) == held), None)
+    fitting = next((layout for layout in candidates if layout.size(rank) == num_tokens), None)
     if fitting is None:
-        raise _fits_nothing(held, candidates, rank, kind)
+        raise _fits_nothing(num_tokens, candidates, rank, kind)
     for other in candidates:
         if other is not fitting:
-            _check_rival(fitting, other, held, kind, ordered)
+            _check_rival(fitting, other, num_tokens, kind, ordered)
     if len(fitting.segments) > 1:
         if ordered:
             raise _order_matters(fitting, kind)
@@ -96,9 +96,11 @@ def _candidates(segments: tuple[Segment, ...], ranks: int) -> list[SequenceLayou
     return layouts
 
 
-def _check_rival(fitting: SequenceLayout, other: SequenceLayout, held: int, kind: str, ordered: bool) -> None:
+def _check_rival(
+    fitting: SequenceLayout, other: SequenceLayout, num_tokens: int, kind: str, ordered: bool
+) -> None:
     """Raise ``ValueError`` if ``other`` would fit as well as ``fitting``, the layout of a query or key with
-    ``held`` tokens on this rank.
+    ``num_tokens`` tokens on this rank.
     """
     pairs = zip(fitting.sizes(), other.sizes(), strict=True)
     same_length = [size == other_size for size, other_size in pairs]
@@ -106,7 +108,7 @@ def _check_rival(fitting: SequenceLayout, other: SequenceLayout, held: int, kind
     # once.
     if any(same_length) and not (all(same_length) and fitting.total == other.total):
         raise ValueError(
-            f"{kind} has {held} tokens on this rank, and a sequence of {fitting.total} or of {other.total} would "
+            f"{kind} has {num_tokens} tokens on this rank, and a sequence of {fitting.total} or of {other.total} would "
             "fit on some rank. Say which with cp.using(cp.sequence(total))."
         )
     if ordered and all(same_length):
@@ -124,12 +126,12 @@ def _order_matters(fitting: SequenceLayout, kind: str) -> ValueError:
     )
 
 
-def _fits_nothing(held: int, candidates: list[SequenceLayout], rank: int, kind: str) -> ValueError:
+def _fits_nothing(num_tokens: int, candidates: list[SequenceLayout], rank: int, kind: str) -> ValueError:
     listed = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in candidates[:_MAX_LISTED]])
     if len(candidates) > _MAX_LISTED:
         listed = f"{listed}, …"
     return ValueError(
-        f"{kind} has {held} tokens on this rank, which fits nothing that was sharded with cp.shard here, neither one "
-        f"sequence nor all in the order of sharding ({listed}). Shard it with cp.shard too, or say who holds what: "
+        f"{kind} has {num_tokens} tokens on this rank, which fits nothing that was sharded with cp.shard here, neither "
+        f"one sequence nor all in the order of sharding ({listed}). Shard it with cp.shard too, or say who holds what: "
         "cp.using(SequenceLayout(...)), with a Segment for each sequence in it."
     )

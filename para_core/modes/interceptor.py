@@ -22,10 +22,10 @@ from para_core.modes.foreign_operators import (
     OPERATOR_TYPES,
     computes_attention,
     is_called_by_a_graph,
-    refuse_operator,
+    require_route,
 )
 from para_core.modes.handwritten import may_be_scores
-from para_core.modes.registry import AttentionOwner, SdpaOwner, route_of_function, route_of_operator
+from para_core.modes.registry import AttentionOwner, SdpaOwner, route_of_function
 from para_core.torch_internals import (
     FUSED_ATTENTION_FUNCTIONS,
     DisableTorchFunction,
@@ -99,10 +99,7 @@ def _run_operator(
     """Return the result of an attention operator of another package.
     Raise ``RuntimeError`` if no feature has it.
     """
-    route = route_of_operator(operator)
-    if route is None:
-        refuse_operator(operator, owner.fail)
-    return route(owner, operator, args, kwargs)
+    return require_route(operator, owner.fail)(owner, operator, args, kwargs)
 
 
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:

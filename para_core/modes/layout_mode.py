@@ -201,7 +201,7 @@ class LayoutMode(ShardingMode):
         """
         if sequence is None and torch.compiler.is_compiling():
             raise RuntimeError("inside a compiled function cp.local_mask needs sequence=, as cp.gather does.")
-        layout = self._agree(mask, -1, sequence, whole=False)
+        layout = self._agree(mask, -1, sequence, is_whole=False)
         if self._mesh.ranks == 1:
             return mask
         return gather_tokens(mask, -1, layout, self._mesh)
@@ -250,34 +250,36 @@ class LayoutMode(ShardingMode):
             return query_layout, query_layout
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
-    def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of a query or key with ``held`` tokens on this rank: the explicit layout of the
+    def _layout_of(self, num_tokens: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
+        """Return the layout of a query or key with ``num_tokens`` tokens on this rank: the explicit layout of the
         mode, else that of the sharded sequences that fit, else equal parts. Raise ``ValueError`` if none
         fits, or several do.
         """
         mesh = self._mesh
         if self._explicit is not None:
             layout = self._explicit_layout_of(kind, self._explicit)
-            if held != layout.size(mesh.rank):
+            if num_tokens != layout.size(mesh.rank):
                 raise ValueError(
-                    f"{kind} has {held} tokens, but the layout gives this rank {layout.size(mesh.rank)} of "
+                    f"{kind} has {num_tokens} tokens, but the layout gives this rank {layout.size(mesh.rank)} of "
                     f"{layout.total}. Pass the layout that it was sharded by (cp.using(layout, key_layout=...))."
                 )
             return layout
         if not self._known:
-            self._warn_of_equal_parts(held)
-            return even_layout(held * mesh.ranks, mesh.ranks)
+            self._warn_of_equal_parts(num_tokens)
+            return even_layout(num_tokens * mesh.ranks, mesh.ranks)
         segments = segments_of(self._known)
         if torch.compiler.is_compiling():
             return sequence_of_symbolic_length(
-                held, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered
+                num_tokens, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered
             )
-        return sequence_of_length(held, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered)
+        return sequence_of_length(num_tokens, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered)
 
-    def _warn_of_equal_parts(self, held: int) -> None:
+    def _warn_of_equal_parts(self, num_tokens: int) -> None:
         """Log a warning once if nothing was sharded inside this mode, which a user may have forgotten."""
+        if torch.compiler.is_compiling():
+            return
         ranks = self._mesh.ranks
-        if ranks == 1 or self._depth == 0 or self._warned_of_equal_parts or torch.compiler.is_compiling():
+        if ranks == 1 or self._depth == 0 or self._warned_of_equal_parts:
             return
         self._warned_of_equal_parts = True
         logger.warning(
@@ -287,9 +289,9 @@ class LayoutMode(ShardingMode):
             "output (cp.gather); run what is not to be parallel under UnifiedAttnMode.disable(). generate() does not "
             "shard: use propose_plan, or decode with cp.using(...). If these are parts, say so: "
             "layout=SequenceLayout((Segment('x', %d),), %d).",
-            held,
+            num_tokens,
             ranks,
-            held * ranks,
-            held * ranks,
+            num_tokens * ranks,
+            num_tokens * ranks,
             ranks,
         )

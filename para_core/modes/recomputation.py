@@ -11,7 +11,7 @@ later call that a mode does see:
   found on the Python stack.
 - ``use_reentrant=False``: at an attention call. The function is found through the hooks on saved tensors that
   the checkpoint registered.
-- In a diffusers model under a plan: at the model's own checkpoint function, which :func:`recomputed_under`
+- In a diffusers model under a plan: at the model's own checkpoint function, which :func:`bind_recomputation`
   replaces.
 
 Written for torch 2.13 (``torch/utils/checkpoint.py``). If another version renames the variables of the
@@ -108,7 +108,7 @@ def _frame_of(hooks: Any) -> Any:
 
 
 @contextmanager
-def recomputed_under(bind: Bind, module: nn.Module) -> Iterator[None]:
+def bind_recomputation(bind: Bind, module: nn.Module) -> Iterator[None]:
     """Bind each function that the activation checkpointing of a diffusers model recomputes in the backward.
 
     Affects the checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing without
@@ -160,7 +160,7 @@ RECOMPUTATION.append(
     Recomputation(
         gradients_disabled=bind_reentrant_checkpoint,
         attention_called=bind_checkpoint,
-        during_call=recomputed_under,
+        during_call=bind_recomputation,
         check_exchanges=check_checkpointing,
     )
 )

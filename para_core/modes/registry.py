@@ -192,7 +192,7 @@ def explain(error: BaseException | None) -> None:
 
 
 @contextmanager
-def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
+def bind_recomputation(bind: Bind | None, module: nn.Module) -> Iterator[None]:
     """Return a context in which what the backward of ``module`` runs again is bound by ``bind``, unless it is None."""
     with ExitStack() as stack:
         if bind is not None:

@@ -114,12 +114,12 @@ class ShardingMode(TorchFunctionMode):
             raise ValueError(f"the layout is for {layout.ranks} ranks, but the mesh has {self._mesh.ranks}.")
         return layout
 
-    def _only_sequence(self, held: int) -> SequenceLayout:
+    def _only_sequence(self, num_tokens: int) -> SequenceLayout:
         sequences = [segment for segment in segments_of(self._known) if not segment.replicated]
         if len(sequences) == 1:
             return SequenceLayout((sequences[0],), self._mesh.ranks)
         if not sequences:
-            return self.sequence(held * self._mesh.ranks)
+            return self.sequence(num_tokens * self._mesh.ranks)
         raise ValueError(
             "several sequences were sharded through this mode (of "
             f"{', '.join([str(segment.total) for segment in sequences])} tokens). Say which one this is: cp.gather(y, "
@@ -169,7 +169,7 @@ class ShardingMode(TorchFunctionMode):
                 "inside a compiled function cp.shard needs sequence=: tokens = cp.sequence(x.shape[dim]); "
                 "cp.shard(x, dim, sequence=tokens)."
             )
-        layout = self._agree(x, dim, sequence, whole=True, balance=balance)
+        layout = self._agree(x, dim, sequence, is_whole=True, balance=balance)
         if len(layout.segments) == 1:
             self._remember(layout.segments[0])
         if self._mesh.ranks == 1:
@@ -200,7 +200,7 @@ class ShardingMode(TorchFunctionMode):
             raise RuntimeError(
                 "inside a compiled function cp.gather needs sequence=: the value that cp.sequence(total) gave before."
             )
-        layout = self._agree(y, dim, sequence, whole=False)
+        layout = self._agree(y, dim, sequence, is_whole=False)
         if torch.compiler.is_compiling() and self._depth == 0:
             self._end()
         self._gathered = True
@@ -214,10 +214,10 @@ class ShardingMode(TorchFunctionMode):
         dim: int,
         sequence: SequenceLayout | None,
         *,
-        whole: bool,
+        is_whole: bool,
         balance: Literal["causal"] | None = None,
     ) -> SequenceLayout:
-        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` (``whole``,
+        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` (``is_whole``,
         with ``balance``) or :meth:`gather` (for this rank's part).
 
         In eager code the ranks compare their layouts, unless ``assume_equal`` is True. If the layout is
@@ -241,19 +241,21 @@ class ShardingMode(TorchFunctionMode):
                 raise TypeError(f"dim is {dim!r}; expected the number of the dim that is sharded.")
             if not -x.ndim <= dim < x.ndim:
                 raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
-            held = x.shape[dim]
+            num_tokens = x.shape[dim]
             if sequence is not None:
                 layout = self._check_ranks(sequence)
-            elif whole:
-                layout = self.sequence(held, balance=balance)
+            elif is_whole:
+                layout = self.sequence(num_tokens, balance=balance)
             else:
-                layout = self._only_sequence(held)
-            if whole and held != layout.total:
-                raise ValueError(f"x has {held} tokens in dim {dim}, but sequence= says {layout.total}.")
-            size = layout.size(self._mesh.rank)
-            if not whole and held != size:
+                layout = self._only_sequence(num_tokens)
+            if is_whole and num_tokens != layout.total:
                 raise ValueError(
-                    f"y has {held} tokens in dim {dim}, but this rank's part of {layout.total} is {size}."
+                    f"x has {num_tokens} tokens in dim {dim}, but sequence= says {layout.total}."
+                )
+            size = layout.size(self._mesh.rank)
+            if not is_whole and num_tokens != size:
+                raise ValueError(
+                    f"y has {num_tokens} tokens in dim {dim}, but this rank's part of {layout.total} is {size}."
                 )
         except (TypeError, ValueError) as error:
             if talk:
@@ -315,12 +317,12 @@ def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLay
     )
 
 
-def segments_of(held: TraceSafeLayout) -> tuple[Segment, ...]:
+def segments_of(layout: TraceSafeLayout) -> tuple[Segment, ...]:
     return tuple(
         [
             Segment(
                 name, total.shape[0] if isinstance(total, Tensor) else total, replicated, balanced, together
             )
-            for name, total, replicated, balanced, together in held
+            for name, total, replicated, balanced, together in layout
         ]
     )

@@ -1,4 +1,4 @@
-"""Torch function modes that run attention over a mesh: over all of it, ring only, or Ulysses only."""
+"""Torch function modes that run attention over a mesh, exactly: over a ring, with Ulysses, or both."""
 
 from __future__ import annotations
 
@@ -280,9 +280,12 @@ class UnifiedAttnMode(LayoutMode):
             for recomputation in RECOMPUTATION:
                 recomputation.attention_called(self, self.bound)
         output = intercept(self, self, func, args, kwargs or {})
-        if self._follows_masks and not torch.compiler.is_compiling():
+        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
+        if torch.compiler.is_compiling():
+            return output
+        if self._follows_masks:
             follow_parts(func, args, (kwargs or {}).values(), output)
-        if not torch.compiler.is_compiling() and may_be_scores(func):
+        if may_be_scores(func):
             self._by_hand.note(func, args, kwargs or {}, output, self._numbers_of_tokens())
         return output
 

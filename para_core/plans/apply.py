@@ -33,7 +33,7 @@ def apply_plan(
     attn_func: AttnFunc | None = None,
     cross_backend: Backend | None = None,
     on_one_rank: bool = False,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    call_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     written_for: type | None = None,
 ) -> None:
     """Change ``module`` in place so that its calls run over ``mesh``, with sharded inputs, attention over all
@@ -41,7 +41,8 @@ def apply_plan(
 
     On a mesh of one rank nothing is applied, unless ``options.backend``, ``attn_func``, ``cross_backend`` or
     ``on_one_rank`` is given, or ``batch`` splits samples. Inside
-    :func:`~para_core.distributed.agreed_inputs.assume_agreed`, neither ``agree_on_inputs`` nor ``around`` is called.
+    :func:`~para_core.distributed.agreed_inputs.assume_agreed`, neither ``agree_on_inputs`` nor ``call_context``
+    is called.
 
     Args:
         plan: A :class:`Plan`, or a ``_cp_plan`` of diffusers.
@@ -51,7 +52,7 @@ def apply_plan(
         options, cross_backend: As in :meth:`Region.use`.
         on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other
             options later.
-        around: Returns a context manager in which each eager call runs, entered after ``agree_on_inputs``.
+        call_context: Returns a context manager in which each eager call runs, entered after ``agree_on_inputs``.
         written_for: The class of ``module``, or a base class of it, whose code the plan describes. Other code
             inside ``module`` then gets a :class:`ForeignCodeWarning`. None if the plan was written for this
             very module.
@@ -64,7 +65,16 @@ def apply_plan(
         plan = convert_published_plan(plan)
     options = options or AttnOptions()
     region = Region(
-        module, plan, mesh, batch, agree_on_inputs, options, attn_func, cross_backend, around, written_for
+        module,
+        plan,
+        mesh,
+        batch,
+        agree_on_inputs,
+        options,
+        attn_func,
+        cross_backend,
+        call_context,
+        written_for,
     )
     is_default_attention = options.backend is None and cross_backend is None and attn_func is None
     if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:

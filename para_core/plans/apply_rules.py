@@ -25,8 +25,9 @@ from para_core.dataclass_fields import (
 )
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Run, Segment, SequenceLayout
-from para_core.layout.tokens import copy_runs, gather_tokens, shard_tokens
+from para_core.layout.tokens import copy_runs, shard_tokens
 from para_core.modes.registry import mask_sharder
+from para_core.plans.call_segments import SegmentsOfCall, groups_of
 from para_core.plans.plan import (
     Count,
     CumulativeLengths,
@@ -54,20 +55,11 @@ class _KnownCut(NamedTuple):
     runs: tuple[Run, ...]
 
 
-class RuleExecutor:
-    """An executor of plan rules on the tensors of one model call at a time.
-
-    :attr:`segments` holds, by name, the segments that the rules of the current call have sharded or
-    replicated so far, to which later rules refer. The caller clears it after each call. ``coarse`` are the
-    :func:`~para_core.plans.plan.coarse_segments`.
-    """
+class RuleExecutor(SegmentsOfCall):
+    """An executor of plan rules on the tensors of one model call at a time."""
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
-        self.mesh = mesh
-        self._coarse = coarse
-        # A dict, because Dynamo 2.13 loses an attribute that is set before and after torch.cond, which a
-        # cache adds.
-        self.segments: dict[str, Segment] = {}
+        super().__init__(mesh, coarse)
         # In eager code, the sharding of tensors that a plain Split cuts, by rule and number of tokens.
         self._known_cuts: dict[tuple[int, int], _KnownCut] = {}
         # (Query layout, key layout, sharded mask) by block mask, because a model passes the same mask to
@@ -181,21 +173,6 @@ class RuleExecutor:
             self._masks[value] = sharded
         return sharded[2]
 
-    def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
-        """Return the layout of a sequence of ``total`` tokens that consists of the segments ``names``, in
-        this order. One of them may be unknown in this call so far. It counts as replicated, with the
-        remaining tokens.
-        """
-        segments = self.segments
-        rest = total - sum([segments[name].total for name in names if name in segments])
-        parts = []
-        for name in names:
-            if name in segments:
-                parts.append(segments[name])
-            else:
-                parts.append(Segment(name, rest, replicated=True))
-        return SequenceLayout(tuple(parts), self.mesh.ranks)
-
     def _cut_entries(self, value: Any, cut: Entries, name: str) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(cut.cuts):
             length = ""
@@ -295,86 +272,12 @@ class RuleExecutor:
             return value
         return copy_runs(value, split.dim, known.runs)
 
-    def _segment_of_groups(self, value: Tensor, split: Split) -> Segment:
-        """Return the segment of a tensor in which the tokens of each entry of a dim, such as a frame, stay together."""
-        entries = value.shape[split.dim]
-        tokens = prod([value.shape[dim] for dim in split.together])
-        name = split.segment or ""
-        if entries < self.mesh.ranks:
-            return Segment(name, entries * tokens, replicated=True)
-        return Segment(name, entries * tokens, together=tokens)
-
-    def _shard_known(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return this rank's part of ``value`` along ``dim``, which holds the tokens or the groups of
-        ``segment``.
-
-        Raises:
-            ValueError: ``dim`` has another length.
-        """
-        by_length = {segment.total: segment, segment.total // segment.together: _groups_of(segment)}
-        if value.shape[dim] not in by_length:
-            raise ValueError(
-                f"dim {dim} of a tensor {list(value.shape)} that accompanies {segment.name} has {value.shape[dim]} "
-                f"entries; expected {segment.total}, or {segment.total // segment.together} with "
-                f"{segment.together} tokens each."
-            )
-        layout = SequenceLayout((by_length[value.shape[dim]],), self.mesh.ranks)
-        return shard_tokens(value, dim, layout, self.mesh)
-
-    def new_segment(self, name: str, total: int) -> Segment:
-        """Return a segment of ``total`` tokens: sharded, or replicated if there are too few tokens for every rank."""
-        # Branch on the comparison instead of passing it as ``replicated``, because for symbolic lengths it is
-        # not a bool.
-        if total < self.mesh.ranks * self.fewest_on_a_rank(name):
-            return Segment(name, total, replicated=True)
-        return Segment(name, total)
-
-    def fewest_on_a_rank(self, name: str) -> int:
-        """Return the least number of tokens per rank with which a segment is sharded: 1 for rows or frames,
-        else 2.
-
-        Hugging Face transformers treat a single token as a decoding step, and pass ``is_causal=False``.
-        """
-        return 1 if name in self._coarse else 2
-
-    def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``.
-        Collective.
-        """
-        return gather_tokens(part, dim, layout, self.mesh)
-
-    def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, tokens: int) -> SequenceLayout:
-        """Return the layout of ``value`` along ``dim``: a replicated prefix, followed by ``tokens`` tokens of
-        ``segment``, which are all of them or this rank's part.
-        """
-        rest = value.shape[dim] - tokens
-        return SequenceLayout((Segment("rest", rest, replicated=True), segment), self.mesh.ranks)
-
-    def _note(self, segment: Segment, dim: int, name: str) -> None:
-        if segment.name not in self.segments:
-            self.segments[segment.name] = segment
-        expected = self.segments[segment.name].total
-        if expected != segment.total:
-            raise ValueError(
-                f"{name} has {segment.total} tokens in dim {dim}; expected {expected}, as the other {segment.name} "
-                "inputs."
-            )
-
     def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
         which: Literal["first", "last"] = "last"
         if isinstance(cut, FirstTokens):
             which = "first"
         start, stop = self._range_on_rank(which, number, self.segment(cut.segment))
         return stop - start
-
-    def _range_on_rank(
-        self, which: Literal["first", "last"], number: int, segment: Segment
-    ) -> tuple[int, int]:
-        """Return which of the ``number`` first or last tokens of ``segment`` this rank holds, as a range of them."""
-        ((start, length),) = segment.runs(self.mesh.rank, self.mesh.ranks)
-        if which == "last":
-            start = start - (segment.total - number)
-        return min(max(start, 0), number), min(max(start + length, 0), number)
 
     def _clamp_lengths(self, lengths: Tensor, cut: CumulativeLengths, name: str) -> Tensor:
         if lengths.shape != (2,):
@@ -436,7 +339,7 @@ class RuleExecutor:
             if not gather.after_replicated:
                 layout = SequenceLayout(layout.segments[::-1], self.mesh.ranks)
             return self.put_together(value, gather.dim, layout)
-        groups = _groups_of(segment)
+        groups = groups_of(segment)
         if value.shape[gather.dim] == groups.size(self.mesh.rank, self.mesh.ranks):
             segment = groups
         layout = SequenceLayout((segment,), self.mesh.ranks)
@@ -451,43 +354,12 @@ class RuleExecutor:
             return gathered.flatten(dim, dim + 1)
         return gathered
 
-    def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value``, all tokens or groups of a replicated ``segment`` along ``dim``, with the same
-        bits on every rank.
-
-        If other segments are sharded, ranks multiply matrices with different numbers of rows, and the last
-        bit may differ. Each token is therefore taken from the rank that would hold it if the segment were
-        sharded. Collective, unless nothing is sharded.
-        """
-        if all(other.replicated for other in self.segments.values()):
-            return value
-        layout = SequenceLayout((Segment(segment.name, value.shape[dim]),), self.mesh.ranks)
-        return gather_tokens(shard_tokens(value, dim, layout, self.mesh), dim, layout, self.mesh)
-
-    def segment(self, name: str) -> Segment:
-        """Return the segment ``name`` of the current call. Raise ``ValueError`` if no rule has defined it."""
-        if name not in self.segments:
-            raise ValueError(
-                f"the plan refers to the segment {name!r}, which this call has not sharded: the call did not use the "
-                "module or parameter at which the plan shards it, or uses it later. Segments so far: "
-                f"{sorted(self.segments) or 'none'}. Shard it at something that every call uses, such as the embedding "
-                "of its tokens."
-            )
-        return self.segments[name]
-
 
 def _rebuild_sequence(output: Any, parts: list[Any]) -> Any:
     """Return ``parts`` as a named tuple like ``output`` if that is one, and as a tuple otherwise."""
     if has_fields(output):
         return like_sequence(output, parts)
     return tuple(parts)
-
-
-def _groups_of(segment: Segment) -> Segment:
-    """Return a segment with an entry for each group of ``segment``, whose tokens stay together; itself if none do."""
-    if segment.together == 1:
-        return segment
-    return Segment(segment.name, segment.total // segment.together)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -13,7 +13,7 @@ from para_core.instance.record import slot_owner
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.modes.unified import UnifiedAttnMode
-from para_core.plans.planned_attention import Interception
+from para_core.plans.interception import Interception
 from para_core.plans.region import region_of
 from para_core.torch_internals import function_mode_stack
 

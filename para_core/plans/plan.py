@@ -286,25 +286,6 @@ class AttentionByHeads:
 Attending = tuple[Attention, ...] | OneForEach | LinearAttention | AttentionByHeads
 
 
-def attention_calls(
-    attention: tuple[Attention, ...] | OneForEach | AttentionByHeads,
-    parameters: tuple[str, ...],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> tuple[Attention, ...]:
-    """Return the segments of each attention call that a module makes when it is called with ``args`` and
-    ``kwargs``.
-
-    The last entry also applies to all further calls.
-    """
-    if isinstance(attention, AttentionByHeads):
-        return (Attention((attention.segment,)),)
-    if not isinstance(attention, OneForEach):
-        return attention
-    entries = {**dict(zip(parameters, args, strict=False)), **kwargs}.get(attention.parameter) or ()
-    return (attention.each,) * len(entries) + (attention.last,)
-
-
 @dataclass(frozen=True)
 class Halo:
     """A module that needs rows of neighbouring ranks, such as a convolution with padding.
@@ -388,31 +369,6 @@ class Plan:
             inputs=_with_replicated(self.inputs, segment),
             inner={name: cuts for name, cuts in inner.items() if cuts},
         )
-
-
-def coarse_segments(plan: Plan) -> frozenset[str]:
-    """Return the names of the segments whose entries are image rows or frames, that is, several tokens each."""
-    rules: list[ShardRule | Gather | None] = []
-    for shard_rule in plan.shard_rules:
-        if isinstance(shard_rule, Entries):
-            rules += shard_rule.cuts
-        else:
-            rules.append(shard_rule)
-    for output_rule in plan.outputs.values():
-        if isinstance(output_rule, Sequence):
-            rules += output_rule
-        else:
-            rules.append(output_rule)
-    names = [halo.segment for halo in plan.halos.values()]
-    for rule in rules:
-        name = None
-        if isinstance(rule, Split) and (rule.per != 1 or rule.together):
-            name = rule.segment or rule.like
-        elif isinstance(rule, Gather) and rule.per != 1:
-            name = rule.segment
-        if name is not None:
-            names.append(name)
-    return frozenset(names)
 
 
 def _with_replicated(rules: Mapping[Any, ShardRule], segment: str) -> dict[Any, ShardRule]:

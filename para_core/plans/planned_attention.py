@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -13,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.overrides import TorchFunctionMode
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
@@ -23,13 +21,11 @@ from para_core.distributed.mesh import SequenceMesh
 from para_core.instance.private_class import original_class
 from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.layout.tokens import gather_tokens
-from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
-from para_core.modes.interceptor import at_the_dispatcher, call_original, intercept, not_at_the_dispatcher
 from para_core.modes.registry import RECOMPUTATION, MeshAccess
 from para_core.modes.sharding_mode import TraceSafeLayout, segments_of, to_trace_safe
 from para_core.plans.exchange import PAST
 from para_core.plans.plan import Attention
-from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled, top_saved_tensors_hooks
+from para_core.torch_internals import top_saved_tensors_hooks
 
 # Maximum number of MeshAttention objects that are cached per model. A full cache is emptied.
 _MOST_KNOWN = 64
@@ -61,7 +57,7 @@ class PreparedAttention:
     segments: tuple[Segment, ...] | None = None
     computed_by: dict[int, tuple[Attention, MeshAttention | None]] = field(default_factory=dict)
 
-    def computed_by_for(
+    def find_computations(
         self, segments: tuple[Segment, ...]
     ) -> dict[int, tuple[Attention, MeshAttention | None]]:
         """Return :attr:`computed_by` for calls with these ``segments``."""
@@ -103,7 +99,7 @@ class PlannedAttention:
         """Set the segments that the current call has sharded or replicated so far."""
         self.segments = to_trace_safe(segments, self.mesh.device_type)
         if not torch.compiler.is_compiling():
-            self._known_computations = self.prepared.computed_by_for(segments)
+            self._known_computations = self.prepared.find_computations(segments)
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """Return a copy that uses the plan entries ``attending``, one per attention call, and counts calls from 0."""
@@ -266,18 +262,18 @@ def planned_layouts(
 
 
 def layout_of_segments(
-    names: tuple[str, ...], segments: tuple[Segment, ...], mesh: SequenceMesh, held: int, kind: str
+    names: tuple[str, ...], segments: tuple[Segment, ...], mesh: SequenceMesh, num_tokens: int, kind: str
 ) -> SequenceLayout:
-    """Return the layout of a sequence that consists of the segments ``names`` and has ``held`` tokens on this
+    """Return the layout of a sequence that consists of the segments ``names`` and has ``num_tokens`` tokens on this
     rank.
 
     One of ``names`` may be missing in ``segments``, those of the current model call. It counts as replicated,
-    with the remaining tokens. ``kind`` is used in error messages. Raise ``ValueError`` if ``held`` does not
+    with the remaining tokens. ``kind`` is used in error messages. Raise ``ValueError`` if ``num_tokens`` does not
     fit the segments.
     """
     by_name = {segment.name: segment for segment in segments}
     local = sum([by_name[name].size(mesh.rank, mesh.ranks) for name in names if name in by_name])
-    remaining = held - local
+    remaining = num_tokens - local
     unknown = [name for name in names if name not in by_name]
     misfits = remaining != 0
     if len(unknown) == 1:
@@ -285,7 +281,7 @@ def layout_of_segments(
     # A length that depends on data is unknown while tracing, so guard_or_false skips the check for it.
     if guard_or_false(misfits):
         raise ValueError(
-            f"{_caller()} attends with {held} {kind} tokens on this rank; expected {local}, the rank's part of "
+            f"{_caller()} attends with {num_tokens} {kind} tokens on this rank; expected {local}, the rank's part of "
             f"{' + '.join(names)}. Something inside the model adds or drops tokens where they are sharded: code of "
             "your own (a subclass, a processor, a hook), or an argument. Add them before the transformer is called and "
             "drop them from its output, leave them out, or run this pipeline on one rank: unparallelize_pipe(pipe). If "
@@ -312,112 +308,3 @@ def _caller() -> str:
             return original_class(variables.get("self", variables.get("attn"))).__name__
         frame = frame.f_back
     return "a module"
-
-
-class PlannedAttnMode(TorchFunctionMode):
-    """Mode that passes attention calls to a :class:`PlannedAttention`, also in compiled graphs and with
-    gradients.
-
-    ``by_hand`` records attention that the model computes by hand; None to look for none.
-    """
-
-    def __init__(self, planned: PlannedAttention, by_hand: HandwrittenAttention | None = None) -> None:
-        super().__init__()
-        self.planned = planned
-        self.by_hand = by_hand
-
-    @no_frame_of_its_own
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
-        if not torch.compiler.is_compiling() and func is set_grad_enabled and args == (False,):
-            for recomputation in RECOMPUTATION:
-                recomputation.gradients_disabled(partial(self.planned.bind, self.planned))
-        if not self.planned.active[0]:
-            return call_original(func, args, kwargs or {})
-        planned = self.planned
-        by_hand = self.by_hand
-        if by_hand is None or torch.compiler.is_compiling():
-            return intercept(self, planned, func, args, kwargs or {})
-        # Another mode of this plan may be around this one. It must not take our own attention for the
-        # model's.
-        with by_hand.pause():
-            output = intercept(self, planned, func, args, kwargs or {})
-        if may_be_scores(func):
-            by_hand.note(func, args, kwargs or {}, output, planned.numbers_of_tokens())
-        return output
-
-
-class Interception:
-    """The interception of attention calls by ``planned`` during one call of a model: by a
-    :class:`PlannedAttnMode`, or by :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no host
-    time to other operators.
-    """
-
-    def __init__(
-        self, planned: PlannedAttention, *, at_dispatcher: bool, by_hand: HandwrittenAttention | None = None
-    ) -> None:
-        self.planned = planned
-        self.by_hand = by_hand
-        self.mode: PlannedAttnMode | None = None
-        if not at_dispatcher:
-            self.mode = PlannedAttnMode(planned, by_hand)
-        # The attention functions of the nested attending_to contexts, the innermost last; in a graph only the
-        # first.
-        self._attending = [planned]
-
-    @property
-    def current(self) -> PlannedAttention:
-        """The attention function of the module that is running."""
-        return self._attending[-1]
-
-    def intercept_calls(self) -> AbstractContextManager[Any]:
-        """Return a context manager that intercepts attention calls."""
-        if self.mode is not None:
-            return self.mode
-        return at_the_dispatcher(self._attend, lambda: self._attending[-1].active[0])
-
-    @contextmanager
-    def switched_off(self) -> Iterator[None]:
-        """Turn interception off inside the ``with`` block: each attention call runs on one device."""
-        active = self.planned.active
-        before = active[0]
-        active[0] = False
-        dispatcher_off: AbstractContextManager[Any] = nullcontext()
-        if self.mode is None:
-            dispatcher_off = not_at_the_dispatcher()
-        try:
-            with dispatcher_off:
-                yield
-        finally:
-            active[0] = before
-
-    def _attend(self, call: SdpaCall) -> Tensor:
-        planned = self._attending[-1]
-        if not planned.active[0]:
-            return call.on_one_device()
-        return planned(call)
-
-    @contextmanager
-    def attending_to(self, attending: tuple[Attention, ...]) -> Iterator[PlannedAttention]:
-        """Use the segments ``attending`` for the first, second, … attention call inside the ``with`` block.
-
-        Yield the attention function of these calls.
-        """
-        planned = self.planned.within(attending)
-        if torch.compiler.is_compiling():
-            # Enter a second mode instead of changing the list, because a branch of torch.cond must not change
-            # outside state.
-            with PlannedAttnMode(planned):
-                yield planned
-            return
-        mode: AbstractContextManager[Any] = nullcontext()
-        if self.mode is not None:
-            mode = PlannedAttnMode(planned, self.by_hand)
-        self._attending.append(planned)
-        try:
-            with mode:
-                yield planned
-        finally:
-            self._attending.pop()

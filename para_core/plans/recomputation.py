@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from para_core.modes import fused_encoder
-from para_core.plans.planned_attention import Interception, PlannedAttention
+from para_core.plans.interception import Interception
+from para_core.plans.planned_attention import PlannedAttention
 from para_core.torch_internals import is_in_backward
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
@@ -23,39 +23,38 @@ from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance.modules import ModuleTree, submodules_of
 from para_core.instance.private_class import is_entry
-from para_core.instance.record import Around, empty_slots, fill_slot, slot_owner
+from para_core.instance.record import empty_slots, fill_slot, slot_owner
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.modes import fused_encoder
 from para_core.modes.foreign_operators import has_other_builds
 from para_core.modes.handwritten import HandwrittenAttention
 from para_core.modes.interceptor import dispatcher_is_available, without_interception
-from para_core.modes.registry import check_exchanges, explain, needs_mode, recomputed_under
+from para_core.modes.registry import bind_recomputation, check_exchanges, explain, needs_mode
 from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention_check import AttentionCheck
-from para_core.plans.exchange import PAST, CachesOfCall, HeadExchange, SumsOverRanks, add_halo, drop_halo
+from para_core.plans.exchange import PAST, CachesOfCall, HeadExchange
 from para_core.plans.foreign_code import PACKAGES_OF_MODELS
-from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
+from para_core.plans.interception import Interception
+from para_core.plans.module_matching import as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
     AttentionByHeads,
     LinearAttention,
-    OneForEach,
     Plan,
     ShardRule,
     Split,
-    attention_calls,
-    coarse_segments,
 )
+from para_core.plans.plan_queries import coarse_segments
 from para_core.plans.planned_attention import (
     BindRecomputation,
-    Interception,
     PlannedAttention,
     PreparedAttention,
 )
 from para_core.plans.recomputation import bind_to_call
 from para_core.plans.samples import gather_samples, select_arguments
+from para_core.plans.submodule_hooks import make_hook
 from para_core.plans.whole_arguments import explain_whole_tensor
 from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, function_mode_stack
 from para_core.user_warnings import WarningLog
@@ -75,7 +74,7 @@ class Region:
     options: AttnOptions
     attn_func: AttnFunc | None
     cross_backend: Backend | None
-    around: Callable[[], AbstractContextManager[None]]
+    call_context: Callable[[], AbstractContextManager[None]]
     written_for: type | None = None
 
     def __post_init__(self, module: nn.Module) -> None:
@@ -124,20 +123,20 @@ class Region:
         self._named_attention: set[str] = set()
         self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention)
         # Submodules of equal rules share a function, and so their graphs.
-        self._hook_of = cache(self._submodule_hook)
+        self._hook_of = cache(partial(make_hook, self))
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set
         # before torch.cond (which a cache adds) and again after it.
         self.interceptions: list[Interception] = []
         self.executor = RuleExecutor(self.mesh, coarse_segments(self.plan))
         # Binds a function to a call of this region, for the recomputation of activation checkpointing.
         self.bind: BindRecomputation = partial(bind_to_call, self)
-        self._is_parallel = self.mesh.ranks > 1
+        self.is_parallel = self.mesh.ranks > 1
         self._joint_attention = (Attention(self.plan.joint_order),)
         # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this
         # call.
         self._continues = False
         # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
-        self._head_exchanges: list[HeadExchange] = []
+        self.head_exchanges: list[HeadExchange] = []
         self.sharing_samples: list[MeshDim] = []
 
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
@@ -171,21 +170,21 @@ class Region:
         ``Module.compile`` does not compile this.
         """
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
-        around: Callable[[], AbstractContextManager[None]] = nullcontext
+        call_context: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
             self.attach(module)
             # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a
             # graph.
             self._check_arguments(module, args, kwargs)
             if not self.inputs_agreed:
-                around = self.around
+                call_context = self.call_context
                 if self.agree_on_inputs is not None:
                     arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
                     self.agree_on_inputs(
                         {name: x for name, x in arguments.items() if name not in self._caches_by_heads}
                     )
                 self.check_new_code(module)
-        with around():
+        with call_context():
             compiled = self._compiled_before
             if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
                 return call(module, *args, **kwargs)
@@ -232,20 +231,20 @@ class Region:
             with encoders, interception.intercept_calls():
                 inputs = [*args, *kwargs.values()]
                 caches = None
-                if self._is_parallel and not torch.compiler.is_compiling():
+                if self.is_parallel and not torch.compiler.is_compiling():
                     caches = CachesOfCall(inputs)
                 self._continues = caches is not None and caches.hold_tokens
-                self._intercept_if_sharded(self.plan.inputs.values())
+                self.intercept_if_sharded(self.plan.inputs.values())
                 if interception.mode is None:
                     output = call(module, *args, **kwargs)
                 else:
-                    with recomputed_under(partial(self.bind, planned), module):
+                    with bind_recomputation(partial(self.bind, planned), module):
                         output = call(module, *args, **kwargs)
                 if caches is not None:
                     caches.gather(inputs, output, self.segments, self.mesh)
                 # A graph sets `intercepted`, too: it replays the attributes that were set while it was
                 # traced.
-                if self._is_parallel and (by_hand is not None or not planned.intercepted[0]):
+                if self.is_parallel and (by_hand is not None or not planned.intercepted[0]):
                     self._conclude(module, planned, by_hand)
             rule = self.plan.outputs.get("")
             if rule is not None:
@@ -312,7 +311,7 @@ class Region:
                     "Leave it out, or undo it: unparallelize_pipe(pipe), unparallelize_transformer(transformer)."
                 )
 
-    def _intercept_if_sharded(self, rules: Collection[ShardRule]) -> None:
+    def intercept_if_sharded(self, rules: Collection[ShardRule]) -> None:
         """Start to intercept attention if one of the applied ``rules`` has split the tokens of a segment."""
         if not self.interceptions:
             return
@@ -363,105 +362,8 @@ class Region:
             for part, attribute, heads in before:
                 setattr(part, attribute, heads)
 
-    def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
-        """Return the function that runs around the call of a submodule with ``rules``.
-
-        ``heads`` is the number of heads on all ranks, for an :class:`AttentionByHeads`.
-        """
-        if rules.exchange is not None:
-            if rules.exchange == "enter":
-                return partial(self._enter_heads, rules.parts)
-            return self._leave_heads
-        name = rules.name
-        attention = rules.attention
-        halo = rules.halo
-        gathers = rules.gathers
-        of_inputs = rules.of_inputs
-        of_outputs = rules.of_outputs
-
-        def attend(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(attention, AttentionByHeads):
-                setattr(module, attention.heads, heads)
-            if not attention or not self.interceptions:
-                return call(module, *args, **kwargs)
-            interception = self.interceptions[-1]
-            interception.planned.bind_checkpoint()
-            if isinstance(attention, (tuple, OneForEach)):
-                with interception.attending_to(
-                    attention_calls(attention, parameters, args, kwargs)
-                ) as planned:
-                    if not (torch.compiler.is_compiling() or self.check.due):
-                        return call(module, *args, **kwargs)
-                    return self.check.run(planned, call, module, args, kwargs)
-            by_heads = (
-                isinstance(attention, AttentionByHeads) and self._is_parallel and heads >= self.mesh.ranks
-            )
-            # Share the heads of a short, replicated segment too, because cached keys are those of a rank's
-            # heads. With fewer heads than ranks no call shares them, since a sharded one raises.
-            if not by_heads and not self._is_sharded(attention.segment):
-                return call(module, *args, **kwargs)
-            if isinstance(attention, LinearAttention):
-                sums = SumsOverRanks(attention, self.mesh)
-                with sums:
-                    output = call(module, *args, **kwargs)
-                sums.check_summed()
-            else:
-                segment = self.executor.segment(attention.segment)
-                exchange = HeadExchange(attention, segment, self.mesh, module, heads)
-                self._head_exchanges.append(exchange)
-                try:
-                    with interception.switched_off():
-                        output = exchange.run(call, parameters, args, kwargs)
-                finally:
-                    self._head_exchanges.clear()
-            interception.planned.intercepted[0] = True
-            return output
-
-        def hook(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not self.interceptions:
-                return call(module, *args, **kwargs)
-            interception = self.interceptions[-1]
-            rows = None
-            interception.planned.bind_checkpoint()
-            if of_inputs:
-                args, kwargs = self.executor.arguments(of_inputs, parameters, args, kwargs, name)
-                self._intercept_if_sharded(of_inputs.values())
-            if halo is not None and self._is_sharded(halo.segment):
-                rows = args[0].shape[halo.dim]
-                args = (add_halo(args[0], halo, self.executor.segment(halo.segment), self.mesh), *args[1:])
-            output = attend(call, module, *args, **kwargs)
-            if halo is not None and rows is not None:
-                output = drop_halo(output, halo, rows, self.mesh)
-            if of_outputs:
-                output = self.executor.outputs_at(output, of_outputs, name)
-                self._intercept_if_sharded(of_outputs.values())
-            if gathers:
-                output = self.executor.outputs(output, gathers)
-                interception.planned.active[0] = False
-            return output
-
-        if of_inputs or of_outputs or gathers or halo is not None:
-            return hook
-        # Return `attend` itself if nothing else is needed: one Python frame less per call.
-        return attend
-
-    def _is_sharded(self, segment: str) -> bool:
-        return self._is_parallel and not self.executor.segment(segment).replicated
-
-    def _enter_heads(
-        self, parts: int | None, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        output = call(projection, *args, **kwargs)
-        if not self._head_exchanges:
-            return output
-        return self._head_exchanges[-1].enter(output, parts)
-
-    def _leave_heads(
-        self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        if self._head_exchanges:
-            x = self._head_exchanges[-1].leave(x)
-        return call(projection, x, *args, **kwargs)
+    def is_sharded(self, segment: str) -> bool:
+        return self.is_parallel and not self.executor.segment(segment).replicated
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:

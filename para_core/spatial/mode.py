@@ -17,14 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from para_core.distributed.agree import agree, exchange
-from para_core.distributed.mesh import (
-    GuidedMesh,
-    MeshDim,
-    SequenceMesh,
-    dim_of_group,
-    find_or_make_group,
-    guided_mesh,
-)
+from para_core.distributed.groups import find_or_make_group
+from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, dim_of_group, guided_mesh
 from para_core.spatial import convolution, local, norm, products, resample, views
 from para_core.spatial.fetch import gather, part_of
 from para_core.spatial.rows import Layout, RowTag, even, first_sharded, name_of, rows_of, set_rows, unknown

@@ -9,14 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.distributed.mesh import (
-    GuidedMesh,
-    SequenceMesh,
-    find_or_make_group,
-    host_group,
-    mesh_of_groups,
-    sequence_mesh,
-)
+from para_core.distributed.groups import find_or_make_group, host_group
+from para_core.distributed.mesh import GuidedMesh, SequenceMesh, mesh_of_groups, sequence_mesh
 from para_core.torch_internals import group_timeout, set_group_timeout
 
 

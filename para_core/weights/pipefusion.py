@@ -167,7 +167,7 @@ class Fusion:
         )
         interception = interception_of(self.module)
         with (
-            nullcontext() if interception is None else interception.switched_off(),
+            nullcontext() if interception is None else interception.switch_off(),
             patch_attention_handler(self._keys.attend_in_graph),
             PatchAttnMode((0,)),
         ):

@@ -29,7 +29,8 @@ from para_core import (
 )
 from para_core.adapters import parallelize_transformer
 from para_core.distributed.create_mesh import ranks_per_host, shared_gpu
-from para_core.distributed.mesh import find_or_make_group, sequence_mesh
+from para_core.distributed.groups import find_or_make_group
+from para_core.distributed.mesh import sequence_mesh
 from para_core.distributed.mesh_shape import choose_mesh_shape
 from para_core.torch_internals import _nccl_options_without_split
 from tests.attention.one_device import make_qkv, relative_error

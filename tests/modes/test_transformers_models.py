@@ -256,7 +256,7 @@ def unsharded_encoder(mesh):
 
 
 def halves_of_a_decoder(mesh, **options):
-    """Take this rank's half without the mode."""
+    """Return the output of a decoder for this rank's half, which the rank took without the mode."""
     ids, positions = (x.chunk(2, dim=1)[dist.get_rank()] for x in (make_ids(8), torch.arange(8)[None]))
     with torch.no_grad(), UnifiedAttnMode(mesh, **options):
         return make("llama")(ids, position_ids=positions, use_cache=False).last_hidden_state

@@ -23,7 +23,8 @@ from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.agree import failures
 from para_core.adapters.agree.arguments import PendingRecord, difference_of_pipeline_calls
 from para_core.adapters.parallel.resolve import _global_ranks, _timeout_part
-from para_core.distributed.mesh import find_or_make_group, guided_mesh
+from para_core.distributed.groups import find_or_make_group
+from para_core.distributed.mesh import guided_mesh
 from para_core.distributed.point_to_point import Links
 from para_core.spatial.mode import first_ranks
 from tests.rank_pool import RankPoolError

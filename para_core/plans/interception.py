@@ -1,0 +1,129 @@
+"""Intercept the attention calls of a model with a plan, in a mode or at the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from para_core.attention.sdpa_call import SdpaCall
+from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
+from para_core.modes.interceptor import at_the_dispatcher, call_original, intercept, not_at_the_dispatcher
+from para_core.modes.registry import RECOMPUTATION
+from para_core.plans.plan import Attention
+from para_core.plans.planned_attention import PlannedAttention
+from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled
+
+
+class PlannedAttnMode(TorchFunctionMode):
+    """Mode that passes attention calls to a :class:`PlannedAttention`, also in compiled graphs and with
+    gradients.
+
+    ``by_hand`` records attention that the model computes by hand; None to look for none.
+    """
+
+    def __init__(self, planned: PlannedAttention, by_hand: HandwrittenAttention | None = None) -> None:
+        super().__init__()
+        self.planned = planned
+        self.by_hand = by_hand
+
+    @no_frame_of_its_own
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
+        if not torch.compiler.is_compiling() and func is set_grad_enabled and args == (False,):
+            for recomputation in RECOMPUTATION:
+                recomputation.gradients_disabled(partial(self.planned.bind, self.planned))
+        if not self.planned.active[0]:
+            return call_original(func, args, kwargs or {})
+        planned = self.planned
+        by_hand = self.by_hand
+        if by_hand is None or torch.compiler.is_compiling():
+            return intercept(self, planned, func, args, kwargs or {})
+        # Another mode of this plan may be around this one. It must not take our own attention for the
+        # model's.
+        with by_hand.pause():
+            output = intercept(self, planned, func, args, kwargs or {})
+        if may_be_scores(func):
+            by_hand.note(func, args, kwargs or {}, output, planned.numbers_of_tokens())
+        return output
+
+
+class Interception:
+    """The interception of attention calls by ``planned`` during one call of a model: by a
+    :class:`PlannedAttnMode`, or by :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no host
+    time to other operators.
+    """
+
+    def __init__(
+        self, planned: PlannedAttention, *, at_dispatcher: bool, by_hand: HandwrittenAttention | None = None
+    ) -> None:
+        self.planned = planned
+        self.by_hand = by_hand
+        self.mode: PlannedAttnMode | None = None
+        if not at_dispatcher:
+            self.mode = PlannedAttnMode(planned, by_hand)
+        # The attention functions of the nested attend_to contexts, the innermost last; in a graph only the
+        # first.
+        self._attending = [planned]
+
+    @property
+    def current(self) -> PlannedAttention:
+        """The attention function of the module that is running."""
+        return self._attending[-1]
+
+    def intercept_calls(self) -> AbstractContextManager[Any]:
+        """Return a context manager that intercepts attention calls."""
+        if self.mode is not None:
+            return self.mode
+        return at_the_dispatcher(self._attend, lambda: self._attending[-1].active[0])
+
+    @contextmanager
+    def switch_off(self) -> Iterator[None]:
+        """Turn interception off inside the ``with`` block: each attention call runs on one device."""
+        active = self.planned.active
+        before = active[0]
+        active[0] = False
+        dispatcher_off: AbstractContextManager[Any] = nullcontext()
+        if self.mode is None:
+            dispatcher_off = not_at_the_dispatcher()
+        try:
+            with dispatcher_off:
+                yield
+        finally:
+            active[0] = before
+
+    def _attend(self, call: SdpaCall) -> Tensor:
+        planned = self._attending[-1]
+        if not planned.active[0]:
+            return call.on_one_device()
+        return planned(call)
+
+    @contextmanager
+    def attend_to(self, attending: tuple[Attention, ...]) -> Iterator[PlannedAttention]:
+        """Use the segments ``attending`` for the first, second, … attention call inside the ``with`` block.
+
+        Yield the attention function of these calls.
+        """
+        planned = self.planned.within(attending)
+        if torch.compiler.is_compiling():
+            # Enter a second mode instead of changing the list, because a branch of torch.cond must not change
+            # outside state.
+            with PlannedAttnMode(planned):
+                yield planned
+            return
+        mode: AbstractContextManager[Any] = nullcontext()
+        if self.mode is not None:
+            mode = PlannedAttnMode(planned, self.by_hand)
+        self._attending.append(planned)
+        try:
+            with mode:
+                yield planned
+        finally:
+            self._attending.pop()
