@@ -130,20 +130,26 @@ FEATURES: dict[str, Feature] = {
     "text encoder offload": Feature(
         ("adapters/weights/text_encoder_offload.py",),
         line=(_WEIGHTS, '"text_encoder_offload": "weights.text_encoder_offload",'),
-        tests=("tests/weights/test_text_encoders.py",),
+        tests=("tests/weights/test_placement.py",),
         words=("encoder",),
     ),
     "VAE offload": Feature(
         ("adapters/weights/vae_offload.py",),
         line=(_WEIGHTS, '"vae_offload": "weights.vae_offload",'),
-        tests=("tests/weights/test_vae_placement.py",),
+        tests=("tests/weights/test_placement.py",),
         words=("vae_placement",),
     ),
     "block offload": Feature(
         ("adapters/weights/block_offload.py",),
         line=(_WEIGHTS, '"block_offload": "weights.block_offload",'),
-        tests=("tests/weights/test_block_offload.py",),
+        tests=("tests/weights/test_placement.py",),
         words=("offload",),
+    ),
+    "same bits": Feature(
+        ("adapters/same_bits.py", "para_core/same_bits"),
+        line=(_WEIGHTS, '"same_bits": "same_bits",'),
+        tests=("tests/same_bits", "benchmarks/pipelines/same_bits.py"),
+        words=("same_bits",),
     ),
     "quantization": Feature(
         ("adapters/weights/quantize.py",),

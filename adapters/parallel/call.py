@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from para_core import version
-from para_core.adapters.agree.arguments import difference_of_pipeline_calls, require_equal
+from para_core.adapters.agree.arguments import agree_on_values, difference_of_pipeline_calls
 from para_core.adapters.agree.callbacks import CheckedCallbacks, replace_callbacks
 from para_core.adapters.agree.failures import Places, places_of_all, share_reasons
 from para_core.adapters.agree.loras import describe_loras, models_of
@@ -28,7 +28,7 @@ from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import applied_mesh, transformers_of
 from para_core.adapters.weights.feature import FeatureChange
 from para_core.call_checks import make_check
-from para_core.distributed.agree import inputs_verified
+from para_core.distributed.agreed_inputs import assume_agreed
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot, empty_slots, fill_slot, filled_during, slot_owner
@@ -109,7 +109,7 @@ class ParallelCall:
             check()
         else:
             values, name = partial(self._arguments_and_state, pipe, args, kwargs), type(pipe).__name__
-            require_equal(
+            agree_on_values(
                 values, self.mesh, f"the {name}", check, partial(difference_of_pipeline_calls, name)
             )
         self._places = self._places or places_of_all(self.mesh)
@@ -122,14 +122,14 @@ class ParallelCall:
                     # Attach the plan's hooks again, because loading a LoRA may have replaced submodules.
                     region.attach(module)
                     region.check_new_code(module)
-                stack.enter_context(inputs_verified([region]))
+                stack.enter_context(assume_agreed([region]))
                 stack.enter_context(translated_attention(module))
                 if name in self._verifications:
                     # Wrap a compiled component itself, for the reason given below.
                     component, verification = getattr(pipe, name), self._verifications[name]
                     self._verified.add(component)
                     stack.enter_context(filled_during(component, Slot.VERIFIED, {"__call__": verification}))
-            stack.enter_context(inputs_verified(map(denoiser_run_of, self._unets.values())))
+            stack.enter_context(assume_agreed(map(denoiser_run_of, self._unets.values())))
             stack.enter_context(share_reasons(token, self._places))
             overlaps_steps = any(change.overlaps_steps for change in self.changes)
             if not (self._assume_equal or overlaps_steps):

@@ -27,7 +27,7 @@ from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.parts import FeaturePart, ShardPart, TimeoutPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.parallel.transformer import TransformerPart, require_equal_call, resolve_transformer
+from para_core.adapters.parallel.transformer import TransformerPart, agree_on_calls, resolve_transformer
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of
 from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
 from para_core.adapters.vae.vae_adapter import vae_adapter
@@ -37,7 +37,7 @@ from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.adapters.weights.one_way import check_holds_all
 from para_core.adapters.weights.shard import Sharding, check_shard, prepare_sharding, weights_groups
 from para_core.attention.schedule import KeptKeys
-from para_core.distributed.agree import exchange, raising_on_all
+from para_core.distributed.agree import exchange, together
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance.private_class import original_class
@@ -61,7 +61,7 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
     ranks: set[int] = set()
     if guided.ranks > 1 and needs_ranks:
         ranks = _global_ranks(guided)
-    with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
+    with together(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided)
         if options.vae:
             autoencoders = _parallel_vaes_of(pipe)
@@ -209,7 +209,7 @@ def _changes_of_features(
     has_calls_per_branch: bool,
 ) -> list[FeatureChange]:
     """Return the changes that features make to ``pipe``."""
-    compare = partial(require_equal_call, mesh=mesh, assume_equal=options.assume_equal)
+    compare = partial(agree_on_calls, mesh=mesh, assume_equal=options.assume_equal)
     values = {**vars(options), "text_encoders": placement}
     request = ChangeRequest(
         pipe, transformers_of(pipe), mesh, values, compare, has_calls_per_branch=has_calls_per_branch

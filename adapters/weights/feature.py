@@ -13,7 +13,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.options import CacheOptions
-from para_core.distributed.agree import RequireEqual
+from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 
 Ranks = GuidedMesh | SequenceMesh
@@ -71,7 +71,7 @@ class ChangeRequest:
         transformers: The transformers by component name.
         mesh: The ranks.
         options: The options by name. Those that the function does not have are missing.
-        require_equal: Returns the comparison of the arguments of a transformer's calls over the ranks.
+        agree_on_inputs: Returns the comparison of the arguments of a transformer's calls over the ranks.
         has_calls_per_branch: Whether the pipeline calls its transformer once per CFG branch, so that the ranks along
             ``batch`` cannot share the samples of one call.
     """
@@ -80,7 +80,7 @@ class ChangeRequest:
     transformers: Mapping[str, nn.Module]
     mesh: GuidedMesh
     options: Mapping[str, Any]
-    require_equal: Callable[[nn.Module], RequireEqual]
+    agree_on_inputs: Callable[[nn.Module], AgreeOnInputs]
     has_calls_per_branch: bool = False
 
     @property

@@ -27,6 +27,7 @@ FEATURES: Mapping[str, str] = {
     "block_offload": "weights.block_offload",
     "quantize": "weights.quantize",
     "cfg": "cfg.guided_calls",
+    "same_bits": "same_bits",
 }
 
 
@@ -76,6 +77,7 @@ def _check_known(request: ChangeRequest) -> None:
     """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks."""
     known = {feature.option for feature in features().values()}
     asked = [option for option in ("offload", "pipefusion") if request.options.get(option) is not None]
+    asked += [option for option in ("same_bits",) if request.options.get(option)]
     placements = ("text_encoders", "vae_placement")
     asked += [option for option in placements if request.options.get(option) in ("offload", "first")]
     for option in asked:

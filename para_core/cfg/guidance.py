@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from para_core.cfg.rounds import ModelCall, Round, RoundOutput
-from para_core.distributed.agree import check_consistent, signature
+from para_core.distributed.agree import agree
 from para_core.distributed.collectives import all_gather, tensor_bytes
 from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors, materialize
@@ -191,9 +191,7 @@ class Guidance:
                 else:
                     predicted.append(form.text)
             try:
-                check_consistent(
-                    failure or signature({"the form of a model's output": predicted}), self._mesh
-                )
+                agree(failure or {"the form of a model's output": predicted}, self._mesh)
             except Exception:
                 self._drop_unverified()
                 if failure is not None:
