@@ -1,7 +1,8 @@
-"""The ``para_core`` command line: all commands, and how an exception becomes one sentence on stderr and an exit code.
+"""The ``para_core`` command line: all commands, and how an exception becomes one sentence on stderr and an
+exit code.
 
-This module and the modules of the commands import torch and diffusers inside functions only, so that ``--help``
-answers at once.
+This module and the modules of the commands import torch and diffusers inside functions only, so that
+``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from para_core.cli.options import name_options, with_fields
 from para_core.fleet.failures import describe_exception
 from para_core.version import __version__
 
-# The module of each command, in the order of the help. The command is a function of this name. To remove a command,
-# delete its module and its line.
+# The module of each command, in the order of the help. The command is a function of this name. To remove a
+# command, delete its module and its line.
 COMMANDS = {
     "generate": "para_core.cli.generate",
     "serve": "para_core.cli.serve",
@@ -35,7 +36,9 @@ FAILED, WRONG_OPTION = 1, 2
 
 
 class _HelpWithoutValue:
-    """Mixin for typer commands that lists ``--help`` without the placeholder ``<bool>``, like the other flags."""
+    """Mixin for typer commands that lists ``--help`` without the placeholder ``<bool>``, like the other
+    flags.
+    """
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]
@@ -85,12 +88,13 @@ def _commands(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line, and return its exit code: 0 if it succeeded, 1 if it failed, 2 if an option is wrong.
+    """Run one command line, and return its exit code: 0 if it succeeded, 1 if it failed, 2 if an option is
+    wrong.
 
     An exception is printed as one sentence. With ``--debug`` it is raised.
     """
-    # Other programs call an option by another name, so that is accepted. If typer knew it as a second name of the
-    # option, the help would need another column.
+    # Other programs call an option by another name, so that is accepted. If typer knew it as a second name of
+    # the option, the help would need another column.
     for alias, name in ALIASES.items():
         arguments = [re.sub(rf"^--{alias}(?==|$)", f"--{name}", argument) for argument in arguments]
     try:

@@ -1,4 +1,6 @@
-"""``para_core bench``: measure a generation on several ranks, and with ``--check`` compare it with one rank."""
+"""``para_core bench``: measure a generation on several ranks, and with ``--check`` compare it with one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def bench(
     _require_new_file(out)
     stated = stated_ranks(ranks, 1)
     if profile is not None:
-        # Without a stated number of ranks there is at least one. The others are checked as soon as GPUs are counted.
+        # Without a stated number of ranks there is at least one. The others are checked as soon as GPUs are
+        # counted.
         require_new_traces(profile, stated or 1)
 
     announce_imports()
@@ -96,7 +99,9 @@ def bench(
 
 
 def _require_new_file(path: Path | None) -> None:
-    """Raise OSError if the first rank, which alone writes the figures, cannot write a new file at ``path``."""
+    """Raise OSError if the first rank, which alone writes the figures, cannot write a new file at
+    ``path``.
+    """
     if path is None or os.environ.get("RANK", "0") != "0":
         return
     require_file(path)

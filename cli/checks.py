@@ -1,4 +1,6 @@
-"""Checks of a command's options before torch is imported, and then the description of the model by its class."""
+"""Checks of a command's options before torch is imported, and then the description of the model by its
+class.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checked:
-    """Options of a command that were validated without torch: where the model is, and how it would be loaded."""
+    """Options of a command that were validated without torch: where the model is, and how it would be
+    loaded.
+    """
 
     recipe: Recipe
     selection: Selection
-    # By the source of the class, without types of fields. None for a modular pipeline or a class of unknown source.
+    # By the source of the class, without types of fields. None for a modular pipeline or a class of unknown
+    # source.
     draft: Model | None
 
     def require_request(self, fields: dict[str, Any], seed: int, *, several: bool = False) -> None:
@@ -103,7 +108,8 @@ class Checked:
 
 
 def check(model: str | None, options: RecipeOptions, *, debug: bool = False) -> Checked:
-    """Validate how a command would load ``model``. Imports no torch, so that a wrong option is answered at once.
+    """Validate how a command would load ``model``. Imports no torch, so that a wrong option is answered at
+    once.
 
     Unless ``debug``, retries of downloads are not logged.
 
@@ -170,7 +176,8 @@ def require_package(package: str, user: str) -> None:
 
 
 def describe_model(model: str | None, checked: Checked) -> Model:
-    """Return the description of ``model``, which :func:`check` accepted, by its class. Imports torch and diffusers.
+    """Return the description of ``model``, which :func:`check` accepted, by its class. Imports torch and
+    diffusers.
 
     Raises:
         ImportError: A library is not installed.
@@ -209,7 +216,9 @@ def require_images(model: Model, fields: dict[str, Any]) -> None:
 
 
 def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | None:
-    """Parse ``text``, such as ``"sage:4:4"`` or ``"keys=0.5:4:4"``. ``exact`` is the backend of the other steps."""
+    """Parse ``text``, such as ``"sage:4:4"`` or ``"keys=0.5:4:4"``. ``exact`` is the backend of the other
+    steps.
+    """
     if text is None:
         return None
     from para_core.attention.features import OPTIONS_OF_STEPS, load

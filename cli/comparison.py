@@ -22,9 +22,9 @@ from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 from para_core.recorder.operator_count import tensors_in
 
-# The comparison passes if the relative error is at most this multiple of the change that one different rounding per
-# call of the transformer causes. The factor is needed because another order of sums changes the rounding of every
-# operator inside the transformer.
+# The comparison passes if the relative error is at most this multiple of the change that one different
+# rounding per call of the transformer causes. The factor is needed because another order of sums changes the
+# rounding of every operator inside the transformer.
 ROUNDINGS = 32
 
 
@@ -33,8 +33,8 @@ class Reference:
     """Pixels generated on one rank, and their sensitivity to rounding."""
 
     pixels: np.ndarray[Any, Any]  # float32, from 0 to 1
-    # Relative change of the pixels if every output element of the transformer changes by one unit in the last place.
-    # None if the recipe has options that approximate, such as a cache.
+    # Relative change of the pixels if every output element of the transformer changes by one unit in the last
+    # place. None if the recipe has options that approximate, such as a cache.
     rounding: float | None
 
     @property
@@ -48,8 +48,9 @@ class Reference:
 def make_reference(recipe: Recipe, request: Request) -> Reference:
     """Generate on this rank alone, without a process group, and return the reference for :func:`compare`.
 
-    The pipeline is unmodified, unless the recipe has options that approximate. Then it gets all options of the recipe
-    that work on one rank, uncompiled, so that the comparison shows only what the other ranks change.
+    The pipeline is unmodified, unless the recipe has options that approximate. Then it gets all options of
+    the recipe that work on one rank, uncompiled, so that the comparison shows only what the other ranks
+    change.
     """
     if approximations(recipe):
         single_rank = replace(on_one_rank(recipe), compile="no")
@@ -71,7 +72,8 @@ def make_reference(recipe: Recipe, request: Request) -> Reference:
 def compare(
     pipe: Any, request: Request, recipe: Recipe, reference: Reference | None, progress: Callable[[], None]
 ) -> dict[str, Any]:
-    """Generate twice on all ranks, and return whether the runs, the ranks and the reference agree. A collective call.
+    """Generate twice on all ranks, and return whether the runs, the ranks and the reference agree. A
+    collective call.
 
     ``reference`` is the result of :func:`make_reference` on the first rank, None on others. ``progress`` is called
     after each generation.
@@ -131,7 +133,8 @@ def _generate(pipe: Any, request: Request) -> np.ndarray[Any, Any]:
 
 @contextmanager
 def _changing_rounding(pipe: Any) -> Iterator[None]:
-    """Inside this context, change each output element of the transformers and the UNet by one unit in the last place.
+    """Inside this context, change each output element of the transformers and the UNet by one unit in the
+    last place.
 
     Whether an element grows or shrinks is random, with a fixed seed.
     """

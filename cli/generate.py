@@ -1,4 +1,6 @@
-"""``para_core generate``: generate one prompt, or a file of prompts, on one group of ranks or on several replicas."""
+"""``para_core generate``: generate one prompt, or a file of prompts, on one group of ranks or on several
+replicas.
+"""
 
 from __future__ import annotations
 

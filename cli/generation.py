@@ -1,4 +1,6 @@
-"""The steps of ``para_core generate``: validate the input, show the plan, and generate what has no result yet."""
+"""The steps of ``para_core generate``: validate the input, show the plan, and generate what has no result
+yet.
+"""
 
 from __future__ import annotations
 
@@ -88,8 +90,8 @@ def make_task(
     fields = common
     if prompts is not None and "prompt" in model.fields:
         fields = {**common, "prompt": common.get("prompt") or "a"}
-    # With a prompt file this validates the options alone, so that an invalid option is reported once and not for every
-    # line.
+    # With a prompt file this validates the options alone, so that an invalid option is reported once and not
+    # for every line.
     if prompts is None:
         require_images(model, common)
     validated = model
@@ -124,7 +126,8 @@ def make_task(
 def _find_memory_problems(
     lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float
 ) -> dict[int, str]:
-    """Return error messages by number for the lines that are predicted to need more than ``room`` bytes on a rank.
+    """Return error messages by number for the lines that are predicted to need more than ``room`` bytes on a
+    rank.
 
     A prediction takes seconds, so if no line exceeds the usual size of a result, no prediction is made.
     """
@@ -139,7 +142,9 @@ def _find_memory_problems(
 
 
 def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dict[str, int], Memory | None]:
-    """Return the mesh sizes that loading will choose, and the memory of a rank: ``({}, None)`` without a prediction."""
+    """Return the mesh sizes that loading will choose, and the memory of a rank: ``({}, None)`` without a
+    prediction.
+    """
     sizes: dict[str, int] = {}
     if recipe.mesh or ranks == 1:
         sizes = foresee_mesh(None, recipe, ranks)
@@ -148,14 +153,15 @@ def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dic
         sizes = foresee_mesh(pipe, recipe, ranks)
         return sizes, predict_memory(pipe, recipe, sizes, room)
     except Exception as error:
-        # Reading another library's config may raise anything. The lines may fit nevertheless, so this is no error.
+        # Reading another library's config may raise anything. The lines may fit nevertheless, so this is no
+        # error.
         logger.debug("mesh and memory of %s cannot be predicted: %s", model, error)
         return sizes, None
 
 
 def _make_absolute(value: Any) -> Any:
-    # Options on the command line have paths relative to the current folder, unlike the lines of a prompt file, whose
-    # paths are relative to that file.
+    # Options on the command line have paths relative to the current folder, unlike the lines of a prompt
+    # file, whose paths are relative to that file.
     if isinstance(value, list):
         return [_make_absolute(item) for item in value]
     if isinstance(value, str):
@@ -195,8 +201,8 @@ def run_task(task: GenerationTask, debug: bool) -> int:
             _print_results(task, failures, console)
         raise
     _print_results(task, failures, console)
-    # torchrun stops all ranks as soon as one of them exits with an error. Only the first rank reports failed lines by
-    # its exit code, because it writes the results and ends last.
+    # torchrun stops all ranks as soon as one of them exits with an error. Only the first rank reports failed
+    # lines by its exit code, because it writes the results and ends last.
     return int(first and bool(task.problems or failures))
 
 
@@ -214,7 +220,9 @@ def _print_warnings(task: GenerationTask, console: Console) -> None:
 
 
 def _print_results(task: GenerationTask, failures: Sequence[Problem], console: Console) -> None:
-    """Print each line of the prompt file that failed, with the reason, and how many results were generated."""
+    """Print each line of the prompt file that failed, with the reason, and how many results were
+    generated.
+    """
     for problem in failures:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     failed = len(task.problems) + len(failures)

@@ -13,7 +13,8 @@ def in_torchrun() -> bool:
 
 
 def stated_ranks(requested: int | None, replicas: int) -> int | None:
-    """Return the number of ranks of each replica: torchrun's, else ``requested``; None if it depends on the GPUs.
+    """Return the number of ranks of each replica: torchrun's, else ``requested``; None if it depends on the
+    GPUs.
 
     Raises:
         typer.BadParameter: A number is below 1, or contradicts torchrun's ranks.

@@ -1,4 +1,6 @@
-"""Measurement of one request on a group of ranks: seconds, memory, launches, bytes sent, and profiler traces."""
+"""Measurement of one request on a group of ranks: seconds, memory, launches, bytes sent, and profiler
+traces.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from para_core.launcher.link import Link
 from para_core.progress import report
 from para_core.recorder.run_counter import RunCounter
 
-# Additional timeout in seconds, because the other ranks wait while the first rank generates alone for the comparison.
+# Additional timeout in seconds, because the other ranks wait while the first rank generates alone for the
+# comparison.
 _SECONDS_OF_REFERENCE = 24 * 3600.0
 
 
@@ -66,7 +69,9 @@ def measure(job: MeasurementJob, ranks: int) -> dict[str, Any] | None:
 
 
 def _generate_reference(job: MeasurementJob, ranks: int) -> Reference:
-    """Return the result of one rank alone: of this process if it is a rank, before it is in a process group."""
+    """Return the result of one rank alone: of this process if it is a rank, before it is in a process
+    group.
+    """
     load = partial(_Reference, job)
     single_rank: LaunchedRanks | OwnRank = OwnRank(load)
     if isinstance(open_ranks(load, ranks, timeout=job.recipe.timeout), LaunchedRanks):
@@ -91,8 +96,8 @@ class _Reference:
 
 def _measure_on(job: MeasurementJob, ranks: int, reference: Reference | None) -> dict[str, Any] | None:
     first = is_first_rank()
-    # An exact transformer is compared call by call as well, which names the module if it differs. The comparison costs
-    # a call of the transformer, so it takes place in a run that is not timed.
+    # An exact transformer is compared call by call as well, which names the module if it differs. The
+    # comparison costs a call of the transformer, so it takes place in a run that is not timed.
     verifies = job.check and ranks > 1 and can_verify(job.recipe)
     load = partial(MeasuredRank, job, verifies)
     with closing(open_ranks(load, ranks, timeout=job.recipe.timeout, debug=job.debug)) as group:
@@ -114,7 +119,8 @@ class MeasuredRank:
         self._pipe = build(replace(job.recipe, verify=verifies or job.recipe.verify))
 
     def measure(self, reference: Reference | None, link: Link) -> dict[str, Any] | None:
-        """Generate as often as the job says. Return the figures on the first rank, None on others. A collective call.
+        """Generate as often as the job says. Return the figures on the first rank, None on others. A
+        collective call.
 
         None is pushed after each generation. ``reference`` is used on the first rank.
         """
@@ -160,8 +166,8 @@ class MeasuredRank:
 def time_run(pipe: Any, request: Request) -> dict[str, Any]:
     """Generate once, and return ``{"seconds": of the generation, "steps": [of each step but the first]}``.
 
-    On a GPU, steps are timed with events. The device is synchronized only before and after the generation, because
-    waiting after each step would slow it down.
+    On a GPU, steps are timed with events. The device is synchronized only before and after the generation,
+    because waiting after each step would slow it down.
     """
     on_gpu = torch.cuda.is_available()
     instants: list[float] = []
@@ -214,21 +220,24 @@ def _summarize(values: Sequence[float]) -> dict[str, Any]:
 def _reset_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    # On Linux, writing 5 to this file resets the peak of resident memory. If that is impossible, the peak since the
-    # start of the process is reported.
+    # On Linux, writing 5 to this file resets the peak of resident memory. If that is impossible, the peak
+    # since the start of the process is reported.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _read_peak_memory() -> dict[str, int | None]:
-    """Return this rank's peak bytes since :func:`_reset_memory`, as ``{"device memory": …, "host memory": …}``.
+    """Return this rank's peak bytes since :func:`_reset_memory`, as ``{"device memory": …, "host memory":
+    …}``.
 
-    Device memory is None without a GPU. If the peak of host memory cannot be reset, it is that since the process began.
+    Device memory is None without a GPU. If the peak of host memory cannot be reset, it is that since the
+    process began.
     """
     device: int | None = None
     if torch.cuda.is_available():
         device = torch.cuda.max_memory_allocated()
-    # ru_maxrss is not reset by clear_refs, but exists beyond Linux. Its unit is a byte on macOS, else 1024 bytes.
+    # ru_maxrss is not reset by clear_refs, but exists beyond Linux. Its unit is a byte on macOS, else 1024
+    # bytes.
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform != "darwin":
         host *= 1024
@@ -251,8 +260,8 @@ def count_run(pipe: Any, request: Request) -> dict[str, Any]:
 
     options = make_step_callback(pipe, Watch(progress=lambda step: at_steps.append(counts())))
     _wait_for_ranks()
-    # RunCounter is a dispatch mode, inside which a module compiled in place (module.compile()) raises. So run it
-    # uncompiled.
+    # RunCounter is a dispatch mode, inside which a module compiled in place (module.compile()) raises. So run
+    # it uncompiled.
     with torch.compiler.set_stance("force_eager"), RunCounter() as counter:
         call_pipe(pipe, [request], **options)
     total = counts()

@@ -1,6 +1,7 @@
 """Files of options for ``--config``: YAML, JSON or TOML whose keys are the names of a command's options.
 
-A key that is the name of a command holds a section for this command alone. Values are read as texts, so that click
+A key that is the name of a command holds a section for this command alone. Values are read as texts, so that
+click
 converts and refuses them as on the command line: ``compile: no`` is the text "no".
 """
 
@@ -46,13 +47,15 @@ def is_option_file(value: str) -> bool:
 
 
 def read_config(context: typer.Context, values: Sequence[str] | None) -> list[str]:
-    """Make the values in files of options the defaults of the command, and return the other values of ``--config``.
+    """Make the values in files of options the defaults of the command, and return the other values of
+    ``--config``.
 
-    Runs before click reads the other options. A later file has priority over an earlier one, and the command line over
-    files. At most one value is returned: the configs of a single-file model.
+    Runs before click reads the other options. A later file has priority over an earlier one, and the command
+    line over files. At most one value is returned: the configs of a single-file model.
 
     Raises:
-        typer.BadParameter: A file cannot be read, or has an unknown key or a value that the option cannot have.
+        typer.BadParameter: A file cannot be read, or has an unknown key or a value that the option cannot
+        have.
     """
     if context.resilient_parsing:
         return []
@@ -89,7 +92,9 @@ def read_option_files_only(context: typer.Context, values: Sequence[str] | None)
 
 
 def options_in_files(arguments: Sequence[str]) -> list[str]:
-    """Return ``--name`` for each key of the files of options in a command line, as far as they can be read."""
+    """Return ``--name`` for each key of the files of options in a command line, as far as they can be
+    read.
+    """
     following = [*arguments[1:], ""]
     values = [value for argument, value in zip(arguments, following, strict=True) if argument == "--config"]
     values += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
@@ -191,7 +196,9 @@ def _option_name(key: str) -> str:
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    """Return the content of a file, in which numbers are texts. Raise typer.BadParameter if it cannot be read."""
+    """Return the content of a file, in which numbers are texts. Raise typer.BadParameter if it cannot be
+    read.
+    """
     kind = {".json": "JSON", ".toml": "TOML"}.get(path.suffix.lower(), "YAML")
     try:
         text = path.read_text(encoding="utf-8-sig")

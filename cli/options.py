@@ -83,7 +83,8 @@ class CallOptions:
     set_: Fields = None
 
     def fields(self, **others: Any) -> dict[str, Any]:
-        """Return the fields of a request except the seed: options that are given, and entries of ``others`` but None.
+        """Return the fields of a request except the seed: options that are given, and entries of ``others``
+        but None.
 
         Raises:
             typer.BadParameter: Two options set the same field.
@@ -133,7 +134,9 @@ class PlanOptions(RecipeOptions):
 
 
 def _parameters_of_recipe(has: Callable[[Command], bool]) -> list[Parameter]:
-    """Return a parameter for each field of a recipe for which ``has`` its command, in the order of the help."""
+    """Return a parameter for each field of a recipe for which ``has`` its command, in the order of the
+    help.
+    """
     commands = [(declaration, declaration.option.command) for declaration in declarations(Recipe)]
     declared = [
         (declaration, command) for declaration, command in commands if command is not None and has(command)
@@ -301,7 +304,8 @@ _SUBJECT_PATTERN = re.compile(r"^(?P<argument>\w+)(?= (is|are|has) )|\bfield '(?
 
 
 def name_options(text: str, arguments: Sequence[str]) -> str:
-    """Return the error message ``text`` with each argument or field replaced by its option in the command line, if any.
+    """Return the error message ``text`` with each argument or field replaced by its option in the command
+    line, if any.
 
     >>> name_options("field 'num_inference_steps' is 0: expected at least 1.", ["generate", "--steps", "0"])
     '--steps is 0: expected at least 1.'

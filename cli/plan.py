@@ -1,4 +1,6 @@
-"""``para_core plan``: whether a generation fits, on which mesh, and a range of seconds. Nothing is computed."""
+"""``para_core plan``: whether a generation fits, on which mesh, and a range of seconds. Nothing is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +178,8 @@ def _describe(
 ) -> Model:
     """Return the description of a model that is not published, from its configs.
 
-    Raise FileNotFoundError if its configs cannot be read, and ValueError if the class or the configs do not fit.
+    Raise FileNotFoundError if its configs cannot be read, and ValueError if the class or the configs do not
+    fit.
     """
     if model.endswith(GGUF):
         raise ValueError(
@@ -201,7 +204,8 @@ def _describe(
 
 
 def _check_repository(name: str, subject: str) -> None:
-    """Raise FileNotFoundError if the Hub has no repository ``name``, or cannot be asked for it and it is not cached.
+    """Raise FileNotFoundError if the Hub has no repository ``name``, or cannot be asked for it and it is not
+    cached.
 
     diffusers finds that out, too, but without a network only after a minute.
     """
@@ -274,8 +278,8 @@ def _make_command(
 ) -> str:
     """Return the shell command that generates on the best mesh; empty if none is known to run.
 
-    Instead of a whole transformer, its blocks are compiled on some meshes. ``further`` options have their values by
-    name, None for those that are left out.
+    Instead of a whole transformer, its blocks are compiled on some meshes. ``further`` options have their
+    values by name, None for those that are left out.
     """
     row = predictions.best
     work = predictions.work

@@ -25,13 +25,17 @@ from para_core.progress import handled_by
 
 
 def announce_imports() -> None:
-    """Print on stderr that torch and diffusers are being imported, which takes seconds. Only on the first rank."""
+    """Print on stderr that torch and diffusers are being imported, which takes seconds. Only on the first
+    rank.
+    """
     if os.environ.get("RANK", "0") == "0":
         Console(stderr=True, highlight=False).print("importing torch and diffusers")
 
 
 class _Phases(logging.Handler):
-    """Handler of the records of :mod:`para_core.progress`: a spinner with a bar, or a line for each record."""
+    """Handler of the records of :mod:`para_core.progress`: a spinner with a bar, or a line for each
+    record.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
@@ -63,7 +67,9 @@ class _Phases(logging.Handler):
 
 @contextmanager
 def showing_phases(*, shown: bool = True) -> Iterator[None]:
-    """Show the reported phases on stderr until the end of this context. ``shown`` is False on all ranks but one."""
+    """Show the reported phases on stderr until the end of this context. ``shown`` is False on all ranks but
+    one.
+    """
     if not shown:
         yield
         return
@@ -88,7 +94,9 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def showing_log(console: Console) -> Iterator[None]:
-    """Print on ``console`` reported phases, and what :mod:`para_core.fleet` logs, until the end of this context."""
+    """Print on ``console`` reported phases, and what :mod:`para_core.fleet` logs, until the end of this
+    context.
+    """
     lines = _Lines(console)
     with handled_by(lines, logging.getLogger("para_core.fleet")), handled_by(lines):
         yield

@@ -1,4 +1,6 @@
-"""Ranks as the commands see them: their number, and under torchrun the process group and the first rank's part."""
+"""Ranks as the commands see them: their number, and under torchrun the process group and the first rank's
+part.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,14 @@ def is_first_rank() -> bool:
 
 
 def count_ranks(requested: int | None, replicas: int) -> int:
-    """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else GPUs // ``replicas``.
+    """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else GPUs //
+    ``replicas``.
 
     The last is at least 1.
 
     Raises:
-        typer.BadParameter: A number is below 1 or contradicts torchrun's ranks, or a single replica has more ranks
+        typer.BadParameter: A number is below 1 or contradicts torchrun's ranks, or a single replica has more
+        ranks
             than this machine has GPUs (without GPUs, any number is accepted).
     """
     stated = stated_ranks(requested, replicas)
@@ -51,7 +55,8 @@ def count_ranks(requested: int | None, replicas: int) -> int:
 
 @contextmanager
 def ending_on_error(*, debug: bool) -> Iterator[None]:
-    """If an exception is raised inside this context on a rank of torchrun, print its message, and end the process.
+    """If an exception is raised inside this context on a rank of torchrun, print its message, and end the
+    process.
 
     A process that no launcher started does not end: the exception is raised.
     """
@@ -70,7 +75,8 @@ def ending_on_error(*, debug: bool) -> Iterator[None]:
 
 @contextmanager
 def process_group(recipe: Recipe, *, late: float = 0.0) -> Iterator[None]:
-    """Initialize the default process group inside this context, and select this rank's GPU. Only under torchrun.
+    """Initialize the default process group inside this context, and select this rank's GPU. Only under
+    torchrun.
 
     Ranks wait for each other ``late`` seconds longer than the recipe's timeout.
     """

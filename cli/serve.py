@@ -210,7 +210,9 @@ def _require_limits(limits: LimitOptions) -> None:
 
 
 def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
-    """Raise BadParameter if ``max_batch`` or ``loras`` contradicts the recipe, or ``loras`` is not a folder."""
+    """Raise BadParameter if ``max_batch`` or ``loras`` contradicts the recipe, or ``loras`` is not a
+    folder.
+    """
     if max_batch > 1 and recipe.cache is not None:
         raise typer.BadParameter(
             f"--max-batch {max_batch} with --cache: the cache decides for a whole batch, so a request would get "
@@ -234,7 +236,9 @@ def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Width and height in pixels, and the number of frames, None if it was not stated, of the value of an option."""
+    """Width and height in pixels, and the number of frames, None if it was not stated, of the value of an
+    option.
+    """
 
     option: str
     text: str
@@ -244,7 +248,8 @@ class _Shape:
 
     @classmethod
     def read(cls, option: str, text: str) -> _Shape:
-        """Parse ``"WxH"`` or ``"WxHxFRAMES"``. Raise typer.BadParameter if ``text``, given to ``option``, is neither.
+        """Parse ``"WxH"`` or ``"WxHxFRAMES"``. Raise typer.BadParameter if ``text``, given to ``option``, is
+        neither.
 
         >>> _Shape.read("--max-size", "64x32x9").pixels
         18432

@@ -1,4 +1,6 @@
-"""The end of a command by Ctrl-C or SIGTERM: within two seconds, with one sentence, and with the shell's exit code."""
+"""The end of a command by Ctrl-C or SIGTERM: within two seconds, with one sentence, and with the shell's exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,15 @@ _PATIENCE_SECONDS = 1.0
 class SignalCode(int):
     """Exit code of a command that a signal has ended.
 
-    The process then ends at once: all is done, and the interpreter's own end takes seconds once torch is imported.
+    The process then ends at once: all is done, and the interpreter's own end takes seconds once torch is
+        imported.
     """
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM. Like Ctrl-C it ends the command, and does not count as an error of the current request."""
+    """Raised on SIGTERM. Like Ctrl-C it ends the command, and does not count as an error of the current
+    request.
+    """
 
 
 def describe_signal(end: BaseException) -> tuple[str, SignalCode]:
@@ -39,12 +44,12 @@ def describe_signal(end: BaseException) -> tuple[str, SignalCode]:
 def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iterator[None]:
     """Inside this context, raise KeyboardInterrupt on Ctrl-C, and :class:`Terminated` on SIGTERM.
 
-    With ``report``: if the context has not ended a second later, as in the middle of a long step or of a library that
-    ignores the exception, ``report`` is called in another thread, and the process ends with the exit code that it
-    returns.
+    With ``report``: if the context has not ended a second later, as in the middle of a long step or of a
+        library that ignores the exception, ``report`` is called in another thread, and the process ends with
+        the exit code that it returns.
 
-    Python ignores what is raised in a callback of a weak reference or in ``__del__``. If a signal arrives there, it is
-    sent again. Does nothing on torchrun's ranks, and outside the main thread.
+    Python ignores what is raised in a callback of a weak reference or in ``__del__``. If a signal arrives
+    there, it is sent again. Does nothing on torchrun's ranks, and outside the main thread.
     """
     if in_torchrun() or threading.current_thread() is not threading.main_thread():
         yield
@@ -82,9 +87,11 @@ def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iter
 
 @contextmanager
 def _ending_late(report: Callable[[KeyboardInterrupt], int]) -> Iterator[None]:
-    """If a signal arrives inside this context, and it lasts a second longer, call ``report``, and end the process."""
-    # Python's own handlers run in the main thread between two instructions. The interpreter's C handler writes each
-    # signal to this socket at once, also while the main thread runs in a library.
+    """If a signal arrives inside this context, and it lasts a second longer, call ``report``, and end the
+    process.
+    """
+    # Python's own handlers run in the main thread between two instructions. The interpreter's C handler
+    # writes each signal to this socket at once, also while the main thread runs in a library.
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     ended = threading.Event()

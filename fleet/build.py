@@ -57,8 +57,8 @@ def find_model(
     other arguments are as in :func:`select_pipeline`, which says what it raises.
 
     Raises:
-        ValueError: This diffusers lacks the pipeline's class, the model generates neither images nor videos, or its
-            repository contains code that is not trusted.
+        ValueError: This diffusers lacks the pipeline's class, the model generates neither images nor videos,
+            or its repository contains code that is not trusted.
         TypeError: para_core cannot run the pipeline.
     """
     import diffusers
@@ -81,7 +81,8 @@ def find_model(
 
 
 def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
-    """Load the pipeline of ``recipe``, and apply its options. A collective call on the default process group, if any.
+    """Load the pipeline of ``recipe``, and apply its options. A collective call on the default process group,
+    if any.
 
     ``encode_first`` is attached to the pipeline if :meth:`EncodeFirst.fits` accepts the recipe, and then decides when
     text encoders and transformers are on the device.
@@ -169,7 +170,9 @@ def _device_type() -> str:
 
 
 def _show_checks() -> None:
-    """Print on stderr what checks of calls find, which commands otherwise hide with the messages of libraries."""
+    """Print on stderr what checks of calls find, which commands otherwise hide with the messages of
+    libraries.
+    """
     for module in CHECKS.values():
         # All modules of the check's package log below the name of the package.
         logger = logging.getLogger(module.rpartition(".")[0])
@@ -180,10 +183,11 @@ def _show_checks() -> None:
 
 
 def build_unmodified(recipe: Recipe) -> Any:
-    """Load the pipeline of ``recipe`` on this rank alone, as diffusers runs it: no mesh, cache or compilation.
+    """Load the pipeline of ``recipe`` on this rank alone, as diffusers runs it: no mesh, cache or
+    compilation.
 
-    LoRAs and quantization are applied. If the recipe shards weights or keeps them in host memory, diffusers' model
-    offload is enabled, because all weights may not fit on this rank's GPU.
+    LoRAs and quantization are applied. If the recipe shards weights or keeps them in host memory, diffusers'
+    model offload is enabled, because all weights may not fit on this rank's GPU.
     """
     device = _device_type()
     offload: Offload | None = None
@@ -200,7 +204,8 @@ def build_unmodified(recipe: Recipe) -> Any:
 
 
 def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: EncodeFirst | None) -> Any:
-    """Load the pipeline, with all weights and LoRAs, to ``device``. Offloaded components remain in host memory.
+    """Load the pipeline, with all weights and LoRAs, to ``device``. Offloaded components remain in host
+    memory.
 
     ``weights`` says how the caller will shard the weights, None for not at all.
     """
@@ -228,8 +233,8 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
     if recipe.offload == "blocks":
         on_host |= {*transformers_of(pipe)}
     if encode_first is not None and encode_first.fits(recipe):
-        # Only plain weights can be moved to host memory and back. Quantized denoisers remain on the device, where they
-        # take little memory.
+        # Only plain weights can be moved to host memory and back. Quantized denoisers remain on the device,
+        # where they take little memory.
         encode_first.attach(pipe, device, park=quantize is None)
     if recipe.offload != "model":
         if device != "cpu":
@@ -256,7 +261,9 @@ def _reporting_components(recipe: Recipe) -> AbstractContextManager[None]:
 
 
 def mesh_shape(pipe: Any) -> dict[str, int]:
-    """Return the sizes of the mesh dims of a pipeline by name. The dims ``pipe`` and ``tensor`` are left out if 1."""
+    """Return the sizes of the mesh dims of a pipeline by name. The dims ``pipe`` and ``tensor`` are left out
+    if 1.
+    """
     mesh = mesh_of(pipe)
     if mesh is None:
         return {"batch": 1, "ring": 1, "ulysses": 1}
@@ -304,9 +311,9 @@ def _compile(pipe: Any, how: Compile) -> None:
         if how == "blocks":
             module.compile_repeated_blocks(fullgraph=True)
         elif is_modular(pipe):
-            # Compile in place, because the blocks of a modular pipeline read the signature and the truth value of a
-            # transformer. The wrapper that torch.compile(module) returns has another signature, and bool() of it
-            # raises.
+            # Compile in place, because the blocks of a modular pipeline read the signature and the truth
+            # value of a transformer. The wrapper that torch.compile(module) returns has another signature,
+            # and bool() of it raises.
             module.compile(fullgraph=True)
         else:
             setattr(pipe, name, torch.compile(module, fullgraph=True))

@@ -6,5 +6,7 @@ import os
 
 
 def uses_ray(*, spread: bool) -> bool:
-    """Whether replicas run on Ray: if ``RAY_ADDRESS`` names a cluster, or ranks may ``spread`` over several nodes."""
+    """Whether replicas run on Ray: if ``RAY_ADDRESS`` names a cluster, or ranks may ``spread`` over several
+    nodes.
+    """
     return spread or bool(os.environ.get("RAY_ADDRESS"))

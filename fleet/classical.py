@@ -1,4 +1,6 @@
-"""Loading of classical diffusers pipelines: another class for the same weights, ControlNets, and single files."""
+"""Loading of classical diffusers pipelines: another class for the same weights, ControlNets, and single
+files.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def check_ranks(model: Model, ranks: int) -> None:
 
 
 def pipeline_class(recipe: Recipe) -> Any:
-    """Return the class that loads the pipeline of ``recipe``: its own, or DiffusionPipeline, which reads the index."""
+    """Return the class that loads the pipeline of ``recipe``: its own, or DiffusionPipeline, which reads the
+    index.
+    """
     import diffusers
 
     if recipe.pipeline is None:
@@ -57,7 +61,8 @@ def pipeline_class(recipe: Recipe) -> Any:
 
 
 def load_controlnets(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
-    """Load the ControlNets of ``recipe``, and return them as a component of the pipeline; empty if it has none.
+    """Load the ControlNets of ``recipe``, and return them as a component of the pipeline; empty if it has
+    none.
 
     Several become a list, from which the pipeline makes one module.
     """
@@ -75,7 +80,8 @@ def load_controlnets(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def load_classical(recipe: Recipe, *, dtype: torch.dtype, quantize: Quantize | None = None) -> Any:
-    """Load the pipeline of ``recipe`` with all its weights. With ``quantize``, torchao quantizes its transformers.
+    """Load the pipeline of ``recipe`` with all its weights. With ``quantize``, torchao quantizes its
+    transformers.
 
     Raises what ``from_pretrained`` and ``from_single_file`` of diffusers raise.
     """
@@ -96,7 +102,9 @@ def load_classical(recipe: Recipe, *, dtype: torch.dtype, quantize: Quantize | N
 
 
 def _load_pipeline_file(recipe: Recipe, cls: Any, dtype: torch.dtype, parts: dict[str, Any]) -> Any:
-    """Load a file with the weights of a whole pipeline, as the class of the configs, and make ``cls`` from it."""
+    """Load a file with the weights of a whole pipeline, as the class of the configs, and make ``cls`` from
+    it.
+    """
     import diffusers
     from diffusers.loaders.single_file_utils import SingleFileComponentError
 
@@ -123,7 +131,8 @@ def _load_pipeline_file(recipe: Recipe, cls: Any, dtype: torch.dtype, parts: dic
 
 
 def _load_other_encoders(file: str, home: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Load the text and image encoders that diffusers cannot read from a single file, from its configs' folder.
+    """Load the text and image encoders that diffusers cannot read from a single file, from its configs'
+    folder.
 
     It reads encoders of the families of CLIP and T5, if the file has their weights.
     """
@@ -145,7 +154,9 @@ def _load_other_encoders(file: str, home: str, dtype: torch.dtype) -> dict[str, 
 
 
 def _load_denoiser_file(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
-    """Load a file with the weights of a transformer or UNet alone, and return it as a component of the pipeline."""
+    """Load a file with the weights of a transformer or UNet alone, and return it as a component of the
+    pipeline.
+    """
     import diffusers
 
     home = recipe.config or ""

@@ -1,4 +1,6 @@
-"""Encode the prompts of many requests first, so that text encoders and transformers are never on a device together."""
+"""Encode the prompts of many requests first, so that text encoders and transformers are never on a device
+together.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Encoder(Protocol):
         """Begin the first phase of a batch."""
 
     def encode(self, line: Line) -> bool:
-        """Encode the prompts of a line. Return whether the outputs of another one may be added to this batch."""
+        """Encode the prompts of a line. Return whether the outputs of another one may be added to this
+        batch.
+        """
 
     def end_encoding(self, keep_encoders: bool) -> None:
         """Begin the second phase. The text encoders run again only with ``keep_encoders``."""
@@ -45,8 +49,8 @@ class Encoder(Protocol):
 def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence[Line]]:
     """Yield batches of ``lines`` whose prompts have been encoded. A collective call.
 
-    The last batch has the lines whose encoding raised. The caller runs the whole pipeline for them, and gets the same
-    exception again.
+    The last batch has the lines whose encoding raised. The caller runs the whole pipeline for them, and gets
+    the same exception again.
     """
     if not encoder.encodes_first():
         yield lines
@@ -76,10 +80,11 @@ def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence
 class EncodeFirst:
     """Two phases of many requests on this rank, see :class:`Encoder`.
 
-    Only the weights of the current phase are on the device; a denoiser is a transformer or UNet. Outputs of the text
-    encoders wait in host memory. :func:`~para_core.fleet.build.build` attaches an instance to a pipeline whose
-    weights are neither sharded nor offloaded. An instance that is not attached has no phases. ``call`` calls a pipeline
-    for a list of requests. A batch ends when the outputs of text encoders exceed ``max_bytes``.
+    Only the weights of the current phase are on the device; a denoiser is a transformer or UNet. Outputs of
+    the text encoders wait in host memory. :func:`~para_core.fleet.build.build` attaches an instance to a
+    pipeline whose weights are neither sharded nor offloaded. An instance that is not attached has no phases.
+    ``call`` calls a pipeline for a list of requests. A batch ends when the outputs of text encoders exceed
+    ``max_bytes``.
     """
 
     def __init__(self, call: Callable[[Any, Sequence[Request]], Any], max_bytes: int = 4 * 2**30) -> None:
@@ -95,15 +100,17 @@ class EncodeFirst:
 
     @staticmethod
     def fits(recipe: Recipe) -> bool:
-        """Whether ``recipe`` keeps text encoders and whole transformers on the device, so that phases save memory."""
+        """Whether ``recipe`` keeps text encoders and whole transformers on the device, so that phases save
+        memory.
+        """
         in_stages = dict(recipe.mesh).get("pipe", 1) > 1
         return not (recipe.sharding or recipe.places_encoders or recipe.offload or in_stages)
 
     def attach(self, pipe: Any, device: str, *, park: bool) -> None:
         """Prepare ``pipe``, whose weights are in host memory, to run on ``device``.
 
-        Does nothing without a text encoder or denoiser. With ``park`` the denoisers' weights stay in host memory while
-        text encoders run.
+        Does nothing without a text encoder or denoiser. With ``park`` the denoisers' weights stay in host
+        memory while text encoders run.
         """
         encoders = text_encoders_of(pipe)
         denoisers = {**transformers_of(pipe), **other_denoisers_of(pipe)}
@@ -131,12 +138,14 @@ class EncodeFirst:
         encoded.complete = False
 
     def encode(self, line: Line) -> bool:
-        """Run the text encoders for ``line``, and return whether less than ``max_bytes`` of outputs wait now."""
+        """Run the text encoders for ``line``, and return whether less than ``max_bytes`` of outputs wait
+        now.
+        """
         encoded = self._require_attached()
         with ExitStack() as stack:
             for name in self._names:
-                # The component of the pipeline is wrapped, and not the module inside torch.compile's wrapper, so that a
-                # compiled denoiser stops before its graph is entered.
+                # The component of the pipeline is wrapped, and not the module inside torch.compile's wrapper,
+                # so that a compiled denoiser stops before its graph is entered.
                 module = getattr(self._pipe, name)
                 fill_slot(module, Slot.ENCODE_FIRST, {"__call__": _stop})
                 stack.callback(empty_slot, module, Slot.ENCODE_FIRST)
@@ -163,7 +172,9 @@ class EncodeFirst:
 
 
 class _EncodedError(Exception):
-    """Raised at the first call of a denoiser to stop the pipeline: all prompts of the request are encoded by then."""
+    """Raised at the first call of a denoiser to stop the pipeline: all prompts of the request are encoded by
+    then.
+    """
 
 
 def _stop(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +193,9 @@ class _Weights:
         self._kept: dict[nn.Parameter, Tensor] = {}
 
     def park(self, device: torch.device, *, keep: bool) -> None:
-        """Free the device memory of the parameters. Without ``keep`` their data is lost, else it moves to the host."""
+        """Free the device memory of the parameters. Without ``keep`` their data is lost, else it moves to the
+        host.
+        """
         if self._kept:
             return  # They are parked already.
         for x in self._parameters:

@@ -29,7 +29,8 @@ Listener = Callable[[Any], None]
 
 
 class Ranks(Protocol):
-    """Ranks that each hold an object such as :class:`para_core.fleet.rank.Rank`, whose methods run on all of them.
+    """Ranks that each hold an object such as :class:`para_core.fleet.rank.Rank`, whose methods run on all of
+    them.
 
     Attributes:
         restarts: Whether :meth:`start` starts ranks again that have ended.
@@ -38,16 +39,18 @@ class Ranks(Protocol):
     restarts: bool
 
     def start(self) -> None:
-        """Load the object on all ranks, unless they hold it. Raise what loading raises, RankDied if a rank ends."""
+        """Load the object on all ranks, unless they hold it. Raise what loading raises, RankDied if a rank
+        ends.
+        """
 
     def call(
         self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None
     ) -> Any:
         """Call a method of the object on all ranks, and return the first rank's result.
 
-        With a ``listener`` the method gets a :class:`~para_core.launcher.link.Link` as ``link``: the listener is called
-        with what the first rank pushes, and ``ticket.cancel()`` cancels the call. Raise what all ranks raised, and
-        RankDied if a rank ended or ranks raised differently.
+        With a ``listener`` the method gets a :class:`~para_core.launcher.link.Link` as ``link``: the listener
+        is called with what the first rank pushes, and ``ticket.cancel()`` cancels the call. Raise what all
+        ranks raised, and RankDied if a rank ended or ranks raised differently.
         """
 
     def close(self) -> None:
@@ -57,9 +60,10 @@ class Ranks(Protocol):
 class LaunchedRanks:
     """Processes on this host, see :class:`Ranks`. ``load`` makes the object on each of them.
 
-    Collectives of the ranks give up after ``timeout`` seconds. ``devices`` are the GPUs of the ranks, by default the
-    first ones, and ``env`` are their further environment variables. ``display`` makes the display of what they report
-    while they load; by default it is reported by :mod:`para_core.progress` in this process.
+    Collectives of the ranks give up after ``timeout`` seconds. ``devices`` are the GPUs of the ranks, by
+    default the first ones, and ``env`` are their further environment variables. ``display`` makes the display
+    of what they report while they load; by default it is reported by :mod:`para_core.progress` in this
+    process.
     """
 
     restarts = True
@@ -163,7 +167,8 @@ class OwnRank:
         self._load = load
         self._loaded: Any = None
         self._calls = 0
-        # A group of its own, because a collective of the default group may be blocked by the rank that raised.
+        # A group of its own, because a collective of the default group may be blocked by the rank that
+        # raised.
         self._agreement: Any = None
 
     def start(self) -> None:
@@ -189,7 +194,9 @@ class OwnRank:
             raise
 
     def _all_raised(self) -> bool:
-        """Whether all ranks raised in this call, so that none waits for another. A collective call of those."""
+        """Whether all ranks raised in this call, so that none waits for another. A collective call of
+        those.
+        """
         if self._agreement is None:
             return True
         calls: list[Any] = [None] * dist.get_world_size()
@@ -206,7 +213,9 @@ class OwnRank:
 def open_ranks(
     load: Callable[[], Any], ranks: int, *, timeout: float, debug: bool = False
 ) -> LaunchedRanks | OwnRank:
-    """Return ``ranks`` new processes, or this process if there is one rank, or torchrun started it. Starts nothing."""
+    """Return ``ranks`` new processes, or this process if there is one rank, or torchrun started it. Starts
+    nothing.
+    """
     if ranks == 1 or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return OwnRank(load)
     return LaunchedRanks(load, ranks, timeout=timeout, debug=debug)

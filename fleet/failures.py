@@ -1,7 +1,7 @@
 """Why a request has no result, and the conversion of exceptions to error messages for users.
 
-A request that has no result has one of three exceptions, the same for a pipeline of ``para_core.launch``, for the
-commands and for the server:
+A request that has no result has one of three exceptions, the same for a pipeline of ``para_core.launch``, for
+the commands and for the server:
 
 - the pipeline raised on all ranks, which stay usable: the pipeline's own exception, or :class:`RequestFailed` with its
   message if it must travel between processes that may not have its class;
@@ -33,8 +33,8 @@ _EXTRAS = {
 def describe_exception(error: BaseException) -> str:
     """Return a message for users, in one line.
 
-    The message is the exception's text. The type's name precedes it, unless messages of this type are written for users
-    (such as ValueError). Missing optional dependencies and file errors get special messages.
+    The message is the exception's text. The type's name precedes it, unless messages of this type are written
+    for users (such as ValueError). Missing optional dependencies and file errors get special messages.
     """
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name is not None:

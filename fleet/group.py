@@ -31,10 +31,11 @@ from para_core.launcher.errors import Cancelled, RankDied
 
 # Seconds between two reads of the number of finished steps from the first rank.
 _POLL_SECONDS = 0.1
-# Number of attempts to start Ray. Ray gives a node half a minute to start, which is too short on a busy machine.
+# Number of attempts to start Ray. Ray gives a node half a minute to start, which is too short on a busy
+# machine.
 _START_ATTEMPTS = 4
-# Seconds for the other ranks to answer after one rank failed or was cancelled. They are at most one step behind that
-# rank.
+# Seconds for the other ranks to answer after one rank failed or was cancelled. They are at most one step
+# behind that rank.
 _GRACE_SECONDS = 30.0
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class Replica(replica.Replica):
     async def start(self) -> None:
         """Place the ranks and load the pipeline on them. If the replica runs already, it is stopped first.
 
-        Raise RuntimeError if the cluster has no free resources within the recipe's timeout, or if loading fails.
+        Raise RuntimeError if the cluster has no free resources within the recipe's timeout, or if loading
+        fails.
         """
         await self.stop()
         begun = time.monotonic()
@@ -89,7 +91,8 @@ class Replica(replica.Replica):
         try:
             watching = [actor.watch_signals.remote() for actor in self.actors]
             self._processes = [(pid, Notes(folder)) for pid, folder in await asyncio.gather(*watching)]
-            # A rank on another node removes its folder itself, now: Ray kills ranks, so they cannot do it at their end.
+            # A rank on another node removes its folder itself, now: Ray kills ranks, so they cannot do it at
+            # their end.
             elsewhere = [rank for rank, (_, notes) in enumerate(self._processes) if not notes.readable]
             await asyncio.gather(*[self.actors[rank].remove_notes.remote() for rank in elsewhere])
             host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
@@ -138,7 +141,9 @@ class Replica(replica.Replica):
             raise RankDied(f"rank {rank} died: {self._describe_end(rank, error)}.", rank) from error
 
     def _describe_end(self, rank: int, error: BaseException) -> str:
-        """Return how rank ``rank`` ended, such as ``"SIGKILL"``, for an error that Ray raised; and log it once."""
+        """Return how rank ``rank`` ended, such as ``"SIGKILL"``, for an error that Ray raised; and log it
+        once.
+        """
         pid: int | None = None
         notes: Notes | None = None
         if rank < len(self._processes):
@@ -259,16 +264,18 @@ def require_cluster(options: ReplicaOptions, replicas: int) -> None:
 
 
 def connect(cpus: int, *, debug: bool) -> bool:
-    """Connect to the Ray cluster of ``ray start`` or ``RAY_ADDRESS``; if there is none, start one on this machine.
+    """Connect to the Ray cluster of ``ray start`` or ``RAY_ADDRESS``; if there is none, start one on this
+    machine.
 
     A cluster that another program started for itself is not used, because it ends with that program. (Ray's
     ``address="auto"`` would use it.) Return whether this call connected; the process may have been connected before.
-    Raise RuntimeError if Ray does not start, or no cluster answers at ``RAY_ADDRESS``. ``cpus`` is the least number of
-    CPUs of a cluster that is started here, and ``debug`` shows Ray's log messages.
+    Raise RuntimeError if Ray does not start, or no cluster answers at ``RAY_ADDRESS``. ``cpus`` is the least
+    number of CPUs of a cluster that is started here, and ``debug`` shows Ray's log messages.
     """
     if ray.is_initialized():
         return False
-    # With Ray's default niceness of 15, ranks would get little CPU time on a busy machine, and wait for each other.
+    # With Ray's default niceness of 15, ranks would get little CPU time on a busy machine, and wait for each
+    # other.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {}
@@ -290,15 +297,17 @@ def connect(cpus: int, *, debug: bool) -> bool:
             # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
             _start(address="local", **here)
     finally:
-        # Python lets only the main thread set signal handlers. In another thread Ray has not replaced the handler
-        # either.
+        # Python lets only the main thread set signal handlers. In another thread Ray has not replaced the
+        # handler either.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
     return True
 
 
 def _start(**options: Any) -> None:
-    """Call ``ray.init``, and again if a node starts too slowly. Raise ValueError if there is a cluster already."""
+    """Call ``ray.init``, and again if a node starts too slowly. Raise ValueError if there is a cluster
+    already.
+    """
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:
             ray.init(**options)
@@ -323,9 +332,9 @@ def _resources_of_rank() -> dict[str, float]:
 async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
     """Wait for the answers of all ranks, and return them in rank order.
 
-    A failed or cancelled answer starts a timeout for the other ranks, because they may be waiting for that rank in a
-    collective. Another answer starts none: the first rank answers later than the others, because it encodes the files.
-    Raise RankDied if a rank died, or did not answer in time.
+    A failed or cancelled answer starts a timeout for the other ranks, because they may be waiting for that
+    rank in a collective. Another answer starts none: the first rank answers later than the others, because it
+    encodes the files. Raise RankDied if a rank died, or did not answer in time.
     """
     tasks: list[asyncio.Task[list[Answer]]] = [asyncio.ensure_future(ref) for ref in refs]
     pending = set(tasks)

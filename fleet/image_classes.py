@@ -6,15 +6,17 @@ from para_core.fleet.pipeline_info import Model
 
 # Ends of the keys of diffusers' tables that name editing checkpoints of a family, such as "flux-kontext".
 _EDITING_SUFFIXES = ("kontext", "edit", "edit-plus", "i2v")
-# Parts of class names, for families that the tables lack: HunyuanVideoPipeline, HunyuanVideoImageToVideoPipeline.
+# Parts of class names, for families that the tables lack: HunyuanVideoPipeline,
+# HunyuanVideoImageToVideoPipeline.
 _CLASS_NAME_PARTS = ("Img2Img", "Inpaint", "Edit", "ImageToVideo", "I2V", "I2I")
 
 
 def classes_with_images(pipeline: str) -> tuple[str, ...]:
-    """Return the names of the classes that take an image, for the models of the class ``pipeline``. Maybe none.
+    """Return the names of the classes that take an image, for the models of the class ``pipeline``. Maybe
+    none.
 
-    They are in the family of ``pipeline`` by the tables of diffusers' ``AutoPipeline`` classes, or else by their names:
-    those that load the same weights first, then those of the family's editing checkpoints.
+    They are in the family of ``pipeline`` by the tables of diffusers' ``AutoPipeline`` classes, or else by
+    their names: those that load the same weights first, then those of the family's editing checkpoints.
 
     >>> classes_with_images("FluxPipeline")
     ('FluxImg2ImgPipeline', 'FluxInpaintPipeline', 'FluxKontextPipeline')
@@ -55,7 +57,9 @@ def is_image_field(name: str) -> bool:
 
 
 def explain_refused_image(model: Model) -> str:
-    """Return the error message for an image that was sent to ``model``, with the classes that would take it."""
+    """Return the error message for an image that was sent to ``model``, with the classes that would take
+    it.
+    """
     classes = model.others or classes_with_images(model.pipeline)
     if not classes:
         return (

@@ -6,7 +6,8 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-# Formats that Pillow may decode. Other formats are refused, so that no client's file reaches a rarely tested decoder.
+# Formats that Pillow may decode. Other formats are refused, so that no client's file reaches a rarely tested
+# decoder.
 _FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_IMAGE_PIXELS = 64 * 2**20
 
@@ -55,7 +56,9 @@ def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] 
 
 
 def convert_mask(data: bytes) -> bytes:
-    """Convert OpenAI's mask, transparent where to generate, to diffusers' mask, white there. Other images stay."""
+    """Convert OpenAI's mask, transparent where to generate, to diffusers' mask, white there. Other images
+    stay.
+    """
     from PIL import Image, ImageChops
 
     try:

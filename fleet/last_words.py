@@ -1,4 +1,5 @@
-"""The signal that ended a rank, which Ray does not tell: the rank leaves a note in a file that another process reads.
+"""The signal that ended a rank, which Ray does not tell: the rank leaves a note in a file that another
+process reads.
 
 A process that SIGKILL ends can leave none. So if a rank vanished without a note, it was SIGKILL.
 """
@@ -31,8 +32,8 @@ class LastWords:
     """Notes that this process writes when a signal ends it.
 
     Attributes:
-        folder: The folder with the notes. The process that makes :class:`Notes` of it removes it, or on another node,
-            where it cannot, lets this process call :meth:`remove_folder`.
+        folder: The folder with the notes. The process that makes :class:`Notes` of it removes it, or on
+            another node, where it cannot, lets this process call :meth:`remove_folder`.
     """
 
     def __init__(self) -> None:
@@ -44,8 +45,8 @@ class LastWords:
         faulthandler.enable(self._files[0], all_threads=False)
         for name, file in zip(_OTHER_SIGNALS, self._files[1:], strict=True):
             number = getattr(signal, name)
-            # A signal that is ignored, as SIGHUP is under nohup, or handled in Python does not end the process: a note
-            # of it would be taken for the reason of a later end.
+            # A signal that is ignored, as SIGHUP is under nohup, or handled in Python does not end the
+            # process: a note of it would be taken for the reason of a later end.
             if signal.getsignal(number) == signal.SIG_DFL:
                 # With chain, what the signal did before follows: it ends the process.
                 faulthandler.register(number, file, all_threads=False, chain=True)
@@ -87,7 +88,8 @@ class Notes:
 
 
 def describe_death(message: str, notes: Notes | None) -> str:
-    """Return how a rank ended: the name of a signal, an exit code, or the first line of Ray's ``message`` about it.
+    """Return how a rank ended: the name of a signal, an exit code, or the first line of Ray's ``message``
+    about it.
 
     ``notes`` are those of the rank, None if it had made none yet.
     """

@@ -49,8 +49,9 @@ class LineRun:
     def run(self) -> list[Problem]:
         """Generate all lines, and return a problem for each line that failed.
 
-        A line fails if all ranks raise. If ranks end, the current line fails, and new ranks generate those that are
-        left. Raise RankDied if ranks end without a line or cannot start again, and what ``write`` raises.
+        A line fails if all ranks raise. If ranks end, the current line fails, and new ranks generate those
+        that are left. Raise RankDied if ranks end without a line or cannot start again, and what ``write``
+        raises.
         """
         while waiting := [line for line in self.lines if line.number not in {*self._done, *self._problems}]:
             try:

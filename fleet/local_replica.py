@@ -43,9 +43,10 @@ class _Batch:
 class LocalReplica(Replica):
     """A :class:`~para_core.fleet.replica.Replica` on this host.
 
-    Its ranks use the GPUs ``devices``, by default the first ones, and ``env`` are their further environment variables.
-    With ``own_process`` its one rank is a thread of this process: no second process takes memory, but what ends the
-    rank ends this process.
+    Its ranks use the GPUs ``devices``, by default the first ones, and ``env`` are their further environment
+    variables.
+    With ``own_process`` its one rank is a thread of this process: no second process takes memory, but what
+        ends the rank ends this process.
     """
 
     def __init__(

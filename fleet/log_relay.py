@@ -1,4 +1,6 @@
-"""Log records that one process collects, and another one logs: those of Ray's actors in the caller's process."""
+"""Log records that one process collects, and another one logs: those of Ray's actors in the caller's
+process.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class LogRelay(logging.Handler):
         self._entries.append((self._last, entry))
 
     def read(self, position: Position) -> tuple[Position, list[Entry]]:
-        """Return the records after ``position``, and the position after these. Forget those before ``position``."""
+        """Return the records after ``position``, and the position after these. Forget those before
+        ``position``.
+        """
         with self.lock:  # type: ignore[union-attr]
             last_read = 0
             if position.relay == self._name:

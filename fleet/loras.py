@@ -17,8 +17,9 @@ from para_core.fleet.request import Lora
 class LoadedLoras:
     """The LoRAs of requests that are loaded into a pipeline, in addition to those of the recipe.
 
-    At most ``keep`` stay loaded: beyond it, the least recently used one is unloaded. ``loads`` counts how often one was
-    loaded. ``encoded_prompts`` is cleared when the LoRA changes, if LoRAs are loaded into text encoders.
+    At most ``keep`` stay loaded: beyond it, the least recently used one is unloaded. ``loads`` counts how
+        often one was loaded. ``encoded_prompts`` is cleared when the LoRA changes, if LoRAs are loaded into
+        text encoders.
     """
 
     def __init__(
@@ -33,7 +34,8 @@ class LoadedLoras:
         self.loads = 0
 
     def use(self, lora: Lora | None) -> None:
-        """Activate ``lora``, loaded if necessary, in addition to the recipe's LoRAs; with None only the recipe's.
+        """Activate ``lora``, loaded if necessary, in addition to the recipe's LoRAs; with None only the
+        recipe's.
 
         Raises:
             ValueError: ``lora`` cannot be loaded. The previous LoRA then stays active.

@@ -17,7 +17,8 @@ from para_core.option_values import num_resident
 
 logger = logging.getLogger(__name__)
 
-# Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers and the allocator's fragmentation.
+# Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers and the allocator's
+# fragmentation.
 RESERVED = 6e9
 
 
@@ -67,9 +68,9 @@ def bytes_of_device(shares: int | None = None) -> float:
 def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float) -> Memory | None:
     """Predict the memory of weights and transformer activations on a rank, which may hold ``room`` bytes.
 
-    Activations of the VAE are not included. ``mesh`` has the sizes of the mesh dims by name. Return None if no feature
-    predicts it or knows the pipeline, if components take turns on the device (``offload="model"``), or if not even the
-    weights are predicted to fit.
+    Activations of the VAE are not included. ``mesh`` has the sizes of the mesh dims by name. Return None if
+    no feature predicts it or knows the pipeline, if components take turns on the device
+    (``offload="model"``), or if not even the weights are predicted to fit.
     """
     predict = feature("predict_bytes")
     if predict is None or recipe.offload == "model":

@@ -1,7 +1,7 @@
 """The files of a model: the index of its components, and single files of weights. Imports no torch.
 
-A model is a folder or Hub repository with ``model_index.json`` (a classical pipeline) or ``modular_model_index.json``,
-or a single file of weights, whose configs are in such a folder.
+A model is a folder or Hub repository with ``model_index.json`` (a classical pipeline) or
+``modular_model_index.json``, or a single file of weights, whose configs are in such a folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _LARGEST_HEADER = 100 * 2**20
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a folder or repository: which pipeline class it is for, and the classes of its components."""
+    """The index of a folder or repository: which pipeline class it is for, and the classes of its
+    components.
+    """
 
     modular: bool
     content: Mapping[str, Any]
@@ -37,12 +39,13 @@ class Index:
 
 
 def home_of(model: str, config: str | None) -> str:
-    """Return the folder or repository with the configs of ``model``: ``config`` for a single file, else ``model``.
+    """Return the folder or repository with the configs of ``model``: ``config`` for a single file, else
+    ``model``.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file is of another kind or lacks ``config``, or ``config`` is given for a model that is no
-            file.
+        ValueError: The file is of another kind or lacks ``config``, or ``config`` is given for a model that
+            is no file.
     """
     path = Path(model)
     is_file = path.is_file() or path.suffix in (SAFETENSORS, GGUF, *_PICKLES)
@@ -135,7 +138,8 @@ def _find(name: str, file: str, subject: str) -> tuple[str, Mapping[str, Any]] |
 
 
 def _download(name: str, file: str, subject: str) -> Path | None:
-    """Return the path of a file of a Hub repository, downloaded if necessary; None if the repository has no such file.
+    """Return the path of a file of a Hub repository, downloaded if necessary; None if the repository has no
+    such file.
 
     Raise FileNotFoundError if ``name`` cannot be a repository, or the repository cannot be reached.
     """
@@ -154,7 +158,8 @@ def _download(name: str, file: str, subject: str) -> Path | None:
     try:
         return _download_once(name, file)
     except Exception as error:
-        # An invalid name, a missing or gated repository, or the network: the Hub's client has a class for each.
+        # An invalid name, a missing or gated repository, or the network: the Hub's client has a class for
+        # each.
         raise FileNotFoundError(_describe_unreachable(name, file, subject, error)) from error
 
 
@@ -162,7 +167,8 @@ def _download(name: str, file: str, subject: str) -> Path | None:
 def _download_once(name: str, file: str) -> Path | None:
     """Do the same as :func:`_download`, and raise what the client of the Hub raises.
 
-    The result is kept for the process, because the client asks the Hub each time whether the file has changed.
+    The result is kept for the process, because the client asks the Hub each time whether the file has
+    changed.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError

@@ -1,4 +1,6 @@
-"""Support for diffusers' modular pipelines: describe what they take and generate, load them, and call them."""
+"""Support for diffusers' modular pipelines: describe what they take and generate, load them, and call
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from para_core.instance.slots import Slot
 from para_core.option_values import Quantize
 from para_core.progress import report
 
-# Outputs of a modular pipeline that can be written to files. The values are the kind of result, and the attribute of a
-# classical pipeline's output that holds it.
+# Outputs of a modular pipeline that can be written to files. The values are the kind of result, and the
+# attribute of a classical pipeline's output that holds it.
 _OUTPUT_KINDS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "images": ("image", "images")}
-# Inputs that one block passes to the next. diffusers lists them as inputs of the pipeline, but requests must not set
-# them.
+# Inputs that one block passes to the next. diffusers lists them as inputs of the pipeline, but requests must
+# not set them.
 _BETWEEN_BLOCKS = ("batch_size", "dtype", "timesteps", "preprocess_kwargs", "mask_overlay_kwargs")
 
 
@@ -37,12 +39,15 @@ def is_modular(pipe: Any) -> bool:
 
 
 def has_modular_index(name: str) -> bool:
-    """Whether folder or repository ``name`` has the index file of a modular pipeline, and none of a classical one."""
+    """Whether folder or repository ``name`` has the index file of a modular pipeline, and none of a classical
+    one.
+    """
     return read_index(name).modular
 
 
 def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the modular pipeline of a folder or repository, without the components that are loaded from files.
+    """Return the modular pipeline of a folder or repository, without the components that are loaded from
+    files.
 
     Raises:
         ValueError: This diffusers lacks its class, or its repository has code of blocks that is not trusted.
@@ -70,7 +75,8 @@ def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def describe_modular(name: str, pipe: Any) -> Model:
-    """Return the description of model ``name``, whose modular pipeline is ``pipe``, with or without loaded components.
+    """Return the description of model ``name``, whose modular pipeline is ``pipe``, with or without loaded
+    components.
 
     Raises:
         ValueError: ``pipe`` generates neither images nor videos, or requires a video, which cannot be given.
@@ -101,7 +107,8 @@ def describe_modular(name: str, pipe: Any) -> Model:
         modular=True,
         takes_loras=hasattr(pipeline, "load_lora_weights"),
     )
-    # Only images are reported as required: other required inputs of a block may be set by a block that runs before.
+    # Only images are reported as required: other required inputs of a block may be set by a block that runs
+    # before.
     return replace(model, required=tuple(key for key in model.images if key in needed))
 
 
@@ -115,8 +122,8 @@ def _can_be_given(x: Any) -> bool:
 def guiders_of(pipe: Any) -> dict[str, str]:
     """Return the names of guider components, keyed by the field of a request that sets their guidance scale.
 
-    The field ``guidance_scale`` sets the scale of ``guider``, ``guidance_scale_2`` that of ``guider_2``. A field that
-    is also an input of a block is left out, because the block takes it.
+    The field ``guidance_scale`` sets the scale of ``guider``, ``guidance_scale_2`` that of ``guider_2``. A
+    field that is also an input of a block is left out, because the block takes it.
     """
     inputs = {x.name for x in _blocks(pipe).inputs}
     names = {name.replace("guider", "guidance_scale"): name for name in pipe.components if "guider" in name}
@@ -130,7 +137,8 @@ def guiders_of(pipe: Any) -> dict[str, str]:
 def load_modular(
     name: str, *, dtype: torch.dtype, quantize: Quantize | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """Load the modular pipeline of a folder or repository. With ``quantize``, torchao quantizes its transformers.
+    """Load the modular pipeline of a folder or repository. With ``quantize``, torchao quantizes its
+    transformers.
 
     Raises:
         RuntimeError: A component cannot be loaded.
@@ -167,8 +175,9 @@ def load_modular(
 def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     """Call a modular pipeline with the arguments of a classical one.
 
-    Guidance scales are set on its guiders, ``callback_on_step_end`` is called after each scheduler step, and arguments
-    that are inputs of no block are ignored. Return a namespace with ``images`` or ``frames``, like a classical output.
+    Guidance scales are set on its guiders, ``callback_on_step_end`` is called after each scheduler step, and
+    arguments that are inputs of no block are ignored. Return a namespace with ``images`` or ``frames``, like
+    a classical output.
     """
     blocks, guiders = _blocks(pipe), guiders_of(pipe)
     inputs = {x.name for x in blocks.inputs}
@@ -195,7 +204,8 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[None]:
-    """Inside this context, call ``callback`` after each step of the scheduler of ``pipe``, unless one of them is None.
+    """Inside this context, call ``callback`` after each step of the scheduler of ``pipe``, unless one of them
+    is None.
 
     Modular pipelines take no callback argument, so the scheduler's ``step`` is wrapped.
     """
@@ -210,7 +220,8 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
         nonlocal taken, last
         output = call(scheduler, *args, **kwargs)
         index = getattr(scheduler, "step_index", None)
-        # If step_index is the same as after the previous call, the scheduler repeated that step, which counts once.
+        # If step_index is the same as after the previous call, the scheduler repeated that step, which counts
+        # once.
         if index is None or index != last:
             taken += 1
             latents = getattr(output, "prev_sample", None)
@@ -229,7 +240,9 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
 
 @contextmanager
 def _muting_block_errors() -> Iterator[None]:
-    """Inside this context, turn off the log in which each enclosing block of diffusers repeats a raised exception."""
+    """Inside this context, turn off the log in which each enclosing block of diffusers repeats a raised
+    exception.
+    """
     blocks = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
     before = blocks.level
     blocks.setLevel(logging.CRITICAL)

@@ -1,4 +1,6 @@
-"""Warnings about fields of a request that its pipeline accepts, and does not use with the other fields as they are."""
+"""Warnings about fields of a request that its pipeline accepts, and does not use with the other fields as
+they are.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Request
 
-# Beginnings of the class names of pipelines that add their guidance to the conditional prediction: they compute the
-# negative prompt if guidance_scale is above 0, and all other pipelines if it is above 1.
+# Beginnings of the class names of pipelines that add their guidance to the conditional prediction: they
+# compute the negative prompt if guidance_scale is above 0, and all other pipelines if it is above 1.
 _ADDED_GUIDANCE = ("ZImage", "Krea2")
 # Pipelines that compute guidance by another rule.
 _OTHER_RULES = ("DreamLitePipeline", "Cosmos3OmniPipeline")
@@ -21,7 +23,8 @@ _BY_GUIDANCE_SCALE = ("ChromaInpaintPipeline",)
 def warnings_of(request: Request, model: Model) -> tuple[str, ...]:
     """Return a sentence for each field of ``request`` that changes nothing in the pipeline of ``model``.
 
-    These are a negative prompt without the guidance that uses it, and ``true_cfg_scale`` without a negative prompt.
+    These are a negative prompt without the guidance that uses it, and ``true_cfg_scale`` without a negative
+    prompt.
     """
     texts = {name: value for name, value in request.fields.items() if name.startswith("negative_prompt")}
     negative = ", ".join(name for name, value in texts.items() if _has_text(value))
@@ -65,7 +68,9 @@ def _has_text(value: Any) -> bool:
 
 
 def _read_scale(fields: Mapping[str, Any], model: Model, name: str) -> float | None:
-    """Return the number that the request or else the pipeline has for this scale, None if there is no number."""
+    """Return the number that the request or else the pipeline has for this scale, None if there is no
+    number.
+    """
     value = fields.get(name)
     if value is None:
         value = model.fields.get(name)

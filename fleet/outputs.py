@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from para_core.fleet.recipe import Recipe
 
 FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "video": ("mp4", "gif", "webp")}
-# Upper estimates of bytes per pixel. A PNG of noise has slightly more than 3. Of the video formats, GIF is the largest.
+# Upper estimates of bytes per pixel. A PNG of noise has slightly more than 3. Of the video formats, GIF is
+# the largest.
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
 _SPARE_BYTES = 64 * 2**20
 # Names of the temporary files of write_atomically. A process that was killed leaves them behind.
@@ -52,7 +53,8 @@ class Result:
 
 
 def choose_format(model: Model, format_: str | None) -> str:
-    """Return ``format_``. None gives the default for what ``model`` generates: png for images, mp4 for videos.
+    """Return ``format_``. None gives the default for what ``model`` generates: png for images, mp4 for
+    videos.
 
     Raises:
         ValueError: The model's results cannot have this format, or its encoder is not installed.
@@ -77,7 +79,9 @@ def choose_format(model: Model, format_: str | None) -> str:
 
 
 def find_disk_problem(folder: Path, request: Request, kind: Kind) -> str | None:
-    """Return an error message if the result of ``request`` alone may not fit on the disk of ``folder``, else None."""
+    """Return an error message if the result of ``request`` alone may not fit on the disk of ``folder``, else
+    None.
+    """
     needed = _estimate_bytes([request], kind)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
@@ -154,7 +158,9 @@ def require_name(name: str | None) -> None:
 
 
 def compute_digest(request: Request, recipe: Recipe, kind: Kind) -> str:
-    """Return a string that is equal for results with equal files: digests of request and recipe, format, frame rate."""
+    """Return a string that is equal for results with equal files: digests of request and recipe, format,
+    frame rate.
+    """
     parts = [request.digest, recipe.digest, request.delivery.format_]
     if kind == "video":
         parts.append(f"{request.delivery.fps} fps")
@@ -164,8 +170,9 @@ def compute_digest(request: Request, recipe: Recipe, kind: Kind) -> str:
 def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple[list[Line], list[Line]]:
     """Return the lines to generate and the finished lines, each with the name of its files.
 
-    A line is finished if the folder has a complete result with its digest. A line to generate is named by its number
-    (``cat-00001`` if ``name`` is ``cat``), or by an unused number if the folder already has files of that name.
+    A line is finished if the folder has a complete result with its digest. A line to generate is named by its
+    number (``cat-00001`` if ``name`` is ``cat``), or by an unused number if the folder already has files of
+    that name.
     """
     prefix = ""
     if name is not None:
@@ -199,7 +206,9 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
 
 
 def read_digest(folder: Path, name: str) -> str:
-    """Return the digest of the result ``name`` in ``folder``, or an empty string if the result is not complete."""
+    """Return the digest of the result ``name`` in ``folder``, or an empty string if the result is not
+    complete.
+    """
     try:
         record = json.loads((folder / f"{name}.json").read_bytes())
         if all((folder / file).is_file() for file in record["files"]):
@@ -210,7 +219,9 @@ def read_digest(folder: Path, name: str) -> str:
 
 
 def encode(samples: Sequence[Any], delivery: Delivery) -> list[Output]:
-    """Encode each sample, a PIL image or a sequence of PIL frames, as one file. Equal pixels give equal bytes."""
+    """Encode each sample, a PIL image or a sequence of PIL frames, as one file. Equal pixels give equal
+    bytes.
+    """
     files: list[bytes] = []
     for sample in samples:
         frames = sample
@@ -251,8 +262,8 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
 def write_result(folder: Path, line: Line, result: Result) -> None:
     """Write the files of the line's result, and a record of its metadata with the line's number and digest.
 
-    The record is ``line.name.json``, which is written last: if it exists, the other files are complete. A PNG also has
-    the record inside, in its text chunks ``prompt`` and ``para_core`` (JSON).
+    The record is ``line.name.json``, which is written last: if it exists, the other files are complete. A PNG
+    also has the record inside, in its text chunks ``prompt`` and ``para_core`` (JSON).
 
     Raises:
         FileExistsError: One of the files exists. Nothing is written then.
@@ -300,7 +311,8 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes a file that only its owner can read. The result should have the permissions of any new file.
+        # mkstemp makes a file that only its owner can read. The result should have the permissions of any new
+        # file.
         umask = os.umask(0)
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)
@@ -314,7 +326,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` inside this context against other processes of this machine. Delete leftover temporary files.
+    """Lock ``folder`` inside this context against other processes of this machine. Delete leftover temporary
+    files.
 
     On a file system without locks, nothing is locked.
 

@@ -1,4 +1,6 @@
-"""Descriptions of models without their weights: the pipeline, and the fields of a request, which its call has."""
+"""Descriptions of models without their weights: the pipeline, and the fields of a request, which its call
+has.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ class Model:
 
     name: str  # folder, repository on the Hub, or single file
     pipeline: str  # name of the pipeline's class
-    # Parameters of the pipeline's call that a request may set, with their defaults (inspect.Parameter.empty if there
-    # is none). For a modular pipeline, inputs of its blocks.
+    # Parameters of the pipeline's call that a request may set, with their defaults (inspect.Parameter.empty
+    # if there is none). For a modular pipeline, inputs of its blocks.
     fields: Mapping[str, Any]
     kind: Kind
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields, if they differ from the pipeline's
@@ -54,7 +56,9 @@ class Model:
 
     @property
     def edited_images(self) -> tuple[str, ...]:
-        """Names of the fields that take an image from which the result is made. That of an IP adapter is none."""
+        """Names of the fields that take an image from which the result is made. That of an IP adapter is
+        none.
+        """
         return tuple(name for name in self.images if "ip_adapter" not in name)
 
     @property
@@ -71,14 +75,17 @@ class Model:
 def can_be_given(name: str) -> bool:
     """Whether a request may set the parameter ``name`` of a pipeline's call.
 
-    False for tensors (embeddings, masks and latents), for callbacks, and for what the command or server sets itself.
+    False for tensors (embeddings, masks and latents), for callbacks, and for what the command or server sets
+    itself.
     """
     tensor = name.endswith(("_embeds", "_mask")) or "latents" in name
     return name not in _SET_BY_CALLER and not tensor and not name.startswith("callback")
 
 
 def describe_unknown_field(model: Model, name: str) -> str:
-    """Return the error message for an unknown field. It suggests the most similar known field, or lists all."""
+    """Return the error message for an unknown field. It suggests the most similar known field, or lists
+    all.
+    """
     close = difflib.get_close_matches(name, [*model.fields, "seed", "size", "steps"], n=1)
     hint = f"It takes seed, size, steps, {', '.join(model.fields)}."
     if close:
@@ -102,7 +109,8 @@ def find_tiny_flux() -> Path:
 
 
 def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
-    """Return the description of model ``name``, whose pipeline class is ``cls``, with these defaults of fields.
+    """Return the description of model ``name``, whose pipeline class is ``cls``, with these defaults of
+    fields.
 
     Raises:
         ValueError: ``cls`` generates audio only.
@@ -126,7 +134,8 @@ def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
 def describe_call(
     name: str, pipeline: str, parameters: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Model:
-    """Return the description of a model by the parameters of its pipeline's call and their defaults, without types.
+    """Return the description of a model by the parameters of its pipeline's call and their defaults, without
+    types.
 
     Raises:
         ValueError: The pipeline generates audio only.
@@ -145,8 +154,8 @@ def describe_call(
     )
 
 
-# Fields for images whose default is None, although every call of such a class needs them: classes that are named for
-# what they do with the image. The patterns match names of classes.
+# Fields for images whose default is None, although every call of such a class needs them: classes that are
+# named for what they do with the image. The patterns match names of classes.
 _NEEDED_BY = {
     "image": re.compile(
         "Img2Img|Inpaint|Fill|Image(To|2)Video|I2V|Upscale|SuperResolution|Pix2Pix|Depth2Img|ImageEdit|Layered|ControlNet"
@@ -158,7 +167,9 @@ _NEEDED_BY = {
 
 
 def _is_required(name: str, pipeline: str, default: Any) -> bool:
-    """Whether the image field ``name`` of a classical pipeline class must be set, given the default of its call."""
+    """Whether the image field ``name`` of a classical pipeline class must be set, given the default of its
+    call.
+    """
     if default is inspect.Parameter.empty:
         return True
     return default is None and name in _NEEDED_BY and _NEEDED_BY[name].search(pipeline) is not None

@@ -1,7 +1,8 @@
-"""Pipeline classes of the installed diffusers, read from its source files, because importing one takes seconds.
+"""Pipeline classes of the installed diffusers, read from its source files, because importing one takes
+seconds.
 
-A class is described by the components of its ``__init__`` and the parameters of its ``__call__``. Nothing here imports
-diffusers or torch.
+A class is described by the components of its ``__init__`` and the parameters of its ``__call__``. Nothing
+here imports diffusers or torch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class PipelineSource:
     components: Mapping[str, str]  # parameters of __init__, with their annotations as text ("" without one)
     positional: tuple[str, ...]  # components without a default
     required: tuple[str, ...]  # those of them that the class does not declare as optional
-    # Parameters of __call__ with their defaults: inspect.Parameter.empty without one, None if it is no literal.
+    # Parameters of __call__ with their defaults: inspect.Parameter.empty without one, None if it is no
+    # literal.
     call: Mapping[str, Any]
     # Expressions by which the class divides height or width, to check that nothing remains.
     divisors: tuple[ast.expr, ...]
@@ -67,7 +69,8 @@ class PipelineSource:
         return tuple(name for name in self.required if name not in others and class_in(index, name) is None)
 
     def find_other_denoiser(self, index: Mapping[str, Any]) -> tuple[str, str, str] | None:
-        """Return name, class and expected class of a denoiser that is not of the class that this pipeline takes.
+        """Return name, class and expected class of a denoiser that is not of the class that this pipeline
+        takes.
 
         None if there is no such denoiser, or the source does not state the class.
         """
@@ -78,7 +81,9 @@ class PipelineSource:
         return None
 
     def fits(self, index: Mapping[str, Any]) -> bool:
-        """Whether the class runs the weights of a folder with this index, perhaps with a ControlNet in addition."""
+        """Whether the class runs the weights of a folder with this index, perhaps with a ControlNet in
+        addition.
+        """
         if not any(name in self.components and class_in(index, name) is not None for name in DENOISERS):
             return False
         compared = [name for name in self.components if name in _COMPARED_COMPONENTS]
@@ -95,7 +100,9 @@ class PipelineSource:
 
 
 def class_in(index: Mapping[str, Any], component: str) -> str | None:
-    """Return the class name of a component in the index of a folder (model_index.json); None if it has none."""
+    """Return the class name of a component in the index of a folder (model_index.json); None if it has
+    none.
+    """
     entry = index.get(component)
     if isinstance(entry, (list, tuple)) and len(entry) >= 2 and isinstance(entry[1], str):
         return entry[1]
@@ -104,7 +111,8 @@ def class_in(index: Mapping[str, Any], component: str) -> str | None:
 
 @cache
 def pipeline_files() -> Mapping[str, Path]:
-    """Return the file of each pipeline class that diffusers exports, by class name; modular pipelines are left out.
+    """Return the file of each pipeline class that diffusers exports, by class name; modular pipelines are
+    left out.
 
     Empty if diffusers is not installed.
     """
@@ -124,7 +132,9 @@ def pipeline_files() -> Mapping[str, Path]:
 
 @cache
 def read_pipeline(name: str) -> PipelineSource | None:
-    """Return the description of a pipeline class; None if the installed diffusers has no source of this name."""
+    """Return the description of a pipeline class; None if the installed diffusers has no source of this
+    name.
+    """
     path = pipeline_files().get(name)
     if path is None:
         return None
@@ -155,7 +165,9 @@ def read_pipeline(name: str) -> PipelineSource | None:
 
 
 def _read_parameters(function: ast.FunctionDef) -> dict[ast.arg, Any]:
-    """Return the default of each parameter but ``self``: Parameter.empty without one, None if it is no literal."""
+    """Return the default of each parameter but ``self``: Parameter.empty without one, None if it is no
+    literal.
+    """
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
@@ -194,7 +206,9 @@ def _read_optional_components(cls: ast.ClassDef) -> list[str]:
 
 
 def _find_divisors(function: ast.FunctionDef) -> Iterator[ast.expr]:
-    """Yield what ``height`` or ``width`` is divided by. A local variable is replaced by the value it was assigned."""
+    """Yield what ``height`` or ``width`` is divided by. A local variable is replaced by the value it was
+    assigned.
+    """
     assigned = {
         node.targets[0].id: node.value
         for node in ast.walk(function)
@@ -224,7 +238,9 @@ def multiple_of_sides(source: PipelineSource, pipe: Any) -> int:
 
 
 def _evaluate(expression: ast.expr, pipe: Any) -> int | None:
-    """Return the value of an integer, an attribute of ``self`` or an item of one, or a product or power; else None."""
+    """Return the value of an integer, an attribute of ``self`` or an item of one, or a product or power; else
+    None.
+    """
     value: Any = None
     if isinstance(expression, ast.Constant):
         value = expression.value
@@ -277,8 +293,8 @@ def fitting_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
     return [source for source in sources if source is not None and source.fits(index)]
 
 
-# Parts of the names of classes that need weights of their own: they were trained for another input, although the
-# classes of their components are those of their family.
+# Parts of the names of classes that need weights of their own: they were trained for another input, although
+# the classes of their components are those of their family.
 _OWN_WEIGHTS = re.compile(
     "Fill|Control(?!Net)|Redux|VisualCloze|Kontext|Edit|Layered|Animate|VACE|Upscal|Adapter|GLIGEN"
 )
@@ -299,8 +315,8 @@ def require_pipeline(
 
     Raises:
         ModuleNotFoundError: diffusers is not installed.
-        ValueError: diffusers has no such class, or the folder lacks one of its components, or has a denoiser of
-            another class. The message names classes that fit the weights.
+        ValueError: diffusers has no such class, or the folder lacks one of its components, or has a denoiser
+            of another class. The message names classes that fit the weights.
     """
     if not pipeline_files():
         raise ModuleNotFoundError("the classes of pipelines need diffusers", name="diffusers")

@@ -1,4 +1,6 @@
-"""Prompt files: each line is a request, as a JSON object or as the prompt alone. Invalid lines do not affect others."""
+"""Prompt files: each line is a request, as a JSON object or as the prompt alone. Invalid lines do not affect
+others.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ class Problem:
 def read_prompts(
     path: Path, model: Model, common: Mapping[str, Any], *, seed: int = 0
 ) -> tuple[list[Line], list[Problem]]:
-    """Read a prompt file. Return its valid lines, and a problem for each invalid line. Empty lines are skipped.
+    """Read a prompt file. Return its valid lines, and a problem for each invalid line. Empty lines are
+    skipped.
 
-    Each line of a ``.txt`` file is a prompt. Each line of any other file is a JSON object with fields of a request.
+    Each line of a ``.txt`` file is a prompt. Each line of any other file is a JSON object with fields of a
+    request.
     ``common`` has fields for every line that does not set them itself. Line n has the seed ``seed + n - 1``, unless it
     sets its own.
 
@@ -88,7 +92,8 @@ def read_contents(path: Path) -> str:
         ValueError: The file is not UTF-8, is one JSON array, or has only empty lines.
     """
     try:
-        # Lines are split at "\n" below: splitlines() would also split at U+2028, which JSON strings may contain.
+        # Lines are split at "\n" below: splitlines() would also split at U+2028, which JSON strings may
+        # contain.
         contents = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error

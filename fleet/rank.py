@@ -40,8 +40,8 @@ class ReplicaOptions:
 class Rank:
     """The pipeline of ``recipe`` on this rank.
 
-    The process group exists before, if there are several ranks. Loading and every method but :meth:`memory` is a
-    collective call. ``encode_first`` prepares the pipeline for the phases of
+    The process group exists before, if there are several ranks. Loading and every method but :meth:`memory`
+    is a collective call. ``encode_first`` prepares the pipeline for the phases of
     :class:`~para_core.fleet.encode_first.Encoder`, if the recipe fits.
     """
 
@@ -56,7 +56,8 @@ class Rank:
         self._pipe = build(recipe, attached)
         self._encoded_prompts: EncodedPrompts | None = None
         self._loras: LoadedLoras | None = None
-        # Whether to release the GPU memory that a failed request left reserved, before the next request begins.
+        # Whether to release the GPU memory that a failed request left reserved, before the next request
+        # begins.
         self._release_memory = False
         if options.prompt_bytes:
             self._encoded_prompts = EncodedPrompts(self._pipe, options.prompt_bytes)
@@ -73,7 +74,8 @@ class Rank:
     def generate(self, request: Request, link: Link = NO_CALLER) -> Result | None:
         """Run one request, and return the result on the first rank of the pipeline's mesh, None on others.
 
-        The numbers of finished steps are pushed to ``link``. It cannot be cancelled, so ranks agree on nothing.
+        The numbers of finished steps are pushed to ``link``. It cannot be cancelled, so ranks agree on
+        nothing.
         """
         with self._releasing_memory():
             return generate(self._pipe, request, self._recipe, Watch(progress=link.push))
@@ -81,8 +83,8 @@ class Rank:
     def generate_batch(self, requests: Sequence[Request], link: Link = NO_CALLER) -> list[Result] | None:
         """Run requests with the same ``batch_key`` as one call of the pipeline.
 
-        Return their results on the first rank of the pipeline's mesh, None on others. Numbers of finished steps and
-        partial images are pushed to ``link``. Raise Cancelled if it says so after a step.
+        Return their results on the first rank of the pipeline's mesh, None on others. Numbers of finished
+        steps and partial images are pushed to ``link``. Raise Cancelled if it says so after a step.
         """
         with self._releasing_memory():
             lora = requests[0].lora
@@ -96,9 +98,11 @@ class Rank:
 
     @contextmanager
     def _releasing_memory(self) -> Iterator[None]:
-        """Inside this context, run a request. Memory that the previous one left reserved when it failed is released."""
-        # It is not released at once: cudaFree waits for running kernels, among which may be a collective that waits for
-        # a rank that has raised. This rank would then never report the reason.
+        """Inside this context, run a request. Memory that the previous one left reserved when it failed is
+        released.
+        """
+        # It is not released at once: cudaFree waits for running kernels, among which may be a collective that
+        # waits for a rank that has raised. This rank would then never report the reason.
         if self._release_memory:
             self._release_memory = False
             torch.cuda.empty_cache()

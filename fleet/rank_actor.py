@@ -26,8 +26,8 @@ from para_core.progress import handled_by
 
 # Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
 CONTROL = "control"
-# Environment variables by which launchers tell a process its rank. Ray's workers inherit them from the process that
-# started Ray, but have ranks of their own.
+# Environment variables by which launchers tell a process its rank. Ray's workers inherit them from the
+# process that started Ray, but have ranks of their own.
 _LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
 _LAUNCHER_NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
@@ -68,8 +68,11 @@ class RankActor:
         return int(self._store.port)
 
     def join(self, host: str, port: int) -> None:
-        """Connect to the other ranks at the address of :meth:`open_store`, and load the pipeline. A collective call."""
-        # A Ray actor sees one GPU, with index 0. With a launcher's LOCAL_RANK, init_device_mesh would select another.
+        """Connect to the other ranks at the address of :meth:`open_store`, and load the pipeline. A
+        collective call.
+        """
+        # A Ray actor sees one GPU, with index 0. With a launcher's LOCAL_RANK, init_device_mesh would select
+        # another.
         for name in list(os.environ):
             if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
                 del os.environ[name]
@@ -138,11 +141,15 @@ class RankActor:
         return Answer(result, steps, tuple(self._previews))
 
     def progress(self, id_: str, sent: int) -> tuple[int, list[Output]]:
-        """Return the number of finished steps of a running request, and its partial images after the first ``sent``."""
+        """Return the number of finished steps of a running request, and its partial images after the first
+        ``sent``.
+        """
         return self._steps_done.get(id_, 0), self._previews[sent:]
 
     def cancel(self, id_: str) -> None:
-        """Cancel the request ``id_`` after its current step. Called on the first rank, whose answer decides for all."""
+        """Cancel the request ``id_`` after its current step. Called on the first rank, whose answer decides
+        for all.
+        """
         self._cancelled.add(id_)
 
     def process(self) -> int:
@@ -156,6 +163,8 @@ class RankActor:
         return os.getpid(), self._last_words.folder
 
     def remove_notes(self) -> None:
-        """Remove the folder of the note, because the process that called :meth:`watch_signals` cannot open it."""
+        """Remove the folder of the note, because the process that called :meth:`watch_signals` cannot open
+        it.
+        """
         if self._last_words is not None:
             self._last_words.remove_folder()

@@ -24,7 +24,9 @@ _LONGEST_TIMEOUT = 365 * 24 * 3600
 
 @dataclass(frozen=True)
 class Recipe(PipelineChoices):
-    """Options for loading a pipeline on a group of ranks, and for parallelizing it: see :class:`PipelineChoices`."""
+    """Options for loading a pipeline on a group of ranks, and for parallelizing it: see
+    :class:`PipelineChoices`.
+    """
 
     model: str  # folder, repository on the Hub, or single file
     pipeline: Annotated[
@@ -40,7 +42,8 @@ class Recipe(PipelineChoices):
         Literal["auto", "float32", "bfloat16", "float16"],  # "auto": bfloat16 on a GPU, float32 elsewhere
         Option(80, command=Command("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)),
     ] = "auto"
-    # Largest sizes of mesh dims, with names of mesh_shape.MESH_NAMES. Empty leaves the choice to parallelize_pipe.
+    # Largest sizes of mesh dims, with names of mesh_shape.MESH_NAMES. Empty leaves the choice to
+    # parallelize_pipe.
     mesh: Annotated[
         tuple[tuple[str, int], ...],
         Option(10, command=Command("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)),
@@ -57,8 +60,8 @@ class Recipe(PipelineChoices):
         Literal["replicate", "fsdp", "tensor"],
         Option(120, needs_ranks=True, command=Command("replicate, fsdp or tensor.", "HOW", PIPELINE)),
     ] = "replicate"
-    # Modules that stay in host memory until they run: the transformer's blocks, as in parallelize_pipe, or whole
-    # components (enable_model_cpu_offload, CUDA only).
+    # Modules that stay in host memory until they run: the transformer's blocks, as in parallelize_pipe, or
+    # whole components (enable_model_cpu_offload, CUDA only).
     offload: Annotated[
         Offload | None,
         Option(140, command=Command("Wait in host memory: blocks or model.", "WHAT", PIPELINE)),
@@ -141,14 +144,18 @@ class Recipe(PipelineChoices):
 
     @property
     def encoders_wait_on_host(self) -> bool:
-        """Whether the text encoders wait in host memory: by their placement, or with the blocks if they have none."""
+        """Whether the text encoders wait in host memory: by their placement, or with the blocks if they have
+        none.
+        """
         if self.places_encoders:
             return self.encoders_in_host_memory
         return self.offload == "blocks"
 
     @property
     def digest(self) -> str:
-        """16 hex digits, equal for recipes whose results are equal up to rounding, even on different meshes."""
+        """16 hex digits, equal for recipes whose results are equal up to rounding, even on different
+        meshes.
+        """
         backend: Any = self.backend
         if self.schedule:
             backend = asdict(self.schedule)
@@ -184,7 +191,9 @@ def _check_host_memory(recipe: Recipe) -> None:
 
 
 def _check_gguf(recipe: Recipe) -> None:
-    """Raise ValueError if an option needs plain weights, while the model is a GGUF file, whose weights stay packed."""
+    """Raise ValueError if an option needs plain weights, while the model is a GGUF file, whose weights stay
+    packed.
+    """
     pipe = recipe.stages
     values: dict[str, str | None] = {
         "weights": recipe.sharding,
@@ -246,7 +255,9 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 
 
 def can_verify(recipe: Recipe) -> bool:
-    """Whether ``verify`` can be set in ``recipe``: nothing in it changes transformer calls by more than rounding."""
+    """Whether ``verify`` can be set in ``recipe``: nothing in it changes transformer calls by more than
+    rounding.
+    """
     return can_check("verify", approximations(recipe), recipe.stages)
 
 

@@ -47,8 +47,8 @@ class Replica(ABC):
     async def generate(self, request: Request) -> Result:
         """Run one request after all requests that were sent earlier, and return its result.
 
-        Raise RequestFailed if the pipeline raised on all ranks, and RankDied if a rank died. The replica is then
-        stopped.
+        Raise RequestFailed if the pipeline raised on all ranks, and RankDied if a rank died. The replica is
+        then stopped.
         """
         (outcome,) = await self.generate_batch([(uuid.uuid4().hex, request)])
         if isinstance(outcome, Exception):
@@ -60,7 +60,8 @@ class Replica(ABC):
         batch: Sequence[tuple[str, Request]],
         progress: Callable[[int | Output], None] = lambda event: None,
     ) -> list[Result | RequestFailed | Cancelled]:
-        """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
+        """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome
+        of each.
 
         ``progress`` is called with the numbers of finished steps and partial images. If the call fails, each request is
         run alone, because only one of them may be the reason.
@@ -82,4 +83,6 @@ class Replica(ABC):
 
     @abstractmethod
     def cancel(self, id_: str) -> None:
-        """Cancel a running request after its current step. A batch ends early only if all of it is cancelled."""
+        """Cancel a running request after its current step. A batch ends early only if all of it is
+        cancelled.
+        """

@@ -87,7 +87,8 @@ def generate_lines(
     write: Callable[[Line, Result], None],
     debug: bool = False,
 ) -> list[Problem]:
-    """Generate ``lines`` on ``replicas`` replicas, and return a :class:`Problem` for each line without a result.
+    """Generate ``lines`` on ``replicas`` replicas, and return a :class:`Problem` for each line without a
+    result.
 
     ``write`` is called in this process with each line and its result. A replica that dies is restarted, and tries its
     current line once more.

@@ -29,7 +29,9 @@ USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _U
 
 @dataclass(frozen=True)
 class Delivery:
-    """Options for encoding and sending the result of a request. They do not change what the pipeline generates."""
+    """Options for encoding and sending the result of a request. They do not change what the pipeline
+    generates.
+    """
 
     format_: str = "png"
     fps: int = 16  # of videos
@@ -61,7 +63,9 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that identify in all processes what the request generates, however that is delivered."""
+        """16 hex digits that identify in all processes what the request generates, however that is
+        delivered.
+        """
         images = {
             name: [hashlib.sha256(data).hexdigest() for data in files] for name, files in self.images.items()
         }
@@ -107,8 +111,9 @@ _COUNT_FIELDS = ("num_images_per_prompt", "num_videos_per_prompt")
 def split_request(request: Request) -> list[Request]:
     """Return the requests whose results, one after the other, are those of ``request``. Often this is itself.
 
-    Several images that begin from an image are generated one by one: diffusers encodes that image only once for all,
-    with the generator of the first, so the others would differ from what their own seeds give alone.
+    Several images that begin from an image are generated one by one: diffusers encodes that image only once
+        for all, with the generator of the first, so the others would differ from what their own seeds give
+        alone.
     """
     if not request.images or request.results == 1 or isinstance(request.fields.get("prompt"), list):
         return [request]
@@ -119,9 +124,11 @@ def split_request(request: Request) -> list[Request]:
 
 
 def estimated_pixels(request: Request, kind: Kind) -> int:
-    """Return the number of pixels, summed over all images or frames. Sizes left to the pipeline are estimated.
+    """Return the number of pixels, summed over all images or frames. Sizes left to the pipeline are
+    estimated.
 
-    If the request has only one side, a square is assumed. If it has a side but no number of frames, 1 is assumed.
+    If the request has only one side, a square is assumed. If it has a side but no number of frames, 1 is
+    assumed.
     """
     width, height, frames = _USUAL_SIZES[kind]
     sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
@@ -142,9 +149,11 @@ def make_request(
     """Validate ``values``, and return the request.
 
     Args:
-        values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``. Override the defaults.
+        values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``. Override the
+            defaults.
         seed: Seed if ``values`` has none.
-        read_image: Returns the contents of an image file, given the string in an image field. None refuses images.
+        read_image: Returns the contents of an image file, given the string in an image field. None refuses
+            images.
         schema: The result of :func:`request_schema`, to make it once for many requests.
 
     Raises:
@@ -185,8 +194,8 @@ def request_from(
         else:
             fields[full_name] = value
     for name, value in fields.items():
-        # pydantic does not check a value of type Any. Such a value may contain a lone surrogate, which no tokenizer
-        # accepts, or NaN, which would make the image black.
+        # pydantic does not check a value of type Any. Such a value may contain a lone surrogate, which no
+        # tokenizer accepts, or NaN, which would make the image black.
         try:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:
@@ -208,7 +217,8 @@ def request_from(
 def _require_multiples(values: Mapping[str, Any], fields: Mapping[str, Any], model: Model) -> None:
     """Raise ValueError if height or width in ``fields`` is no multiple of what the pipeline generates.
 
-    Most pipelines would round such a side down, and only log it. ``values`` are the fields that the user stated.
+    Most pipelines would round such a side down, and only log it. ``values`` are the fields that the user
+    stated.
     """
     step = model.multiple
     for name in ("width", "height"):
@@ -271,7 +281,9 @@ def batch_key(request: Request) -> str | None:
 
 
 def batch_arguments(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the arguments, without generators, of the one call for requests with the same :func:`batch_key`."""
+    """Return the arguments, without generators, of the one call for requests with the same
+    :func:`batch_key`.
+    """
     first = requests[0]
     if len(requests) == 1:
         return call_arguments(first)

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from para_core.fleet.image_classes import explain_refused_image, is_image_field
 from para_core.fleet.pipeline_info import Model, describe_unknown_field
 
-# Short names that a request may use, and the parameters of diffusers that each stands for: the first that the pipeline
-# has.
+# Short names that a request may use, and the parameters of diffusers that each stands for: the first that the
+# pipeline has.
 _ALIASES = {
     "steps": ("num_inference_steps",),
     "frames": ("num_frames", "video_length"),
@@ -31,7 +31,8 @@ _LARGEST_INT = 2**31 - 1
 
 
 def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) -> type[BaseModel]:
-    """Return the pydantic model of a request: the fields of ``model``, their short names, ``seed`` and ``size``.
+    """Return the pydantic model of a request: the fields of ``model``, their short names, ``seed`` and
+    ``size``.
 
     ``at_most`` has the largest value of integer fields, and the largest number of images of image fields.
     """
@@ -46,7 +47,8 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
             kind = Annotated[int, Field(ge=1, le=limits.get(name, _LARGEST_INT))]
         else:
             kind = _json_type(model.annotations.get(name, Any))
-        # The default only documents the field: a field that a request does not set is not passed to the pipeline.
+        # The default only documents the field: a field that a request does not set is not passed to the
+        # pipeline.
         documented = None
         if isinstance(default, (bool, int, float, str)):
             documented = default
@@ -68,7 +70,9 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
 
 
 def parameter_of(name: str, model: Model) -> str:
-    """Return the parameter of the pipeline that a field named ``name`` sets: ``name`` itself unless it is an alias."""
+    """Return the parameter of the pipeline that a field named ``name`` sets: ``name`` itself unless it is an
+    alias.
+    """
     if name in model.fields:
         return name
     return next((parameter for parameter in _ALIASES.get(name, ()) if parameter in model.fields), name)
@@ -102,7 +106,8 @@ def require_one_name(values: Mapping[str, Any], model: Model) -> None:
 
 
 def merge_fields(common: Mapping[str, Any], values: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """Return the fields ``values``, and those of ``common`` whose parameters ``values`` does not set by any name.
+    """Return the fields ``values``, and those of ``common`` whose parameters ``values`` does not set by any
+    name.
 
     >>> from para_core.fleet.pipeline_info import Model
     >>> model = Model("", "FluxPipeline", dict.fromkeys(("width", "height", "num_inference_steps")), "image")
@@ -121,7 +126,8 @@ def merge_fields(common: Mapping[str, Any], values: Mapping[str, Any], model: Mo
 
 
 def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
-    """Return the type by which pydantic validates a parameter with this annotation; Any if JSON has no such type.
+    """Return the type by which pydantic validates a parameter with this annotation; Any if JSON has no such
+    type.
 
     ``str`` becomes ``str | list[str]``, because many pipelines accept a batch of strings. With ``is_item``,
     ``annotation`` is the annotation of a list's items, and ``str`` remains ``str``.

@@ -1,4 +1,6 @@
-"""Selection of a pipeline class for a model, from its files and the sources of diffusers. Imports no torch."""
+"""Selection of a pipeline class for a model, from its files and the sources of diffusers. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Selection:
 def select_pipeline(
     model: str, *, pipeline: str | None = None, config: str | None = None, controlnet: Sequence[str] = ()
 ) -> Selection:
-    """Find the files of ``model``, and return the class that loads them: ``pipeline``, or that of the index if None.
+    """Find the files of ``model``, and return the class that loads them: ``pipeline``, or that of the index
+    if None.
 
     Args:
         model: Folder, repository on the Hub, or single file.

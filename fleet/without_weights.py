@@ -33,10 +33,11 @@ def on_meta(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
 
 
 def without_weights(model: Model, dtype: torch.dtype) -> Any:
-    """Return the pipeline of ``model`` with components on the meta device, made from their configs in ``dtype``.
+    """Return the pipeline of ``model`` with components on the meta device, made from their configs in
+    ``dtype``.
 
-    Tokenizers, image processors, and components of other libraries than diffusers and transformers are None. Making a
-    component from its config may raise anything.
+    Tokenizers, image processors, and components of other libraries than diffusers and transformers are None.
+    Making a component from its config may raise anything.
     """
     import diffusers
 
@@ -79,7 +80,9 @@ def _without_components(cls: Any) -> dict[str, None]:
 
 
 def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the classes of diffusers' components in the index of a folder, as far as this diffusers has them."""
+    """Return the classes of diffusers' components in the index of a folder, as far as this diffusers has
+    them.
+    """
     import diffusers
 
     names = {name: class_in(index, name) for name, value in index.items() if isinstance(value, list)}
@@ -88,10 +91,11 @@ def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def multiple_of_model(model: Model) -> int:
-    """Return the number that must divide height and width of a result of ``model``; 1 if its class states none.
+    """Return the number that must divide height and width of a result of ``model``; 1 if its class states
+    none.
 
-    Only the autoencoder is made, on the meta device: a class computes the number from its config, and from that of the
-    transformer.
+    Only the autoencoder is made, on the meta device: a class computes the number from its config, and from
+        that of the transformer.
     """
     import diffusers
 

@@ -34,8 +34,8 @@ class Watch:
     """Functions that are called at the end of each denoising step."""
 
     progress: Callable[[int], None] | None = None  # gets the number of finished steps
-    # Returns whether to cancel the request. The first rank's answer is broadcast once per step, so either every rank
-    # has such a function or no rank.
+    # Returns whether to cancel the request. The first rank's answer is broadcast once per step, so either
+    # every rank has such a function or no rank.
     cancelled: Callable[[], bool] | None = None
     preview: Callable[[Output], None] | None = None  # gets each partial image that the request asks for
 
@@ -43,7 +43,8 @@ class Watch:
 def generate(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()) -> Result | None:
     """Run the pipeline for one request. A collective call.
 
-    Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank if
+    Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank
+    if
     ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank.
     """
     results = generate_batch(pipe, [request], recipe, watch)
@@ -99,7 +100,9 @@ def _send_nothing(output: Output) -> None:
 
 
 def _generate_parts(pipe: Any, request: Request, recipe: Recipe, watch: Watch) -> list[Result] | None:
-    """Run a call of the pipeline for each part of ``request``, and join the results. See :func:`split_request`."""
+    """Run a call of the pipeline for each part of ``request``, and join the results. See
+    :func:`split_request`.
+    """
     done, last = 0, 0
 
     def progress(step: int) -> None:
@@ -127,15 +130,16 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
 
     ``options`` are further arguments of the call, and override those of the requests.
     """
-    # CPU generators give the same noise on every device. Each result has its own generator, so that it is the same in a
-    # batch, or among the images of one request, as alone.
+    # CPU generators give the same noise on every device. Each result has its own generator, so that it is the
+    # same in a batch, or among the images of one request, as alone.
     generators = [torch.Generator().manual_seed(seed) for request in requests for seed in request.seeds]
     arguments = {**batch_arguments(requests), "generator": generators, "output_type": "pil"}
     if len(generators) == 1:
         arguments["generator"] = generators[0]
     arguments |= options
     with warnings.catch_warnings():
-        # Warnings about a client's request, such as that its size is rounded, do not belong in a server's log.
+        # Warnings about a client's request, such as that its size is rounded, do not belong in a server's
+        # log.
         warnings.simplefilter("ignore")
         if is_modular(pipe):
             return call_modular(pipe, arguments)
@@ -143,7 +147,9 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
 
 
 def make_metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
-    """Return the metadata that are stored in the JSON file of a result: request, recipe, mesh, seconds, versions."""
+    """Return the metadata that are stored in the JSON file of a result: request, recipe, mesh, seconds,
+    versions.
+    """
     cache: list[str] | None = None
     if recipe.cache is not None:
         cache = str(cache_report(pipe)).splitlines()
@@ -170,7 +176,8 @@ def make_metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -
 def make_step_callback(
     pipe: Any, watch: Watch, previews: Previews | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """Return ``{"callback_on_step_end": function}``. The function calls the functions of ``watch`` after each step.
+    """Return ``{"callback_on_step_end": function}``. The function calls the functions of ``watch`` after each
+    step.
 
     Return an empty dict if the pipeline's call has no such parameter.
     """
@@ -203,8 +210,8 @@ logger = logging.getLogger(__name__)
 class Previews:
     """Sender of the previews of one request, evenly spaced over its steps.
 
-    Nothing is sent if the latents are not those of a plain image VAE, as in video pipelines. ``decodes`` says whether
-    this rank decodes previews; all ranks must if the VAE runs on several ranks.
+    Nothing is sent if the latents are not those of a plain image VAE, as in video pipelines. ``decodes`` says
+    whether this rank decodes previews; all ranks must if the VAE runs on several ranks.
     """
 
     def __init__(self, request: Request, send: Callable[[Output], None], *, decodes: bool) -> None:
@@ -228,14 +235,16 @@ class Previews:
         try:
             image = _decode(pipe, _predict_clean(pipe, step, last, latents), *self._sides)
         except Exception as error:
-            # The latents of an unknown pipeline may have any form. A missing preview is no error of the request.
+            # The latents of an unknown pipeline may have any form. A missing preview is no error of the
+            # request.
             logger.debug("no preview of %s: %s", type(pipe).__name__, error)
             return
         self._send(*encode([image], self._delivery))
 
 
 def _predict_clean(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -> Tensor:
-    """Return the clean latents predicted by a flow-matching step: extrapolated linearly from two steps to sigma 0.
+    """Return the clean latents predicted by a flow-matching step: extrapolated linearly from two steps to
+    sigma 0.
 
     Other schedulers, and the first step, give ``latents`` unchanged.
     """

@@ -1,4 +1,6 @@
-"""Access control of the server: the API key, the Host header, requests from pages of other sites; and its address."""
+"""Access control of the server: the API key, the Host header, requests from pages of other sites; and its
+address.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Access:
         self._origins = frozenset(origins)
 
     async def require(self, http: HttpRequest) -> None:
-        """Raise RequestError if the request may not use the server, or its headers are too large or malformed."""
+        """Raise RequestError if the request may not use the server, or its headers are too large or
+        malformed.
+        """
         if sum(len(name) + len(value) for name, value in http.headers.raw) > _MAX_HEADER_BYTES:
             raise RequestError(
                 431, "headers_too_large", f"the headers have more than {_MAX_HEADER_BYTES} bytes."
@@ -50,8 +54,8 @@ class Access:
                 400, "invalid_host", "expected one Host header with a host name and an optional port."
             )
         if self._keys:
-            # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1, so
-            # encoding as Latin-1 restores the bytes that the client sent.
+            # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1,
+            # so encoding as Latin-1 restores the bytes that the client sent.
             scheme, _, key = http.headers.get("authorization", "").strip().partition(" ")
             sent = b""
             if scheme.lower() == "bearer":
@@ -64,14 +68,14 @@ class Access:
                     {"WWW-Authenticate": "Bearer"},
                 )
             return
-        # A page of another site can send requests to its own host name after that name resolves to loopback (DNS
-        # rebinding). The Host header then has that site's name.
+        # A page of another site can send requests to its own host name after that name resolves to loopback
+        # (DNS rebinding). The Host header then has that site's name.
         if host[1].strip("[]").lower() not in _LOOPBACK:
             raise RequestError(
                 403, "not_local", f"this server has no API key and answers on {', '.join(_LOOPBACK)} only."
             )
-        # A browser sends the form of another site without asking the server first (a "simple request" of CORS), so the
-        # server must refuse it by the Origin header.
+        # A browser sends the form of another site without asking the server first (a "simple request" of
+        # CORS), so the server must refuse it by the Origin header.
         origin = http.headers.get("origin")
         if origin is None or origin in self._origins or "*" in self._origins:
             return
@@ -86,16 +90,17 @@ class Access:
 def public_address(http: HttpRequest) -> str:
     """Return the address of the server as its client sees it, without a slash at the end.
 
-    A reverse proxy tells it by the headers ``X-Forwarded-Proto``, ``X-Forwarded-Host`` and ``X-Forwarded-Prefix``. If
-    there are several proxies, the first value counts. A header that is missing or malformed is ignored: then this
-    server's own scheme, Host header or path counts.
+    A reverse proxy tells it by the headers ``X-Forwarded-Proto``, ``X-Forwarded-Host`` and
+    ``X-Forwarded-Prefix``. If there are several proxies, the first value counts. A header that is missing or
+    malformed is ignored: then this server's own scheme, Host header or path counts.
     """
     scheme, host, prefix = (
         http.headers.get(f"x-forwarded-{name}", "").split(",")[0].strip()
         for name in ("proto", "host", "prefix")
     )
     prefix = prefix.rstrip("/")
-    # The path below which an application has mounted this one. http.base_url has only that of the application.
+    # The path below which an application has mounted this one. http.base_url has only that of the
+    # application.
     mounted = http.scope.get("root_path", "").rstrip("/")
     scheme = scheme.lower()
     if scheme not in ("http", "https"):

@@ -1,4 +1,6 @@
-"""Responses of the server in the form of OpenAI's API: JSON bodies, server-sent events, and results by URL."""
+"""Responses of the server in the form of OpenAI's API: JSON bodies, server-sent events, and results by
+URL.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ def answer_body(
 ) -> dict[str, Any]:
     """Return the JSON body of the response to a finished request.
 
-    It has URLs of the result's files below ``base_url``, the address of the server, or without one the files as base64;
-    the seed of the request and of each file; and ``warnings`` about fields without effect.
+    It has URLs of the result's files below ``base_url``, the address of the server, or without one the files
+    as base64; the seed of the request and of each file; and ``warnings`` about fields without effect.
     """
     if base_url is not None:
         data: list[dict[str, Any]] = [
@@ -57,12 +59,13 @@ def answer_body(
 async def answer_events(
     job: Job, waiting: asyncio.Future[Result], kind: str, base_url: str | None, warnings: Sequence[str] = ()
 ) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a job, encoded. Their types begin with ``kind``, such as ``"image_generation"``.
+    """Yield the server-sent events of a job, encoded. Their types begin with ``kind``, such as
+    ``"image_generation"``.
 
-    The last events are one ``completed`` for each file of the result that ``waiting`` gives, as in :func:`answer_body`,
-    or one ``error`` if it raises RequestError. Before them come ``partial_image`` events if the request asks for
-    previews. If it asks for progress, there are also one ``accepted``, and ``progress`` events with the number of
-    finished steps.
+    The last events are one ``completed`` for each file of the result that ``waiting`` gives, as in
+    :func:`answer_body`, or one ``error`` if it raises RequestError. Before them come ``partial_image`` events
+    if the request asks for previews. If it asks for progress, there are also one ``accepted``, and
+    ``progress`` events with the number of finished steps.
     """
     progress = job.request.delivery.progress
     if progress:

@@ -26,15 +26,18 @@ from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Delivery, Lora, Request, estimated_pixels, request_from
 from para_core.fleet.request_schema import LARGEST_SEED, describe_error, parameter_of, request_schema
 
-# Longest string of a request, in characters per token that the model reads (English has about 4 per token). The limit
-# exists because a tokenizer needs minutes for megabytes of text, although the model reads only the beginning.
+# Longest string of a request, in characters per token that the model reads (English has about 4 per token).
+# The limit exists because a tokenizer needs minutes for megabytes of text, although the model reads only the
+# beginning.
 _CHARACTERS_PER_TOKEN = 32
 _MAX_IMAGES = 16
 # Limit on max_sequence_length. No text encoder reads more tokens, but a tokenizer would pad to any length.
 _MAX_TOKENS = 4096
-# Number of tokens that a model is assumed to read if its pipeline has no max_sequence_length. CLIP reads this number.
+# Number of tokens that a model is assumed to read if its pipeline has no max_sequence_length. CLIP reads this
+# number.
 _CLIP_TOKENS = 77
-# Deepest nesting of lists and dicts in a field. Serializing a field for a replica recurses, so depth must be limited.
+# Deepest nesting of lists and dicts in a field. Serializing a field for a replica recurses, so depth must be
+# limited.
 _MAX_NESTING = 16
 # Fields of OpenAI's API that are accepted and ignored, because pipelines have nothing like them.
 _IGNORED_FIELDS = (
@@ -50,13 +53,16 @@ _IGNORED_FIELDS = (
 _FORMAT_NAMES = {"jpeg": "jpg"}
 # Value of a seed that asks for a random one, like null.
 _RANDOM_SEED = -1
-# A drawn seed is below this number, so that every client can send it back: JavaScript's numbers are exact up to 2**53.
+# A drawn seed is below this number, so that every client can send it back: JavaScript's numbers are exact up
+# to 2**53.
 _DRAWN_SEEDS = 2**32
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Options of the HTTP server itself, and limits on what it accepts. For those of a replica see ``rank.py``."""
+    """Options of the HTTP server itself, and limits on what it accepts. For those of a replica see
+    ``rank.py``.
+    """
 
     api_key: str | None = (
         None  # that requests must send; without one, only requests to a loopback name are accepted
@@ -81,14 +87,18 @@ class ServerOptions:
 
     @property
     def most_pixels(self) -> int:
-        """Largest number of pixels of a result by both limits, that of the server and that of a rank's memory."""
+        """Largest number of pixels of a result by both limits, that of the server and that of a rank's
+        memory.
+        """
         if self.memory is None:
             return self.pixels
         return min(self.pixels, self.memory.pixels)
 
 
 def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
-    """Return the pydantic model of an HTTP body: the fields of a request, and the options of OpenAI's images API."""
+    """Return the pydantic model of an HTTP body: the fields of a request, and the options of OpenAI's images
+    API.
+    """
     limited = {"num_inference_steps": options.steps, "max_sequence_length": _MAX_TOKENS}
     formats = FORMATS[model.kind]
     if model.kind == "image":
@@ -116,8 +126,8 @@ def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
 async def read_content(http: HttpRequest, options: ServerOptions) -> tuple[Any, dict[str, bytes]]:
     """Receive the body of the HTTP request ``http``, but not more bytes than its limit.
 
-    Return the unvalidated JSON value and no files, or the fields of a form and its files. A field that is a file has a
-    placeholder string as its value, which is the key of the file's contents.
+    Return the unvalidated JSON value and no files, or the fields of a form and its files. A field that is a
+    file has a placeholder string as its value, which is the key of the file's contents.
 
     Raises:
         RequestError: The body is too large, too slow, or neither JSON nor a form.
@@ -238,7 +248,9 @@ def read_request(
 
 
 def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
-    """Raise RequestError if a string is much longer than the model can read: a tokenizer would take minutes."""
+    """Raise RequestError if a string is much longer than the model can read: a tokenizer would take
+    minutes.
+    """
     name = "max_sequence_length"
     tokens = fields.get(name) or model.defaults.get(name) or model.fields.get(name)
     if not isinstance(tokens, int):
@@ -319,10 +331,11 @@ _PIPELINE_NAMES = {"mask": "mask_image", "input_reference": "image", "images": "
 
 
 def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], model: Model) -> dict[str, Any]:
-    """Return the fields of a body with the pipeline's names, and with images as texts instead of OpenAI's objects.
+    """Return the fields of a body with the pipeline's names, and with images as texts instead of OpenAI's
+    objects.
 
-    The contents of a mask in OpenAI's form are converted, and added to ``files``. Raise ValueError if two fields set
-    the same image, or an image has another form.
+    The contents of a mask in OpenAI's form are converted, and added to ``files``. Raise ValueError if two
+    fields set the same image, or an image has another form.
     """
     named: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -378,7 +391,9 @@ def _replace_addresses(name: str, value: Any) -> Any:
 
 
 def _convert_masks(value: Any, files: dict[str, bytes]) -> Any:
-    """Return masks of OpenAI's form as keys of ``files``, to which their conversions to diffusers' form are added."""
+    """Return masks of OpenAI's form as keys of ``files``, to which their conversions to diffusers' form are
+    added.
+    """
     if isinstance(value, list):
         return [_convert_masks(item, files) for item in value]
     if not isinstance(value, str):

@@ -10,7 +10,9 @@ from para_core.launcher.errors import Cancelled
 
 
 class RequestError(Exception):
-    """Raised to refuse a request. Holds the error response: HTTP status, code for programs, message for people."""
+    """Raised to refuse a request. Holds the error response: HTTP status, code for programs, message for
+    people.
+    """
 
     def __init__(
         self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None

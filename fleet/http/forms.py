@@ -12,8 +12,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from para_core.fleet.http.errors import RequestError
 
 _MAX_FILES, _MAX_FIELDS = 32, 200
-# Values of these form fields, and of all with "prompt" in their name, are strings, but for names that begin with a word
-# of _JSON_PREFIXES, such as num_images_per_prompt. Values of other fields are parsed as JSON.
+# Values of these form fields, and of all with "prompt" in their name, are strings, but for names that begin
+# with a word of _JSON_PREFIXES, such as num_images_per_prompt. Values of other fields are parsed as JSON.
 _TEXT_FIELDS = (
     "size",
     "response_format",
@@ -68,7 +68,9 @@ async def read_form(
 
 
 def _parse_json_or_text(text: str) -> Any:
-    """Return the JSON value that ``text`` is, or else the text. An empty text, as of an empty box, is None."""
+    """Return the JSON value that ``text`` is, or else the text. An empty text, as of an empty box, is
+    None.
+    """
     if not text:
         return None
     try:

@@ -20,7 +20,8 @@ from para_core.fleet.pipeline_info import Model
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 
-# Largest size of a request's head in bytes, above what the server itself accepts, so that it answers and not uvicorn.
+# Largest size of a request's head in bytes, above what the server itself accepts, so that it answers and not
+# uvicorn.
 _HEAD_BYTES = 2**20
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ def serve(
 ) -> None:
     """Serve ``replicas`` replicas at this address until SIGINT or SIGTERM, which is logged. No rank remains.
 
-    Requests are answered with 503 until all replicas have loaded; then ``ready`` is called. ``debug`` shows Ray's log
-    messages.
+    Requests are answered with 503 until all replicas have loaded; then ``ready`` is called. ``debug`` shows
+    Ray's log messages.
 
     Raises:
         OSError: The port is in use.
@@ -122,7 +123,9 @@ async def _load(pool: Pool, server: Server, on_loaded: Callable[[], None]) -> No
 
 @contextmanager
 def bind_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a socket with this address, on which nobody listens yet. Raise OSError if the port cannot be used."""
+    """Yield a socket with this address, on which nobody listens yet. Raise OSError if the port cannot be
+    used.
+    """
     family = socket.AF_INET
     if ":" in host:
         family = socket.AF_INET6

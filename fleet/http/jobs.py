@@ -1,4 +1,6 @@
-"""Requests of a server, waiting or running: how many there may be, batches, retries, cancellation and metrics."""
+"""Requests of a server, waiting or running: how many there may be, batches, retries, cancellation and
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ class Replicas(Protocol):
         """Number of replicas, also of those that cannot answer now. It never changes, and is at least 1."""
 
     async def run(self, batch: Sequence[Job]) -> None:
-        """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free again."""
+        """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free
+        again.
+        """
 
     def cancel(self, job: Job) -> None:
         """Cancel a running job after its current step."""
@@ -92,8 +96,8 @@ class Replicas(Protocol):
 class Jobs:
     """All requests of a server that wait or run, first come, first served, and its metrics.
 
-    Requests that differ only in prompt and seed may be generated as one batch, if ``fits`` returns that they fit into
-    memory together.
+    Requests that differ only in prompt and seed may be generated as one batch, if ``fits`` returns that they
+    fit into memory together.
     """
 
     def __init__(
@@ -171,7 +175,8 @@ class Jobs:
     ) -> Result:
         """Wait for a job at most ``seconds``, and return its result. The caller then calls :meth:`end`.
 
-        Raise RequestError if the job failed or was cancelled, its time ran out, or its client has ``disconnected``.
+        Raise RequestError if the job failed or was cancelled, its time ran out, or its client has
+        ``disconnected``.
         """
         start = time.monotonic()
         outcome = "failed"
@@ -233,14 +238,16 @@ class Jobs:
     def _dispatch(self) -> None:
         while self._free and self._waiting:
             self._free -= 1
-            # The batch runs in a separate task, so that it ends properly even if no client waits any more: a replica
-            # that died is still restarted.
+            # The batch runs in a separate task, so that it ends properly even if no client waits any more: a
+            # replica that died is still restarted.
             task = asyncio.ensure_future(self._run_batch(self._next_batch()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def _next_batch(self) -> list[Job]:
-        """Remove from the queue and return the first request, and later requests that can be in the same batch."""
+        """Remove from the queue and return the first request, and later requests that can be in the same
+        batch.
+        """
         first = self._waiting.pop(0)
         batch, key = [first], batch_key(first.request)
         if self._options.max_batch > 1 and key is not None:
@@ -256,7 +263,8 @@ class Jobs:
         return batch
 
     async def _run_batch(self, batch: Sequence[Job]) -> None:
-        # A job may be retried on another replica before this one is free again, so its answer may be replaced.
+        # A job may be retried on another replica before this one is free again, so its answer may be
+        # replaced.
         answers = [job.answer for job in batch]
         died = RankDied("the replica ended without an answer.")
         try:

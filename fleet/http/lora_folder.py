@@ -12,9 +12,11 @@ _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class LoraFolder:
-    """The LoRAs that requests may name: ``.safetensors`` files in ``folder``, and folders there that contain any.
+    """The LoRAs that requests may name: ``.safetensors`` files in ``folder``, and folders there that contain
+    any.
 
-    The folder is read at each call, so LoRAs can be added while the server runs. ``default`` is the LoRA for requests
+    The folder is read at each call, so LoRAs can be added while the server runs. ``default`` is the LoRA for
+    requests
     that name none: a name with an optional scale, or None.
     """
 

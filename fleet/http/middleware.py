@@ -36,7 +36,9 @@ class HttpRecord:
 
 
 def record_of(scope: Scope) -> HttpRecord:
-    """Return the record of the HTTP request with this ASGI scope. It has a new id if :class:`RequestLog` never ran."""
+    """Return the record of the HTTP request with this ASGI scope. It has a new id if :class:`RequestLog`
+    never ran.
+    """
     record: HttpRecord = scope.setdefault(_SCOPE_KEY, HttpRecord(uuid.uuid4().hex))
     return record
 
@@ -44,15 +46,17 @@ def record_of(scope: Scope) -> HttpRecord:
 class RequestLog:
     """ASGI middleware that gives each HTTP request an id, and logs it when its response has ended or failed.
 
-    The id is the header ``X-Request-Id`` of the request if that is 1 to 64 letters, digits, ``_`` and ``-``, else a
-    random one. The log has one line per request, with a warning if it was refused and an error if it failed. The file
+    The id is the header ``X-Request-Id`` of the request if that is 1 to 64 letters, digits, ``_`` and ``-``,
+    else a random one. The log has one line per request, with a warning if it was refused and an error if it
+    failed. The file
     ``path`` gets one JSON object per request; it may be rotated away. Neither has the body, API key or query string.
     An exception of the application is logged with its traceback, and answered with status 500.
 
     Args:
         app: The application.
         path: File of JSON lines. None writes none.
-        ending: Function that returns whether the server is ending, which cuts requests: that is no error of theirs.
+        ending: Function that returns whether the server is ending, which cuts requests: that is no error of
+            theirs.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""The served model as ``GET /v1/models`` shows it: OpenAI's fields, and what a page needs to fill its form."""
+"""The served model as ``GET /v1/models`` shows it: OpenAI's fields, and what a page needs to fill its
+form.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,12 @@ _TINY_PROMPT = "a large red circle in the centre on a white background"
 def make_model_card(model: Model) -> dict[str, Any]:
     """Return the JSON object that describes ``model``.
 
-    Besides OpenAI's fields it has ``pipeline``; ``kind``; ``defaults`` of fields that a request leaves out, where
+    Besides OpenAI's fields it has ``pipeline``; ``kind``; ``defaults`` of fields that a request leaves out,
+    where
     ``size`` is None if only the loaded pipeline knows it; and ``example``, fields of a request that fits the model.
     """
-    # If the model is a local folder, show only the last part of the path, because clients must not learn paths of this
-    # machine.
+    # If the model is a local folder, show only the last part of the path, because clients must not learn
+    # paths of this machine.
     name = model.name
     if Path(name).is_dir():
         name = Path(name).name

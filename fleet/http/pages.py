@@ -1,4 +1,6 @@
-"""The two HTML pages of the server: one to try it, and one that documents its API. Both load only what it sends."""
+"""The two HTML pages of the server: one to try it, and one that documents its API. Both load only what it
+sends.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def add_pages(app: FastAPI) -> None:
-    """Add the page ``/``, and ``/docs`` with the assets of Swagger UI, which the package fastapi_offline contains."""
+    """Add the page ``/``, and ``/docs`` with the assets of Swagger UI, which the package fastapi_offline
+    contains.
+    """
     home, docs = _read_page("page.html"), _read_page("docs.html", "style-src 'self' 'unsafe-inline'")
 
     @app.get("/", include_in_schema=False)
@@ -31,7 +35,8 @@ def add_pages(app: FastAPI) -> None:
 
 
 def _read_page(name: str, *directives: str) -> HTMLResponse:
-    """Return the page in the file ``name``, with a policy that lets it load only its own scripts, styles and data.
+    """Return the page in the file ``name``, with a policy that lets it load only its own scripts, styles and
+    data.
 
     ``directives`` replace those of the policy with the same name.
     """

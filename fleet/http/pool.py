@@ -1,4 +1,6 @@
-"""Replicas that one process holds itself, below a :class:`~para_core.fleet.http.server.Server` or without one."""
+"""Replicas that one process holds itself, below a :class:`~para_core.fleet.http.server.Server` or without
+one.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ logger = logging.getLogger(__name__)
 class Pool:
     """Replicas that one event loop uses, each for one batch at a time. A replica that died starts again.
 
-    They are on this host or on a Ray cluster, see :func:`~para_core.fleet.replicas.connected`, to which this process is
-    connected between :meth:`start` and :meth:`stop`. ``debug`` shows Ray's log messages.
+    They are on this host or on a Ray cluster, see :func:`~para_core.fleet.replicas.connected`, to which this
+    process is connected between :meth:`start` and :meth:`stop`. ``debug`` shows Ray's log messages.
 
-    It is the first argument of :class:`~para_core.fleet.http.server.Server`, and can generate without one. The methods
-    are called in the same event loop.
+    It is the first argument of :class:`~para_core.fleet.http.server.Server`, and can generate without one.
+    The methods are called in the same event loop.
 
     Attributes:
         count: The number of replicas.
@@ -57,8 +59,8 @@ class Pool:
 
         For the exceptions see :meth:`Replica.start` and :meth:`Replica.generate`.
         """
-        # Ray takes seconds to start, in which the event loop must answer HTTP and see signals. A thread cannot be
-        # cancelled, so stop waits for it.
+        # Ray takes seconds to start, in which the event loop must answer HTTP and see signals. A thread
+        # cannot be cancelled, so stop waits for it.
         self._connecting = asyncio.ensure_future(asyncio.to_thread(self._connect))
         await asyncio.shield(self._connecting)
         _restore_sigterm()
@@ -98,7 +100,9 @@ class Pool:
         self._connection.close()
 
     async def generate(self, request: Request) -> Result:
-        """Generate on the next free replica. Raise RequestFailed if the pipeline raised, RankDied if a rank died."""
+        """Generate on the next free replica. Raise RequestFailed if the pipeline raised, RankDied if a rank
+        died.
+        """
         replica = await self._free.get()
         try:
             return await replica.generate(request)
@@ -106,7 +110,9 @@ class Pool:
             await self._give_back(replica)
 
     async def run(self, batch: Sequence[Job]) -> None:
-        """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free again."""
+        """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free
+        again.
+        """
         replica = await self._free.get()
         for job in batch:
             # Its replica died after it was cancelled, so it waited again.
@@ -182,7 +188,9 @@ class Pool:
 
 
 def _restore_sigterm() -> None:
-    """Install Python's handler of SIGTERM again: Ray has replaced it below Python by one that writes a stack trace."""
+    """Install Python's handler of SIGTERM again: Ray has replaced it below Python by one that writes a stack
+    trace.
+    """
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

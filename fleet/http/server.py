@@ -49,7 +49,8 @@ class Server:
 
     Attributes:
         app: The ASGI application, which a web server such as uvicorn runs.
-        loading: Whether requests are refused because no replica has loaded yet. Set by the creator of the server.
+        loading: Whether requests are refused because no replica has loaded yet. Set by the creator of the
+            server.
         ending: Whether requests are being cut because the process ends. Set by the creator of the server.
     """
 
@@ -108,8 +109,8 @@ class Server:
         if self._options.api_key is not None:
             # This dependency adds a field for the key to the page /docs.
             guard.append(Security(HTTPBearer(auto_error=False)))
-        # FastAPI must not read the body: the handler reads it after it has checked the number of requests, and stops at
-        # a number of bytes. So the schema for /docs is passed separately.
+        # FastAPI must not read the body: the handler reads it after it has checked the number of requests,
+        # and stops at a number of bytes. So the schema for /docs is passed separately.
         content = {"application/json": {"schema": self._body_schema.model_json_schema()}}
         body = {"requestBody": {"required": True, "content": content}}
         add_pages(self.app)
@@ -193,7 +194,8 @@ class Server:
     async def _read(self, http: HttpRequest) -> Request:
         if self.loading:
             raise RequestError(503, "loading", "the model is being loaded.", {"Retry-After": "5"})
-        # The number of waiting requests is checked before the body is received, because the body may be large.
+        # The number of waiting requests is checked before the body is received, because the body may be
+        # large.
         self._jobs.require_room()
         content = await read_content(http, self._options)
         # Decoding images takes long, so a thread does it: the event loop must not be blocked.
@@ -261,7 +263,9 @@ class Server:
 
 
 def generation_paths(model: Model) -> tuple[str, ...]:
-    """Return the routes that generate with ``model``, without those that the class of its pipeline cannot serve."""
+    """Return the routes that generate with ``model``, without those that the class of its pipeline cannot
+    serve.
+    """
     if model.kind == "video":
         return ("/v1/videos/sync",)
     paths: list[str] = []
@@ -273,7 +277,9 @@ def generation_paths(model: Model) -> tuple[str, ...]:
 
 
 def _other_classes(model: Model, path: str) -> str:
-    """Return a sentence with the classes that would serve a route for images that ``model`` cannot; else ""."""
+    """Return a sentence with the classes that would serve a route for images that ``model`` cannot; else
+    "".
+    """
     if model.kind == "video" or path not in (_GENERATIONS, _EDITS) or path in generation_paths(model):
         return ""
     if path == _EDITS:
@@ -309,7 +315,9 @@ def _add_lora_routes(router: APIRouter, loras: LoraFolder) -> None:
 
 
 def _id_of(http: HttpRequest) -> str:
-    """Return the id of a request to generate. Raise RequestError (409) if the client sent an id that cannot be used."""
+    """Return the id of a request to generate. Raise RequestError (409) if the client sent an id that cannot
+    be used.
+    """
     sent = http.headers.get("x-request-id")
     if sent and not ID.fullmatch(sent):
         raise RequestError(

@@ -1,4 +1,6 @@
-"""Asynchronous videos: requests that run without a waiting client, with results that are kept on disk for a while."""
+"""Asynchronous videos: requests that run without a waiting client, with results that are kept on disk for a
+while.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,13 @@ _RUNNING_STATES = ("queued", "in_progress")
 
 
 class Videos:
-    """Asynchronous videos of one server. Each has a JSON record and its files in a folder, which survive a restart.
+    """Asynchronous videos of one server. Each has a JSON record and its files in a folder, which survive a
+    restart.
 
-    A video that was not finished when an earlier server ended gets the status ``failed``. The public methods are the
-    routes below ``/v1/videos``. They return records in the form of OpenAI's API. ``read`` reads and validates the body
-    of an HTTP request, and ``warn`` returns the warnings about its fields. The folder ``options.videos`` is created if
-    it does not exist.
+    A video that was not finished when an earlier server ended gets the status ``failed``. The public methods
+    are the routes below ``/v1/videos``. They return records in the form of OpenAI's API. ``read`` reads and
+    validates the body of an HTTP request, and ``warn`` returns the warnings about its fields. The folder
+    ``options.videos`` is created if it does not exist.
     """
 
     def __init__(
@@ -129,7 +132,9 @@ class Videos:
         return self._get(video_id)
 
     async def list(self, after: str | None = None, limit: int = 20, order: str = "desc") -> dict[str, Any]:
-        """List the videos that run or are kept, by time of creation: at most ``limit``, beginning after ``after``."""
+        """List the videos that run or are kept, by time of creation: at most ``limit``, beginning after
+        ``after``.
+        """
         self._delete_expired()
         ids = sorted(
             self._records, key=lambda id_: (self._records[id_]["created_at"], id_), reverse=order != "asc"
