@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from para_core.distributed.mesh import MeshDim
@@ -19,11 +20,6 @@ from para_core.instance.record import fill_slot, fill_slots
 from para_core.instance.slots import Slot
 from para_core.spatial.fetch import fetch, gather, part_of
 from para_core.spatial.rows import Layout, Range, RowTag, even, ranges_of, set_rows
-
-
-def window_attentions(module: nn.Module) -> list[nn.Module]:
-    """Return the submodules of ``module`` whose attention sees a window around each pixel; empty without any."""
-    return [part for part in module.modules() if hasattr(part, "build_block_mask")]
 
 
 @lru_cache(maxsize=4096)
@@ -57,6 +53,11 @@ class DecoderRows:
         # Number of rows of each rank before upsampling. None while no rows are sharded.
         self._layout: Layout | None = None
 
+    @staticmethod
+    def parts(vae: nn.Module) -> list[nn.Module]:
+        """Return the submodules of ``vae`` whose attention sees a window around each pixel."""
+        return [part for part in vae.modules() if hasattr(part, "build_block_mask")]
+
     def attach(self, vae: Any) -> None:
         """Wrap the decoder methods of ``vae`` that take all rows, and its attention, which needs others' rows."""
         of_decoder: dict[str, Callable[..., Any]] = {
@@ -70,13 +71,20 @@ class DecoderRows:
             "__call__": self._attend,
             "build_block_mask": self._block_mask,
         }
-        fill_slots(window_attentions(vae), Slot.PARALLEL_VAE, of_attention)
+        fill_slots(self.parts(vae), Slot.PARALLEL_VAE, of_attention)
 
     @contextmanager
-    def decoding(self, latents: Tensor) -> Iterator[None]:
-        """Shard rows inside the ``with`` block.
-        If ``latents`` has fewer rows than ranks, each rank decodes all.
+    def sharded(self, latents: Tensor) -> Iterator[None]:
+        """Shard rows inside the ``with`` block. If ``latents`` has fewer rows than ranks, each rank decodes all.
+
+        Raises:
+            RuntimeError: The call is traced for a graph.
         """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "the windows of a diffusion decoder reach into rows of other ranks, and their masks cannot be made in "
+                "a graph. Call it uncompiled, or unparallelize_vae(vae)."
+            )
         dim = 4 if latents.shape[4] > latents.shape[3] else 3
         self._dim = None
         if latents.shape[dim] >= self.ranks.size:

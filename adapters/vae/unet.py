@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from para_core.adapters.denoisers import DenoiserKind
-from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
+from para_core.adapters.models.unets import REFUSED_UNETS, UNETS, UnetAdapter
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import require_kind, transformers_of
-from para_core.adapters.row_adapter import UnetAdapter
 from para_core.adapters.vae.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank

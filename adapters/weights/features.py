@@ -15,9 +15,10 @@ from para_core.instance.record import (
 )
 from para_core.instance.slots import Slot
 
-# The name of each feature, and the module of this folder that defines it as ``FEATURE``. Modules are imported
-# when they are first needed. Changes are made in this order.
+# The name of each feature, and the module that defines it as ``FEATURE``, relative to this folder. Modules are
+# imported when they are first needed. Changes are made in this order.
 FEATURES: Mapping[str, str] = {
+    "vae": ".vae.pipeline",
     "fsdp": "fsdp_weights",
     "tensor": "tensor_weights",
     "stages": "staged_transformer",
@@ -32,7 +33,7 @@ FEATURES: Mapping[str, str] = {
 @cache
 def features() -> Mapping[str, Feature]:
     """Return all features by name."""
-    return {name: import_module(f"{__package__}.{module}").FEATURE for name, module in FEATURES.items()}
+    return {name: import_module(f".{module}", __package__).FEATURE for name, module in FEATURES.items()}
 
 
 def shard_methods() -> Mapping[str, ShardMethod]:
@@ -74,7 +75,8 @@ def changes_for(request: ChangeRequest) -> list[FeatureChange]:
 def _check_known(request: ChangeRequest) -> None:
     """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks."""
     known = {feature.option for feature in features().values()}
-    asked = [option for option in ("offload", "pipefusion") if request.options.get(option) is not None]
+    switches = ("vae", "offload", "pipefusion")
+    asked = [option for option in switches if request.options.get(option) not in (None, False)]
     placements = ("text_encoders", "vae_placement")
     asked += [option for option in placements if request.options.get(option) in ("offload", "first")]
     for option in asked:

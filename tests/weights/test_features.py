@@ -1,5 +1,6 @@
 """Each feature of weights is its own files and one line of a table, so that it can be deleted."""
 
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,14 @@ from tests.test_layers import FILES, imported_by
 
 # The files of each feature, without the plans of models, which are data (tensor_plan.py, patch_plan.py).
 FILES_OF_FEATURES = {
+    "vae": (
+        "adapters/vae/pipeline.py",
+        "adapters/vae/vae.py",
+        "adapters/vae/vae_compile.py",
+        "adapters/vae/families.py",
+        "adapters/vae/diffusion_decoder.py",
+        "para_core/spatial/tiles.py",
+    ),
     "fsdp": ("adapters/weights/fsdp_weights.py", "para_core/weights/fsdp.py"),
     "tensor": (
         "adapters/weights/tensor_weights.py",
@@ -37,7 +46,8 @@ PUBLIC_NAMES = "adapters/api.py"
 def test_table_has_the_module_of_each_feature():
     assert FEATURES.keys() == FILES_OF_FEATURES.keys()
     for name, module in FEATURES.items():
-        assert FILES_OF_FEATURES[name][0] == f"adapters/weights/{module}.py"
+        path = resolve_name(f".{module}", "para_core.adapters.weights")
+        assert str(FILES[path]) == FILES_OF_FEATURES[name][0]
         assert features()[name] is not None
 
 
@@ -64,4 +74,8 @@ def test_missing_feature_is_refused(monkeypatch):
     del left["vae_offload"]
     request = ChangeRequest(object(), {}, one_guided_rank("cpu"), {"vae_placement": "first"}, request.require_equal)
     with pytest.raises(ValueError, match="vae_placement= "):
+        changes_for(request)
+    del left["vae"]
+    request = ChangeRequest(object(), {}, one_guided_rank("cpu"), {"vae": True}, request.require_equal)
+    with pytest.raises(ValueError, match="vae= "):
         changes_for(request)
