@@ -170,7 +170,7 @@ class UnetRun:
             for name in self.images:
                 scale, remainder = divmod(inputs[name].shape[dim], sample.shape[dim])
                 if remainder == 0 and scale > 0:
-                    sharded[name] = (dim, tuple([scale * count for count in rows.layout]))
+                    sharded[name] = (dim, tuple([scale * count for count in rows.sizes]))
             compute = partial(on_rows, SpatialShardMode(workers), call, (), inputs, sharded)
         return deliver(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
 

@@ -40,7 +40,7 @@ from para_core.instance.record import empty_slots, fill_slot, is_filled, restore
 from para_core.instance.slots import Slot
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
-from para_core.spatial.rows import rows_of
+from para_core.spatial.row_tag import rows_of
 from para_core.spatial.tiles import Tiles
 from para_core.torch_internals import DisableTorchFunction
 
@@ -281,9 +281,7 @@ class _VaeRun:
                 return call(vae, x, *args, **kwargs)
             self.mode = SpatialShardMode(workers)
             try:
-                return on_rows(
-                    self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.layout)}
-                )
+                return on_rows(self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.sizes)})
             finally:
                 self.mode = None
 
