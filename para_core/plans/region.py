@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
@@ -23,7 +23,7 @@ from para_core.distributed.agree import RequireEqual
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance.modules import ModuleTree, submodules_of
 from para_core.instance.private_class import is_entry
-from para_core.instance.record import Around, empty_slots, fill_slot, slot_owner
+from para_core.instance.record import empty_slots, fill_slot, slot_owner
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.modes import fused_encoder
@@ -34,18 +34,16 @@ from para_core.modes.registry import check_exchanges, explain, needs_mode, recom
 from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention_check import AttentionCheck
-from para_core.plans.exchange import PAST, CachesOfCall, HeadExchange, SumsOverRanks, add_halo, drop_halo
+from para_core.plans.exchange import PAST, CachesOfCall
 from para_core.plans.foreign_code import PACKAGES_OF_MODELS
-from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
+from para_core.plans.module_matching import as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
     AttentionByHeads,
     LinearAttention,
-    OneForEach,
     Plan,
     ShardRule,
     Split,
-    attention_calls,
     coarse_segments,
 )
 from para_core.plans.planned_attention import (
@@ -56,6 +54,7 @@ from para_core.plans.planned_attention import (
 )
 from para_core.plans.recomputation import bind_to_call
 from para_core.plans.samples import gather_samples, select_arguments
+from para_core.plans.submodule_calls import SubmoduleCalls
 from para_core.plans.whole_arguments import explain_whole_tensor
 from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, function_mode_stack
 from para_core.user_warnings import WarningLog
@@ -123,8 +122,6 @@ class Region:
         # Names of the modules whose attention the plan describes.
         self._named_attention: set[str] = set()
         self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention)
-        # Submodules of equal rules share a function, and so their graphs.
-        self._hook_of = cache(self._submodule_hook)
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set
         # before torch.cond (which a cache adds) and again after it.
         self.interceptions: list[Interception] = []
@@ -132,12 +129,15 @@ class Region:
         # Binds a function to a call of this region, for the recomputation of activation checkpointing.
         self.bind: BindRecomputation = partial(bind_to_call, self)
         self._is_parallel = self.mesh.ranks > 1
+        calls = SubmoduleCalls(
+            self.mesh, self.executor, self.check, self.interceptions, self._intercept_if_sharded
+        )
+        # Submodules of equal rules share a function, and so their graphs.
+        self._hook_of = cache(calls.hook)
         self._joint_attention = (Attention(self.plan.joint_order),)
         # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this
         # call.
         self._continues = False
-        # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
-        self._head_exchanges: list[HeadExchange] = []
         self.sharing_samples: list[MeshDim] = []
 
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
@@ -362,106 +362,6 @@ class Region:
         finally:
             for part, attribute, heads in before:
                 setattr(part, attribute, heads)
-
-    def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
-        """Return the function that runs around the call of a submodule with ``rules``.
-
-        ``heads`` is the number of heads on all ranks, for an :class:`AttentionByHeads`.
-        """
-        if rules.exchange is not None:
-            if rules.exchange == "enter":
-                return partial(self._enter_heads, rules.parts)
-            return self._leave_heads
-        name = rules.name
-        attention = rules.attention
-        halo = rules.halo
-        gathers = rules.gathers
-        of_inputs = rules.of_inputs
-        of_outputs = rules.of_outputs
-
-        def attend(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(attention, AttentionByHeads):
-                setattr(module, attention.heads, heads)
-            if not attention or not self.interceptions:
-                return call(module, *args, **kwargs)
-            interception = self.interceptions[-1]
-            interception.planned.bind_checkpoint()
-            if isinstance(attention, (tuple, OneForEach)):
-                with interception.attending_to(
-                    attention_calls(attention, parameters, args, kwargs)
-                ) as planned:
-                    if not (torch.compiler.is_compiling() or self.check.due):
-                        return call(module, *args, **kwargs)
-                    return self.check.run(planned, call, module, args, kwargs)
-            by_heads = (
-                isinstance(attention, AttentionByHeads) and self._is_parallel and heads >= self.mesh.ranks
-            )
-            # Share the heads of a short, replicated segment too, because cached keys are those of a rank's
-            # heads. With fewer heads than ranks no call shares them, since a sharded one raises.
-            if not by_heads and not self._is_sharded(attention.segment):
-                return call(module, *args, **kwargs)
-            if isinstance(attention, LinearAttention):
-                sums = SumsOverRanks(attention, self.mesh)
-                with sums:
-                    output = call(module, *args, **kwargs)
-                sums.check_summed()
-            else:
-                segment = self.executor.segment(attention.segment)
-                exchange = HeadExchange(attention, segment, self.mesh, module, heads)
-                self._head_exchanges.append(exchange)
-                try:
-                    with interception.switched_off():
-                        output = exchange.run(call, parameters, args, kwargs)
-                finally:
-                    self._head_exchanges.clear()
-            interception.planned.intercepted[0] = True
-            return output
-
-        def hook(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not self.interceptions:
-                return call(module, *args, **kwargs)
-            interception = self.interceptions[-1]
-            rows = None
-            interception.planned.bind_checkpoint()
-            if of_inputs:
-                args, kwargs = self.executor.arguments(of_inputs, parameters, args, kwargs, name)
-                self._intercept_if_sharded(of_inputs.values())
-            if halo is not None and self._is_sharded(halo.segment):
-                rows = args[0].shape[halo.dim]
-                args = (add_halo(args[0], halo, self.executor.segment(halo.segment), self.mesh), *args[1:])
-            output = attend(call, module, *args, **kwargs)
-            if halo is not None and rows is not None:
-                output = drop_halo(output, halo, rows, self.mesh)
-            if of_outputs:
-                output = self.executor.outputs_at(output, of_outputs, name)
-                self._intercept_if_sharded(of_outputs.values())
-            if gathers:
-                output = self.executor.outputs(output, gathers)
-                interception.planned.active[0] = False
-            return output
-
-        if of_inputs or of_outputs or gathers or halo is not None:
-            return hook
-        # Return `attend` itself if nothing else is needed: one Python frame less per call.
-        return attend
-
-    def _is_sharded(self, segment: str) -> bool:
-        return self._is_parallel and not self.executor.segment(segment).replicated
-
-    def _enter_heads(
-        self, parts: int | None, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        output = call(projection, *args, **kwargs)
-        if not self._head_exchanges:
-            return output
-        return self._head_exchanges[-1].enter(output, parts)
-
-    def _leave_heads(
-        self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        if self._head_exchanges:
-            x = self._head_exchanges[-1].leave(x)
-        return call(projection, x, *args, **kwargs)
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
