@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from para_core.distributed.collectives import start_all_gather, wait
 from para_core.distributed.mesh import MeshDim
-from para_core.layout.fetch import FetchPlan, Wanted, plan_fetch, start_exchange
+from para_core.layout.fetch import Wanted, plan_fetch, start_exchange
+from para_core.layout.fetch import fetch as fetch_run
+from para_core.layout.fetch import relayout as move
 from para_core.layout.gather import gather as gather_pieces
 from para_core.layout.held import Layout
 from para_core.layout.sequence import Run
 from para_core.layout.windows import Sizes, bounds_of
 from para_core.spatial.row_tag import RowTag
-
-
-@lru_cache(maxsize=4096)
-def _plan(sizes: Sizes, wanted: Wanted, rank: int) -> FetchPlan:
-    # Looked up by sizes, because a layout of many ranks takes long to hash.
-    return plan_fetch(Layout.consecutive(sizes), wanted, rank)
 
 
 def start_fetch(
@@ -40,7 +35,7 @@ def start_fetch(
         RuntimeError: A gradient is needed.
     """
     _check_no_gradient(x)
-    plan = _plan(rows.sizes, wanted, ranks.index)
+    plan = plan_fetch(Layout.consecutive(rows.sizes), wanted, ranks.index)
     finish = start_exchange(_split_units(x, rows), _unit_dim(rows), plan, ranks, fill=fill)
     if rows.outer == 1:
         return finish
@@ -48,16 +43,28 @@ def start_fetch(
 
 
 def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Run], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
-    """Return the rows of this rank's run ``wanted[rank]``, fetched by :func:`start_fetch`. Collective."""
-    (part,) = start_fetch(x, rows, tuple([(run,) for run in wanted]), ranks, fill=fill)()
-    return part
+    """Return the rows of this rank's run ``wanted[rank]``; the arguments are as in :func:`start_fetch`. Collective.
+
+    Raises:
+        RuntimeError: A gradient is needed.
+    """
+    _check_no_gradient(x)
+    layout = Layout.consecutive(rows.sizes)
+    part = fetch_run(_split_units(x, rows), _unit_dim(rows), layout, wanted, ranks, fill=fill)
+    return _join_units(part, rows)
 
 
 def relayout(x: Tensor, rows: RowTag, sizes: Sizes, ranks: MeshDim) -> Tensor:
-    """Return this rank's rows of ``x`` after an exchange to ``sizes``; ``x`` itself if it has these. Collective."""
+    """Return this rank's rows of ``x`` after an exchange to ``sizes``; ``x`` itself if it has these. Collective.
+
+    Raises:
+        RuntimeError: A gradient is needed.
+    """
     if sizes == rows.sizes:
         return x
-    return fetch(x, rows, [(start, stop - start) for start, stop in bounds_of(sizes)], ranks)
+    _check_no_gradient(x)
+    before, after = Layout.consecutive(rows.sizes), Layout.consecutive(sizes)
+    return _join_units(move(_split_units(x, rows), _unit_dim(rows), before, after, ranks), rows)
 
 
 def gather(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
