@@ -1,4 +1,4 @@
-"""The table of the optional features of weights. To remove one, delete its files and its line."""
+"""The table of the optional features of a parallel pipeline. To remove one, delete its files and its line."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from para_core.instance.record import (
 )
 from para_core.instance.slots import Slot
 
-# The name of each feature, and the module that defines it as ``FEATURE``, relative to this folder. Modules are
-# imported when they are first needed. Changes are made in this order.
+# The name of each feature, and the module of adapters that defines it as ``FEATURE``. Modules are imported when they
+# are first needed. Changes are made in this order.
 FEATURES: Mapping[str, str] = {
-    "vae": ".vae.pipeline",
-    "fsdp": "fsdp_weights",
-    "tensor": "tensor_weights",
-    "stages": "staged_transformer",
-    "pipefusion": "fused_pipe",
-    "text_encoder_offload": "text_encoder_offload",
-    "vae_offload": "vae_offload",
-    "block_offload": "block_offload",
-    "quantize": "quantize",
+    "vae": "vae.pipeline",
+    "fsdp": "weights.fsdp_weights",
+    "tensor": "weights.tensor_weights",
+    "stages": "weights.staged_transformer",
+    "pipefusion": "weights.fused_pipe",
+    "text_encoder_offload": "weights.text_encoder_offload",
+    "vae_offload": "weights.vae_offload",
+    "block_offload": "weights.block_offload",
+    "quantize": "weights.quantize",
+    "cfg": "cfg.guided_calls",
+    "same_bits": "same_bits",
 }
 
 
 @cache
 def features() -> Mapping[str, Feature]:
     """Return all features by name."""
-    return {name: import_module(f".{module}", __package__).FEATURE for name, module in FEATURES.items()}
+    return {name: import_module(f"para_core.adapters.{module}").FEATURE for name, module in FEATURES.items()}
 
 
 def shard_methods() -> Mapping[str, ShardMethod]:
@@ -75,7 +77,7 @@ def changes_for(request: ChangeRequest) -> list[FeatureChange]:
 def _check_known(request: ChangeRequest) -> None:
     """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks."""
     known = {feature.option for feature in features().values()}
-    switches = ("vae", "offload", "pipefusion")
+    switches = ("vae", "offload", "pipefusion", "same_bits")
     asked = [option for option in switches if request.options.get(option) not in (None, False)]
     placements = ("text_encoders", "vae_placement")
     asked += [option for option in placements if request.options.get(option) in ("offload", "first")]
@@ -85,7 +87,10 @@ def _check_known(request: ChangeRequest) -> None:
                 f"{option}= is given, and no feature of this copy of para_core has it. Leave it out."
             )
     mesh_dims = {feature.mesh_dim for feature in features().values()}
-    for dim in (request.mesh.pipe, request.mesh.tensor):
+    dims = [request.mesh.pipe, request.mesh.tensor]
+    if request.has_calls_per_branch:
+        dims.append(request.mesh.batch)
+    for dim in dims:
         if dim.size > 1 and dim.name not in mesh_dims:
             raise ValueError(
                 f"the mesh has {dim.size} ranks along {dim.name!r}, and no feature of this copy of para_core "
