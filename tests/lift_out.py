@@ -152,6 +152,28 @@ FEATURES: dict[str, Feature] = {
         tests=("tests/spatial/test_unet_pipelines.py",),
         words=("unet",),
     ),
+    "rows of VAEs": Feature(
+        (
+            "adapters/vae/pipeline.py",
+            "adapters/vae/vae.py",
+            "adapters/vae/vae_compile.py",
+            "adapters/vae/families.py",
+            "adapters/vae/diffusion_decoder.py",
+            "para_core/spatial/tiles.py",
+        ),
+        line=(_WEIGHTS, '"vae": "vae.pipeline",'),
+        names=("parallelize_vae", "unparallelize_vae"),
+        tests=(
+            "tests/spatial/test_compiled_vaes.py",
+            "tests/spatial/test_diffusion_decoder.py",
+            "tests/spatial/test_one_group.py",
+            "tests/spatial/test_pipelines.py",
+            "tests/spatial/test_tiles.py",
+            "tests/spatial/test_traffic.py",
+            "tests/spatial/test_vaes.py",
+        ),
+        words=("vae",),
+    ),
     "Allegro, a model family": Feature(
         ("adapters/models/allegro.py",),
         line=("adapters/models/__init__.py", '"allegro",'),

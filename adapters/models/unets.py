@@ -5,8 +5,25 @@ Written for diffusers 0.42.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from para_core.adapters.row_adapter import UnetAdapter
+
+@dataclass(frozen=True)
+class UnetAdapter:
+    """Description of a UNet or ControlNet class of diffusers whose image rows can be sharded.
+
+    Args:
+        unet (`str`): Name of the class.
+        pipelines (`str`, *optional*): Names of the pipelines that use it, for error messages.
+        images (`tuple[str, ...]`): Arguments ``[..., H, W]`` that are sharded along H, or along W if W is
+            larger. The rows of the first are split over the ranks. Another argument is split in the same
+            proportion if its number of rows is a multiple of the first's, and is passed whole otherwise.
+    """
+
+    unet: str
+    pipelines: str = ""
+    images: tuple[str, ...] = ("sample",)
+
 
 UNETS: Mapping[str, UnetAdapter] = {
     adapter.unet: adapter

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
 from para_core.adapters.default_mesh import mesh_and_method
@@ -19,7 +18,6 @@ from para_core.adapters.inspect.components import (
     components_of,
     encoders_with_blocks,
     text_encoders_of,
-    vaes_of,
 )
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
 from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
@@ -28,9 +26,7 @@ from para_core.adapters.parallel.parts import FeaturePart, ShardPart, TimeoutPar
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
 from para_core.adapters.parallel.transformer import TransformerPart, agree_on_calls, resolve_transformer
-from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of
-from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
-from para_core.adapters.vae.vae_adapter import vae_adapter
+from para_core.adapters.registry import decoders_of, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, FeatureChange
 from para_core.adapters.weights.features import changes_for, require_method, shard_methods
 from para_core.adapters.weights.offloaded_modules import offloader_of
@@ -64,12 +60,6 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
         ranks = _global_ranks(guided)
     with together(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided)
-        if options.vae:
-            autoencoders = _parallel_vaes_of(pipe)
-        else:
-            autoencoders = list(decoders_of(pipe).values())
-        for vae in autoencoders:
-            require_parallel_vae(vae)
         placement = _placement_of_text_encoders(pipe, guided, options)
         _check_options_fit(pipe, guided, options, placement)
         # Perturbed attention guidance splits the batch into branches inside the model, so samples cannot be
@@ -95,7 +85,7 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
         changes = _changes_of_features(
             pipe, guided, options, placement, has_calls_per_branch=not shards_samples
         )
-        session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, autoencoders, changes)
+        session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, changes)
         session.parts += map(FeaturePart, changes)
         _check_weights_stay(pipe, options, placement)
     session.parts += map(ShardPart, _shardings(pipe, guided, options, placement, ranks))
@@ -168,10 +158,9 @@ def _parts_of_pipe(
     options: ParallelOptions,
     transformers: list[TransformerPart],
     session: ParallelSession,
-    autoencoders: list[nn.Module],
     changes: list[FeatureChange],
 ) -> list[Part]:
-    """Return the parts of the session that change the pipeline's call and its autoencoders.
+    """Return the part of the session that changes the pipeline's call.
 
     The list is empty on one rank, unless a feature changes the pipeline or an attention schedule is on.
     """
@@ -189,10 +178,6 @@ def _parts_of_pipe(
     parts: list[Part] = [
         Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe))
     ]
-    for vae in autoencoders:
-        parts.append(
-            Change("the VAE", partial(parallelize_vae, vae, mesh=mesh), partial(unparallelize_vae, vae))
-        )
     if options.schedule is not None:
         attention = transformers[0].attention
         call.scheduled = ScheduledAttention(
@@ -263,24 +248,3 @@ def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks
     ]
     groups = dict.fromkeys([*mesh_groups, *groups_among(ranks), *weights_groups(pipe)])
     return TimeoutPart(list(groups), as_timedelta(timeout), ranks)
-
-
-def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:
-    """Return the modules that ``vae=True`` runs on all ranks: autoencoders with an adapter and the diffusion
-    decoder.
-
-    ``pipe.vae`` is first; without it ``TypeError`` is raised. For a pipeline that only decodes, return its
-    decoders.
-    """
-    if decoders := decoders_of(pipe):
-        return list(decoders.values())
-    vaes = vaes_of(pipe)
-    if "vae" not in vaes:
-        raise TypeError(
-            f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out."
-        )
-    others = [part for name, part in vaes.items() if name != "vae"]
-    others += [part for part in [getattr(pipe, DIFFUSION_DECODER, None)] if isinstance(part, nn.Module)]
-    # An audio autoencoder without an adapter is left out, so every rank decodes all the audio, which takes
-    # little time.
-    return [vaes["vae"], *[part for part in others if vae_adapter(part) is not None]]

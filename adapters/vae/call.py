@@ -15,9 +15,10 @@ from torch.distributed import ProcessGroup
 from para_core.distributed.agree import exchange
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
+from para_core.layout.windows import Sizes, divide_evenly
 from para_core.spatial.fetch import start_fetch
 from para_core.spatial.mode import SpatialShardMode, first_ranks
-from para_core.spatial.rows import Layout, RowTag, clear_rows, even, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, clear_rows, rows_of, set_rows
 
 Gather = Literal["all", "first"]
 # The structure of an output, as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field:
@@ -62,7 +63,7 @@ class RowRanks:
         """
         dim = dim % x.ndim
         workers = self.first(max(1, min(self.ranks.size, x.shape[dim] // (min_units * unit))))
-        return RowTag(dim, even(x.shape[dim], workers.size, unit)), workers
+        return RowTag(dim, divide_evenly(x.shape[dim], workers.size, unit)), workers
 
 
 def on_rows(
@@ -70,19 +71,19 @@ def on_rows(
     call: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    sharded: Mapping[str | int, tuple[int, Layout]],
+    sharded: Mapping[str | int, tuple[int, Sizes]],
 ) -> Any:
     """Return ``call(*args, **kwargs)`` under ``mode``, with this rank's rows of the arguments in ``sharded``.
 
-    ``args`` and ``kwargs`` have all rows; ``sharded`` has dim and layout of those to shard, by position or
+    ``args`` and ``kwargs`` have all rows; ``sharded`` has dim and sizes of those to shard, by position or
     name.
     """
     positional, named = list(args), dict(kwargs)
-    for key, (dim, layout) in sharded.items():
+    for key, (dim, sizes) in sharded.items():
         if isinstance(key, int):
-            positional[key] = mode.shard(positional[key], dim, layout=layout)
+            positional[key] = mode.shard(positional[key], dim, sizes=sizes)
         else:
-            named[key] = mode.shard(named[key], dim, layout=layout)
+            named[key] = mode.shard(named[key], dim, sizes=sizes)
     with mode:
         return call(*positional, **named)
 
@@ -137,11 +138,11 @@ def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
         x = x.reshape(-1)
         if ranks.index != 0:
             x = x.new_empty(0)
-    rows = RowTag(tag.dim, (*tag.layout, *[0] * (ranks.size - len(tag.layout))), tag.outer)
+    rows = RowTag(tag.dim, (*tag.sizes, *[0] * (ranks.size - len(tag.sizes))), tag.outer)
     if gather == "all":
-        out = all_gather(x, rows.layout, rows.dim, ranks).contiguous()
+        out = all_gather(x, rows.sizes, rows.dim, ranks).contiguous()
     else:
-        wanted = (((0, sum(rows.layout)),), *[()] * (ranks.size - 1))
+        wanted = (((0, sum(rows.sizes)),), *[()] * (ranks.size - 1))
         fetched = start_fetch(x, rows, wanted, ranks)()
         # A rank that does not get the output returns zeros, expanded from one element so that they take no
         # memory.
@@ -164,7 +165,7 @@ def _description(x: Tensor) -> dict[str, Any]:
     }
     rows = rows_of(x)
     if rows is not None:
-        description["rows"] = [rows.dim, list(rows.layout), rows.outer]
+        description["rows"] = [rows.dim, list(rows.sizes), rows.outer]
     return description
 
 
@@ -174,9 +175,9 @@ def _empty_part(description: dict[str, Any]) -> Tensor:
     options = {"dtype": getattr(torch, description["dtype"]), "device": description["device"]}
     if description["rows"] is None:
         return torch.zeros((), **options).expand(shape)
-    dim, layout, outer = description["rows"]
+    dim, sizes, outer = description["rows"]
     shape[dim] = 0
-    return set_rows(torch.empty(shape, **options), RowTag(dim, tuple(layout), outer))
+    return set_rows(torch.empty(shape, **options), RowTag(dim, tuple(sizes), outer))
 
 
 def _parameters(value: Any) -> list[Tensor] | None:

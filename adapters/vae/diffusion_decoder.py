@@ -12,35 +12,37 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from para_core.distributed.mesh import MeshDim
 from para_core.instance.record import fill_slot, fill_slots
 from para_core.instance.slots import Slot
+from para_core.layout.sequence import Run
+from para_core.layout.windows import Sizes, bounds_of, divide_evenly
 from para_core.spatial.fetch import fetch, gather, part_of
-from para_core.spatial.rows import Layout, Range, RowTag, even, ranges_of, set_rows
-
-
-def window_attentions(module: nn.Module) -> list[nn.Module]:
-    """Return the submodules of ``module`` whose attention sees a window around each pixel; empty without any."""
-    return [part for part in module.modules() if hasattr(part, "build_block_mask")]
+from para_core.spatial.row_tag import RowTag, set_rows
 
 
 @lru_cache(maxsize=4096)
-def windows(layout: Layout, kernel: int) -> tuple[Range, ...]:
-    """Return the range of rows that the queries of each rank attend to, as (start, stop).
+def find_windows(sizes: Sizes, kernel: int) -> tuple[Run, ...]:
+    """Return the rows that the queries of each rank attend to, as a run (start, length).
 
     A window of ``kernel`` rows that would reach over the edge of the video is shifted inward.
 
-    >>> windows((3, 3, 2), kernel=5)
-    ((0, 5), (1, 8), (3, 8))
+    >>> find_windows((3, 3, 2), kernel=5)
+    ((0, 5), (1, 7), (3, 5))
     """
-    total = sum(layout)
+    total = sum(sizes)
 
     def first(query: int) -> int:
         return max(min(query - kernel // 2, total - kernel), 0)
 
-    return tuple([(first(start), min(first(stop - 1) + kernel, total)) for start, stop in ranges_of(layout)])
+    runs = []
+    for start, stop in bounds_of(sizes):
+        end = min(first(stop - 1) + kernel, total)
+        runs.append((first(start), end - first(start)))
+    return tuple(runs)
 
 
 class DecoderRows:
@@ -55,7 +57,12 @@ class DecoderRows:
         # The sharded dim of videos [B, C, T, H, W]. None if nothing is sharded.
         self._dim: int | None = None
         # Number of rows of each rank before upsampling. None while no rows are sharded.
-        self._layout: Layout | None = None
+        self._sizes: Sizes | None = None
+
+    @staticmethod
+    def parts(vae: nn.Module) -> list[nn.Module]:
+        """Return the submodules of ``vae`` whose attention sees a window around each pixel."""
+        return [part for part in vae.modules() if hasattr(part, "build_block_mask")]
 
     def attach(self, vae: Any) -> None:
         """Wrap the decoder methods of ``vae`` that take all rows, and its attention, which needs others' rows."""
@@ -70,13 +77,20 @@ class DecoderRows:
             "__call__": self._attend,
             "build_block_mask": self._block_mask,
         }
-        fill_slots(window_attentions(vae), Slot.PARALLEL_VAE, of_attention)
+        fill_slots(self.parts(vae), Slot.PARALLEL_VAE, of_attention)
 
     @contextmanager
-    def decoding(self, latents: Tensor) -> Iterator[None]:
-        """Shard rows inside the ``with`` block.
-        If ``latents`` has fewer rows than ranks, each rank decodes all.
+    def sharded(self, latents: Tensor) -> Iterator[None]:
+        """Shard rows inside the ``with`` block. If ``latents`` has fewer rows than ranks, each rank decodes all.
+
+        Raises:
+            RuntimeError: The call is traced for a graph.
         """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "the windows of a diffusion decoder reach into rows of other ranks, and their masks cannot be made in "
+                "a graph. Call it uncompiled, or unparallelize_vae(vae)."
+            )
         dim = 4 if latents.shape[4] > latents.shape[3] else 3
         self._dim = None
         if latents.shape[dim] >= self.ranks.size:
@@ -87,12 +101,12 @@ class DecoderRows:
             self._dim = None
 
     @contextmanager
-    def _sharded(self, layout: Layout) -> Iterator[None]:
-        self._layout = layout
+    def _sharded(self, sizes: Sizes) -> Iterator[None]:
+        self._sizes = sizes
         try:
             yield
         finally:
-            self._layout = None
+            self._sizes = None
 
     def _decode(
         self,
@@ -108,12 +122,12 @@ class DecoderRows:
 
         if self._dim is None:
             return call(decoder, z, generator, num_inference_steps)
-        dim, layout = self._dim, even(z.shape[self._dim], self.ranks.size)
-        with self._sharded(layout):
-            own = part_of(z, RowTag(dim, layout), self.ranks)
+        dim, sizes = self._dim, divide_evenly(z.shape[self._dim], self.ranks.size)
+        with self._sharded(sizes):
+            own = part_of(z, RowTag(dim, sizes), self.ranks)
             context = decoder.forward_stage_4(decoder.forward_stages_1_to_3(own))
             # Tokens are [B, T, H, W, C] and videos [B, C, T, H, W], so the row dim of tokens is one less.
-            rows = _times(layout, context.shape[dim - 1] // own.shape[dim] * decoder.patch_size)
+            rows = _times(sizes, context.shape[dim - 1] // own.shape[dim] * decoder.patch_size)
             shape = [
                 z.shape[0],
                 decoder.out_channels,
@@ -137,13 +151,13 @@ class DecoderRows:
         The row dim of ``x`` is that of a video ``[B, C, T, H, W]`` minus ``before``: 0 for latents, 1 for
         tokens.
         """
-        if self._dim is None or self._layout is not None or x.shape[self._dim - before] < self.ranks.size:
+        if self._dim is None or self._sizes is not None or x.shape[self._dim - before] < self.ranks.size:
             return call(decoder, x, **options)
-        rows = RowTag(self._dim - before, even(x.shape[self._dim - before], self.ranks.size))
-        with self._sharded(rows.layout):
+        rows = RowTag(self._dim - before, divide_evenly(x.shape[self._dim - before], self.ranks.size))
+        with self._sharded(rows.sizes):
             tokens = call(decoder, part_of(x, rows, self.ranks), **options)
-        scale = tokens.shape[self._dim - 1] // rows.layout[self.ranks.index]
-        return gather(tokens, RowTag(self._dim - 1, _times(rows.layout, scale)), self.ranks)
+        scale = tokens.shape[self._dim - 1] // rows.sizes[self.ranks.index]
+        return gather(tokens, RowTag(self._dim - 1, _times(rows.sizes, scale)), self.ranks)
 
     def _denoise(
         self,
@@ -155,13 +169,13 @@ class DecoderRows:
         num_inference_steps: int,
     ) -> Tensor:
         dim = self._dim
-        if dim is None or self._layout is not None or context.shape[dim - 1] < self.ranks.size:
+        if dim is None or self._sizes is not None or context.shape[dim - 1] < self.ranks.size:
             video: Tensor = call(decoder, context, x_t, num_inference_steps)
             return video
-        layout = even(context.shape[dim - 1], self.ranks.size)
-        pixels = RowTag(dim, _times(layout, decoder.patch_size))
-        with self._sharded(layout):
-            own = part_of(context, RowTag(dim - 1, layout), self.ranks), part_of(x_t, pixels, self.ranks)
+        sizes = divide_evenly(context.shape[dim - 1], self.ranks.size)
+        pixels = RowTag(dim, _times(sizes, decoder.patch_size))
+        with self._sharded(sizes):
+            own = part_of(context, RowTag(dim - 1, sizes), self.ranks), part_of(x_t, pixels, self.ranks)
             video = call(decoder, *own, num_inference_steps)
         return gather(video, pixels, self.ranks)
 
@@ -174,28 +188,28 @@ class DecoderRows:
         Counting positions from the first fetched row is exact: attention depends on differences of positions
         only.
         """
-        if self._dim is None or self._layout is None:
+        if self._dim is None or self._sizes is None:
             out: Tensor = call(module, x, block_mask)
             return out
         rows = self._rows_of(x)
-        wanted = windows(rows.layout, module.kernel_size[rows.dim - 1])
+        wanted = find_windows(rows.sizes, module.kernel_size[rows.dim - 1])
         out = call(module, fetch(x, rows, wanted, self.ranks), block_mask)
         rank = self.ranks.index
-        return out.narrow(rows.dim, ranges_of(rows.layout)[rank][0] - wanted[rank][0], rows.layout[rank])
+        return out.narrow(rows.dim, bounds_of(rows.sizes)[rank][0] - wanted[rank][0], rows.sizes[rank])
 
     def _block_mask(self, call: Callable[..., Any], module: Any, x: Tensor, /) -> Any:
         """Return the block mask for the rows that :meth:`_attend` fetches, instead of for the rows of ``x``."""
-        if self._dim is None or self._layout is None:
+        if self._dim is None or self._sizes is None:
             return call(module, x)
         rows = self._rows_of(x)
-        start, stop = windows(rows.layout, module.kernel_size[rows.dim - 1])[self.ranks.index]
+        start, stop = find_windows(rows.sizes, module.kernel_size[rows.dim - 1])[self.ranks.index]
         shape = [*x.shape[: rows.dim], stop - start, *x.shape[rows.dim + 1 :]]
         return call(module, x.new_empty(()).expand(shape))
 
     def _rows_of(self, x: Tensor) -> RowTag:
-        dim, layout = (self._dim or 0) - 1, self._layout or ()
-        return RowTag(dim, _times(layout, x.shape[dim] // layout[self.ranks.index]))
+        dim, sizes = (self._dim or 0) - 1, self._sizes or ()
+        return RowTag(dim, _times(sizes, x.shape[dim] // sizes[self.ranks.index]))
 
 
-def _times(layout: Layout, factor: int) -> Layout:
-    return tuple([rows * factor for rows in layout])
+def _times(sizes: Sizes, factor: int) -> Sizes:
+    return tuple([rows * factor for rows in sizes])

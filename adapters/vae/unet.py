@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from para_core.adapters.denoisers import DenoiserKind
-from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
+from para_core.adapters.models.unets import REFUSED_UNETS, UNETS, UnetAdapter
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import require_kind, transformers_of
-from para_core.adapters.row_adapter import UnetAdapter
 from para_core.adapters.vae.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
@@ -171,7 +170,7 @@ class UnetRun:
             for name in self.images:
                 scale, remainder = divmod(inputs[name].shape[dim], sample.shape[dim])
                 if remainder == 0 and scale > 0:
-                    sharded[name] = (dim, tuple([scale * count for count in rows.layout]))
+                    sharded[name] = (dim, tuple([scale * count for count in rows.sizes]))
             compute = partial(on_rows, SpatialShardMode(workers), call, (), inputs, sharded)
         return deliver(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
 

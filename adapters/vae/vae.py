@@ -19,12 +19,17 @@ from para_core.adapters.agree.failures import Places, places_of_all, share_reaso
 from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.agree.rng import share_random_state
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
-from para_core.adapters.models.vaes import REFUSED_VAES, VAES
 from para_core.adapters.registry import require_kind
-from para_core.adapters.row_adapter import VaeAdapter
 from para_core.adapters.vae.call import Gather, RowRanks, deliver, holds_distribution, on_rows
-from para_core.adapters.vae.diffusion_decoder import DecoderRows, window_attentions
-from para_core.adapters.vae.vae_adapter import rows_per_latent, vae_adapter
+from para_core.adapters.vae.families import (
+    REFUSED_VAES,
+    VAES,
+    FamilyRows,
+    VaeAdapter,
+    parts_of,
+    rows_per_latent,
+    vae_adapter,
+)
 from para_core.adapters.vae.vae_compile import traceable
 from para_core.distributed.agree import agree, together
 from para_core.distributed.create_mesh import init_context_parallel_mesh
@@ -36,7 +41,7 @@ from para_core.instance.record import empty_slots, fill_slot, is_filled, restore
 from para_core.instance.slots import Slot
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
-from para_core.spatial.rows import rows_of
+from para_core.spatial.row_tag import rows_of
 from para_core.spatial.tiles import Tiles
 from para_core.torch_internals import DisableTorchFunction
 
@@ -122,7 +127,7 @@ def parallelize_vae(
         )
     row_ranks = RowRanks(ranks, dim_groups(mesh))
     with (
-        restored_on_failure([module, *_parts(module)]),
+        restored_on_failure([module, *parts_of(module)]),
         together(row_ranks.mesh, f"this {original_class(module).__name__} cannot run on these ranks"),
     ):
         if is_filled(module, Slot.FIRST_RANK):
@@ -160,7 +165,7 @@ def unparallelize_vae(vae: Vae) -> Vae:
     """Undo :func:`parallelize_vae` and return ``vae`` as it was before."""
     require_kind("model", vae, "unparallelize_pipe takes a pipeline.")
     module = uncompiled(vae)
-    empty_slots([module, *_parts(module)], Slot.PARALLEL_VAE)
+    empty_slots([module, *parts_of(module)], Slot.PARALLEL_VAE)
     return vae
 
 
@@ -172,11 +177,6 @@ def _gather_if_sharded(x: Any, ranks: MeshDim) -> Any:
     if rows is None:
         return x
     return gather_rows(x, rows, ranks)
-
-
-def _parts(vae: nn.Module) -> list[nn.Module]:
-    parts = [getattr(vae, name, None) for name in ("encoder", "decoder")]
-    return [*[part for part in parts if isinstance(part, nn.Module)], *window_attentions(vae)]
 
 
 class _VaeRun:
@@ -193,12 +193,16 @@ class _VaeRun:
         ways: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
         self.ways = {way: name for way, name in ways.items() if name is not None}
         self.graphs = {
-            way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
+            way: traceable(
+                vae,
+                partial(self.traced, vae, getattr(original_class(vae), name), way),
+                forgets_frames=self.adapter.forgets_frames,
+            )
             for way, name in self.ways.items()
         }
-        self.decoder: DecoderRows | None = None
-        if self.adapter.windows:
-            self.decoder = DecoderRows(self.ranks)
+        self.family_rows: FamilyRows | None = None
+        if self.adapter.rows is not None:
+            self.family_rows = self.adapter.rows(self.ranks)
         # Process and host of each rank, for error messages. The ranks exchange them in the first call.
         self.places: Places = {}
         # Sharding mode of the current call, None outside of a call that runs on rows.
@@ -213,13 +217,13 @@ class _VaeRun:
         }
         handlers.update({name: self.tiles for name in self.adapter.tiled if hasattr(vae, name)})
         if self.adapter.tiled and self.adapter.distributes_tiles:
-            for part in _parts(vae):
+            for part in parts_of(vae):
                 fill_slot(part, Slot.PARALLEL_VAE, {"__call__": self.tile})
-            if hasattr(vae, "clear_cache"):
-                handlers["clear_cache"] = self.clear
+            if self.adapter.begins_tile:
+                handlers[self.adapter.begins_tile] = self.begin_tile
         fill_slot(vae, Slot.PARALLEL_VAE, handlers, owner=self)
-        if self.decoder is not None:
-            self.decoder.attach(vae)
+        if self.family_rows is not None:
+            self.family_rows.attach(vae)
 
     def run(self, way: Way, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         # The caller is another wrapped method, which already shards.
@@ -248,13 +252,8 @@ class _VaeRun:
         Each rank that computes rows gets at least two rows of latents or their pixels, so small images use
         fewer ranks.
         """
-        if self.decoder is not None:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    "the windows of a diffusion decoder reach into rows of other ranks, and their masks cannot be made "
-                    "in a graph. Call it uncompiled, or unparallelize_vae(vae)."
-                )
-            with self.decoder.decoding(x):
+        if self.family_rows is not None:
+            with self.family_rows.sharded(x):
                 compute = partial(call, vae, x, *args, **kwargs)
                 return deliver(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
         if self.method == "tiled" or self.adapter.only_tiled:
@@ -283,9 +282,7 @@ class _VaeRun:
                 return call(vae, x, *args, **kwargs)
             self.mode = SpatialShardMode(workers)
             try:
-                return on_rows(
-                    self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.layout)}
-                )
+                return on_rows(self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.sizes)})
             finally:
                 self.mode = None
 
@@ -343,10 +340,8 @@ class _VaeRun:
             return call(part, *args, **kwargs)
         return self.distributed_tiles.call(partial(call, part), args, kwargs)
 
-    def clear(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``vae.clear_cache``.
-        The VAE calls it at the beginning of each tile, so also begin a new tile here.
-        """
+    def begin_tile(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of ``call``, the method that the VAE calls at the beginning of each tile."""
         if self.distributed_tiles is not None:
             self.distributed_tiles.begin_tile()
         return call(vae, *args, **kwargs)

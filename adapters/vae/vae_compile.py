@@ -31,22 +31,22 @@ class _WithWeights(nn.Module):
         return self.compute(x.view([int(size) for size in x.shape]), *args, **kwargs)
 
 
-def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]:
+def traceable(vae: nn.Module, compute: Callable[..., Any], *, forgets_frames: str = "") -> Callable[..., Any]:
     """Return a function with the arguments and result of ``compute`` that ``torch.compile`` can capture.
 
     ``compute`` is a function of an image and further arguments that reads the weights of ``vae``. It is
     captured without graph breaks, once per size of the image. A change of the tiling or slicing settings of
-    ``vae`` recompiles.
+    ``vae`` recompiles. ``forgets_frames`` names the method of ``vae`` that drops frames that its modules store;
+    empty without one.
     """
     module = _WithWeights(vae, compute)
     settings = tuple([name for name in vars(vae) if name.startswith(("tile_", "use_"))])
 
     def run(weights: dict[str, Tensor], guarded: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # AutoencoderKLMagvit stores the last frames in its convolutions, and its decode() clears them after
-        # this call. When the graph is traced, they are still those of an earlier trace.
-        clear: Any = getattr(vae, "_clear_conv_cache", None)
-        if clear is not None:
-            clear()
+        # The autoencoder drops the frames after this call. When the graph is traced, they are still those of an
+        # earlier trace.
+        if forgets_frames:
+            getattr(vae, forgets_frames)()
         positional = tuple([_decode_none(value) for value in args])
         named = {name: _decode_none(value) for name, value in kwargs.items()}
         return functional_call(module, weights, positional, named)

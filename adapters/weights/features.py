@@ -18,6 +18,7 @@ from para_core.instance.slots import Slot
 # The name of each feature, and the module of adapters that defines it as ``FEATURE``. Modules are imported when they
 # are first needed. Changes are made in this order.
 FEATURES: Mapping[str, str] = {
+    "vae": "vae.pipeline",
     "fsdp": "weights.fsdp_weights",
     "tensor": "weights.tensor_weights",
     "stages": "weights.staged_transformer",
@@ -76,8 +77,8 @@ def changes_for(request: ChangeRequest) -> list[FeatureChange]:
 def _check_known(request: ChangeRequest) -> None:
     """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks."""
     known = {feature.option for feature in features().values()}
-    asked = [option for option in ("offload", "pipefusion") if request.options.get(option) is not None]
-    asked += [option for option in ("same_bits",) if request.options.get(option)]
+    switches = ("vae", "offload", "pipefusion", "same_bits")
+    asked = [option for option in switches if request.options.get(option) not in (None, False)]
     placements = ("text_encoders", "vae_placement")
     asked += [option for option in placements if request.options.get(option) in ("offload", "first")]
     for option in asked:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import PeakMemory, largest_over_ranks, markdown_table, read_results, relative_error
 from para_core.adapters import parallelize_vae, unparallelize_vae
-from para_core.adapters.models.vaes import REFUSED_VAES, VAES
-from para_core.adapters.vae.vae_adapter import rows_per_latent
+from para_core.adapters.vae.families import REFUSED_VAES, VAES, rows_per_latent
 from zoo.tiny.vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_image
 
 # Memory is measured for an image with this many rows of pixels and half as many columns. Halo rows are then a small

@@ -92,9 +92,15 @@ class CountedHalo:
     size: int
 
     def sent(self, shape: MeshShape, rank: int) -> int:
-        """Return the bytes that ``rank`` sends in its Ulysses group and, at an end of it, to the next group."""
-        at_an_end = rank % shape.ulysses in (0, shape.ulysses - 1)
-        return 2 * self.size * ((shape.ulysses > 1) + (shape.ring > 1 and at_an_end))
+        """Return the bytes that ``rank`` sends in its Ulysses group and, at an end of it, to the other groups."""
+        group, index = divmod(rank, shape.ulysses)
+        is_first, is_last = index == 0, index == shape.ulysses - 1
+        # With several groups, the two ends of a group exchange their edges, too.
+        within = (not is_first) + (not is_last)
+        if shape.ring > 1 and shape.ulysses > 1:
+            within = 2
+        between = (is_first and group < shape.ring - 1) + (is_last and group > 0)
+        return self.size * (within + between)
 
 
 Operation = CountedAttention | CountedGather | CountedSum | CountedHalo

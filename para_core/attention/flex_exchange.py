@@ -11,7 +11,6 @@ Both functions call differentiable operators, in eager code and in graphs. Like 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.local import as_sdpa
-from para_core.distributed.collectives import all_gather, all_to_all, define_collective, done
+from para_core.distributed.collectives import define_collective, done
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.gather import gather, gather_gradient
 from para_core.layout.held import Layout
-from para_core.layout.runs import put, take
 from para_core.layout.sequence import Run, SequenceLayout
 
 
@@ -63,42 +62,6 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
     return Layout.of(layout, ranks).grouped(width).runs()
 
 
-class _SequenceOrder:
-    """The order of the sequence, into which gathered keys are brought.
-
-    ``runs`` are the positions of the tokens as runs ``(start, length)``, in the order in which the rank holds
-    them.
-    """
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._order = sorted(range(len(runs)), key=runs.__getitem__)
-        self._lengths = [length for _, length in runs]
-        self._as_held = self._order == list(range(len(runs)))
-
-    def arrange(self, x: Tensor) -> Tensor:
-        """Return ``x`` with its tokens, dim 2, rearranged from the order in which the rank holds them to this order."""
-        if self._as_held:
-            return x
-        parts = x.split(self._lengths, dim=2)
-        return torch.cat([parts[index] for index in self._order], dim=2)
-
-    def restore(self, x: Tensor) -> Tensor:
-        """Undo :meth:`arrange`: return ``x`` with its tokens, dim 2, in the order in which the rank holds them."""
-        if self._as_held:
-            return x
-        parts = x.split([self._lengths[index] for index in self._order], dim=2)
-        return torch.cat([parts[self._order.index(index)] for index in range(len(parts))], dim=2)
-
-
-def _gather_order(plan: AttentionPlan) -> _SequenceOrder:
-    """Return the order of gathered keys: the sharded tokens of each ring rank, followed by the replicated tokens."""
-    keys = plan.spec.keys
-    runs = keys.only(*range(plan.spec.mesh.ring.size), replicated=False).runs() + keys.runs(
-        0, replicated=True
-    )
-    return _SequenceOrder(runs)
-
-
 # The functions below implement the operators. ``*call`` stands for the spec as text, its numbers, and the
 # argument ``after`` that every operator of define_collective has.
 
@@ -111,20 +74,10 @@ def _enter(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tenso
     plan = _plan_of(*call)
     if plan.ordered_ulysses is not None:
         query, key, value = plan.ordered_ulysses.start_enter((query, key, value))()
-    blocks = [_all_gather_ring(x, plan) for x in (key, value)]
+    if plan.ring.rotates:
+        key, value = (gather(x, 2, plan.spec.keys, plan.ring.dim) for x in (key, value))
     # Return copies, because the result of a custom operator must not be a view of its input.
-    return *[x.clone(memory_format=torch.contiguous_format) for x in (query, *blocks)], done(query)
-
-
-def _all_gather_ring(x: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return the keys of all ring ranks, in the order of the sequence."""
-    if not plan.ring.rotates:
-        return x
-    gathered = all_gather(take(x, 2, plan.ring.travels), plan.ring.block_sizes, 2, plan.ring.dim)
-    replicated = plan.spec.keys.offsets(plan.ring.dim.index, replicated=True)
-    if replicated:
-        gathered = torch.cat([gathered, take(x, 2, replicated)], dim=2)
-    return _gather_order(plan).arrange(gathered)
+    return *[x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)], done(query)
 
 
 def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
@@ -146,26 +99,13 @@ def _enter_backward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tu
     The arguments are the gradients of its outputs.
     """
     plan = _plan_of(*call)
-    key, value = (_scatter(x, plan) for x in (key, value))
+    if plan.ring.rotates:
+        key, value = (gather_gradient(x, 2, plan.spec.keys, plan.ring.dim) for x in (key, value))
     if plan.ordered_ulysses is not None:
         query, key, value = plan.ordered_ulysses.leave_gradients(
             *[x.contiguous() for x in (query, key, value)]
         )
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)], done(query)
-
-
-def _scatter(grad: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return the gradients of this rank's keys, summed over ring ranks: the transpose of :func:`_all_gather_ring`."""
-    if not plan.ring.rotates:
-        return grad
-    sizes, ring, keys = plan.ring.block_sizes, plan.ring.dim, plan.spec.keys
-    grad = _gather_order(plan).restore(grad)
-    travelling, replicated = grad.split([sum(sizes), grad.shape[2] - sum(sizes)], dim=2)
-    rows = all_to_all(travelling.movedim(2, 0).contiguous(), sizes, [sizes[ring.index]] * ring.size, ring)
-    whole = grad.new_zeros(*grad.shape[:2], keys.size(ring.index), grad.shape[3])
-    put(whole, 2, plan.ring.travels, rows.unflatten(0, (ring.size, sizes[ring.index])).sum(0).movedim(0, 2))
-    put(whole, 2, keys.offsets(ring.index, replicated=True), replicated)
-    return whole
 
 
 def _enter_backward_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -53,6 +54,17 @@ class Layout:
                     pieces.append(Piece(before + start, length, segment.replicated, descending=index == 1))
             before = before + segment.total
         return Layout(tuple([tuple(pieces) for pieces in held]))
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def consecutive(sizes: tuple[int, ...]) -> Layout:
+        """Return the layout in which each rank holds ``sizes[rank]`` positions, after those of the rank before it.
+
+        >>> Layout.consecutive((3, 0, 2)).runs(2)
+        [(3, 2)]
+        """
+        starts = accumulate(sizes, initial=0)
+        return Layout(tuple([(Piece(start, size),) for start, size in zip(starts, sizes, strict=False)]))
 
     def grouped(self, width: int, *, ordered: bool = True) -> Layout:
         """Return the layout of groups of ``width`` neighbouring ranks, each of which holds the pieces of all

@@ -39,11 +39,21 @@ def copy_runs(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
     return joined.permute([order.index(axis) for axis in range(x.ndim)])
 
 
+def gather_parts(x: Tensor, dim: int, sizes: Sequence[int], mesh: SequenceMesh) -> Tensor:
+    """Return the parts ``x`` of all sequence ranks, of length ``sizes[rank]`` along ``dim``, rank by rank. Collective.
+
+    Parts are gathered first over the Ulysses ranks, which are neighbours, then over the ring.
+    """
+    width = mesh.ulysses.size
+    blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
+    block = all_gather(x, blocks[mesh.ring.index], dim, mesh.ulysses)
+    return all_gather(block, [sum(of_block) for of_block in blocks], dim, mesh.ring)
+
+
 def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
     """Gather ``y``, this rank's tokens of ``layout`` along ``dim``, from all sequence ranks.
 
-    The result is contiguous, with all tokens in the order of the sequence. Tokens are gathered first over the
-    Ulysses ranks, whose parts of the sequence are neighbours, then over the ring.
+    The result is contiguous, with all tokens in the order of the sequence.
     """
     parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
     gathered = []
@@ -51,10 +61,7 @@ def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMes
         if segment.replicated:
             gathered.append(part)
             continue
-        sizes, width = segment.sizes(layout.ranks), mesh.ulysses.size
-        blocks = [sizes[first : first + width] for first in range(0, layout.ranks, width)]
-        ring_block = all_gather(part, blocks[mesh.ring.index], dim, mesh.ulysses)
-        rank_by_rank = all_gather(ring_block, [sum(block) for block in blocks], dim, mesh.ring)
+        rank_by_rank = gather_parts(part, dim, segment.sizes(layout.ranks), mesh)
         if segment.balanced:
             # The result has the front part and the back part of each rank, rank by rank.
             runs = [run for rank in range(layout.ranks) for run in segment.runs(rank, layout.ranks)]
@@ -62,4 +69,7 @@ def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMes
             rank_by_rank = torch.cat([*halves[0::2], *reversed(halves[1::2])], dim=dim)
         gathered.append(rank_by_rank)
     # Return a contiguous tensor, as models do, because a loss may call view(-1, C) on the output.
-    return (gathered[0] if len(gathered) == 1 else torch.cat(gathered, dim=dim)).contiguous()
+    whole: Tensor = gathered[0]
+    if len(gathered) > 1:
+        whole = torch.cat(gathered, dim=dim)
+    return whole.contiguous()

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from para_core.distributed.collectives import all_gather, all_to_all, start_all_to_all, wait
+from para_core.distributed.collectives import all_gather, all_to_all
 from para_core.distributed.mesh import MeshDim, SequenceMesh
+from para_core.layout.halo import fetch_halo
 from para_core.layout.sequence import Run, Segment
+from para_core.layout.tokens import gather_parts
 from para_core.modes.interceptor import SDPA, SDPA_OPERATOR, call_original
 from para_core.plans.plan import AttentionByHeads, Halo, LinearAttention
 from para_core.torch_internals import no_frame_of_its_own, pytree
@@ -184,34 +186,17 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
     """Return ``x``, this rank's rows of ``segment``, between ``halo.size`` rows of the previous and of the
     next rank.
 
-    The first and the last rank of the sequence get rows on one side only. Collective. Raise ``ValueError`` if
-    a rank has fewer than ``halo.size`` rows.
+    The first and the last rank of the sequence get rows on one side only. Collective.
+
+    Raises:
+        ValueError: A rank has fewer than ``halo.size`` rows.
     """
     if segment.total // mesh.ranks < halo.size:
         raise ValueError(
             f"{segment.total} rows on {mesh.ranks} ranks are fewer for some than the {halo.size} that their neighbours "
             "need. Use fewer ranks."
         )
-    first_rows = x.narrow(halo.dim, 0, halo.size)
-    last_rows = x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
-    before, after = _exchange_edges(first_rows, last_rows, mesh.ulysses)
-    # The exchange above wraps around within each Ulysses group: its first and last rank have received rows of
-    # the other end of their own group instead of the previous (next) group. An exchange over the ring
-    # replaces them.
-    is_first = mesh.ulysses.index == 0
-    is_last = mesh.ulysses.index == mesh.ulysses.size - 1
-    if mesh.ring.size > 1 and (is_first or is_last):
-        before_in_ring, after_in_ring = _exchange_edges(after, before, mesh.ring)
-        if is_first:
-            before = before_in_ring
-        if is_last:
-            after = after_in_ring
-    # Cut off the rows of the opposite end that the first and the last rank of the sequence received. They
-    # cannot skip the exchange, because every rank must take part in its collective in the backward as well.
-    start = halo.size * (mesh.rank == 0)
-    stop = halo.size * (mesh.rank == mesh.ranks - 1)
-    rows = torch.cat([before, x, after], dim=halo.dim)
-    return rows.narrow(halo.dim, start, rows.shape[halo.dim] - start - stop)
+    return fetch_halo(x, halo.dim, halo.size, segment.sizes(mesh.ranks), mesh)
 
 
 def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
@@ -221,28 +206,6 @@ def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
     if mesh.rank > 0:
         start = halo.size
     return y.narrow(halo.dim, start, rows)
-
-
-def _exchange_edges(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
-    """Return ``last`` of the previous rank and ``first`` of the next rank along ``dim``; the ends wrap
-    around. Their shapes must be equal on all ranks. Collective.
-    """
-    if dim.size == 1:
-        return last, first
-    previous_rank = (dim.index - 1) % dim.size
-    next_rank = (dim.index + 1) % dim.size
-    size = first.numel()
-    sizes = [size * ((rank == previous_rank) + (rank == next_rank)) for rank in range(dim.size)]
-    # Order the parts by the rank that gets them, as all_to_all requires. With two ranks, the same rank is
-    # both the previous and the next rank, and gets both parts.
-    sent = [last, first]
-    if previous_rank <= next_rank:
-        sent = [first, last]
-    received = wait(start_all_to_all(torch.cat([part.reshape(-1) for part in sent]), sizes, sizes, dim))
-    earlier, later = (part.view(first.shape) for part in received.split([size, size]))
-    if previous_rank < next_rank:
-        return earlier, later
-    return later, earlier
 
 
 class SumsOverRanks(TorchFunctionMode):
@@ -376,13 +339,10 @@ def _gather_layer(
     # Gather only the last tokens, which this call added. The earlier tokens are already complete and equal on
     # all ranks.
     added = [min(size, length) for size, length in zip(sizes, lengths, strict=True)]
-    width = mesh.ulysses.size
-    blocks = [added[first : first + width] for first in range(0, mesh.ranks, width)]
     for name, old in zip(("keys", "values"), before, strict=True):
         part = getattr(layer, name)
-        block = part[..., part.shape[-2] - added[mesh.rank] :, :]
-        block = all_gather(block, blocks[mesh.ring.index], part.ndim - 2, mesh.ulysses)
-        tokens = all_gather(block, [sum(of_block) for of_block in blocks], part.ndim - 2, mesh.ring)
+        last = part[..., part.shape[-2] - added[mesh.rank] :, :]
+        tokens = gather_parts(last, part.ndim - 2, added, mesh)
         if past:
             tokens = torch.cat([old, tokens], dim=-2)
         if window is not None:

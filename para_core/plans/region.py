@@ -34,7 +34,7 @@ from para_core.modes.registry import bind_recomputation, check_exchanges, explai
 from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention_check import AttentionCheck
-from para_core.plans.exchange import PAST, CachesOfCall, HeadExchange
+from para_core.plans.exchange import PAST, CachesOfCall
 from para_core.plans.foreign_code import PACKAGES_OF_MODELS
 from para_core.plans.interception import Interception
 from para_core.plans.module_matching import as_tuple, match_modules, parameters_of
@@ -54,7 +54,7 @@ from para_core.plans.planned_attention import (
 )
 from para_core.plans.recomputation import bind_to_call
 from para_core.plans.samples import gather_samples, select_arguments
-from para_core.plans.submodule_hooks import make_hook
+from para_core.plans.submodule_calls import SubmoduleCalls
 from para_core.plans.whole_arguments import explain_whole_tensor
 from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, function_mode_stack
 from para_core.user_warnings import WarningLog
@@ -122,8 +122,6 @@ class Region:
         # Names of the modules whose attention the plan describes.
         self._named_attention: set[str] = set()
         self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention)
-        # Submodules of equal rules share a function, and so their graphs.
-        self._hook_of = cache(partial(make_hook, self))
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set
         # before torch.cond (which a cache adds) and again after it.
         self.interceptions: list[Interception] = []
@@ -131,12 +129,15 @@ class Region:
         # Binds a function to a call of this region, for the recomputation of activation checkpointing.
         self.bind: BindRecomputation = partial(bind_to_call, self)
         self.is_parallel = self.mesh.ranks > 1
+        calls = SubmoduleCalls(
+            self.mesh, self.executor, self.check, self.interceptions, self.intercept_if_sharded
+        )
+        # Submodules of equal rules share a function, and so their graphs.
+        self._hook_of = cache(calls.hook)
         self._joint_attention = (Attention(self.plan.joint_order),)
         # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this
         # call.
         self._continues = False
-        # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
-        self.head_exchanges: list[HeadExchange] = []
         self.sharing_samples: list[MeshDim] = []
 
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
@@ -361,9 +362,6 @@ class Region:
         finally:
             for part, attribute, heads in before:
                 setattr(part, attribute, heads)
-
-    def is_sharded(self, segment: str) -> bool:
-        return self.is_parallel and not self.executor.segment(segment).replicated
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:

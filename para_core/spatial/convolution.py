@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial import rows as plans
+from para_core.layout.windows import (
+    Sizes,
+    bounds_of,
+    plan_convolution,
+    plan_overlap,
+    plan_transposed,
+)
 from para_core.spatial.fetch import fetch, start_fetch
-from para_core.spatial.local import bind
-from para_core.spatial.rows import Function, Layout, RowTag, name_of, rows_of, set_rows, unknown
+from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows, unknown
+from para_core.spatial.rules import bind
 
 # A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at
 # either end.
@@ -83,19 +89,18 @@ def run_windows(
         padding: Number of rows of padding, of value ``fill``, at either end of the image.
         run: Computes the operator on local rows.
     """
-    plan = plans.convolution(rows.layout, extent, stride, padding)
-    _require_rows(func, rows, plan.layout)
-    out_rows = RowTag(rows.dim, plan.layout)
+    plan = plan_convolution(rows.sizes, extent, stride, padding)
+    _require_rows(func, rows, plan.sizes)
+    out_rows = RowTag(rows.dim, plan.sizes)
     split = None
     if _overlaps(x.device):
-        split = plans.overlap(rows.layout, extent, stride, padding)
+        split = plan_overlap(rows.sizes, extent, stride, padding)
     if split is None:
         return set_rows(run(fetch(x, rows, plan.wanted, ranks, fill=fill), 0), out_rows)
     edges_of_ranks = zip(split.top, split.bottom, strict=True)
     wanted = tuple([tuple([edge for edge in edges if edge is not None]) for edges in edges_of_ranks])
     finish = start_fetch(x, rows, wanted, ranks, fill=fill)
-    start, stop = split.middle[ranks.index]
-    out = run(x.narrow(rows.dim, start, stop - start), split.padding)
+    out = run(x.narrow(rows.dim, *split.middle[ranks.index]), split.padding)
     edges = finish()
     if split.top[ranks.index] is not None:
         out.narrow(rows.dim, 0, split.edge).copy_(run(edges.pop(0), 0))
@@ -111,10 +116,10 @@ def _overlaps(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _require_rows(func: Function, rows: RowTag, layout: Layout) -> None:
-    if min(layout) < 1:
+def _require_rows(func: Function, rows: RowTag, sizes: Sizes) -> None:
+    if min(sizes) < 1:
         raise unknown(
-            func, rows, f"its output would have {list(layout)} rows on the ranks; every rank needs one"
+            func, rows, f"its output would have {list(sizes)} rows on the ranks; every rank needs one"
         )
 
 
@@ -162,16 +167,16 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     )
     step, inset = strides[axis], paddings[axis]
     extent = dilations[axis] * (weight.shape[2 + axis] - 1) + 1
-    plan = plans.transpose(rows.layout, extent, step, inset, extras[axis])
-    _require_rows(func, rows, plan.layout)
+    plan = plan_transposed(rows.sizes, extent, step, inset, extras[axis])
+    _require_rows(func, rows, plan.sizes)
     part = fetch(x, rows, plan.wanted, ranks)
     paddings[axis] = extras[axis] = 0
     out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
-    start, stop = plans.ranges_of(plan.layout)[ranks.index]
+    start, stop = bounds_of(plan.sizes)[ranks.index]
     # The first row of ``out``, counted in output rows of the full image.
     first = plan.wanted[ranks.index][0] * step - inset
     return set_rows(
-        out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.layout)
+        out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.sizes)
     )
 
 
@@ -251,11 +256,11 @@ def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
         raise unknown(func, rows, "center=True and a sharded batch are not supported")
     if hop is None:
         hop = size // 4
-    plan = plans.convolution(rows.layout, size, hop, 0)
-    _require_rows(func, rows, plan.layout)
+    plan = plan_convolution(rows.sizes, size, hop, 0)
+    _require_rows(func, rows, plan.sizes)
     part = fetch(x, rows, plan.wanted, ranks)
     return set_rows(
-        func(part, size, hop, win_length, window, center, "reflect", *rest), RowTag(x.ndim, plan.layout)
+        func(part, size, hop, win_length, window, center, "reflect", *rest), RowTag(x.ndim, plan.sizes)
     )
 
 

@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from para_core.distributed.agree import agree, exchange
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, dim_of_group, guided_mesh
-from para_core.spatial import convolution, local, norm, products, resample, views
+from para_core.layout.windows import Sizes, divide_evenly
+from para_core.spatial import convolution, factories, norm, products, resample, rules, views
 from para_core.spatial.fetch import gather, part_of
-from para_core.spatial.rows import Layout, RowTag, even, first_sharded, name_of, rows_of, set_rows, unknown
+from para_core.spatial.row_tag import RowTag, first_sharded, name_of, rows_of, set_rows, unknown
 from para_core.torch_internals import (
     DisableTorchFunction,
     group_timeout,
@@ -35,8 +36,8 @@ from para_core.torch_internals import (
 # is sharded.
 RULES: dict[str, Any] = {
     name: rule
-    for rules in (local, views, convolution, norm, products, resample)
-    for rule, names in rules.BY_RULE.items()
+    for room in (rules, factories, views, convolution, norm, products, resample)
+    for rule, names in room.BY_RULE.items()
     for name in names.split()
 }
 
@@ -50,7 +51,7 @@ class SpatialShardMode(TorchFunctionMode):
 
     Functions that need other rows exchange data with other ranks: convolutions fetch a halo, norms combine
     statistics, attention gathers all keys. All other supported functions run locally. A function without a
-    rule raises :class:`~para_core.spatial.rows.MixesRows` if one of its tensors is sharded.
+    rule raises :class:`~para_core.spatial.row_tag.MixesRows` if one of its tensors is sharded.
 
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): The ranks over which rows are sharded, in rank order. A mesh
@@ -67,7 +68,7 @@ class SpatialShardMode(TorchFunctionMode):
         self.ranks = mesh
         self._compare_calls = compare_calls
 
-    def shard(self, x: Tensor, dim: int = -2, *, unit: int = 1, layout: Layout | None = None) -> Tensor:
+    def shard(self, x: Tensor, dim: int = -2, *, unit: int = 1, sizes: Sizes | None = None) -> Tensor:
         """Return this rank's rows of ``x``. Every rank must pass the whole tensor.
 
         Args:
@@ -75,23 +76,23 @@ class SpatialShardMode(TorchFunctionMode):
                 width.
             unit (`int`, defaults to `1`): Every rank except the last gets a multiple of this number of rows,
                 for example the factor by which the model scales down.
-            layout (`tuple[int, ...]`, *optional*): Number of rows of each rank. Defaults to the most even
-                layout.
+            sizes (`tuple[int, ...]`, *optional*): Number of rows of each rank. Defaults to the most even
+                ones.
 
         Raises:
-            ValueError: If the layout does not fit the number of rows or ranks, or a rank would get less than
+            ValueError: If the sizes do not fit the number of rows or ranks, or a rank would get less than
                 two units.
         """
         dim = dim % x.ndim
-        if layout is None:
-            layout = even(x.shape[dim], self.ranks.size, unit)
-        if sum(layout) != x.shape[dim] or len(layout) != self.ranks.size or min(layout) < 2 * unit:
+        if sizes is None:
+            sizes = divide_evenly(x.shape[dim], self.ranks.size, unit)
+        if sum(sizes) != x.shape[dim] or len(sizes) != self.ranks.size or min(sizes) < 2 * unit:
             raise ValueError(
-                f"layout {list(layout)} of {x.shape[dim]} rows on {self.ranks.size} ranks: expected one number per "
+                f"sizes {list(sizes)} of {x.shape[dim]} rows on {self.ranks.size} ranks: expected one number per "
                 f"rank, at least {2 * unit} (two units of {unit}), that add up to the rows. For fewer rows use a mesh "
                 "of fewer ranks."
             )
-        rows = RowTag(dim, layout)
+        rows = RowTag(dim, sizes)
         if self.ranks.size == 1:
             return x
         with DisableTorchFunction():
@@ -126,8 +127,8 @@ class SpatialShardMode(TorchFunctionMode):
                 raise unknown(func, tag, "it has no rule, so it may mix rows")
             return RULES[name](self.ranks, func, args, kwargs)
         # No tensor is sharded, but one of the sizes was read from a sharded tensor.
-        if name in local.FACTORIES:
-            return local.FACTORIES[name](self.ranks, func, args, kwargs)
+        if name in factories.FACTORIES:
+            return factories.FACTORIES[name](self.ranks, func, args, kwargs)
         return func(*args, **kwargs)
 
 

@@ -12,9 +12,10 @@ from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels import norm_reference
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
+from para_core.layout.windows import Sizes
 from para_core.spatial.fetch import all_ranks
-from para_core.spatial.local import argument, bind, only_first
-from para_core.spatial.rows import Function, Layout, rows_of, set_rows, unknown
+from para_core.spatial.row_tag import Function, rows_of, set_rows, unknown
+from para_core.spatial.rules import argument, bind, only_first
 from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
 
 
@@ -35,7 +36,7 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     if needs_plain(x):
         moments = norm_reference.moments
     of_rank = moments(x, groups)
-    fractions = _fractions(rows.layout, of_rank.dtype, x.device)
+    fractions = _fractions(rows.sizes, of_rank.dtype, x.device)
     of_ranks = all_ranks(of_rank, ranks)
     normalized: Callable[..., Tensor] = torch.ops.para_core.group_normalized.default
     if needs_plain(x, *_present(weight, bias)):
@@ -44,9 +45,9 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
 
 @kept_outside_graphs
-def _fractions(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _fractions(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the fraction of all rows that each rank holds, as a tensor ``[ranks]``."""
-    return new_table([rows / sum(layout) for rows in layout], dtype, device)
+    return new_table([rows / sum(sizes) for rows in sizes], dtype, device)
 
 
 def batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

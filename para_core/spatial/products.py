@@ -14,8 +14,8 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import all_ranks, gather, part_of
-from para_core.spatial.local import align, bind, only_first, sum_dtype
-from para_core.spatial.rows import Function, RowTag, clear_rows, name_of, rows_of, set_rows, unknown
+from para_core.spatial.row_tag import Function, RowTag, clear_rows, name_of, rows_of, set_rows, unknown
+from para_core.spatial.rules import align, bind, only_first, sum_dtype
 
 
 def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

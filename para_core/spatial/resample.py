@@ -12,21 +12,19 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
-from para_core.spatial import rows as plans
+from para_core.layout.windows import Sizes, bounds_of, round_to_multiples, scale_sizes
 from para_core.spatial.fetch import fetch, relayout
-from para_core.spatial.local import argument, bind, only_first, sum_dtype
-from para_core.spatial.rows import (
+from para_core.spatial.row_tag import (
     Function,
-    Layout,
     RowTag,
     ShardedSize,
     local_sizes,
     name_of,
-    ranges_of,
     rows_of,
     set_rows,
     unknown,
 )
+from para_core.spatial.rules import argument, bind, only_first, sum_dtype
 
 
 def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -46,17 +44,17 @@ def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
         min_rows = max(before, after) + (mode == "reflect")
     else:
         min_rows = max(-before, -after) + 1
-    if min(rows.layout[0], rows.layout[-1]) < min_rows:
+    if min(rows.sizes[0], rows.sizes[-1]) < min_rows:
         raise unknown(
             func, rows, f"padding by {before} and {after} rows needs {min_rows} on the first and last rank"
         )
     widths[index] = before * (ranks.index == 0)
     widths[index + 1] = after * (ranks.index == ranks.size - 1)
-    layout = list(rows.layout)
-    layout[0] += before
-    layout[-1] += after
+    sizes = list(rows.sizes)
+    sizes[0] += before
+    sizes[-1] += after
     out = func(x, widths, mode, value) if any(widths) else x.clone()
-    return set_rows(out, RowTag(rows.dim, tuple(layout)))
+    return set_rows(out, RowTag(rows.dim, tuple(sizes)))
 
 
 def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -74,10 +72,10 @@ def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     if rows.dim < x.ndim - 3:
         return set_rows(func(x, factor), rows)
     if shuffles:
-        return set_rows(func(x, factor), RowTag(rows.dim, tuple([count * factor for count in rows.layout])))
-    layout = plans.multiples(rows.layout, factor)
-    x = relayout(x, rows, layout, ranks)
-    return set_rows(func(x, factor), RowTag(rows.dim, tuple([count // factor for count in layout])))
+        return set_rows(func(x, factor), RowTag(rows.dim, tuple([count * factor for count in rows.sizes])))
+    sizes = round_to_multiples(rows.sizes, factor)
+    x = relayout(x, rows, sizes, ranks)
+    return set_rows(func(x, factor), RowTag(rows.dim, tuple([count // factor for count in sizes])))
 
 
 def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -101,40 +99,40 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
             factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))
         ) and not recompute:
             # Each row is repeated a whole number of times, so no rank needs rows of other ranks.
-            out_rows = RowTag(rows.dim, tuple([count * int(factor) for count in rows.layout]))
+            out_rows = RowTag(rows.dim, tuple([count * int(factor) for count in rows.sizes]))
             return set_rows(func(x, None, scales, mode, align), out_rows)
-        total = math.floor(sum(rows.layout) * factor)
-        layout = plans.scale(rows.layout, total)
+        total = math.floor(sum(rows.sizes) * factor)
+        row_sizes = scale_sizes(rows.sizes, total)
         step = 1 / factor
         if recompute:
-            step = sum(rows.layout) / total
+            step = sum(rows.sizes) / total
         out_sizes = [math.floor(count * factor) for count, factor in zip(x.shape[2:], scales, strict=True)]
     elif sizes is not None:
         # This is a ShardedSize if the model read it from the shape of a sharded tensor.
         total = sizes[axis]
-        factor = total // sum(rows.layout)
-        same = isinstance(total, ShardedSize) and total.layout == tuple(
-            [count * factor for count in rows.layout]
+        factor = total // sum(rows.sizes)
+        same = isinstance(total, ShardedSize) and total.sizes == tuple(
+            [count * factor for count in rows.sizes]
         )
         # For these factors PyTorch rounds local and global sizes equally, so each rank can repeat its rows
         # locally.
         if mode == "nearest" and same and factor in (1, 2, 4, 8, 16):
-            return set_rows(func(x, local_sizes(sizes)), RowTag(rows.dim, total.layout))
-        layout = total.layout if isinstance(total, ShardedSize) else plans.scale(rows.layout, total)
-        step = sum(rows.layout) / sum(layout)
+            return set_rows(func(x, local_sizes(sizes)), RowTag(rows.dim, total.sizes))
+        row_sizes = total.sizes if isinstance(total, ShardedSize) else scale_sizes(rows.sizes, total)
+        step = sum(rows.sizes) / sum(row_sizes)
         out_sizes = list(sizes)
     else:
         raise unknown(func, rows, "neither size= nor scale_factor= is given")
     if torch.compiler.is_compiling():
         raise unknown(
-            func, rows, f"mode={mode!r} to {sum(layout)} rows is not supported in compiled functions"
+            func, rows, f"mode={mode!r} to {sum(row_sizes)} rows is not supported in compiled functions"
         )
-    x = _resample(ranks, x, rows, layout, step, mode, bool(align))
+    x = _resample(ranks, x, rows, row_sizes, step, mode, bool(align))
     if scales is None:
         out_sizes[axis] = x.shape[rows.dim]
-        return set_rows(func(x, out_sizes, None, mode, align), RowTag(rows.dim, layout))
+        return set_rows(func(x, out_sizes, None, mode, align), RowTag(rows.dim, row_sizes))
     scales[axis] = 1.0
-    return set_rows(func(x, None, scales, mode, align, recompute), RowTag(rows.dim, layout))
+    return set_rows(func(x, None, scales, mode, align, recompute), RowTag(rows.dim, row_sizes))
 
 
 class _Resampling(NamedTuple):
@@ -188,9 +186,10 @@ def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _span(resampling: _Resampling) -> tuple[int, int]:
-    """Return (first row, end) of the input rows that the output rows of ``resampling`` need."""
+    """Return the run (start, length) of input rows that the output rows of ``resampling`` need."""
     index, _ = _taps(resampling)
-    return int(index.min()), int(index.max()) + 1
+    first = int(index.min())
+    return first, int(index.max()) + 1 - first
 
 
 @kept_outside_graphs
@@ -208,16 +207,16 @@ def _weights_on(resampling: _Resampling, dtype: torch.dtype, device: torch.devic
 
 
 def _resample(
-    ranks: MeshDim, x: Tensor, rows: RowTag, layout: Layout, step: float, mode: str, align: bool
+    ranks: MeshDim, x: Tensor, rows: RowTag, sizes: Sizes, step: float, mode: str, align: bool
 ) -> Tensor:
     """Return this rank's output rows of ``x`` interpolated along the sharded dim only.
 
     Args:
-        layout: Number of output rows of each rank.
+        sizes: Number of output rows of each rank.
         step: Distance between output rows, in input rows.
     """
     of_ranks = [
-        _Resampling(mode, sum(rows.layout), sum(layout), step, align, *bounds) for bounds in ranges_of(layout)
+        _Resampling(mode, sum(rows.sizes), sum(sizes), step, align, *bounds) for bounds in bounds_of(sizes)
     ]
     part = fetch(x, rows, list(map(_span, of_ranks)), ranks)
     own = of_ranks[ranks.index]

@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial.local import align, argument, only_first, tag_all
-from para_core.spatial.rows import (
+from para_core.layout.windows import Sizes, bounds_of
+from para_core.spatial.row_tag import (
     Function,
-    Layout,
     RowTag,
     local_sizes,
     name_of,
-    ranges_of,
     rows_of,
     set_rows,
     unknown,
 )
+from para_core.spatial.rules import align, argument, only_first, tag_all
 
 
 def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -61,21 +60,21 @@ def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: i
     :class:`RowTag`) may become one unit.
 
     >>> match((2, 6, 5), RowTag(1, (6, 4)), (2, 30), rank=0)
-    RowTag(dim=1, layout=(30, 20), outer=1)
+    RowTag(dim=1, sizes=(30, 20), outer=1)
     >>> match((3, 30), RowTag(1, (30, 20)), (3, 6, 5), rank=0)
-    RowTag(dim=1, layout=(6, 4), outer=1)
+    RowTag(dim=1, sizes=(6, 4), outer=1)
     >>> match((3, 6, 5), RowTag(1, (6, 4)), (90,), rank=0)
-    RowTag(dim=0, layout=(30, 20), outer=3)
+    RowTag(dim=0, sizes=(30, 20), outer=3)
     >>> match((1, 8, 0, 6, 5), RowTag(3, (6, 4)), (1, 2, 4, 0, 6, 5), rank=0)
-    RowTag(dim=4, layout=(6, 4), outer=1)
+    RowTag(dim=4, sizes=(6, 4), outer=1)
     >>> match((1, 8, 0, 2, 6, 2, 5), RowTag(4, (6, 4)), (1, 8, 0, 12, 5), rank=0)
-    RowTag(dim=3, layout=(12, 8), outer=1)
+    RowTag(dim=3, sizes=(12, 8), outer=1)
     """
     # Replace sizes of 0 by positive ones, so that empty tensors match too, such as a cache of zero frames.
     num_before, num_after = (math.prod(size or 1 for size in shape) for shape in (before, after))
     before = _without_zeros(before, max(1, num_after // num_before))
     after = _without_zeros(after, max(1, num_before // num_after))
-    units = rows.layout[rank]
+    units = rows.sizes[rank]
     first, last = math.prod(before[: rows.dim]) * rows.outer, math.prod(before[rows.dim + 1 :])
     best: RowTag | None = None
     lowest_cost = (math.inf, math.inf, math.inf)
@@ -87,14 +86,14 @@ def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: i
         merged, parts = last // right, 1
         if last % right:
             merged, parts = 1, right // last
-        if merged * right != last * parts or any(count % parts for count in rows.layout):
+        if merged * right != last * parts or any(count % parts for count in rows.sizes):
             continue
         if size != outer * units // parts * merged:
             continue
-        layout = tuple([count // parts * merged for count in rows.layout])
+        sizes = tuple([count // parts * merged for count in rows.sizes])
         cost = (parts, outer, merged)
         if cost < lowest_cost:
-            lowest_cost, best = cost, RowTag(dim, layout, outer)
+            lowest_cost, best = cost, RowTag(dim, sizes, outer)
     return best
 
 
@@ -124,10 +123,10 @@ def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     rows = rows_of(x)
     if rows is None:
         raise unknown(func, rows_of(index), "an index is sharded")
-    local, layout, dim = _local_index(x, rows, index, ranks)
+    local, sizes, dim = _local_index(x, rows, index, ranks)
     if dim is None:
         raise unknown(func, rows, f"index {index!r} separates them")
-    return _set_checked_rows(func, func(x, local), RowTag(dim, layout, rows.outer), ranks)
+    return _set_checked_rows(func, func(x, local), RowTag(dim, sizes, rows.outer), ranks)
 
 
 def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -136,8 +135,8 @@ def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     rows = rows_of(x)
     if rows is None:
         raise unknown(func, rows_of(value), "it is written into a replicated tensor")
-    local, layout, dim = _local_index(x, rows, index, ranks)
-    if dim is None or layout != rows.layout:
+    local, sizes, dim = _local_index(x, rows, index, ranks)
+    if dim is None or sizes != rows.sizes:
         raise unknown(func, rows, f"index {index!r} separates them")
     if isinstance(value, Tensor):
         value = align(ranks, func, value, rows, dim - x[local].ndim)
@@ -146,8 +145,8 @@ def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 def _local_index(
     x: Tensor, rows: RowTag, index: Any, ranks: MeshDim
-) -> tuple[tuple[Any, ...], Layout, int | None]:
-    """Return the index to apply to this rank's rows, and the layout and the dim of the rows in its result.
+) -> tuple[tuple[Any, ...], Sizes, int | None]:
+    """Return the index to apply to this rank's rows, and the sizes and the dim of the rows in its result.
 
     The dim is None if ``index`` does not keep consecutive rows together in one dim.
     """
@@ -155,12 +154,12 @@ def _local_index(
     if isinstance(index, tuple):
         parts = list(index)
     if any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts):
-        return (), rows.layout, None
+        return (), rows.sizes, None
     consumed = sum(part is not None and part is not Ellipsis for part in parts)
     fill = [slice(None)] * (x.ndim - consumed)
     ellipsis = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
     parts[ellipsis : ellipsis + 1] = fill
-    layout, rows_dim, num_tensors, dim, out_dim = rows.layout, None, 0, 0, 0
+    sizes, rows_dim, num_tensors, dim, out_dim = rows.sizes, None, 0, 0, 0
     for i, part in enumerate(parts):
         if part is None:
             out_dim += 1
@@ -169,42 +168,42 @@ def _local_index(
             if dim == rows.dim:
                 kept = _kept_rows(part, rows)
                 if kept is None:
-                    return (), layout, None
-                parts[i], layout, rows_dim = kept[1][ranks.index], kept[0], out_dim
+                    return (), sizes, None
+                parts[i], sizes, rows_dim = kept[1][ranks.index], kept[0], out_dim
             out_dim += 1
         elif isinstance(part, int):
             if dim == rows.dim:
-                return (), layout, None
+                return (), sizes, None
         else:
             # A single index tensor with one dim leaves the order of dims as it is. Refuse others.
             num_tensors += 1
             if dim == rows.dim or num_tensors > 1 or (isinstance(part, Tensor) and part.ndim != 1):
-                return (), layout, None
+                return (), sizes, None
             out_dim += 1
         dim += 1
     if num_tensors and any(isinstance(part, int) for part in parts):
-        return (), layout, None
-    return tuple(parts), layout, rows_dim
+        return (), sizes, None
+    return tuple(parts), sizes, rows_dim
 
 
-def _kept_rows(part: slice, rows: RowTag) -> tuple[Layout, list[slice]] | None:
-    """Return the layout of the rows that the slice ``part`` keeps, and the slice of each rank's own rows.
+def _kept_rows(part: slice, rows: RowTag) -> tuple[Sizes, list[slice]] | None:
+    """Return the sizes of the rows that the slice ``part`` keeps, and the slice of each rank's own rows.
     Return None if the slice has a step, if a rank would keep no row, or if it cuts a dim that contains
     several frames.
     """
-    total = sum(rows.layout)
+    total = sum(rows.sizes)
     if part.step not in (None, 1):
         return None
     start, stop, _ = part.indices(rows.outer * total)
     if (start, stop) == (0, rows.outer * total):
-        return rows.layout, [slice(None)] * len(rows.layout)
+        return rows.sizes, [slice(None)] * len(rows.sizes)
     if rows.outer > 1:
         return None
-    spans = [(max(low, start) - low, min(high, stop) - low) for low, high in ranges_of(rows.layout)]
-    layout = tuple([last - first for first, last in spans])
-    if min(layout) < 1:
+    spans = [(max(low, start) - low, min(high, stop) - low) for low, high in bounds_of(rows.sizes)]
+    sizes = tuple([last - first for first, last in spans])
+    if min(sizes) < 1:
         return None
-    return layout, [slice(first, last) for first, last in spans]
+    return sizes, [slice(first, last) for first, last in spans]
 
 
 def cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -243,8 +242,8 @@ def repeat_interleave(ranks: MeshDim, func: Function, args: Sequence[Any], kwarg
         raise unknown(func, rows, "repeats= is a tensor, or there is no dim=")
     if dim % x.ndim != rows.dim:
         return set_rows(func(*args, **kwargs), rows)
-    layout = tuple([count * repeats for count in rows.layout])
-    return set_rows(x.repeat_interleave(repeats, dim), RowTag(rows.dim, layout, rows.outer))
+    sizes = tuple([count * repeats for count in rows.sizes])
+    return set_rows(x.repeat_interleave(repeats, dim), RowTag(rows.dim, sizes, rows.outer))
 
 
 def view_as_real(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -264,7 +263,7 @@ def expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
 
 def _set_checked_rows(func: Function, out: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
     """Tag ``out`` with ``rows`` and return it; raise :class:`MixesRows` if its size does not fit."""
-    if out.shape[rows.dim] != rows.outer * rows.layout[ranks.index]:
+    if out.shape[rows.dim] != rows.outer * rows.sizes[ranks.index]:
         raise unknown(func, rows, f"the output has size {out.shape[rows.dim]} along this dim")
     return set_rows(out, rows)
 

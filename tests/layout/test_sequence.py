@@ -30,7 +30,7 @@ def positions(layout: SequenceLayout, rank: int) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("name", ["sequence", "held", "runs"])
+@pytest.mark.parametrize("name", ["sequence", "held", "runs", "fetch", "windows"])
 def test_the_docstrings_are_right(name):
     results = doctest.testmod(import_module(f"para_core.layout.{name}"))
     assert results.attempted > 0

@@ -11,7 +11,7 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_vae,
 )
-from para_core.adapters.vae.diffusion_decoder import windows
+from para_core.adapters.vae.diffusion_decoder import find_windows
 from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh
 from zoo.tiny.base import fill
@@ -135,9 +135,9 @@ def test_windows_cover_those_of_natten():
         total, kernel = sum(layout), 5
         first = [min(max(row - 2, 0), total - kernel) for row in range(total)]
         start = 0
-        for (low, high), rows in zip(windows(layout, kernel), layout, strict=True):
+        for (low, length), rows in zip(find_windows(layout, kernel), layout, strict=True):
             own = first[start : start + rows]
-            assert (low, high) == (min(own), max(own) + kernel)
+            assert (low, low + length) == (min(own), max(own) + kernel)
             start += rows
 
 

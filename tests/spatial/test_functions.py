@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.spatial import convolution
 from para_core.spatial.mode import SpatialShardMode
-from para_core.spatial.rows import MixesRows
+from para_core.spatial.row_tag import MixesRows
 from tests.attention.one_device import relative_error
 
 HEIGHT, WIDTH = 14, 6

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from para_core.adapters import parallelize_vae
-from para_core.adapters.models.vaes import VAES
+from para_core.adapters.vae.families import VAES
 from zoo.tiny.vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, random_image
 
 NAMES = [

@@ -13,9 +13,8 @@ from diffusers.models import autoencoders
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.adapters import parallelize_vae, unparallelize_vae
-from para_core.adapters.models.vaes import REFUSED_VAES, VAES
 from para_core.adapters.vae import vae as vae_module
-from para_core.adapters.vae.vae_adapter import rows_per_latent
+from para_core.adapters.vae.families import REFUSED_VAES, VAES, rows_per_latent
 from tests.attention.one_device import relative_error
 from zoo.tiny.vaes import BY_TILES, TINY_VAES, random_image
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from para_core.distributed import point_to_point
-from para_core.spatial import fetch
+from para_core.layout import fetch
+from para_core.spatial import fetch as spatial_fetch
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def blocking_transfers(*, always, seconds=15):
         mock.patch.object(dist, "isend", send),
         mock.patch.object(dist, "irecv", receive),
         mock.patch.object(fetch, "start_all_to_all", finished(fetch.start_all_to_all)),
-        mock.patch.object(fetch, "start_all_gather", finished(fetch.start_all_gather)),
+        mock.patch.object(spatial_fetch, "start_all_gather", finished(spatial_fetch.start_all_gather)),
     ):
         yield
 

@@ -12,6 +12,14 @@ from tests.test_layers import FILES, imported_by
 
 # The files of each feature, without the plans of models, which are data (tensor_plan.py, patch_plan.py).
 FILES_OF_FEATURES = {
+    "vae": (
+        "adapters/vae/pipeline.py",
+        "adapters/vae/vae.py",
+        "adapters/vae/vae_compile.py",
+        "adapters/vae/families.py",
+        "adapters/vae/diffusion_decoder.py",
+        "para_core/spatial/tiles.py",
+    ),
     "fsdp": ("adapters/weights/fsdp_weights.py", "para_core/weights/fsdp.py"),
     "tensor": (
         "adapters/weights/tensor_weights.py",
@@ -64,6 +72,7 @@ TWO_BRANCHES = replace(one_guided_rank("cpu"), batch=MeshDim("batch", 2, 0, "", 
     [
         ("block_offload", one_guided_rank("cpu"), {"offload": "blocks"}, False, "offload= "),
         ("vae_offload", one_guided_rank("cpu"), {"vae_placement": "first"}, False, "vae_placement= "),
+        ("vae", one_guided_rank("cpu"), {"vae": True}, False, "vae= "),
         ("cfg", TWO_BRANCHES, {}, True, "2 ranks along 'batch'"),
     ],
 )

@@ -9,7 +9,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.vae.vae_adapter import rows_per_latent
+from para_core.adapters.vae.families import rows_per_latent
 from zoo.tiny.base import small_config
 
 # CogVideoX fails on tiles of one row, which are the last ones of make_tiled, on one device too. HunyuanImage's

@@ -167,7 +167,7 @@ STEPS_OF_PIPE = {
     "time-out": f"{PARALLEL}.parts.override_timeouts",
     "one group": "para_core.distributed.timeouts.set_group_timeout",
     "call": f"{PARALLEL}.call.fill_slot",
-    "VAE": f"{PARALLEL}.resolve.parallelize_vae",
+    "VAE": "para_core.adapters.vae.pipeline.parallelize_vae",
     "methods of the VAE": "para_core.adapters.vae.vae.fill_slot",
     "text encoders": f"{WEIGHTS}.offloaded_modules.execution_device",
     "weights": f"{PARALLEL}.resolve.prepare_sharding",

@@ -1,10 +1,9 @@
-"""Rules for functions of one row, for reductions, and for functions that create tensors."""
+"""Rules for functions of one row, and for reductions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +11,15 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
-from para_core.spatial.rows import (
+from para_core.spatial.row_tag import (
     Function,
     RowTag,
     ShardedSize,
     clear_rows,
     first_sharded,
-    local_sizes,
     name_of,
     rows_of,
     set_rows,
-    sharded_dim,
     unknown,
 )
 
@@ -61,7 +58,7 @@ def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
     rows = rows_of(args[0])
     if rows is None:
         return local
-    count = ShardedSize(tuple([rows.outer * count for count in rows.layout]), ranks.index)
+    count = ShardedSize(tuple([rows.outer * count for count in rows.sizes]), ranks.index)
     name = name_of(func)
     if name in ("numel", "nelement"):
         rest = [size for dim, size in enumerate(args[0].shape) if dim != rows.dim]
@@ -158,11 +155,11 @@ def align(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end:
         # x is sharded along another dim, for example the keys of an attention matrix instead of the queries.
         x, rows_of_x = clear_rows(gather(x, rows_of_x, ranks)), None
     if rows_of_x is not None:
-        if rows_of_x.outer != rows.outer or sum(rows_of_x.layout) != sum(rows.layout):
+        if rows_of_x.outer != rows.outer or sum(rows_of_x.sizes) != sum(rows.sizes):
             raise unknown(func, rows, f"with one sharded as {rows_of_x}")
-        if rows_of_x.layout == rows.layout:
+        if rows_of_x.sizes == rows.sizes:
             return x
-        return set_rows(relayout(x, rows_of_x, rows.layout, ranks), rows.at(rows_of_x.dim))
+        return set_rows(relayout(x, rows_of_x, rows.sizes, ranks), rows.at(rows_of_x.dim))
     if x.ndim < -dim_from_end or x.shape[dim_from_end] == 1:
         return x
     if x.shape[dim_from_end] != rows.total:
@@ -258,75 +255,6 @@ def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     return set_rows(func(*args, **kwargs), rows)
 
 
-def create_filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``torch.zeros``, ``ones``, ``empty`` or ``full``, or ``x.new_zeros`` and so on.
-
-    The output is sharded if one of the sizes is a :class:`ShardedSize`.
-    """
-    if name_of(func).startswith("new_"):
-        func, args = partial(func, args[0]), args[1:]
-    shape = _shape(args, kwargs)
-    sharded = sharded_dim(shape)
-    if sharded is not None:
-        if "size" in kwargs:
-            kwargs = {**kwargs, "size": local_sizes(kwargs["size"])}
-        elif isinstance(args[0], (list, tuple)):
-            args = (local_sizes(args[0]), *args[1:])
-        else:
-            args = local_sizes(tuple(args))
-        return set_rows(func(*args, **kwargs), RowTag(*sharded))
-    if name_of(func) == "empty" and "size" not in kwargs:
-        # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read
-        # it.
-        return torch.empty((), **kwargs).expand(shape)
-    out: Tensor = func(*args, **kwargs)
-    return out
-
-
-def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``x.expand`` of a replicated tensor.
-    The output is sharded if an expanded dim has a :class:`ShardedSize`.
-    """
-    out: Tensor = func(*args, **kwargs)
-    sharded = sharded_dim(_shape(args[1:], kwargs))
-    if sharded is None or out.stride(sharded[0]) != 0:
-        return out
-    dim, layout = sharded
-    return set_rows(out.narrow(dim, 0, layout[ranks.index]), RowTag(dim, layout))
-
-
-def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``repeat_interleave`` of a replicated vector ``[frames]`` by the number of this rank's tokens per frame."""
-    x, repeats = args[0], argument(args, kwargs, "repeats", 1)
-    if x.ndim != 1 or not isinstance(repeats, ShardedSize):
-        out: Tensor = func(*args, **kwargs)
-        return out
-    return set_rows(x.repeat_interleave(repeats.local), RowTag(0, repeats.layout, len(x)))
-
-
-def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Draw all rows with ``torch.randn`` or ``torch.rand``, as one device does, and return this rank's rows."""
-    sizes = _shape(args, kwargs)
-    shape, sharded = list(map(int, sizes)), sharded_dim(sizes)
-    if sharded is None:
-        raise TypeError(
-            f"{name_of(func)} of {shape}: expected exactly one size that was read from a sharded dim."
-        )
-    rows = RowTag(*sharded)
-    if torch.compiler.is_compiling() and kwargs.get("generator") is None:
-        raise unknown(func, rows, "in a compiled function each rank has its own random state")
-    rest = {name: value for name, value in kwargs.items() if name != "size"}
-    return set_rows(part_of(func(shape, **rest), rows, ranks).contiguous(), rows)
-
-
-def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-    if "size" in kwargs:
-        return list(kwargs["size"])
-    if args and isinstance(args[0], (list, tuple)):
-        return list(args[0])
-    return [size for size in args if isinstance(size, int)]
-
-
 def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, RowTag]:
     """Return the first argument of a call of ``func``, and its tag.
     Raise :class:`MixesRows` if it is not sharded.
@@ -390,13 +318,4 @@ BY_RULE: dict[Any, str] = {
     reduction: " ".join(REDUCTIONS),
     meshgrid: "meshgrid",
     dropout: "dropout dropout2d dropout3d alpha_dropout feature_dropout",
-    create_filled: "new_zeros new_ones new_empty new_full",
-}
-
-# Rules for calls in which one of the sizes is a ShardedSize and no tensor is sharded.
-FACTORIES: dict[str, Any] = {
-    **dict.fromkeys(("zeros", "ones", "empty", "full"), create_filled),
-    **dict.fromkeys(("randn", "rand"), random),
-    **dict.fromkeys(("expand", "broadcast_to"), expand),
-    "repeat_interleave": repeat_frames,
 }

@@ -1,0 +1,224 @@
+"""Fetch what other ranks hold: ranges of a sequence, the parts of another layout, or a halo.
+
+All of them are one all-to-all over one mesh dim, described by a :class:`FetchPlan`. They are differentiable:
+in the backward, too, every rank takes part in the exchange, whether it has sent and received anything or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from para_core.distributed.collectives import start_all_to_all, wait
+from para_core.distributed.mesh import MeshDim
+from para_core.layout.held import Layout
+from para_core.layout.sequence import Run
+
+# For each rank, the runs (start, length) of positions of the sequence that it fetches.
+Wanted = tuple[tuple[Run, ...], ...]
+
+
+class Span(NamedTuple):
+    """A part of a fetched run: ``length`` tokens of rank ``sender``, from offset ``start`` of its tensor on.
+
+    ``sender`` is None for positions that no rank holds, beyond the ends of the sequence.
+    """
+
+    sender: int | None
+    start: int
+    length: int
+
+
+class FetchPlan(NamedTuple):
+    """The tokens that this rank sends and receives in the all-to-all of one fetch. Lengths may be symbolic.
+
+    Args:
+        sends: For each receiving rank, the runs (start, length) of offsets in this rank's tensor that are sent.
+        receives: For each sending rank, the number of tokens that this rank receives.
+        runs: For each run that this rank fetches, the parts of which it consists.
+        is_local: Whether every rank already holds all that it fetches, so that nothing is exchanged.
+    """
+
+    sends: tuple[tuple[Run, ...], ...]
+    receives: tuple[int, ...]
+    runs: tuple[tuple[Span, ...], ...]
+    is_local: bool
+
+
+def plan_spans(spans_of_ranks: Sequence[Sequence[Sequence[Span]]], rank: int) -> FetchPlan:
+    """Return the plan of ``rank``. ``spans_of_ranks`` has the parts of each run that each rank fetches."""
+    flat = [[span for spans in runs for span in spans] for runs in spans_of_ranks]
+    sends = [
+        tuple([(span.start, span.length) for span in spans if span.sender == rank and receiver != rank])
+        for receiver, spans in enumerate(flat)
+    ]
+    receives = [0] * len(flat)
+    for span in flat[rank]:
+        if span.sender is not None and span.sender != rank:
+            receives[span.sender] += span.length
+    is_local = all(span.sender in (None, receiver) for receiver, spans in enumerate(flat) for span in spans)
+    runs = tuple([tuple(spans) for spans in spans_of_ranks[rank]])
+    return FetchPlan(tuple(sends), tuple(receives), runs, is_local)
+
+
+@lru_cache(maxsize=4096)
+def plan_fetch(layout: Layout, wanted: Wanted, rank: int) -> FetchPlan:
+    """Return the plan by which ``rank`` of ``layout`` gets its runs in ``wanted``. Lengths must be plain numbers.
+
+    >>> plan = plan_fetch(Layout.consecutive((3, 2)), (((-1, 5),), ((2, 3),)), 0)
+    >>> plan.sends, plan.receives
+    (((), ((2, 1),)), (0, 1))
+    >>> [tuple(span) for span in plan.runs[0]]
+    [(None, 0, 1), (0, 0, 3), (1, 0, 1)]
+    """
+    spans = [[_find_spans(layout, run, receiver) for run in runs] for receiver, runs in enumerate(wanted)]
+    return plan_spans(spans, rank)
+
+
+def _find_spans(layout: Layout, run: Run, receiver: int) -> list[Span]:
+    """Split ``run`` into consecutive parts, each held by one rank or by none.
+
+    A replicated part is that of ``receiver``.
+    """
+    position, stop = run[0], sum(run)
+    spans = []
+    for start, length, owner, offset in _table(layout, receiver):
+        low, high = max(position, start), min(stop, start + length)
+        if low < high:
+            if position < low:
+                spans.append(Span(None, 0, low - position))
+            spans.append(Span(owner, offset + low - start, high - low))
+            position = high
+    if position < stop:
+        spans.append(Span(None, 0, stop - position))
+    return spans
+
+
+@lru_cache(maxsize=4096)
+def _table(layout: Layout, receiver: int) -> list[tuple[int, int, int, int]]:
+    """Return (start, length, owner, offset at the owner) of all pieces by position, with the receiver's replicated."""
+    table = []
+    for owner, pieces in enumerate(layout.held):
+        offsets = accumulate([piece.length for piece in pieces], initial=0)
+        for piece, offset in zip(pieces, offsets, strict=False):
+            if not piece.replicated or owner == receiver:
+                table.append((piece.start, piece.length, owner, offset))
+    return sorted(table)
+
+
+def plan_halo(sizes: Sequence[int], size: int, rank: int, *, wraps: bool = False) -> FetchPlan:
+    """Return the plan that fetches the last ``size`` tokens of the rank before, and the first of the rank after.
+
+    ``sizes`` are the numbers of tokens of consecutive ranks; each must be at least ``size``. They may be
+    symbolic, as this function compares no sizes.
+
+    Args:
+        wraps: Whether the last rank comes before the first. Otherwise the first rank gets nothing from before,
+            and the last rank nothing from after.
+
+    >>> [tuple(span) for run in plan_halo((3, 4, 2), 1, 1).runs for span in run]
+    [(0, 2, 1), (2, 0, 1)]
+    """
+    last = len(sizes) - 1
+    spans = []
+    for receiver in range(len(sizes)):
+        before, after = (receiver - 1) % len(sizes), (receiver + 1) % len(sizes)
+        from_before = [Span(before, sizes[before] - size, size)] if receiver > 0 or wraps else []
+        from_after = [Span(after, 0, size)] if receiver < last or wraps else []
+        spans.append([from_before, from_after])
+    return plan_spans(spans, rank)
+
+
+def start_exchange(
+    x: Tensor, dim: int, plan: FetchPlan, ranks: MeshDim, *, fill: float = 0.0
+) -> Callable[[], list[Tensor]]:
+    """Start the all-to-all of ``plan``, unless it is local. Return a function that waits for it, and returns one
+    tensor for each run that this rank fetches.
+
+    Args:
+        x: This rank's tokens, along ``dim``.
+        fill: Value of tokens that no rank holds.
+    """
+    tokens = x.movedim(dim, 0)
+    rest, size = tokens.shape[1:], tokens.shape[1:].numel()
+    in_flight = None
+    if not plan.is_local:
+        parts = [tokens.narrow(0, *run).reshape(-1) for runs in plan.sends for run in runs]
+        send_sizes = [sum([length for _, length in runs]) * size for runs in plan.sends]
+        receive_sizes = [number * size for number in plan.receives]
+        in_flight = start_all_to_all(_join(parts, tokens), send_sizes, receive_sizes, ranks)
+
+    def finish() -> list[Tensor]:
+        received: Sequence[Tensor] = ()
+        needs_gradient = False
+        if in_flight is not None:
+            received = wait(in_flight).split([number * size for number in plan.receives])
+            # Whether a tensor of a graph needs a gradient is known only after the graph was traced.
+            needs_gradient = torch.is_grad_enabled() and (
+                torch.compiler.is_compiling() or received[0].requires_grad
+            )
+        num_read = [0] * ranks.size
+        fetched: list[Tensor] = []
+        for spans in plan.runs:
+            parts = []
+            for span in spans:
+                if span.sender is None:
+                    parts.append(tokens.new_full((span.length, *rest), fill))
+                elif span.sender == ranks.index:
+                    parts.append(tokens.narrow(0, span.start, span.length))
+                else:
+                    start = num_read[span.sender]
+                    num_read[span.sender] += span.length
+                    part = received[span.sender].narrow(0, start * size, span.length * size)
+                    parts.append(part.view(span.length, *rest))
+            if not fetched and needs_gradient and not _receives(plan, ranks.index):
+                # Without this part the result would not depend on the exchange, and the backward would skip it.
+                parts.append(received[0].view(0, *rest))
+            fetched.append(_concatenate(parts, tokens, dim))
+        return fetched
+
+    return finish
+
+
+def _receives(plan: FetchPlan, rank: int) -> bool:
+    return any(span.sender not in (None, rank) for spans in plan.runs for span in spans)
+
+
+def _join(parts: Sequence[Tensor], tokens: Tensor) -> Tensor:
+    """Return the vectors ``parts`` as one contiguous vector; without any, an empty one that depends on ``tokens``."""
+    if not parts:
+        return tokens.narrow(0, 0, 0).reshape(-1)
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    return torch.cat(list(parts))
+
+
+def _concatenate(parts: Sequence[Tensor], tokens: Tensor, dim: int) -> Tensor:
+    """Return ``parts``, each with its tokens first, as one tensor with its tokens along ``dim``."""
+    moved = [part.movedim(0, dim) for part in parts or [tokens.narrow(0, 0, 0)]]
+    if len(moved) == 1:
+        return moved[0]
+    return torch.cat(moved, dim)
+
+
+def fetch(
+    x: Tensor, dim: int, layout: Layout, wanted: Sequence[Run], ranks: MeshDim, *, fill: float = 0.0
+) -> Tensor:
+    """Return this rank's run ``wanted[rank]`` of the sequence of which ``x`` is the part in ``layout``. Collective."""
+    plan = plan_fetch(layout, tuple([(run,) for run in wanted]), ranks.index)
+    (part,) = start_exchange(x, dim, plan, ranks, fill=fill)()
+    return part
+
+
+def relayout(x: Tensor, dim: int, layout: Layout, other: Layout, ranks: MeshDim) -> Tensor:
+    """Return this rank's part in the layout ``other`` of what ``x`` is the part in ``layout``. Collective."""
+    wanted = tuple([tuple(other.runs(rank)) for rank in range(ranks.size)])
+    parts = start_exchange(x, dim, plan_fetch(layout, wanted, ranks.index), ranks)()
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim)

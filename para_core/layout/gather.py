@@ -1,0 +1,81 @@
+"""Gather the tokens that the ranks of one mesh dim hold, in the order of the sequence, and the transpose of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from para_core.distributed.collectives import all_gather, all_to_all
+from para_core.distributed.mesh import MeshDim
+from para_core.layout.held import Layout
+from para_core.layout.runs import join_neighbours, put, take
+from para_core.layout.sequence import Run
+
+
+class _SequenceOrder:
+    """The order of the sequence, into which gathered tokens are brought.
+
+    ``runs`` are the positions of the tokens as runs ``(start, length)``, in the order in which they were
+    gathered. Lengths must be plain numbers.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._order = sorted(range(len(runs)), key=runs.__getitem__)
+        self._lengths = [length for _, length in runs]
+        self._as_gathered = self._order == list(range(len(runs)))
+
+    def arrange(self, x: Tensor, dim: int) -> Tensor:
+        """Return ``x`` with its tokens rearranged from the order in which they were gathered to this order."""
+        if self._as_gathered:
+            return x
+        parts = x.split(self._lengths, dim=dim)
+        return torch.cat([parts[index] for index in self._order], dim=dim)
+
+    def restore(self, x: Tensor, dim: int) -> Tensor:
+        """Undo :meth:`arrange`: return ``x`` with its tokens in the order in which they were gathered."""
+        if self._as_gathered:
+            return x
+        parts = x.split([self._lengths[index] for index in self._order], dim=dim)
+        return torch.cat([parts[self._order.index(index)] for index in range(len(parts))], dim=dim)
+
+
+def _order_of(layout: Layout) -> _SequenceOrder:
+    """Return the order of gathered tokens: the sharded ones of each rank, followed by the replicated ones."""
+    sharded = layout.only(*range(len(layout.held)), replicated=False).runs()
+    return _SequenceOrder([*sharded, *layout.runs(0, replicated=True)])
+
+
+def _sharded_offsets(layout: Layout, rank: int) -> list[Run]:
+    """Return where the sharded pieces lie in the tensor of ``rank``, with neighbouring ones joined."""
+    return join_neighbours(layout.offsets(rank, replicated=False)) or [(0, 0)]
+
+
+def gather(x: Tensor, dim: int, layout: Layout, ranks: MeshDim) -> Tensor:
+    """Return the tokens of all ranks, in the order of the sequence. Collective.
+
+    ``x`` is this rank's part in ``layout``, along ``dim``. Replicated tokens are taken from it, and not sent.
+    """
+    sharded = take(x, dim, _sharded_offsets(layout, ranks.index))
+    gathered = all_gather(sharded, layout.sizes(replicated=False), dim, ranks)
+    replicated = layout.offsets(ranks.index, replicated=True)
+    if replicated:
+        gathered = torch.cat([gathered, take(x, dim, replicated)], dim=dim)
+    return _order_of(layout).arrange(gathered, dim)
+
+
+def gather_gradient(grad: Tensor, dim: int, layout: Layout, ranks: MeshDim) -> Tensor:
+    """Return the gradient of this rank's part, from that of the tokens of all ranks: the transpose of :func:`gather`.
+
+    The gradients of a sharded token are summed over the ranks. Collective.
+    """
+    sizes, rank = layout.sizes(replicated=False), ranks.index
+    grad = _order_of(layout).restore(grad, dim)
+    sharded, replicated = grad.split([sum(sizes), grad.shape[dim] - sum(sizes)], dim=dim)
+    of_ranks = all_to_all(sharded.movedim(dim, 0).contiguous(), sizes, [sizes[rank]] * ranks.size, ranks)
+    summed = of_ranks.unflatten(0, (ranks.size, sizes[rank])).sum(0).movedim(0, dim)
+    part = grad.new_zeros(*grad.shape[:dim], layout.size(rank), *grad.shape[dim + 1 :])
+    put(part, dim, _sharded_offsets(layout, rank), summed)
+    put(part, dim, layout.offsets(rank, replicated=True), replicated)
+    return part

@@ -1,0 +1,147 @@
+"""Run the calls of the submodules that a plan names: shard their inputs, intercept their attention, gather their
+outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from para_core.distributed.mesh import SequenceMesh
+from para_core.instance.record import Around
+from para_core.plans.apply_rules import RuleExecutor
+from para_core.plans.attention_check import AttentionCheck
+from para_core.plans.exchange import HeadExchange, SumsOverRanks, add_halo, drop_halo
+from para_core.plans.interception import Interception
+from para_core.plans.module_matching import ModuleRules
+from para_core.plans.plan import AttentionByHeads, LinearAttention, OneForEach, ShardRule
+from para_core.plans.plan_queries import attention_calls
+
+
+@dataclass(eq=False)
+class SubmoduleCalls:
+    """The calls of the submodules of one region.
+
+    Args:
+        mesh: The ranks.
+        executor: Applies the rules of the plan, and knows the segments of the current call.
+        check: Finds attention that is not intercepted.
+        interceptions: The interception of the region's current call; empty outside of one.
+        intercept_if_sharded: Starts to intercept attention if one of some applied rules has split tokens.
+    """
+
+    mesh: SequenceMesh
+    executor: RuleExecutor
+    check: AttentionCheck
+    interceptions: list[Interception]
+    intercept_if_sharded: Callable[[Collection[ShardRule]], None]
+    # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
+    _head_exchanges: list[HeadExchange] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.is_parallel = self.mesh.ranks > 1
+
+    def hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
+        """Return the function that runs around the call of a submodule with ``rules``.
+
+        ``heads`` is the number of heads on all ranks, for an :class:`AttentionByHeads`.
+        """
+        if rules.exchange is not None:
+            if rules.exchange == "enter":
+                return partial(self._enter_heads, rules.parts)
+            return self._leave_heads
+        name = rules.name
+        attention = rules.attention
+        halo = rules.halo
+        gathers = rules.gathers
+        of_inputs = rules.of_inputs
+        of_outputs = rules.of_outputs
+
+        def attend(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(attention, AttentionByHeads):
+                setattr(module, attention.heads, heads)
+            if not attention or not self.interceptions:
+                return call(module, *args, **kwargs)
+            interception = self.interceptions[-1]
+            interception.planned.bind_checkpoint()
+            if isinstance(attention, (tuple, OneForEach)):
+                with interception.attend_to(
+                    attention_calls(attention, parameters, args, kwargs)
+                ) as planned:
+                    if not (torch.compiler.is_compiling() or self.check.due):
+                        return call(module, *args, **kwargs)
+                    return self.check.run(planned, call, module, args, kwargs)
+            by_heads = (
+                isinstance(attention, AttentionByHeads) and self.is_parallel and heads >= self.mesh.ranks
+            )
+            # Share the heads of a short, replicated segment too, because cached keys are those of a rank's
+            # heads. With fewer heads than ranks no call shares them, since a sharded one raises.
+            if not by_heads and not self._is_sharded(attention.segment):
+                return call(module, *args, **kwargs)
+            if isinstance(attention, LinearAttention):
+                sums = SumsOverRanks(attention, self.mesh)
+                with sums:
+                    output = call(module, *args, **kwargs)
+                sums.check_summed()
+            else:
+                segment = self.executor.segment(attention.segment)
+                exchange = HeadExchange(attention, segment, self.mesh, module, heads)
+                self._head_exchanges.append(exchange)
+                try:
+                    with interception.switch_off():
+                        output = exchange.run(call, parameters, args, kwargs)
+                finally:
+                    self._head_exchanges.clear()
+            interception.planned.intercepted[0] = True
+            return output
+
+        def run_by_rules(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if not self.interceptions:
+                return call(module, *args, **kwargs)
+            interception = self.interceptions[-1]
+            rows = None
+            interception.planned.bind_checkpoint()
+            if of_inputs:
+                args, kwargs = self.executor.arguments(of_inputs, parameters, args, kwargs, name)
+                self.intercept_if_sharded(of_inputs.values())
+            if halo is not None and self._is_sharded(halo.segment):
+                rows = args[0].shape[halo.dim]
+                args = (add_halo(args[0], halo, self.executor.segment(halo.segment), self.mesh), *args[1:])
+            output = attend(call, module, *args, **kwargs)
+            if halo is not None and rows is not None:
+                output = drop_halo(output, halo, rows, self.mesh)
+            if of_outputs:
+                output = self.executor.outputs_at(output, of_outputs, name)
+                self.intercept_if_sharded(of_outputs.values())
+            if gathers:
+                output = self.executor.outputs(output, gathers)
+                interception.planned.active[0] = False
+            return output
+
+        if of_inputs or of_outputs or gathers or halo is not None:
+            return run_by_rules
+        # Return `attend` itself if nothing else is needed: one Python frame less per call.
+        return attend
+
+    def _is_sharded(self, segment: str) -> bool:
+        return self.is_parallel and not self.executor.segment(segment).replicated
+
+    def _enter_heads(
+        self, parts: int | None, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        output = call(projection, *args, **kwargs)
+        if not self._head_exchanges:
+            return output
+        return self._head_exchanges[-1].enter(output, parts)
+
+    def _leave_heads(
+        self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._head_exchanges:
+            x = self._head_exchanges[-1].leave(x)
+        return call(projection, x, *args, **kwargs)

@@ -1,0 +1,164 @@
+"""Sharded rows: the tag of a tensor that holds some, the sizes that carry their numbers, and the error for mixing
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from para_core.layout.windows import Sizes
+
+_TAG = "_para_core_rows"
+# A torch function. Each rule is called as rule(ranks, function, args, kwargs).
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RowTag:
+    """The sharding of one dim of a tensor over ranks.
+
+    In the full tensor, ``dim`` consists of ``outer`` consecutive runs of ``sum(sizes)`` units, and rank r
+    holds ``sizes[r]`` units of each run. A unit is a row, or a fixed number of elements that belong to rows.
+    For example, video tokens in the order (T, H, W) have ``outer`` = T runs of H · W units.
+    """
+
+    dim: int
+    sizes: Sizes
+    outer: int = 1
+
+    @property
+    def total(self) -> int:
+        """The size of ``dim`` in the full tensor."""
+        return self.outer * sum(self.sizes)
+
+    def at(self, dim: int) -> RowTag:
+        return replace(self, dim=dim)
+
+
+def rows_of(x: Any) -> RowTag | None:
+    """Return the tag of ``x``; None if ``x`` is not a tensor or not sharded."""
+    if not isinstance(x, Tensor):
+        return None
+    rows: RowTag | None = getattr(x, _TAG, None)
+    return rows
+
+
+def set_rows(x: Tensor, rows: RowTag) -> Tensor:
+    """Mark ``x`` as this rank's part of a tensor that is sharded as ``rows`` says, and return ``x`` itself."""
+    setattr(x, _TAG, rows)
+    return x
+
+
+def clear_rows(x: Tensor) -> Tensor:
+    """Remove the mark of :func:`set_rows` from ``x``, and return ``x`` itself."""
+    if hasattr(x, _TAG):
+        delattr(x, _TAG)
+    return x
+
+
+class ShardedSize(int):
+    """The size of the full tensor along its sharded dim: an int in ``x.shape`` that also carries those of the ranks.
+
+    Model code that reads this size computes and branches as on one device, equally on every rank. If the size
+    is an argument of a view, the mode replaces it by this rank's number of rows (:func:`local_sizes`). A
+    multiple is a :class:`ShardedSize` again, and so is a quotient if the number of each rank is divisible;
+    any other result is a plain number.
+
+    >>> rows = ShardedSize((3, 4), rank=0)
+    >>> rows, (rows * 2).sizes, (rows * 2).local, rows // 2, rows % 2, rows * 0.5
+    (7, (6, 8), 6, 3, 1, 3.5)
+    """
+
+    sizes: Sizes
+    rank: int
+
+    def __new__(cls, sizes: Sizes, rank: int) -> ShardedSize:
+        size = super().__new__(cls, sum(sizes))
+        size.sizes, size.rank = sizes, rank
+        return size
+
+    @property
+    def local(self) -> int:
+        return self.sizes[self.rank]
+
+    def __mul__(self, other: Any) -> Any:
+        if type(other) is not int:
+            return int(self) * other
+        return ShardedSize(tuple([count * other for count in self.sizes]), self.rank)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        if type(other) is not int or any(count % other for count in self.sizes):
+            return int(self) // other
+        return ShardedSize(tuple([count // other for count in self.sizes]), self.rank)
+
+
+def local_sizes(value: Any) -> Any:
+    """Return ``value``, a size or nested sizes, with each :class:`ShardedSize` replaced by this rank's rows."""
+    if isinstance(value, ShardedSize):
+        return value.local
+    if isinstance(value, (tuple, list)):
+        return type(value)([local_sizes(item) for item in value])
+    return value
+
+
+def sharded_dim(shape: Sequence[Any]) -> tuple[int, Sizes] | None:
+    """Return the index of the only :class:`ShardedSize` in ``shape``, and its sizes on the ranks; None
+    if there is none or several.
+
+    A shape with several of them is that of an attention mask, whose rows and columns are tokens.
+    """
+    sharded = [(dim, size.sizes) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)]
+    return sharded[0] if len(sharded) == 1 else None
+
+
+def first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
+    """Return the tag of the first sharded tensor in ``values`` and in lists and tuples among them.
+
+    Without a sharded tensor, return the first :class:`ShardedSize`, or None.
+    """
+    size: RowTag | ShardedSize | None = None
+    for value in values:
+        tag: RowTag | ShardedSize | None
+        if isinstance(value, (list, tuple)):
+            tag = first_sharded(value)
+        else:
+            tag = value if isinstance(value, ShardedSize) else rows_of(value)
+        if isinstance(tag, RowTag):
+            return tag
+        size = size or tag
+    return size
+
+
+class MixesRows(RuntimeError):
+    """An error for a function that has no rule for sharded rows, or combines rows in an unsupported way."""
+
+
+def name_of(func: Function) -> str:
+    """Return the name by which the rule of a torch function is found, for example ``add`` for ``Tensor.__iadd__``."""
+    name: str = getattr(getattr(func, "func", func), "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
+    stripped = name.strip("_")
+    if name.startswith("__i") and name.endswith("__") and stripped not in ("invert", "index", "int", "iter"):
+        return stripped[1:]
+    return stripped
+
+
+def unknown(func: Function, rows: RowTag | ShardedSize | None, reason: str) -> MixesRows:
+    """Return (not raise) the error that ``func`` cannot run on tensors sharded as ``rows``, for ``reason``."""
+    sharding = ""
+    if isinstance(rows, RowTag):
+        sharding = (
+            f" on a tensor whose dim {rows.dim} is sharded over {len(rows.sizes)} ranks as {list(rows.sizes)}"
+        )
+    return MixesRows(
+        f"{name_of(func)}{sharding}: {reason}. Leave out what calls it, or run this model on one rank: "
+        "unparallelize_vae(vae), or unparallelize_pipe(pipe) for a UNet. A VAE may run in distributed tiles instead "
+        "(method='tiled')."
+    )
