@@ -51,6 +51,7 @@ class Feature:
 
 _MODES = "para_core/modes/__init__.py"
 _WEIGHTS = "adapters/weights/features.py"
+_CACHE = "para_core/cache/__init__.py"
 FEATURES: dict[str, Feature] = {
     "FlashAttention's operators": Feature(
         ("para_core/modes/flash_attention.py",),
@@ -70,6 +71,30 @@ FEATURES: dict[str, Feature] = {
         ("para_core/modes/recomputation.py",),
         (_MODES, "import para_core.modes.recomputation  # noqa: F401"),
         words=("checkpoint", "recompute"),
+    ),
+    "cache forecasts": Feature(
+        ("para_core/cache/forecasts.py",),
+        (_CACHE, "import para_core.cache.forecasts"),
+        tests=("tests/cache/test_options.py", "tests/test_cache_quality.py", "benchmarks/cache"),
+        words=("forecast", "foca", "order"),
+    ),
+    "cache in graphs": Feature(
+        (
+            "para_core/cache/graph.py",
+            "para_core/cache/graph_decision.py",
+            "para_core/cache/call_digest.py",
+            "para_core/cache/cond.py",
+        ),
+        (_CACHE, "import para_core.cache.graph"),
+        tests=("tests/cache/test_graph.py", "tests/cache/test_graph_memory.py", "tests/cache/test_compiled.py"),
+        words=("compile", "graph"),
+    ),
+    "cache report": Feature(
+        ("para_core/cache/report.py", "adapters/cache/report.py"),
+        (_CACHE, "import para_core.cache.report  # noqa: F401"),
+        names=("CacheReport", "model_cache_report", "cache_report"),
+        tests=("tests/cache", "tests/test_cache_quality.py", "benchmarks/cache"),
+        words=("report", "cache"),
     ),
     "ComfyUI nodes": Feature(("comfyui_para_core",), tests=("tests/comfyui", "benchmarks/comfyui")),
     "UNets": Feature(
