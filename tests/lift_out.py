@@ -340,15 +340,16 @@ def load_pipe() -> Any:
 
 
 def main_job(rank: int, store: Path, pipe: Any) -> None:
-    """Run README's main job on this rank of two: parallelize a small FLUX, and compare it with one device.
+    """Run README's main job on this rank of two: parallelize a small FLUX, without and with a cache, and compare it
+    with one device.
 
     Raises:
-        RuntimeError: The images differ by more than rounding.
+        RuntimeError: The images differ by more than rounding, or a cache skips nothing.
     """
     import torch
     import torch.distributed as dist
 
-    from para_core.adapters import parallelize_pipe
+    from para_core.adapters import apply_cache_on_pipe, parallelize_pipe
 
     def draw() -> torch.Tensor:
         options = {"height": 48, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64, "output_type": "pt"}
@@ -357,10 +358,17 @@ def main_job(rank: int, store: Path, pipe: Any) -> None:
     expected = draw()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     parallelize_pipe(pipe)
-    image = draw()
-    error = ((image - expected).norm() / expected.norm()).item()
-    if not error < 1e-4:
-        raise RuntimeError(f"the image of two ranks differs from that of one by {error}; expected less than 1e-4.")
+    images = {"two ranks": draw()}
+    apply_cache_on_pipe(pipe, compute_steps=[0, 1])
+    images["two ranks, with a cache that skips nothing,"] = draw()
+    for name, image in images.items():
+        error = ((image - expected).norm() / expected.norm()).item()
+        if not error < 1e-4:
+            raise RuntimeError(f"the image of {name} differs from that of one by {error}; expected less than 1e-4.")
+    # The second step is skipped, so the image is another one.
+    apply_cache_on_pipe(pipe, compute_steps=[0])
+    if torch.equal(draw(), images["two ranks"]):
+        raise RuntimeError("a cache that skips a step gave the exact image.")
     dist.barrier()
     dist.destroy_process_group()
 

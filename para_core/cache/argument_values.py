@@ -147,6 +147,8 @@ def leaves_of(arguments: Mapping[str, Any]) -> Leaves:
             leaves[name] = Leaf((value,))
         elif type(value) is Tensor and value.nbytes <= _MAX_KEPT_BYTES and not value.is_inference():
             leaves[name] = Leaf((value,), True, True, version_of(value))
+        elif type(value) is dict and not value:
+            leaves[name] = Leaf((dict,))
         else:
             _add_leaves(leaves, name, value, ())
     return leaves

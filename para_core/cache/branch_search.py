@@ -134,10 +134,13 @@ class BranchSearch:
         if not group.branches:
             return self._add()
         for branch in reversed(group.branches):
-            if not self._paths_of_difference(branch):
-                if self._is_same_step(branch):
-                    return self._place_repeated(branch)
-                return self._continue(branch)
+            if self._paths_of_difference(branch):
+                continue
+            # A scheduler that counts its steps says whether this is another step.
+            is_later = self._moment is not None and branch.moment != self._moment
+            if not is_later and self._is_same_step(branch):
+                return self._place_repeated(branch)
+            return self._continue(branch)
         return self._place_unseen()
 
     def _add(self) -> BranchCall:

@@ -142,6 +142,8 @@ class NumberDecider:
         self._calls = 1
         self._hits = 0
         self._hits_in_a_row = 0
+        self._most_hits = limit_of(inputs.options.max_hits)
+        self._most_in_a_row = limit_of(inputs.options.max_consecutive_hits)
         # The timesteps of the computed steps whose residuals are stored, newest first. Zeros stand for steps
         # that do not exist yet.
         self._times = [inputs.step.time] + [0.0] * (inputs.options.chosen_forecast.num_residuals - 1)
@@ -157,9 +159,7 @@ class NumberDecider:
             verdict = inputs.step.forced
         elif self._calls < options.warmup_steps:
             verdict = Verdict.WARMUP
-        elif _is_reached(options.max_hits, self._hits) or _is_reached(
-            options.max_consecutive_hits, self._hits_in_a_row
-        ):
+        elif self._hits >= self._most_hits or self._hits_in_a_row >= self._most_in_a_row:
             verdict = Verdict.LIMIT
         differences: list[float] | None = None
         if verdict is Verdict.HIT:
@@ -204,8 +204,11 @@ class NumberDecider:
         return weights
 
 
-def _is_reached(limit: int | None, count: int) -> bool:
-    return limit is not None and count >= limit
+def limit_of(option: int | None) -> float:
+    """Return the limit that an option sets, or infinity if it is None."""
+    if option is None:
+        return math.inf
+    return option
 
 
 def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptions) -> int:

@@ -17,7 +17,7 @@ from para_core.cache.block_roles import BlockRole
 from para_core.cache.call_digest import CallDigest, digest_of
 from para_core.cache.cond import GroupBlocks, cond
 from para_core.cache.decision import DecisionInput, DecisionOutcome
-from para_core.cache.graph_decision import TensorDecider, force_if_mixed, numbers_of
+from para_core.cache.graph_decision import TensorDecider, force_if_mixed, limits_of
 from para_core.cache.registry import register_traced_form
 from para_core.cache.residuals import CacheState, Residuals
 from para_core.cache.streams import Streams, StreamValues, as_tuple
@@ -39,11 +39,13 @@ class GraphForm:
         device = torch.device("cpu")
         if parameter is not None:
             device = parameter.device
-        # The numbers of the current step as one tensor, because a graph reads them from the device.
-        self.numbers = numbers_of(cache.step, cache.options, cache.threshold, device)
         # For each block group, whether the model may compute something between its blocks in the current
         # call.
         self._unchained = [not group.chained for group in cache.blocks.groups]
+        self._limits = limits_of(cache.options)
+        # The numbers of the current step as one tensor, because a graph reads them from the device.
+        self.numbers: Tensor
+        self.begin_call({}, device)
         self._groups = []
         for index in range(len(cache.blocks.groups)):
             blocks = [block for block, role in cache.roles if role.skipped and role.group == index]
@@ -66,11 +68,13 @@ class GraphForm:
             group.refresh()
 
     def begin_call(self, arguments: Mapping[str, Any], device: torch.device) -> None:
-        """Set the numbers that graphs read in an eager call of the model with ``arguments``."""
+        """Set the :class:`StepNumbers` that graphs read in an eager call of the model with ``arguments``."""
         cache = self.cache
         # Create a new tensor instead of overwriting the previous tensor, which the device may still have to
-        # read.
-        self.numbers = numbers_of(cache.step, cache.options, cache.threshold, device)
+        # read, and copy it without waiting.
+        step = cache.step
+        numbers = [float(step.forced or 0), step.time, step.index, step.total, cache.threshold, *self._limits]
+        self.numbers = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
         for index, group in enumerate(cache.blocks.groups):
             self._unchained[index] = not group.chained
             for name in group.between:

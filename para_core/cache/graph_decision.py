@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from para_core.cache.decision import DecisionInput, DecisionOutcome, Step, Verdict
+from para_core.cache.decision import DecisionInput, DecisionOutcome, Verdict, limit_of
 from para_core.cache.options import CacheOptions
 from para_core.cache.rules import Observation
 
@@ -19,7 +18,7 @@ _HIT, _MISS, _WARMUP, _LIMIT, _, _NOT_FINITE, _MASKED, _REPEATED = map(float, Ve
 class StepNumbers(NamedTuple):
     """The numbers of a step and of the options that decide whether a call is skipped: 0-dim float64 tensors.
 
-    They are tensors, so that other values do not cause a recompilation.
+    They are parts of one tensor ``[8]``, so that other values do not cause a recompilation.
     """
 
     # The number of a Verdict, or 0 if the step must be compared.
@@ -33,21 +32,9 @@ class StepNumbers(NamedTuple):
     max_hits: Any
 
 
-def numbers_of(step: Step, options: CacheOptions, threshold: float, device: torch.device) -> Tensor:
-    """Return :class:`StepNumbers` as a float64 tensor ``[8]`` on ``device``, for which the host does not wait."""
-    numbers = StepNumbers(
-        forced=float(step.forced or 0),
-        time=step.time,
-        step=step.index,
-        num_steps=step.total,
-        threshold=threshold,
-        warmup_steps=options.warmup_steps,
-        max_consecutive_hits=math.inf
-        if options.max_consecutive_hits is None
-        else options.max_consecutive_hits,
-        max_hits=math.inf if options.max_hits is None else options.max_hits,
-    )
-    return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+def limits_of(options: CacheOptions) -> tuple[float, float, float]:
+    """Return the last three of the :class:`StepNumbers`, which do not change from step to step."""
+    return options.warmup_steps, limit_of(options.max_consecutive_hits), limit_of(options.max_hits)
 
 
 def force_if_mixed(numbers: Tensor, mixed: Tensor) -> Tensor:

@@ -61,33 +61,30 @@ class CachedStep:
         return self.verdict.skips
 
 
+@dataclass
 class CallRecord:
     """The record of one model call, for :class:`CachedStep`. Reading its tensors or seconds may wait for the device.
 
-    Attributes:
+    Args:
         branch: The name of the branch, or one name for all branches in the batch.
         num_branches, batch: Number of branches and number of samples in the whole batch; ``batch`` is 0 if
             unknown.
-        outcome: The outcome of the decision.
         room: Maximum number of stored residuals, and therefore of residuals in a forecast.
+        events: The begin and the end of the call on a CUDA device.
+        start, host_seconds: The time of the begin, and the duration, on the host.
+        outcome: The outcome of the decision; that of the call before until the call has ended.
     """
 
+    step: int
+    branch: str
+    num_branches: int
+    batch: int
+    threshold: float
+    room: int
+    events: tuple[Any, ...]
+    start: float
     outcome: DecisionOutcome
-
-    def __init__(self, cache: BlockCache, branch: str, device: torch.device) -> None:
-        self.step = cache.step.index
-        self.branch = branch
-        self.num_branches = cache.num_branches
-        self.batch = cache.batch
-        self.threshold = cache.threshold
-        self.room = cache.options.chosen_forecast.num_residuals
-        # A CUDA device measures the time by its own events.
-        self.events: tuple[Any, ...] = ()
-        self.host_seconds = 0.0
-        if device.type == "cuda":
-            self.events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            self.events[0].record()
-        self.start = time.perf_counter()
+    host_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -125,7 +122,21 @@ class Readings:
 
     def begin(self, cache: BlockCache, branch: str, device: torch.device) -> None:
         """Start to measure a call."""
-        self._current = CallRecord(cache, branch, device)
+        events: tuple[Any, ...] = ()
+        if device.type == "cuda":
+            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            events[0].record()
+        self._current = CallRecord(
+            step=cache.step.index,
+            branch=branch,
+            num_branches=cache.num_branches,
+            batch=cache.batch,
+            threshold=cache.threshold,
+            room=cache.options.chosen_forecast.num_residuals,
+            events=events,
+            start=time.perf_counter(),
+            outcome=cache.outcome,
+        )
 
     def end(self, outcome: DecisionOutcome) -> None:
         """Keep the record of the call that began last."""

@@ -25,7 +25,7 @@ from para_core.dataclass_fields import (
 )
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Run, Segment, SequenceLayout
-from para_core.layout.tokens import gather_tokens, shard_tokens
+from para_core.layout.tokens import GatherSizes, gather_sizes, gather_tokens, shard_tokens
 from para_core.modes.registry import mask_sharder
 from para_core.plans.plan import (
     Count,
@@ -40,8 +40,8 @@ from para_core.plans.plan import (
     SplitMask,
 )
 
-# Maximum number of known cuts of one plan. A full table is emptied.
-_MOST_KNOWN_CUTS = 256
+# Maximum number of known cuts, and of known gathers, of one plan. A full table is emptied.
+_MOST_KNOWN = 256
 
 
 class _KnownCut(NamedTuple):
@@ -52,6 +52,15 @@ class _KnownCut(NamedTuple):
     name: str
     segment: Segment
     runs: tuple[Run, ...]
+
+
+class _KnownGather(NamedTuple):
+    """The result of a plain :class:`Gather` for one segment: the layout of the output along the dim ``dim``."""
+
+    # The table's keys contain the id of the rule, so it must stay alive.
+    gather: Gather
+    dim: int
+    layout: SequenceLayout
 
 
 class RuleExecutor:
@@ -70,6 +79,10 @@ class RuleExecutor:
         self.segments: dict[str, Segment] = {}
         # In eager code, the sharding of tensors that a plain Split cuts, by rule and number of tokens.
         self._known_cuts: dict[tuple[int, int], _KnownCut] = {}
+        # In eager code, the layouts of outputs, by rule, segment, number of tokens or groups, and of dims.
+        self._known_gathers: dict[tuple[int, Segment, int, int], _KnownGather] = {}
+        # In eager code, the numbers of tokens that gather_sizes() returns for a layout.
+        self._known_sizes: dict[SequenceLayout, GatherSizes] = {}
         # (Query layout, key layout, sharded mask) by block mask, because a model passes the same mask to
         # every block.
         self._masks: WeakKeyDictionary[BlockMask, tuple[SequenceLayout, SequenceLayout, BlockMask]]
@@ -93,8 +106,15 @@ class RuleExecutor:
         positional = list(args)
         named = dict(kwargs)
         prefix = f"{module_name}." if module_name else ""
+        is_traced = torch.compiler.is_compiling()
         for key, cut in cuts.items():
             name = prefix + key
+            # Most rules split tensors of a known length. This saves Python calls for each.
+            if not is_traced and isinstance(cut, Split) and isinstance(named.get(key), Tensor):
+                part = self._split_known(named[key], cut, name)
+                if part is not None:
+                    named[key] = part
+                    continue
             parameter, _, path = key.partition(".")
             if named.get(parameter) is not None:
                 named[parameter] = self._cut_at(path, named[parameter], cut, name)
@@ -103,6 +123,31 @@ class RuleExecutor:
                 if positional[index] is not None:
                     positional[index] = self._cut_at(path, positional[index], cut, name)
         return tuple(positional), named
+
+    def _split_known(self, value: Tensor, split: Split, name: str) -> Tensor | None:
+        """Return this rank's part of ``value`` if :meth:`_split_eagerly` has split as many tokens by this rule
+        before, and its segment is known or new in this call; else None.
+        """
+        if split.ndim is not None and value.ndim != split.ndim:
+            return None
+        known = self._known_cuts.get((id(split), value.shape[split.dim]))
+        if known is None or known.split is not split or known.name != (split.segment or split.like or name):
+            return None
+        segment = known.segment
+        noted = self.segments.get(known.name)
+        if noted is None and (split.segment is not None or not segment.replicated):
+            self.segments[known.name] = segment
+        elif noted is not None and noted != segment:
+            return None
+        if segment.replicated:
+            return value
+        if len(known.runs) > 1:
+            return torch.cat(
+                [value.narrow(split.dim, start, length) for start, length in known.runs], split.dim
+            )
+        start, length = known.runs[0]
+        # Copy the tokens, because a view would keep the whole sequence in memory.
+        return value.narrow(split.dim, start, length).clone(memory_format=torch.contiguous_format)
 
     def _cut_at(self, path: str, value: Any, cut: ShardRule, name: str) -> Any:
         """Return ``value`` with the rule ``cut`` applied to its field ``path``, or to itself if the path is empty."""
@@ -284,7 +329,7 @@ class RuleExecutor:
         if known is None or known.split is not split or known.name != segment_name:
             segment = self.new_segment(segment_name, total)
             runs = SequenceLayout((segment,), self.mesh.ranks).runs(self.mesh.rank)
-            if len(self._known_cuts) >= _MOST_KNOWN_CUTS:
+            if len(self._known_cuts) >= _MOST_KNOWN:
                 self._known_cuts.clear()
             known = self._known_cuts[id(split), total] = _KnownCut(split, segment_name, segment, runs)
         segment = known.segment
@@ -345,7 +390,14 @@ class RuleExecutor:
         """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``.
         Collective.
         """
-        return gather_tokens(part, dim, layout, self.mesh)
+        if torch.compiler.is_compiling():
+            return gather_tokens(part, dim, layout, self.mesh)
+        sizes = self._known_sizes.get(layout)
+        if sizes is None:
+            if len(self._known_sizes) >= _MOST_KNOWN:
+                self._known_sizes.clear()
+            sizes = self._known_sizes[layout] = gather_sizes(layout, self.mesh)
+        return gather_tokens(part, dim, layout, self.mesh, sizes)
 
     def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, tokens: int) -> SequenceLayout:
         """Return the layout of ``value`` along ``dim``: a replicated prefix, followed by ``tokens`` tokens of
@@ -412,6 +464,11 @@ class RuleExecutor:
         """
         if isinstance(output, Tensor):
             return self._gather(output, gathers[0])
+        if type(output) is tuple:
+            parts = list(output)
+            for index, gather in enumerate(gathers[: len(parts)]):
+                parts[index] = self._gather(parts[index], gather)
+            return tuple(parts)
         if has_fields(output):
             for name, gather in zip(fields_of(output), gathers, strict=False):
                 if gather is not None:
@@ -433,7 +490,14 @@ class RuleExecutor:
             return value
         if gather.field:
             return change_field(value, gather.field, partial(self._gather, gather=replace(gather, field="")))
-        segment = self.segment(gather.segment)
+        segment = self.segments.get(gather.segment)
+        if segment is None:
+            segment = self.segment(gather.segment)
+        if not torch.compiler.is_compiling():
+            known = self._known_gathers.get((id(gather), segment, value.shape[gather.dim], value.ndim))
+            if known is not None and known.gather is gather:
+                return self.put_together(value, known.dim, known.layout)
+        noted = segment
         if gather.after_replicated or gather.then_replicated:
             tokens = segment.size(self.mesh.rank, self.mesh.ranks)
             layout = self._layout_with_prefix(value, gather.dim, segment, tokens)
@@ -451,6 +515,11 @@ class RuleExecutor:
             gathered = self.with_equal_bits(value, dim, segment)
         else:
             gathered = self.put_together(value, dim, layout)
+            if gather.per == 1 and not torch.compiler.is_compiling():
+                if len(self._known_gathers) >= _MOST_KNOWN:
+                    self._known_gathers.clear()
+                key = id(gather), noted, value.shape[dim], value.ndim
+                self._known_gathers[key] = _KnownGather(gather, dim, layout)
         if gather.per != 1:
             return gathered.flatten(dim, dim + 1)
         return gathered

@@ -59,16 +59,17 @@ class PreparedAttention:
     # In eager code, what computes each plan entry for the segments of the last call. The keys are the ids of
     # the entries, which is cheaper than hashing them; the values refer to the entries, so the ids stay valid.
     segments: tuple[Segment, ...] | None = None
+    trace_safe: TraceSafeLayout = ()
     computed_by: dict[int, tuple[Attention, MeshAttention | None]] = field(default_factory=dict)
 
-    def computed_by_for(
-        self, segments: tuple[Segment, ...]
-    ) -> dict[int, tuple[Attention, MeshAttention | None]]:
-        """Return :attr:`computed_by` for calls with these ``segments``."""
-        if self.segments != segments or len(self.computed_by) >= _MOST_KNOWN:
-            self.segments = segments
-            self.computed_by = {}
-        return self.computed_by
+    def __post_init__(self) -> None:
+        self.ranks = self.mesh.ranks
+
+    def begin(self, segments: tuple[Segment, ...]) -> None:
+        """Set :attr:`computed_by` and ``trace_safe`` for calls with these ``segments``."""
+        self.segments = segments
+        self.trace_safe = to_trace_safe(segments, self.mesh.device_type)
+        self.computed_by = {}
 
 
 class PlannedAttention:
@@ -87,7 +88,7 @@ class PlannedAttention:
         self.attending = attending
         self.bind = bind
         self.mesh = prepared.mesh
-        self.ranks = prepared.mesh.ranks
+        self.ranks = prepared.ranks
         self.segments: TraceSafeLayout = ()
         # These are one-element lists, because Dynamo 2.13 loses an attribute that is set before torch.cond
         # (which a cache uses) and again after it.
@@ -101,9 +102,14 @@ class PlannedAttention:
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
         """Set the segments that the current call has sharded or replicated so far."""
-        self.segments = to_trace_safe(segments, self.mesh.device_type)
-        if not torch.compiler.is_compiling():
-            self._known_computations = self.prepared.computed_by_for(segments)
+        if torch.compiler.is_compiling():
+            self.segments = to_trace_safe(segments, self.mesh.device_type)
+            return
+        prepared = self.prepared
+        if prepared.segments != segments or len(prepared.computed_by) >= _MOST_KNOWN:
+            prepared.begin(segments)
+        self.segments = prepared.trace_safe
+        self._known_computations = prepared.computed_by
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """Return a copy that uses the plan entries ``attending``, one per attention call, and counts calls from 0."""
@@ -135,18 +141,18 @@ class PlannedAttention:
     def bind_checkpoint(self) -> None:
         """Make all ``torch.utils.checkpoint`` calls whose forward is running recompute with this attention.
 
-        Does nothing outside of a checkpoint, and inside a compiled function.
+        The caller has found hooks of saved tensors, as a checkpoint sets them, outside of a compiled function.
         """
-        if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
-            for recomputation in RECOMPUTATION:
-                recomputation.attention_called(self.prepared, partial(self.bind, self))
+        for recomputation in RECOMPUTATION:
+            recomputation.attention_called(self.prepared, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:
         """Return the attention output for this rank's queries, over all keys of the mesh, or by SDPA on one
         device if no key is sharded. Raise ``ValueError`` if the number of queries or keys does not fit the
         plan.
         """
-        self.bind_checkpoint()
+        if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+            self.bind_checkpoint()
         query = call.query
         key = call.key
         value = call.value
@@ -365,18 +371,18 @@ class Interception:
             self.mode = PlannedAttnMode(planned, by_hand)
         # The attention functions of the nested attending_to contexts, the innermost last; in a graph only the
         # first.
-        self._attending = [planned]
+        self.attending = [planned]
 
     @property
     def current(self) -> PlannedAttention:
         """The attention function of the module that is running."""
-        return self._attending[-1]
+        return self.attending[-1]
 
     def intercept_calls(self) -> AbstractContextManager[Any]:
         """Return a context manager that intercepts attention calls."""
         if self.mode is not None:
             return self.mode
-        return at_the_dispatcher(self._attend, lambda: self._attending[-1].active[0])
+        return at_the_dispatcher(self._attend, lambda: self.attending[-1].active[0])
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -394,7 +400,7 @@ class Interception:
             active[0] = before
 
     def _attend(self, call: SdpaCall) -> Tensor:
-        planned = self._attending[-1]
+        planned = self.attending[-1]
         if not planned.active[0]:
             return call.on_one_device()
         return planned(call)
@@ -415,9 +421,9 @@ class Interception:
         mode: AbstractContextManager[Any] = nullcontext()
         if self.mode is not None:
             mode = PlannedAttnMode(planned, self.by_hand)
-        self._attending.append(planned)
+        self.attending.append(planned)
         try:
             with mode:
                 yield planned
         finally:
-            self._attending.pop()
+            self.attending.pop()

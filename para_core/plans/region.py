@@ -40,6 +40,7 @@ from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules
 from para_core.plans.plan import (
     Attention,
     AttentionByHeads,
+    Gather,
     LinearAttention,
     OneForEach,
     Plan,
@@ -57,7 +58,12 @@ from para_core.plans.planned_attention import (
 from para_core.plans.recomputation import bind_to_call
 from para_core.plans.samples import gather_samples, select_arguments
 from para_core.plans.whole_arguments import explain_whole_tensor
-from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, function_mode_stack
+from para_core.torch_internals import (
+    COMPILED_CALL,
+    ORIGINAL_CALLABLE,
+    function_mode_stack,
+    top_saved_tensors_hooks,
+)
 from para_core.user_warnings import WarningLog
 
 
@@ -132,6 +138,10 @@ class Region:
         # Binds a function to a call of this region, for the recomputation of activation checkpointing.
         self.bind: BindRecomputation = partial(bind_to_call, self)
         self._is_parallel = self.mesh.ranks > 1
+        # The rules for the output of the module itself.
+        self._gathers: tuple[Gather | None, ...] = ()
+        if self.plan.outputs.get("") is not None:
+            self._gathers = as_tuple(self.plan.outputs[""])
         self._joint_attention = (Attention(self.plan.joint_order),)
         # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this
         # call.
@@ -173,7 +183,8 @@ class Region:
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         around: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
-            self.attach(module)
+            if self._tree is None or not self._tree.is_unchanged():
+                self.attach(module)
             # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a
             # graph.
             self._check_arguments(module, args, kwargs)
@@ -242,14 +253,13 @@ class Region:
                     with recomputed_under(partial(self.bind, planned), module):
                         output = call(module, *args, **kwargs)
                 if caches is not None:
-                    caches.gather(inputs, output, self.segments, self.mesh)
+                    caches.gather(inputs, output, tuple(self.executor.segments.values()), self.mesh)
                 # A graph sets `intercepted`, too: it replays the attributes that were set while it was
                 # traced.
                 if self._is_parallel and (by_hand is not None or not planned.intercepted[0]):
                     self._conclude(module, planned, by_hand)
-            rule = self.plan.outputs.get("")
-            if rule is not None:
-                output = self.executor.outputs(output, as_tuple(rule))
+            if self._gathers:
+                output = self.executor.outputs(output, self._gathers)
             if samples is None or self.batch is None:
                 return output
             return gather_samples(output, samples, self.batch)
@@ -385,11 +395,20 @@ class Region:
             if not attention or not self.interceptions:
                 return call(module, *args, **kwargs)
             interception = self.interceptions[-1]
-            interception.planned.bind_checkpoint()
+            if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+                interception.planned.bind_checkpoint()
             if isinstance(attention, (tuple, OneForEach)):
-                with interception.attending_to(
-                    attention_calls(attention, parameters, args, kwargs)
-                ) as planned:
+                calls = attention
+                if isinstance(calls, OneForEach):
+                    calls = attention_calls(calls, parameters, args, kwargs)
+                if interception.mode is None and not torch.compiler.is_compiling() and not self.check.due:
+                    # This is what attending_to does at the dispatcher, with fewer Python calls.
+                    interception.attending.append(interception.planned.within(calls))
+                    try:
+                        return call(module, *args, **kwargs)
+                    finally:
+                        interception.attending.pop()
+                with interception.attending_to(calls) as planned:
                     if not (torch.compiler.is_compiling() or self.check.due):
                         return call(module, *args, **kwargs)
                     return self.check.run(planned, call, module, args, kwargs)
@@ -422,7 +441,8 @@ class Region:
                 return call(module, *args, **kwargs)
             interception = self.interceptions[-1]
             rows = None
-            interception.planned.bind_checkpoint()
+            if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+                interception.planned.bind_checkpoint()
             if of_inputs:
                 args, kwargs = self.executor.arguments(of_inputs, parameters, args, kwargs, name)
                 self._intercept_if_sharded(of_inputs.values())
