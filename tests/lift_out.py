@@ -90,7 +90,7 @@ FEATURES: dict[str, Feature] = {
         words=("compile", "graph"),
     ),
     "cache report": Feature(
-        ("para_core/cache/report.py", "adapters/cache/report.py"),
+        ("para_core/cache/report.py", "para_core/cache/call_records.py", "adapters/cache/report.py"),
         (_CACHE, "import para_core.cache.report  # noqa: F401"),
         names=("CacheReport", "model_cache_report", "cache_report"),
         tests=("tests/cache", "tests/test_cache_quality.py", "benchmarks/cache"),
