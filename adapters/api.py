@@ -6,8 +6,8 @@ A name is one line, so that an optional feature is removed with its lines.
 from para_core.adapters.adapter import Adapter as Adapter
 from para_core.adapters.cache.pipeline import apply_cache_on_pipe as apply_cache_on_pipe
 from para_core.adapters.cache.pipeline import apply_cache_on_transformer as apply_cache_on_transformer
-from para_core.adapters.cache.pipeline import cache_report as cache_report
 from para_core.adapters.cache.pipeline import remove_cache_from_pipe as remove_cache_from_pipe
+from para_core.adapters.cache.report import cache_report as cache_report
 from para_core.adapters.parallel.load_sharded import from_pretrained_sharded as from_pretrained_sharded
 from para_core.adapters.parallel.parallelize import parallelize_pipe as parallelize_pipe
 from para_core.adapters.parallel.parallelize import unparallelize_pipe as unparallelize_pipe

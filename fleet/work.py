@@ -14,7 +14,7 @@ import diffusers
 import torch
 from torch import Tensor
 
-from para_core.adapters import cache_report
+from para_core.adapters.cache.generation import cache_summary
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.fleet.build import mesh_shape
@@ -152,7 +152,7 @@ def make_metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -
     """
     cache: list[str] | None = None
     if recipe.cache is not None:
-        cache = str(cache_report(pipe)).splitlines()
+        cache = cache_summary(pipe)
     device = "cpu"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -354,11 +355,9 @@ forward_ad_globals = vars(forward_ad)
 FORWARD_AD_LEVEL = "_current_level"
 
 
-def version_of(x: Tensor) -> int:
-    """Return how often ``x`` was changed in place.
-    Raise ``RuntimeError`` for inference tensors, which do not count.
-    """
-    return x._version
+# Returns how often a tensor was changed in place. Raises ``RuntimeError`` for inference tensors, which do not
+# count. It is no Python function, because a cache calls it for each argument of a model.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def owner_of(x: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ _SERVER_TESTS = [
         *("on_ray", "openai", "openai_on_ray", "page", "pool", "queue", "ray_minute", "seeds", "server", "videos"),
     )
 ]
+_CACHE = "para_core/cache/__init__.py"
 FEATURES: dict[str, Feature] = {
     "FlashAttention's operators": Feature(
         ("para_core/modes/flash_attention.py",),
@@ -85,6 +86,30 @@ FEATURES: dict[str, Feature] = {
         ("para_core/modes/recomputation.py",),
         (_MODES, "import para_core.modes.recomputation  # noqa: F401"),
         words=("checkpoint", "recompute"),
+    ),
+    "cache forecasts": Feature(
+        ("para_core/cache/forecasts.py",),
+        (_CACHE, "import para_core.cache.forecasts"),
+        tests=("tests/cache/test_options.py", "tests/test_cache_quality.py", "benchmarks/cache"),
+        words=("forecast", "foca", "order"),
+    ),
+    "cache in graphs": Feature(
+        (
+            "para_core/cache/graph.py",
+            "para_core/cache/graph_decision.py",
+            "para_core/cache/call_digest.py",
+            "para_core/cache/cond.py",
+        ),
+        (_CACHE, "import para_core.cache.graph"),
+        tests=("tests/cache/test_graph.py", "tests/cache/test_graph_memory.py", "tests/cache/test_compiled.py"),
+        words=("compile", "graph"),
+    ),
+    "cache report": Feature(
+        ("para_core/cache/report.py", "para_core/cache/call_records.py", "adapters/cache/report.py"),
+        (_CACHE, "import para_core.cache.report  # noqa: F401"),
+        names=("CacheReport", "model_cache_report", "cache_report"),
+        tests=("tests/cache", "tests/test_cache_quality.py", "benchmarks/cache"),
+        words=("report", "cache"),
     ),
     "ComfyUI nodes": Feature(("comfyui_para_core",), tests=("tests/comfyui", "benchmarks/comfyui")),
     "gradients of attention": Feature(
@@ -482,15 +507,16 @@ def load_pipe() -> Any:
 
 
 def main_job(rank: int, store: Path, pipe: Any) -> None:
-    """Run README's main job on this rank of two: parallelize a small FLUX, and compare it with one device.
+    """Run README's main job on this rank of two: parallelize a small FLUX, without and with a cache, and compare it
+    with one device.
 
     Raises:
-        RuntimeError: The images differ by more than rounding.
+        RuntimeError: The images differ by more than rounding, or a cache skips nothing.
     """
     import torch
     import torch.distributed as dist
 
-    from para_core.adapters import parallelize_pipe
+    from para_core.adapters import apply_cache_on_pipe, parallelize_pipe
 
     def draw() -> torch.Tensor:
         options = {"height": 48, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64, "output_type": "pt"}
@@ -499,10 +525,17 @@ def main_job(rank: int, store: Path, pipe: Any) -> None:
     expected = draw()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     parallelize_pipe(pipe)
-    image = draw()
-    error = ((image - expected).norm() / expected.norm()).item()
-    if not error < 1e-4:
-        raise RuntimeError(f"the image of two ranks differs from that of one by {error}; expected less than 1e-4.")
+    images = {"two ranks": draw()}
+    apply_cache_on_pipe(pipe, compute_steps=[0, 1])
+    images["two ranks, with a cache that skips nothing,"] = draw()
+    for name, image in images.items():
+        error = ((image - expected).norm() / expected.norm()).item()
+        if not error < 1e-4:
+            raise RuntimeError(f"the image of {name} differs from that of one by {error}; expected less than 1e-4.")
+    # The second step is skipped, so the image is another one.
+    apply_cache_on_pipe(pipe, compute_steps=[0])
+    if torch.equal(draw(), images["two ranks"]):
+        raise RuntimeError("a cache that skips a step gave the exact image.")
     dist.barrier()
     dist.destroy_process_group()
 

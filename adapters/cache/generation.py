@@ -1,39 +1,45 @@
-"""Run the caches of one pipeline: find the CFG branch and the step of each transformer call, report and warn."""
+"""Run the caches of one pipeline: find the CFG branch and the step of each transformer call."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.callbacks import replace_callbacks
 from para_core.adapters.cache.checks import check_cached_call
+from para_core.adapters.cache.threshold_warnings import warn_of_outcomes
 from para_core.adapters.compatibility.checks import CheckedModel
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import adapter_for, plan_for
 from para_core.cache.block_cache import BlockCache
-from para_core.cache.decision import Verdict, step_of
-from para_core.cache.report import CacheReport, rows_of
 from para_core.instance.modules import uncompiled
 from para_core.instance.record import empty_slot, fill_slot, is_filled, slot_owner
 from para_core.instance.slots import Slot
 from para_core.lazy_tensors import materialize
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import count_samples
-from para_core.user_warnings import CacheWarning, ThresholdWarning, WarningLog
+from para_core.user_warnings import WarningLog
 
 
 def caching_of(pipe: Any) -> PipelineCache | None:
     """Return the :class:`PipelineCache` of ``pipe``; None if it has no cache."""
     return slot_owner(pipe, Slot.CACHE, PipelineCache)
+
+
+def cache_summary(pipe: Any) -> list[str]:
+    """Return the lines in which optional features describe the last generation of ``pipe``, which has a cache."""
+    caching = caching_of(pipe)
+    if caching is None or not caching.caches:
+        return []
+    caches = list(caching.caches.values())
+    return [line for observer in caches[0].observers for line in observer.summarize(caches).splitlines()]
 
 
 class PipelineCache:
@@ -119,8 +125,7 @@ class PipelineCache:
     @contextmanager
     def _generation(self, pipe: Any) -> Iterator[None]:
         for name, cache in self.caches.items():
-            cache.reset()
-            cache.readings.clear()
+            cache.begin_generation()
             # Attach the cache's hooks again before the first CFG branch is identified: another pipeline that
             # shares the model and has other first_blocks may have replaced them since the last generation.
             cache.attach()
@@ -137,7 +142,7 @@ class PipelineCache:
                 owner = type(pipe).__name__
                 if len(self.caches) > 1:
                     owner = f"{owner}'s {component}"
-                self._warn_of_transformer(owner, cache)
+                warn_of_outcomes(owner, cache, self._warnings)
         finally:
             self._pipe = None
             self._reset()
@@ -159,17 +164,17 @@ class PipelineCache:
         batched = self._batched.get(name, {})
         # A pipeline without this property may still use guidance, so assume two branches.
         guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
-        tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
         cache.num_branches = 1
         if guided:
             cache.num_branches = 2
-        cache.batch = count_samples(arguments.get(tokens), dim) or 0
-        return cache.run(
-            partial(call, module, *args, **kwargs),
-            arguments,
-            lambda branch: step_of(cache.options, *self._tracker.position(branch)),
-            self._tracker.moment(),
-        )
+        tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
+        samples = arguments.get(tokens)
+        if isinstance(samples, Tensor) and dim is not None:
+            cache.batch = samples.shape[dim]
+        else:
+            cache.batch = count_samples(samples, dim) or 0
+        run = partial(call, module, *args, **kwargs)
+        return cache.run(run, arguments, self._tracker.position, self._tracker.moment())
 
     def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the CFG branch of the next call of ``module``, which this rank or another one computes.
@@ -194,68 +199,3 @@ class PipelineCache:
                 if isinstance(module, nn.Module):
                     empty_slot(module, Slot.CACHE, self._name)
             cache.detach()
-
-    def report(self) -> CacheReport:
-        """Return the report of the last generation: the steps of all transformers."""
-        readings = chain.from_iterable(cache.readings for cache in self.caches.values())
-        options = [cache.options for cache in self.caches.values()]
-        # Transformers may have the same or different rules and forecasts, so list all, each once.
-        rules = " and ".join(dict.fromkeys(each.rule_name for each in options))
-        forecasts = " and ".join(dict.fromkeys(each.chosen_forecast.name for each in options))
-        dropped = sum(cache.readings.dropped for cache in self.caches.values())
-        return CacheReport(rows_of(readings), rules, forecasts, dropped)
-
-    def _warn_of_transformer(self, name: str, cache: BlockCache) -> None:
-        """Warn if the ended generation skipped no step or every step, or had residuals that are zero or not
-        finite.
-
-        Each kind of warning appears once until the caches or thresholds change.
-        """
-        rows = rows_of(cache.readings)
-        threshold = cache.threshold
-        decisions = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
-        if any(row.verdict is Verdict.NOT_FINITE for row in rows):
-            self._warnings.warn(
-                f"{name}: residual",
-                f"the first-block residual of the {name} was not finite at some steps, which were computed: "
-                "see cache_report(pipe).",
-                CacheWarning,
-            )
-        if not rows and cache.uncached_by is not None:
-            self._warnings.warn(
-                f"{name}: never asked",
-                f"the cache of the {name} was asked at no step: each call was given {cache.uncached_by}, with which "
-                "all blocks run. Leave it out (a pipeline may have a switch: use_kv_cache=False), or "
-                "remove_cache_from_pipe(pipe).",
-                CacheWarning,
-            )
-        if not decisions or threshold == 0.0:
-            return
-        differences = [
-            row.difference
-            for row in decisions
-            if row.difference is not None and math.isfinite(row.difference)
-        ]
-        ranging = "no difference was finite"
-        if differences:
-            ranging = f"differences ranged from {min(differences):.4g} to {max(differences):.4g}"
-        decided = f"residual_diff_threshold is {threshold:g}"
-        skip_more = "Raise it"
-        skip_less = "Lower it"
-        if cache.options.policy is not None:
-            decided = f"policy={cache.options.as_text()['policy']} decides"
-            skip_more = "Let it return True at some steps"
-            skip_less = "Let it return False at some steps"
-        if not any(row.hit for row in decisions):
-            self._warnings.warn(
-                f"{name}: no hits",
-                f"the cache of the {name} skipped no step: {ranging}, and {decided}. {skip_more}.",
-                ThresholdWarning,
-            )
-        elif all(row.hit for row in decisions) and not any(row.verdict is Verdict.LIMIT for row in rows):
-            self._warnings.warn(
-                f"{name}: only hits",
-                f"the cache of the {name} skipped every step that it could: {ranging}, and {decided}. "
-                f"{skip_less}, or set max_consecutive_hits.",
-                ThresholdWarning,
-            )

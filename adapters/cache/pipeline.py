@@ -1,4 +1,4 @@
-"""Public functions that apply First Block Cache to diffusers pipelines and transformers, remove it and report on it."""
+"""Public functions that apply First Block Cache to diffusers pipelines and transformers, and remove it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from para_core.adapters.compatibility.checks import CheckedModel, models_to_chec
 from para_core.adapters.registry import mesh_of, require_adapter, require_blocks, require_kind
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
-from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of
-from para_core.cache.report import CacheReport
+from para_core.cache.options import CacheOptions, options_of
+from para_core.cache.rules import FIRST_BLOCK, rule_of
 from para_core.declared_options import shows_options
 from para_core.distributed.agree import together
 from para_core.instance.modules import instances_in, uncompiled
@@ -178,17 +178,3 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
         # A callback may have removed the cache, and the generation that goes on must not attach it again.
         caching.caches = {}
     return pipe
-
-
-def cache_report(pipe: Any) -> CacheReport:
-    """Return a report of the cache's decision at each step of the last generation of ``pipe``.
-
-    It is a `CacheReport` to ``print``, ``.plot(path)`` or ``.to_json(path)``, with the steps of this rank; it
-    has none before the first generation. Raises ``ValueError`` if the pipeline has no cache.
-    """
-    caching = caching_of(pipe)
-    if caching is None:
-        raise ValueError(
-            f"this {original_class(pipe).__name__} has no cache: call apply_cache_on_pipe(pipe) first."
-        )
-    return caching.report()

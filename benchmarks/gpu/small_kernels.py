@@ -13,7 +13,7 @@ from torch import Tensor
 
 # These modules register operators.
 import para_core.attention.merge
-import para_core.cache.forecasts
+import para_core.cache.residual_operators
 import para_core.spatial.norm  # noqa: F401
 from benchmarks.gpu.job import OK, WRONG, SectionJob
 from benchmarks.gpu.timing import milliseconds

@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from para_core.cache.attachment import host_of
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
-from para_core.cache.decision import Step
 from para_core.cache.options import CacheOptions, options_of
-from para_core.cache.report import CacheReport, rows_of
 from para_core.declared_options import shows_options
 from para_core.distributed.mesh import sequence_mesh
 from para_core.instance.modules import uncompiled
@@ -76,11 +74,11 @@ def apply_cache(
     def run(call: Callable[..., Any], called: Any, /, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if torch.compiler.is_compiling():
-            cache.find_mesh()
+            cache.look_up_plan()
             # All calls need one order, and Dynamo 2.13 sorts no names.
-            cache.graph.compare({name: arguments[name] for name in parameters if name in arguments})
+            cache.traced.enter({name: arguments[name] for name in parameters if name in arguments})
             return call(called, *args, **kwargs)
-        return cache.run(partial(call, called, *args, **kwargs), arguments, lambda _: Step())
+        return cache.run(partial(call, called, *args, **kwargs), arguments)
 
     fill_slot(model, Slot.CACHE, {"__call__": run}, owner=cache)
     return model
@@ -102,9 +100,7 @@ def reset_cache(model: nn.Module) -> None:
     Raises:
         ValueError: The model has no cache.
     """
-    cache = require_cache(model)
-    cache.reset()
-    cache.readings.clear()
+    require_cache(model).begin_generation()
 
 
 @contextmanager
@@ -123,18 +119,6 @@ def cache_context(model: nn.Module, name: str) -> Iterator[None]:
         raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")
     with host.in_branch(name):
         yield
-
-
-def model_cache_report(model: nn.Module) -> CacheReport:
-    """Return a report of the model calls since the last :func:`reset_cache`, of at most the last 4096 calls.
-
-    Raises:
-        ValueError: The model has no cache.
-    """
-    cache = require_cache(model)
-    options = cache.options
-    rows = rows_of(cache.readings)
-    return CacheReport(rows, options.rule_name, options.chosen_forecast.name, cache.readings.dropped)
 
 
 def cache_options(model: nn.Module) -> CacheOptions | None:

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -44,25 +44,26 @@ _PLAIN = (
 )
 
 
-class Leaf:
-    """A tensor or another value inside an argument of a call, with the version counter of the tensor in that
-    call.
+# Types of arguments that hold nothing else.
+_NUMBERS = frozenset({bool, int, float, str})
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
 
-    A large tensor is not kept alive, unless ``keep`` is set. If it is gone, it counts as another one.
+
+class Leaf(NamedTuple):
+    """A tensor or another value inside an argument of a call.
+
+    Args:
+        reference: A tuple that contains the value, or for a large tensor a weak reference, so that it is not
+            kept alive. A large tensor that is gone counts as another one.
+        is_tensor: Whether it is a tensor.
+        is_plain: Whether it is a tensor of no subclass.
+        version: The version counter of the tensor in that call; None if it has none.
     """
 
-    def __init__(self, value: Any, keep: bool = False) -> None:
-        self.is_tensor = isinstance(value, Tensor)
-        is_large = self.is_tensor and not keep and value.numel() * value.element_size() > _MAX_KEPT_BYTES
-        # A large tensor is held by a weak reference, any other value in a tuple of its own.
-        self._value: ref[Any] | tuple[Any] = (value,)
-        if is_large:
-            self._value = ref(value)
-        self.is_plain = type(value) in (Tensor, nn.Parameter)
-        self.has_version = self.is_plain and not value.is_inference()
-        self.version = 0
-        if self.has_version:
-            self.version = version_of(value)
+    reference: Any
+    is_tensor: bool = False
+    is_plain: bool = False
+    version: int | None = None
 
     def compare(self, other: Leaf) -> bool | None:
         """Return whether the values are equal; None if two tensors must be compared by value to know."""
@@ -79,7 +80,7 @@ class Leaf:
                 return True
             return None
         if x is y or x.is_meta or _place_of(x) == _place_of(y):
-            return self.version == other.version
+            return (self.version or 0) == (other.version or 0)
         if self._is_changed() or other._is_changed():
             return False
         return None
@@ -87,12 +88,36 @@ class Leaf:
     @property
     def value(self) -> Any:
         """The value; None if it was a large tensor that is gone."""
-        if isinstance(self._value, tuple):
-            return self._value[0]
-        return self._value()
+        if isinstance(self.reference, tuple):
+            return self.reference[0]
+        return self.reference()
+
+    @property
+    def has_version(self) -> bool:
+        """Whether the value is a tensor that counts its changes."""
+        return self.version is not None
 
     def _is_changed(self) -> bool:
-        return self.has_version and version_of(self.value) != self.version
+        return self.version is not None and version_of(self.value) != self.version
+
+
+def tensor_leaf(value: Tensor, keep: bool) -> Leaf:
+    """Return the leaf of a tensor. A large one is not kept alive, unless ``keep`` is set."""
+    reference: Any = (value,)
+    if not keep and value.nbytes > _MAX_KEPT_BYTES:
+        reference = ref(value)
+    is_plain = type(value) in _PLAIN_TENSORS
+    version = None
+    if is_plain and not value.is_inference():
+        version = version_of(value)
+    return Leaf(reference, True, is_plain, version)
+
+
+def leaf_of(value: Any) -> Leaf:
+    """Return the leaf of one value, which is kept alive if it is a tensor."""
+    if isinstance(value, Tensor):
+        return tensor_leaf(value, keep=True)
+    return Leaf((value,))
 
 
 # The leaves of the arguments of one call, by their path, such as ``joint_attention_kwargs['scale']``.
@@ -114,31 +139,42 @@ def _place_of(x: Tensor) -> tuple[Any, ...]:
 
 
 def leaves_of(arguments: Mapping[str, Any]) -> Leaves:
+    """Return all values in ``arguments``: copies of Python values, so a change in place is noticed."""
     leaves: Leaves = {}
     for name, value in arguments.items():
-        _add_leaves(leaves, name, value, ())
+        # Most arguments are small tensors and numbers. This saves Python calls for each.
+        if value is None or type(value) in _NUMBERS:
+            leaves[name] = Leaf((value,))
+        elif type(value) is Tensor and value.nbytes <= _MAX_KEPT_BYTES and not value.is_inference():
+            leaves[name] = Leaf((value,), True, True, version_of(value))
+        elif type(value) is dict and not value:
+            leaves[name] = Leaf((dict,))
+        else:
+            _add_leaves(leaves, name, value, ())
     return leaves
 
 
 def _add_leaves(leaves: Leaves, path: str, value: Any, outer: tuple[int, ...]) -> None:
-    """Add the values inside ``value`` to ``leaves``: copies of Python values, so a change in place is noticed."""
-    if isinstance(value, (Tensor, *_PLAIN)):
-        leaves[path] = Leaf(value)
+    if isinstance(value, Tensor):
+        leaves[path] = tensor_leaf(value, keep=False)
+        return
+    if isinstance(value, _PLAIN):
+        leaves[path] = Leaf((value,))
         return
     if isinstance(value, (set, frozenset)):
-        leaves[path] = Leaf(frozenset(value))
+        leaves[path] = Leaf((frozenset(value),))
         return
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
         # This is a NumPy array or number.
-        leaves[path] = Leaf((str(value.dtype), str(value.shape), value.tobytes()))
+        leaves[path] = Leaf(((str(value.dtype), str(value.shape), value.tobytes()),))
         return
     inner = None
     if id(value) not in outer and len(outer) != _MAX_DEPTH:
         inner = _items_of(value)
     if inner is None or len(leaves) + len(inner) > _MAX_LEAVES:
-        leaves[path] = Leaf(value)
+        leaves[path] = Leaf((value,))
         return
-    leaves[path] = Leaf(type(value))
+    leaves[path] = Leaf((type(value),))
     for key, item in inner.items():
         _add_leaves(leaves, f"{path}{key}", item, (*outer, id(value)))
 
@@ -146,7 +182,10 @@ def _add_leaves(leaves: Leaves, path: str, value: Any, outer: tuple[int, ...]) -
 def _items_of(value: Any) -> dict[str, Any] | None:
     """Return the values inside a container, function or object, by their place in it; None if it is one value."""
     if isinstance(value, Mapping):
-        return {f"[{key!r}]": item for key, item in value.items()}
+        items = {}
+        for key, item in value.items():
+            items[f"[{key!r}]"] = item
+        return items
     if isinstance(value, (list, tuple)):
         return {f"[{index}]": item for index, item in enumerate(value)}
     if isinstance(value, functools.partial):
@@ -177,6 +216,7 @@ def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def argument_of(path: str) -> str:
+    """Return the name of the argument that contains the value at ``path``."""
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 

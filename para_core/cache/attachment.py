@@ -12,7 +12,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from para_core.cache.blocks import BlockRole
+from para_core.cache.block_roles import BlockRole
+from para_core.cache.block_run import run_first_block, run_or_skip_block
 from para_core.instance.modules import submodules_of
 from para_core.instance.record import Around, empty_slots, fill_slot, slot_owner
 from para_core.instance.slots import Slot
@@ -35,6 +36,15 @@ _DIFFUSERS_CACHES = (
 Roles = list[tuple[nn.Module, BlockRole]]
 
 
+class _ThreadState(threading.local):
+    # The name that diffusers' ``cache_context`` gave the current CFG branch in this thread, or None.
+    branch: str | None = None
+
+
+def _no_context(module: nn.Module | None, name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class BlockHookHost:
     """The hooks on one model and its blocks, and the cache that uses them.
     It fills their slots ``CACHED_BLOCK``.
@@ -46,39 +56,31 @@ class BlockHookHost:
         self.thread = 0
         # The cache that handles calls of the model outside a pipeline.
         self.resident: BlockCache | None = None
-        self._local = threading.local()
+        self.local = _ThreadState()
         # All caches that use these hooks. The hooks are removed with the last one.
         self.owners: WeakSet[Any] = WeakSet()
         self.roles: Roles = []
 
-    @property
-    def branch(self) -> str | None:
-        """The name that diffusers' ``cache_context`` gave the current CFG branch in this thread, or None."""
-        name: str | None = getattr(self._local, "branch", None)
-        return name
-
     @contextmanager
     def _run_named(
-        self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+        self, call: Callable[..., Any], module: nn.Module | None, /, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
         """Run diffusers' ``cache_context(name)``, and record the name of the CFG branch."""
-        name = args[0] if args else kwargs["name"]
-        with self.in_branch(str(name)), call(module, *args, **kwargs):
-            yield
-
-    @contextmanager
-    def in_branch(self, name: str) -> Iterator[None]:
-        """Name the CFG branch of the model calls of this thread inside the ``with`` block."""
-        before = self.branch
-        self._local.branch = name
+        name = str(args[0] if args else kwargs["name"])
+        before = self.local.branch
+        self.local.branch = name
         state: AbstractContextManager[None] = nullcontext()
         if self.resident is not None:
             state = self.resident.in_branch(name)
         try:
-            with state:
+            with state, call(module, *args, **kwargs):
                 yield
         finally:
-            self._local.branch = before
+            self.local.branch = before
+
+    def in_branch(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that names the CFG branch of the model calls of this thread."""
+        return self._run_named(_no_context, None, name)
 
     def install(self, module: nn.Module, roles: Roles) -> None:
         """Put hooks on the blocks in ``roles``, in place of earlier ones, and on ``module``."""
@@ -106,9 +108,16 @@ class BlockHookHost:
             in_other_thread = (
                 not torch.compiler.is_compiling() and self.running is not None and self.thread != get_ident()
             )
-            if in_other_thread or cache is None:
+            if in_other_thread or cache is None or cache.idle:
                 return call(block, *args, **kwargs)
-            return cache.run_block(role, block, call, args, kwargs)
+            if not role.skipped:
+                return run_first_block(cache, role, block, call, args, kwargs)
+            # Most blocks are inner ones, which need nothing else. This saves a Python call for each.
+            if role.is_inner and cache.skip is True:
+                return role.pass_on(args, kwargs)
+            if role.is_inner and (cache.skip is None or cache.skip is False):
+                return call(block, *args, **kwargs)
+            return run_or_skip_block(cache, role, block, call, args, kwargs)
 
         return run_block
 

@@ -1,17 +1,15 @@
-"""First Block Cache on one model, in eager code and in a compiled graph.
+"""First Block Cache on one model: its settings, the states of its CFG branches, and one call of the model.
 
 Each block gets a hook (:mod:`para_core.cache.attachment`). The hook of the first block measures the residual
 and decides the step. The hooks of the other blocks run or skip their blocks. In a skipped step, the hook of
 the last block of a group adds the stored residual to the input of the group. Computations of the model
 between its blocks (such as residuals of a ControlNet) also run in skipped steps, but have no effect there,
 because the stored residual has them.
-
-In a graph, skippable blocks are in a branch of ``torch.cond``: one ``cond`` for all blocks of a group if the
-model does nothing between them, otherwise one per block, all with the same predicate.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
@@ -23,34 +21,36 @@ from torch import Tensor, nn
 
 from para_core.cache.argument_values import is_clock
 from para_core.cache.attachment import BlockHookHost, attach, check_no_foreign_cache, detach
-from para_core.cache.blocks import BlockRole, CachedBlocks, roles_of, tensors_in
+from para_core.cache.block_roles import roles_of
+from para_core.cache.blocks import CachedBlocks
 from para_core.cache.branch_search import MOST_BRANCHES, Agree
 from para_core.cache.branches import Branches, conditions_of
-from para_core.cache.cond import Streams
-from para_core.cache.decision import (
-    DecisionInput,
-    DecisionOutcome,
-    DecisionParams,
-    NumberDecider,
-    Step,
-    TensorDecider,
-    Verdict,
-    blocks_before_deciding,
-)
-from para_core.cache.graph import GraphForm
+from para_core.cache.decision import DecisionOutcome, Step, Verdict, blocks_before_deciding, step_of
 from para_core.cache.options import CacheOptions
-from para_core.cache.report import Readings, StepRecord, Stopwatch
+from para_core.cache.registry import OBSERVERS, traced_form
 from para_core.cache.residuals import CacheState
+from para_core.cache.streams import Streams, tensors_in
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.foreign_errors import is_data_dependent
 from para_core.instance.private_class import original_class
+from para_core.instance.record import Filling, filled_slots
+from para_core.instance.slots import Slot
 from para_core.modes.unified import UnifiedAttnMode
-from para_core.plans.current_call import attention_is_skipped, on_all_stages, ranks_sharing_samples
 from para_core.plans.module_matching import parameters_of
-from para_core.plans.region import mesh_of_plan
+from para_core.plans.region import Region
 from para_core.torch_internals import function_mode_stack
 from para_core.user_warnings import CacheWarning, WarningLog
+
+# Returns the index of the step of the next call of a CFG branch, the number of steps, and the timestep.
+Position = Callable[[str], tuple[int, int, float]]
+# Maximum number of outcomes that a cache keeps of the calls of a generation.
+_MOST_OUTCOMES = 4096
+_NOT_FILLED = Filling({})
+
+
+def _without_schedule(branch: str) -> tuple[int, int, float]:
+    return 0, 1, 0.0
 
 
 class BlockCache:
@@ -78,13 +78,18 @@ class BlockCache:
         self.threshold = options.residual_diff_threshold
         first_blocks = blocks_before_deciding(original_class(module).__name__, blocks, options)
         self.roles = roles_of(module, blocks, first_blocks, options.last_blocks)
+        self._host = BlockHookHost()
         self._given_mesh = mesh
-        self.mesh = mesh
+        self.mesh: SequenceMesh | None = None
+        # What runs around the current call: the plan of the model, its pipeline stages, and the mesh dims of
+        # several ranks over which one sequence is sharded.
+        self.region: Region | None = None
+        self.stages: Any = None
+        self.dims: tuple[MeshDim, ...] = ()
         # Whether the hooks currently run all blocks, as without a cache.
         self.idle = False
         self._warnings = WarningLog()
-        # The report needs the number of CFG branches in a batch, and the number of samples in it (0 if
-        # unknown).
+        # The number of CFG branches in a batch, and the number of samples in it (0 if unknown).
         self.num_branches = 1
         self.batch = 0
         # The name of the argument that made the last call run without the cache; None if the cache was used.
@@ -92,29 +97,26 @@ class BlockCache:
         self.conditions = conditions_of(module, blocks)
         self.clocks = tuple(name for name in parameters_of(module) if is_clock(name))
         self._branches = self._new_branches()
-        self.readings = Readings()
+        self.observers = [make() for make in OBSERVERS]
+        self.outcomes: deque[DecisionOutcome] = deque(maxlen=_MOST_OUTCOMES)
         self.step = Step()
-        parameter = next(module.parameters(), None)
-        device = torch.device("cpu")
-        if parameter is not None:
-            device = parameter.device
-        self.params = DecisionParams.of(self.step, options, self.threshold)
-        # The values of self.params as one tensor, because a graph reads them from the device.
-        self.params_on_device = self.params.tensor(device)
-        # For each block group, whether the model may compute something between its blocks in the current
-        # call.
-        self.unchained = [not group.chained for group in blocks.groups]
-        self.graph = GraphForm(self)
         self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
+        self._device = torch.device("cpu")
+        self.traced = traced_form(self)
         self._forget_states()
 
     def attach(self) -> BlockHookHost:
         """Install the hooks if they are not installed, and return the object that holds them."""
-        return attach(self.module, self.roles, self)
+        host = attach(self.module, self.roles, self)
+        # The host may share hooks of equal roles. If other roles replace them, they are another list.
+        self.roles = host.roles
+        self._host = host
+        return host
 
     def detach(self) -> None:
         """Remove this cache's hooks, unless another cache shares them, and drop its residuals."""
         self.reset()
+        self._host = BlockHookHost()
         detach(self.module, self)
 
     def as_text(self) -> dict[str, str]:
@@ -125,13 +127,13 @@ class BlockCache:
         self,
         call: Callable[[], Any],
         arguments: Mapping[str, Any],
-        step_of: Callable[[str], Step],
+        position: Position = _without_schedule,
         moment: int | None = None,
     ) -> Any:
         """Run one call of the model with the cache, and return its output. The model or its blocks may be
         compiled.
 
-        ``call()`` calls the model with ``arguments``, by name. ``step_of(branch)`` returns the position of
+        ``call()`` calls the model with ``arguments``, by name. ``position(branch)`` returns the position of
         the call of this CFG branch in the schedule. ``moment`` changes from step to step; None if only the
         arguments can tell.
 
@@ -141,7 +143,9 @@ class BlockCache:
         """
         if getattr(self.module, "_cache_config", None) is not None:
             check_no_foreign_cache(self.module)
-        host = self.attach()
+        host = self._host
+        if host.roles is not self.roles:
+            host = self.attach()
         if host.running is not None:
             raise RuntimeError(
                 f"this {type(self.module).__name__} with a cache is already running, probably in another thread. Both "
@@ -151,55 +155,55 @@ class BlockCache:
         for name in self.blocks.uncached:
             if arguments.get(name) is not None:
                 self.uncached_by = name
+                with self.pause():
+                    return call()
+        self.look_up_plan()
+        device = self._device
+        for value in arguments.values():
+            if isinstance(value, Tensor):
+                device = value.device
                 break
-        if self.uncached_by is not None:
-            with self.pause():
-                return call()
-        self.find_mesh()
-        device = self.device_of(arguments)
-        branch, repeated, begins = self._branches.identify(
-            arguments, host.branch, moment, self.agreement(device)
-        )
-        if branch is None:
+        self._device = device
+        agree = None
+        if self.mesh is not None and self.region is None:
+            agree = self.agreement(device)
+        found = self._branches.identify(arguments, host.local.branch, moment, agree)
+        if found.name is None:
             self.reset_states()
             self._warnings.warn("branches", self._branches.why_unknown(), CacheWarning)
             with self.pause():
                 return call()
-        # Ask for the step before looking up the state: for the first call of a section of a video, step_of()
+        # Ask for the step before looking up the state: for the first call of a section of a video, position()
         # resets the cache.
-        step = step_of(branch)
-        if repeated:
-            step = replace(step, forced=Verdict.REPEATED)
-        state = self.state_of(branch)
+        self.step = step_of(self.options, *position(found.name))
+        if found.repeated:
+            self.step = replace(self.step, forced=Verdict.REPEATED)
+        self.state = self.state_of(found.name)
         signature = _signature(arguments)
-        if begins or state.signature != signature:
-            state.clear()
-            state.signature = signature
-        self.state = state
-        self.step = step
-        for index, group in enumerate(self.blocks.groups):
-            self.unchained[index] = not group.chained
-            for name in group.between:
-                self.unchained[index] = self.unchained[index] or arguments.get(name) is not None
-        self.params = DecisionParams.of(step, self.options, self.threshold)
-        # Create a new tensor instead of overwriting the previous tensor, which the device may still have to
-        # read.
-        self.params_on_device = self.params.tensor(device)
-        stopwatch = Stopwatch(device)
-        decider = state.decider
-        host.running = self
+        if found.begins or self.state.signature != signature:
+            self.state.clear()
+            self.state.signature = signature
+        self.traced.begin_call(arguments, device)
+        for observer in self.observers:
+            observer.begin(self, found.name, device)
+        output = self._call_blocks(host, call)
+        if found.branch is not None:
+            found.branch.outcome = self.outcome
+        self.outcomes.append(self.outcome)
+        for observer in self.observers:
+            observer.end(self.outcome)
+        return output
+
+    def _call_blocks(self, host: BlockHookHost, call: Callable[[], Any]) -> Any:
+        """Return ``call()``, in which the hooks of ``host`` use this cache."""
+        decider = self.state.decider
         host.thread = get_ident()
+        host.running = self
         try:
             output = call()
-            if isinstance(state.decider, TensorDecider):
-                # Clone tensors, because the next replay of a CUDA graph overwrites them.
-                values: list[Any] = list(self.outcome)
-                for index, value in enumerate(values):
-                    if isinstance(value, Tensor):
-                        values[index] = value.clone()
-                self.outcome = DecisionOutcome(*values)
-                if state.decider is not decider:
-                    state.leave_graph()
+            if self.state.decider is not None and self.state.decider.in_graph:
+                self.traced.end_call(self.state.decider is not decider)
+            return output
         except BaseException as error:
             self.reset()
             if self.options.policy is not None and is_data_dependent(error):
@@ -210,24 +214,10 @@ class BlockCache:
             raise
         finally:
             host.running = None
-        stopwatch.stop()
-        self._branches.record_outcome(self.outcome)
-        record = StepRecord(
-            step=step.index,
-            branch=branch,
-            num_branches=self.num_branches,
-            batch=self.batch,
-            threshold=self.threshold,
-            outcome=self.outcome,
-            room=self.options.num_residuals,
-            stopwatch=stopwatch,
-        )
-        self.readings.append(record)
-        return output
 
     def announce(self, arguments: Mapping[str, Any], moment: int | None) -> None:
         """Identify the CFG branch of the next call of the model from its ``arguments``: :meth:`Branches.announce`."""
-        if self.attach().branch is None:
+        if self.attach().local.branch is None:
             self._branches.announce(arguments, moment)
 
     def _new_branches(self) -> Branches:
@@ -240,13 +230,13 @@ class BlockCache:
         Without a plan, the arguments may be this rank's part of the inputs, which may be equal on one rank
         only.
         """
-        mesh = self.mesh
-        if mesh is None or mesh_of_plan(self.module) is not None:
+        if self.mesh is None or self.region is not None:
             return None
+        dims = self.mesh.dims
 
         def agree(values: Tensor) -> Tensor:
             values = values.to(device)
-            for dim in mesh.dims:
+            for dim in dims:
                 values = all_gather(values[None], [1] * dim.size, 0, dim).amax(dim=0)
             return values
 
@@ -257,26 +247,39 @@ class BlockCache:
         for value in arguments.values():
             if isinstance(value, Tensor):
                 return value.device
-        return self.params_on_device.device
+        return self._device
 
-    def find_mesh(self) -> None:
-        """Set ``mesh`` for the next call, because a plan may have been applied or removed since the last one.
+    def look_up_plan(self) -> None:
+        """Look up what runs around the next call: a plan may have been applied or removed since the last one.
 
         Dynamo may trace this method. Then the mesh of a mode around the call is not looked up.
         """
-        self.mesh = self._given_mesh or mesh_of_plan(self.module)
-        if self.mesh is None and not torch.compiler.is_compiling():
-            modes = function_mode_stack()
-            self.mesh = next(
-                (mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None
-            )
+        fillings = filled_slots(self.module)
+        region: Any = fillings.get((Slot.PLAN, ""), _NOT_FILLED).owner
+        self.region = region
+        self.stages = fillings.get((Slot.STAGES, ""), _NOT_FILLED).owner
+        mesh = self._given_mesh
+        if mesh is None and region is not None:
+            mesh = region.mesh
+        if mesh is None and not torch.compiler.is_compiling():
+            for mode in reversed(function_mode_stack()):
+                if isinstance(mode, UnifiedAttnMode):
+                    mesh = mode._mesh
+                    break
+        if mesh is not self.mesh:
+            self.mesh = mesh
+            self.dims = ()
+            if mesh is not None:
+                self.dims = tuple([dim for dim in mesh.dims if dim.size > 1])
 
     def state_of(self, branch: str) -> CacheState:
         """Return the state of ``branch``; create it if needed. At most 8 states are kept, those used last."""
-        state = self.states.pop(branch, None) or self._empty_state()
+        state = self.states.pop(branch, None)
+        if state is None:
+            state = self._empty_state()
         self.states[branch] = state
-        for oldest in list(self.states)[:-MOST_BRANCHES]:
-            self.states.pop(oldest).clear()
+        while len(self.states) > MOST_BRANCHES:
+            self.states.pop(next(iter(self.states))).clear()
         return state
 
     @contextmanager
@@ -305,13 +308,21 @@ class BlockCache:
         finally:
             self.idle = before
 
+    def begin_generation(self) -> None:
+        """Drop all stored residuals, branches and outcomes, and what observers know of earlier calls."""
+        self.reset()
+        self.outcomes.clear()
+        for observer in self.observers:
+            observer.clear()
+
     def reset(self) -> None:
-        """Drop all stored residuals and forget all branches. The report is kept."""
+        """Drop all stored residuals and forget all branches. The outcomes of the generation are kept."""
         self.reset_states()
         self._branches = self._new_branches()
-        self.graph.refresh()
+        self.traced.refresh()
 
     def reset_states(self) -> None:
+        """Drop all stored residuals."""
         for state in (*self.states.values(), self.state):
             state.clear()
         self._forget_states()
@@ -319,120 +330,20 @@ class BlockCache:
     def _forget_states(self) -> None:
         self.states: dict[str, CacheState] = {}
         self.state = self._empty_state()
-        self.graph.forget()
+        self.traced.reset()
         # The state of the current call: the inputs of each group, in a list whose items are set, because
         # Dynamo 2.13 loses the new value of an attribute that is set after torch.cond.
         self.entries: list[Streams | None] = [None] * len(self.blocks.groups)
-        self._before: tuple[Any, ...] | None = None
+        # The inputs of block 0, until the step is decided.
+        self.before: Streams | None = None
         # Whether to skip the remaining blocks: a bool, in a graph a bool tensor, None if nothing can be
         # compared.
         self.skip: bool | Tensor | None = None
 
-    def run_block(
-        self,
-        role: BlockRole,
-        block: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run or skip one transformer block, and return its output.
-
-        The output of a skipped block is its input or, in a graph, may be an uninitialised tensor. Only the
-        last block of a group returns the forecast output of the group.
-        """
-        if self.idle:
-            return call(block, *args, **kwargs)
-        given = role.given(args, kwargs)
-        inputs = role.tensors(given)
-        if role.opens and not role.skipped:
-            self._before = inputs
-        elif role.opens and self.blocks.modulated is not None:
-            self._decide(
-                self.blocks.modulated(block, {**dict(zip(role.parameters, args, strict=False)), **kwargs})
-            )
-            if self.skip is True:
-                attention_is_skipped(self.module)
-        if not role.skipped:
-            output = call(block, *args, **kwargs)
-            if role.decides:
-                output = on_all_stages(self.module, block, output)
-                outputs = role.check_outputs(block, inputs, output)
-                before = self._before or ()
-                measured = role.measured_index(given, before, outputs)
-                self._decide(outputs[measured] - before[measured])
-                self._before = None
-                if self.skip is True:
-                    attention_is_skipped(self.module)
-            return output
-        if role.enters:
-            self.entries[role.group] = inputs
-        if self.skip is None or self.skip is False:
-            output = call(block, *args, **kwargs)
-            if role.exits:
-                entries = self.entries[role.group] or ()
-                outputs = role.check_outputs(block, inputs, output)
-                in_graph = isinstance(self.state.decider, TensorDecider)
-                self.state.groups[role.group].store(entries, outputs, in_graph=in_graph)
-        elif self.skip is True:
-            streams = inputs
-            if role.exits:
-                streams = self.forecast(role)
-            output = role.as_output(given, streams)
-        else:
-            output = self.graph.run_block(role, block, call, args, kwargs)
-        if role.exits:
-            self.entries[role.group] = None
-        return output
-
-    def _decide(self, residual: Tensor) -> None:
-        """Decide whether to skip the remaining blocks. Set ``skip`` to a bool, in a graph to a bool tensor.
-
-        ``skip`` is None, and the blocks run, if no earlier step can be compared with this one. ``residual``
-        is the tensor that the rule compares: the first-block residual or the modulated input of the first
-        block.
-        """
-        state = self.state
-        traced = torch.compiler.is_compiling()
-        sample = residual.detach()[..., :: self.options.downsample].movedim(self.blocks.groups[0].samples, 0)
-        # Some models pass tokens as ``[S, C]``, so add a batch dim of 1.
-        if sample.dim() < 3:
-            sample = sample[None]
-        params: DecisionParams | Tensor = self.params
-        if traced:
-            params = self.graph.params()
-        inputs = DecisionInput(sample, self.options, params, self.mesh, ranks_sharing_samples(self.module))
-        decider = state.decider
-        if (
-            decider is None
-            or isinstance(decider, TensorDecider) != traced
-            or _form(decider.first) != _form(sample)
-        ):
-            self.skip = None
-            self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, inputs.samples)
-            state.drop_residuals()
-            if traced:
-                state.decider = TensorDecider(inputs)
-            else:
-                state.decider = NumberDecider(inputs)
-            return
-        self.skip, self.outcome = decider.decide(inputs)
-        if isinstance(self.skip, Tensor):
-            self.skip = self.graph.copy_to_host(self.skip)
-
-    def forecast(self, role: BlockRole) -> Streams:
-        """Return the forecast output of the block group of ``role``: its input plus weighted stored residuals."""
-        decider: Any = self.state.decider
-        params: DecisionParams | Tensor = self.params
-        if isinstance(decider, TensorDecider):
-            params = self.params_on_device
-        weights = decider.weights(self.options, params)
-        return self.state.groups[role.group].forecast(self.entries[role.group] or (), weights)
-
 
 def _signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the shape, dtype and device of each tensor among ``arguments``, by name, for which residuals are valid."""
-    forms = []
+    forms: list[Any] = []
     for name in sorted(arguments):
         value = arguments[name]
         if isinstance(value, Tensor):
@@ -440,7 +351,3 @@ def _signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         elif is_dataclass(value):
             forms += [(path, x.shape, x.dtype, x.device) for path, x in tensors_in([(name, value)])]
     return tuple(forms)
-
-
-def _form(x: Tensor) -> tuple[Any, ...]:
-    return tuple(x.shape), x.dtype, x.device

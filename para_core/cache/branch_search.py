@@ -28,11 +28,13 @@ class BranchCall(NamedTuple):
         repeated: Whether calls of this branch within one step cannot be told apart, so that they must be
             computed.
         begins: Whether a generation begins, so that the state of the branch is not valid.
+        branch: The branch, if the call is told apart from other calls.
     """
 
     name: str | None
     repeated: bool = False
     begins: bool = False
+    branch: Branch | None = None
 
 
 @dataclass
@@ -109,45 +111,37 @@ def all_equal(cases: Sequence[Sequence[Pair]], agree: Agree | None) -> list[bool
     return [not value for value in differ.tolist()]
 
 
+@dataclass
 class BranchSearch:
-    """The search for the branch of one call among the branches of its group."""
+    """The search for the branch of one call among the branches of its group.
 
-    def __init__(
-        self,
-        owner: Branches,
-        group: BranchGroup,
-        leaves: Leaves,
-        clocks: set[str],
-        moment: int | None,
-        agree: Agree | None,
-        *,
-        raises: bool,
-    ) -> None:
-        # With CFG parallelism, only the rank that computed a call knows whether it was skipped, so no rank
-        # may raise.
-        self._raises = raises
-        self._clocks = clocks
-        self._owner = owner
-        self._group = group
-        self._leaves = leaves
-        self._moment = moment
-        self._agree = agree
-        # The first tensor of a model's arguments is the latents.
-        self._latents = next(
-            (path for path, leaf in leaves.items() if leaf.is_tensor and path not in clocks), None
-        )
+    Args:
+        leaves, clocks: The values in the arguments of the call, and the paths of those that hold the timestep.
+        raises: Whether a call that was skipped by mistake raises. With CFG parallelism, only the rank that
+            computed a call knows whether it was skipped, so no rank may raise.
+    """
+
+    _owner: Branches
+    _group: BranchGroup
+    _leaves: Leaves
+    _clocks: set[str]
+    _moment: int | None
+    _agree: Agree | None
+    _raises: bool
 
     def run(self) -> BranchCall:
         group = self._group
         if not group.branches:
             return self._add()
-        equal = [branch for branch in group.branches if not self._paths_of_difference(branch)]
-        if not equal:
-            return self._place_unseen()
-        branch = equal[-1]
-        if self._is_same_step(branch):
-            return self._place_repeated(branch)
-        return self._continue(branch)
+        for branch in reversed(group.branches):
+            if self._paths_of_difference(branch):
+                continue
+            # A scheduler that counts its steps says whether this is another step.
+            is_later = self._moment is not None and branch.moment != self._moment
+            if not is_later and self._is_same_step(branch):
+                return self._place_repeated(branch)
+            return self._continue(branch)
+        return self._place_unseen()
 
     def _add(self) -> BranchCall:
         """Return a branch that begins with this call."""
@@ -159,12 +153,12 @@ class BranchSearch:
             name = f"{group.name}.{len(group.branches)}"
         branch = Branch(name, self._leaves, self._moment)
         group.branches.append(branch)
-        self._owner.last = branch
-        return BranchCall(name)
+        return BranchCall(name, branch=branch)
 
     def _continue(self, branch: Branch) -> BranchCall:
         """Return the call of ``branch`` that continues it by one step."""
-        begins = self._is_begin(branch)
+        # A scheduler that counts its steps says itself where a generation begins.
+        begins = self._moment is None and self._is_begin(branch)
         branch.before = branch.leaves
         branch.leaves = self._leaves
         branch.moment = self._moment
@@ -172,8 +166,7 @@ class BranchSearch:
         # equal.
         self._group.branches.remove(branch)
         self._group.branches.append(branch)
-        self._owner.last = branch
-        return BranchCall(branch.name, begins=begins)
+        return BranchCall(branch.name, begins=begins, branch=branch)
 
     def _place_unseen(self) -> BranchCall:
         """Return the branch of a call whose values at some paths no branch of the group had in its last call."""
@@ -225,7 +218,8 @@ class BranchSearch:
                 "by residuals that may belong to the second. Name each call of a step: `with cache_context(model, "
                 "name)`, of para_core, or `with model.cache_context(name)` of diffusers."
             )
-        told_by = [path for path in paths if path not in group.varying and path != self._latents]
+        latents = self._latents()
+        told_by = [path for path in paths if path not in group.varying and path != latents]
         if not told_by:
             return self._give_up(paths)
         self._warn_of(told_by)
@@ -270,15 +264,22 @@ class BranchSearch:
 
     def _paths_of_difference(self, branch: Branch) -> list[str]:
         """Return the paths at which this call differs from ``branch`` in what tells branches apart."""
+        group = self._group
+        paths = [*branch.leaves]
+        if branch.leaves.keys() != self._leaves.keys():
+            paths = [*{**branch.leaves, **self._leaves}]
         keyed = []
-        for path in self._paths(branch):
+        for path in paths:
+            if path in self._clocks or path in group.varying:
+                continue
             before = branch.leaves.get(path)
             now = self._leaves.get(path)
-            if path in self._group.varying:
-                continue
-            are_tensors = before is not None and now is not None and before.is_tensor and now.is_tensor
-            if are_tensors and path not in self._group.told_by:
-                continue
+            if before is not None and now is not None:
+                if before.is_tensor and now.is_tensor and path not in group.told_by:
+                    continue
+                # Most values are the same objects. Only a tensor may have been changed in place.
+                if not before.is_tensor and not now.is_tensor and before.reference[0] is now.reference[0]:
+                    continue
             if not self._is_same(before, now):
                 keyed.append(path)
         return keyed
@@ -304,11 +305,19 @@ class BranchSearch:
                 all(self._is_same(branch.leaves[path], self._leaves[path]) for path in clocks)
             )
         # Without a timestep, only equal latents say that a call belongs to the same step.
-        if self._latents is None or self._latents not in branch.leaves:
+        latents = self._latents()
+        if latents is None or latents not in branch.leaves:
             return False
-        before = branch.leaves[self._latents]
-        now = self._leaves[self._latents]
+        before = branch.leaves[latents]
+        now = self._leaves[latents]
         return before.has_version and now.has_version and before.compare(now) is True
+
+    def _latents(self) -> str | None:
+        """Return the path of the latents, the first tensor of a model's arguments; None if there is no tensor."""
+        for path, leaf in self._leaves.items():
+            if leaf.is_tensor and path not in self._clocks:
+                return path
+        return None
 
     def _is_begin(self, branch: Branch) -> bool:
         """Whether the timestep returned to that of the first call of ``branch``, so that a generation begins."""
@@ -316,11 +325,7 @@ class BranchSearch:
         if not path:
             return False
         values = _as_times(self._leaves[path].value)
-        if (
-            self._moment is not None
-            or not values
-            or not all(isinstance(value, (int, float)) for value in values)
-        ):
+        if not values or not all(isinstance(value, (int, float)) for value in values):
             return False
         now = float(max(values))
         if branch.start is None:

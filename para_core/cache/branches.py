@@ -15,6 +15,7 @@ from para_core.cache.argument_values import (
     Leaves,
     argument_of,
     clocks_in,
+    leaf_of,
     leaves_of,
     value_at,
 )
@@ -22,14 +23,12 @@ from para_core.cache.blocks import CachedBlocks
 from para_core.cache.branch_search import (
     MOST_BRANCHES,
     Agree,
-    Branch,
     BranchCall,
     BranchGroup,
     BranchSearch,
     Pair,
     all_equal,
 )
-from para_core.cache.decision import DecisionOutcome
 from para_core.instance.private_class import original_class
 from para_core.torch_internals import pytree
 from para_core.user_warnings import CacheWarning, warn_user
@@ -89,7 +88,6 @@ class Branches:
         self._groups: list[BranchGroup] = []
         self._named: dict[str, BranchGroup] = {}
         self._count = 0
-        self.last: Branch | None = None
         # If :meth:`announce` was called, the branch of the next call.
         self._announced: BranchCall | None = None
 
@@ -128,11 +126,6 @@ class Branches:
             return announced
         return self._identify(arguments, context, moment, agree, raises=True)
 
-    def record_outcome(self, outcome: DecisionOutcome) -> None:
-        """Record the decision about the call that was identified last."""
-        if self.last is not None:
-            self.last.outcome = outcome
-
     def name_of(self, arguments: Mapping[str, Any]) -> str | None:
         """Return the name of the branch by its conditions alone: ``branch 0``, ``branch 1``, …; None if
         unknown.
@@ -161,7 +154,6 @@ class Branches:
         *,
         raises: bool,
     ) -> BranchCall:
-        self.last = None
         if context is None:
             group = self._group_of(arguments, agree)
         else:
@@ -178,7 +170,7 @@ class Branches:
             leaves = {
                 path: leaf for path, leaf in leaves.items() if path in clocks or not self._is_condition(path)
             }
-        return BranchSearch(self, group, leaves, clocks, moment, agree, raises=raises).run()
+        return BranchSearch(self, group, leaves, clocks, moment, agree, raises).run()
 
     def _is_condition(self, path: str) -> bool:
         return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in self.conditions)
@@ -190,7 +182,7 @@ class Branches:
         # Include all bools and strings, because some pipelines call the model a third time per step with some
         # layers left out, and say so by an argument of this kind.
         values += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
-        leaves = [Leaf(x, keep=True) for x in values]
+        leaves = [leaf_of(x) for x in values]
         group = self._find(leaves, agree)
         if group is not None:
             group.came_back = True
@@ -232,4 +224,4 @@ def _read_clocks(leaves: Leaves, clocks: set[str]) -> None:
         if leaf.is_plain and not leaf.value.is_meta and leaf.value.numel() <= MOST_READ:
             x = leaf.value.detach()
             if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                leaves[path] = Leaf(tuple(x.flatten().tolist()))
+                leaves[path] = Leaf((tuple(x.flatten().tolist()),))

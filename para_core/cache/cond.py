@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from para_core.cache.streams import Streams
 from para_core.instance.private_class import original_class
 from para_core.modes.interceptor import call_original, inside_branch
 from para_core.torch_internals import no_frame_of_its_own
 
-# Streams are the inputs or outputs of a block group, in the order of BlockGroup.streams. If the blocks return
-# None for a stream, its item is None.
-Streams = tuple[Tensor | None, ...]
 # A path is the names of the attributes that lead from a weight to one of the plain tensors inside it.
 Path = tuple[str, ...]
 

@@ -1,20 +1,20 @@
-"""The decision whether to skip a step, with Python numbers in eager code and with tensors in a graph."""
+"""The decision whether to skip a step, with Python numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from para_core.cache.blocks import CachedBlocks
-from para_core.cache.options import CacheOptions, Number, Observation, rule_of
+from para_core.cache.options import CacheOptions
+from para_core.cache.rules import Observation, rule_of
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.mesh import MeshDim, SequenceMesh
+from para_core.distributed.mesh import MeshDim
 
 
 class Verdict(IntEnum):
@@ -39,10 +39,6 @@ class Verdict(IntEnum):
     @property
     def skips(self) -> bool:
         return self in (Verdict.HIT, Verdict.MASKED)
-
-
-# The verdicts as floats, because a graph computes with float tensors.
-_HIT, _MISS, _WARMUP, _LIMIT, _, _NOT_FINITE, _MASKED, _REPEATED = map(float, Verdict)
 
 
 @dataclass(frozen=True)
@@ -74,99 +70,6 @@ def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
     return Step(index, total, time)
 
 
-class DecisionParams(NamedTuple):
-    """The numbers of a step and of the options that decide whether a call is skipped.
-
-    In a graph they are 0-dim float64 tensors, so that other values do not cause a recompilation.
-    """
-
-    forced: Number  # The number of a Verdict, or 0 if the step must be compared.
-    time: Number
-    step: Number
-    num_steps: Number
-    threshold: Number
-    warmup_steps: Number
-    max_consecutive_hits: Number
-    max_hits: Number
-
-    @staticmethod
-    def of(step: Step, options: CacheOptions, threshold: float) -> DecisionParams:
-        return DecisionParams(
-            forced=float(step.forced or 0),
-            time=step.time,
-            step=step.index,
-            num_steps=step.total,
-            threshold=threshold,
-            warmup_steps=options.warmup_steps,
-            max_consecutive_hits=_limit_of(options.max_consecutive_hits),
-            max_hits=_limit_of(options.max_hits),
-        )
-
-    def tensor(self, device: torch.device) -> Tensor:
-        """Return the fields as a float64 tensor ``[8]`` on ``device``, for which the host does not wait."""
-        return torch.tensor(self, dtype=torch.float64).to(device, non_blocking=True)
-
-
-def _limit_of(option: int | None) -> float:
-    if option is None:
-        return math.inf
-    return option
-
-
-def force_if_mixed(params: Tensor, mixed: Tensor) -> Tensor:
-    """Return the tensor ``params`` of a graph, forced to compute the step if ``mixed``, of one element, is not 0."""
-    return torch.cat([torch.where(mixed > 0, _REPEATED, params[:1]), params[1:]])
-
-
-class BranchCounters(NamedTuple):
-    """Counters of the calls of one CFG branch in a generation.
-
-    ``times`` are the timesteps of the last computed steps, newest first, one per residual that the options
-    store. Zeros stand for steps that do not exist yet.
-    """
-
-    calls: Number
-    hits: Number
-    hits_in_a_row: Number
-    times: tuple[Number, ...]
-
-    @property
-    def computed(self) -> Number:
-        return self.calls - self.hits
-
-    def after(self, skip: Any, time: Number, where: Where) -> BranchCounters:
-        """Return the counters after one more call, at timestep ``time``.
-        ``skip`` is whether that call was skipped.
-        """
-        return BranchCounters(
-            self.calls + 1,
-            where(skip, self.hits + 1, self.hits),
-            where(skip, self.hits_in_a_row + 1, 0.0),
-            tuple(
-                [where(skip, old, new) for old, new in zip(self.times, (time, *self.times[:-1]), strict=True)]
-            ),
-        )
-
-
-# A function where(condition, a, b) that returns a or b: torch.where for 0-dim tensors, _where for Python
-# numbers.
-Where = Callable[[Any, Any, Any], Any]
-
-
-def _where(condition: bool, a: Any, b: Any) -> Any:
-    if condition:
-        return a
-    return b
-
-
-def _verdict_without_difference(params: DecisionParams, counts: BranchCounters, where: Where) -> Number:
-    """Return the number of the verdict if limits, warm-up or the schedule determine it; 0 if the step is compared."""
-    verdict: Number = where(counts.hits_in_a_row >= params.max_consecutive_hits, _LIMIT, 0.0)
-    verdict = where(counts.hits >= params.max_hits, _LIMIT, verdict)
-    verdict = where(counts.calls < params.warmup_steps, _WARMUP, verdict)
-    return where(params.forced > 0, params.forced, verdict)  # type: ignore[no-any-return]
-
-
 class DecisionOutcome(NamedTuple):
     """The outcome of a decision, for the report. Its values are tensors if a graph decided.
 
@@ -191,24 +94,20 @@ class DecisionInput:
         sample: ``[B, ...]``, the values of this rank's tokens that are compared, usually some channels of the
             first-block residual. Each sample of the batch is compared with its own earlier value. If one
             difference is large, the whole batch is computed, because a graph cannot skip a part of it.
-        params: The numbers of the step and the options; in a graph, a tensor ``[8]`` that contains them.
-        mesh: The ranks that hold parts of one sequence, which decide together; None for a single rank.
+        samples: The number of samples in the call, over all ranks that share the batch.
+        step, threshold: The position of the call in the schedule, and the threshold.
+        dims: The mesh dims over which one sequence is sharded. Their ranks decide together.
         sharing: The mesh dim along which the batch is split in equal parts, if it is split. These ranks also
             decide together, from all samples, as one device would.
     """
 
     sample: Tensor
+    samples: int
     options: CacheOptions
-    params: DecisionParams | Tensor
-    mesh: SequenceMesh | None
+    step: Step
+    threshold: float
+    dims: tuple[MeshDim, ...] = ()
     sharing: MeshDim | None = None
-
-    @property
-    def samples(self) -> int:
-        """The number of samples in the call, over all ranks that share the batch."""
-        if self.sharing is None:
-            return self.sample.shape[0]
-        return self.sample.shape[0] * self.sharing.size
 
     def differences(self, first: Tensor) -> Tensor:
         """Return how much each sample differs from ``first``, its values in the last computed step, by the
@@ -216,26 +115,16 @@ class DecisionInput:
 
         The result, ``[samples]``, is equal on all ranks that decide together. This is a collective call.
         """
-        rule = rule_of(self.options.rule)
+        rule: Any = self.options.rule
         sums = rule.sums(self.sample.flatten(1), first.flatten(1))
         # Gather the sums and add them on each rank, so that all ranks add in the same order: different
         # rounding could make their decisions differ.
-        if self.mesh is not None:
-            for dim in self.mesh.dims:
-                if dim.size > 1:
-                    sums = all_gather(sums[None], [1] * dim.size, 0, dim).sum(dim=0)
-        differences = rule.difference(sums)
+        for dim in self.dims:
+            sums = all_gather(sums[None], [1] * dim.size, 0, dim).sum(dim=0)
+        differences: Tensor = rule.difference(sums)
         if self.sharing is not None:
             differences = all_gather(differences, [differences.shape[0]] * self.sharing.size, 0, self.sharing)
         return differences
-
-    def may_skip(self, largest: Number, params: DecisionParams, counts: BranchCounters) -> Any:
-        """Return whether a step with the difference ``largest`` may be skipped, by the policy or else the threshold."""
-        if self.options.policy is None:
-            return largest < params.threshold
-        return self.options.ask_policy(
-            Observation(largest, params.threshold, params.step, params.num_steps, counts.hits_in_a_row)
-        )
 
 
 class NumberDecider:
@@ -245,90 +134,81 @@ class NumberDecider:
     The host waits for the device at most once per call, and only if the difference decides.
     """
 
+    # Whether a graph keeps the state of the branch, so that its number of tensors is fixed.
+    in_graph: ClassVar[bool] = False
+
     def __init__(self, inputs: DecisionInput) -> None:
-        params: Any = inputs.params
-        later = [0.0] * (inputs.options.num_residuals - 1)
         self.first = inputs.sample.contiguous()
-        self._counts = BranchCounters(1, 0, 0, (params.time, *later))
+        self._calls = 1
+        self._hits = 0
+        self._hits_in_a_row = 0
+        self._most_hits = limit_of(inputs.options.max_hits)
+        self._most_in_a_row = limit_of(inputs.options.max_consecutive_hits)
+        # The timesteps of the computed steps whose residuals are stored, newest first. Zeros stand for steps
+        # that do not exist yet.
+        self._times = [inputs.step.time] + [0.0] * (inputs.options.chosen_forecast.num_residuals - 1)
 
     def decide(self, inputs: DecisionInput) -> tuple[bool, DecisionOutcome]:
         """Return whether to skip the step, and the outcome for the report.
         Update the counters and ``first``.
         """
-        params: Any = inputs.params
-        counts = self._counts
-        verdict = Verdict(int(_verdict_without_difference(params, counts, _where)))
+        options = inputs.options
+        computed = self._calls - self._hits
+        verdict = Verdict.HIT
+        if inputs.step.forced is not None:
+            verdict = inputs.step.forced
+        elif self._calls < options.warmup_steps:
+            verdict = Verdict.WARMUP
+        elif self._hits >= self._most_hits or self._hits_in_a_row >= self._most_in_a_row:
+            verdict = Verdict.LIMIT
         differences: list[float] | None = None
         if verdict is Verdict.HIT:
             differences = inputs.differences(self.first).tolist()
-            verdict = Verdict.NOT_FINITE
-            if all(map(math.isfinite, differences)):
+            largest = max(differences)
+            if not all(map(math.isfinite, differences)):
+                verdict = Verdict.NOT_FINITE
+            elif options.policy is not None:
+                observation = Observation(
+                    difference=largest,
+                    threshold=inputs.threshold,
+                    step=inputs.step.index,
+                    num_steps=inputs.step.total,
+                    hits_in_a_row=self._hits_in_a_row,
+                )
+                if not options.ask_policy(observation):
+                    verdict = Verdict.MISS
+            elif not largest < inputs.threshold:
                 verdict = Verdict.MISS
-                if bool(inputs.may_skip(max(differences), params, counts)):
-                    verdict = Verdict.HIT
-        skip = verdict.skips
-        self._counts = counts.after(skip, params.time, _where)
-        if not skip:
+        skip = verdict is Verdict.HIT or verdict is Verdict.MASKED
+        self._calls += 1
+        if skip:
+            self._hits += 1
+            self._hits_in_a_row += 1
+        else:
+            self._hits_in_a_row = 0
+            self._times = [inputs.step.time, *self._times[:-1]]
             self.first = inputs.sample.contiguous()
-        return skip, DecisionOutcome(differences, verdict, counts.computed, inputs.samples)
+        return skip, DecisionOutcome(differences, verdict, computed, inputs.samples)
 
-    def weights(self, options: CacheOptions, params: Any) -> list[float]:
-        """Return the weights of the stored residuals in the forecast, newest first.
+    def weights(self, options: CacheOptions, step: Step) -> list[float]:
+        """Return the weights of the stored residuals in the forecast of ``step``, newest first.
         Call :meth:`decide` before.
         """
-        if options.num_residuals == 1:
+        forecast = options.chosen_forecast
+        if forecast.num_residuals == 1:
             return [1.0]
-        times = torch.tensor(self._counts.times, dtype=torch.float64)
-        now = torch.tensor(params.time, dtype=torch.float64)
-        computed = torch.tensor(self._counts.computed, dtype=torch.float64)
-        weights: list[float] = options.chosen_forecast.weights(times, now, computed).tolist()
+        times = torch.tensor(self._times, dtype=torch.float64)
+        now = torch.tensor(step.time, dtype=torch.float64)
+        computed = torch.tensor(self._calls - self._hits, dtype=torch.float64)
+        weights: list[float] = forecast.weights(times, now, computed).tolist()
         return weights
 
 
-class TensorDecider:
-    """A :class:`NumberDecider` for graphs, which computes with tensors and changes its state in place."""
-
-    def __init__(self, inputs: DecisionInput) -> None:
-        self.first = inputs.sample.contiguous()
-        # One tensor holds the numbers of calls, hits and hits in a row, then the timesteps of the stored
-        # residuals.
-        counters = self.first.new_tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-        later = torch.zeros(inputs.options.num_residuals - 1, dtype=torch.float64, device=self.first.device)
-        params: Any = inputs.params
-        self._numbers = torch.cat([counters, params[1:2], later])
-
-    @property
-    def _counts(self) -> BranchCounters:
-        calls, hits, hits_in_a_row, *times = self._numbers.unbind()
-        return BranchCounters(calls, hits, hits_in_a_row, tuple(times))
-
-    def decide(self, inputs: DecisionInput) -> tuple[Tensor, DecisionOutcome]:
-        numbers: Any = inputs.params
-        params = DecisionParams(*numbers.unbind())
-        counts = self._counts
-        first = self.first
-        differences = inputs.differences(first).double()
-        may_skip = torch.as_tensor(inputs.may_skip(differences.max(), params, counts), device=first.device)
-        verdict = torch.where(may_skip, _HIT, _MISS)
-        verdict = torch.where(differences.isfinite().all(), verdict, _NOT_FINITE)
-        fixed: Any = _verdict_without_difference(params, counts, torch.where)
-        verdict = torch.where(fixed > 0, fixed.to(verdict.dtype), verdict)
-        skip = (verdict == _HIT) | (verdict == _MASKED)
-        after: Any = counts.after(skip, params.time, torch.where)
-        self._numbers.copy_(torch.stack([*after[:3], *after.times]))
-        first.copy_(torch.where(skip, first, inputs.sample))
-        return skip, DecisionOutcome(differences, verdict, counts.computed, inputs.samples)
-
-    def leave_graph(self) -> None:
-        """Clone the stored tensors that a graph returned, because the next replay of a CUDA graph overwrites them."""
-        self.first = self.first.clone()
-        self._numbers = self._numbers.clone()
-
-    def weights(self, options: CacheOptions, params: Any) -> list[Any]:
-        if options.num_residuals == 1:
-            return [1.0]
-        computed: Any = self._counts.computed
-        return list(options.chosen_forecast.weights(self._numbers[3:], params[1], computed).unbind())
+def limit_of(option: int | None) -> float:
+    """Return the limit that an option sets, or infinity if it is None."""
+    if option is None:
+        return math.inf
+    return option
 
 
 def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptions) -> int:

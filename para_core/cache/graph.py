@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from para_core.cache.blocks import BlockRole, as_tuple
+from para_core.cache.block_roles import BlockRole
 from para_core.cache.call_digest import CallDigest, digest_of
-from para_core.cache.cond import GroupBlocks, Streams, cond
-from para_core.cache.decision import force_if_mixed
+from para_core.cache.cond import GroupBlocks, cond
+from para_core.cache.decision import DecisionInput, DecisionOutcome
+from para_core.cache.graph_decision import TensorDecider, force_if_mixed, limits_of
+from para_core.cache.registry import register_traced_form
+from para_core.cache.residuals import CacheState, Residuals
+from para_core.cache.streams import Streams, StreamValues, as_tuple
 
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
@@ -31,13 +35,24 @@ class GraphForm:
 
     def __init__(self, cache: BlockCache) -> None:
         self.cache = cache
+        parameter = next(cache.module.parameters(), None)
+        device = torch.device("cpu")
+        if parameter is not None:
+            device = parameter.device
+        # For each block group, whether the model may compute something between its blocks in the current
+        # call.
+        self._unchained = [not group.chained for group in cache.blocks.groups]
+        self._limits = limits_of(cache.options)
+        # The numbers of the current step as one tensor, because a graph reads them from the device.
+        self.numbers: Tensor
+        self.begin_call({}, device)
         self._groups = []
         for index in range(len(cache.blocks.groups)):
             blocks = [block for block, role in cache.roles if role.skipped and role.group == index]
             self._groups.append(GroupBlocks(blocks))
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the state of the current call."""
         # A list whose items are set, because Dynamo 2.13 loses the new value of an attribute that is set
         # after torch.cond.
@@ -52,7 +67,32 @@ class GraphForm:
         for group in self._groups:
             group.refresh()
 
-    def compare(self, arguments: Mapping[str, Any]) -> None:
+    def begin_call(self, arguments: Mapping[str, Any], device: torch.device) -> None:
+        """Set the :class:`StepNumbers` that graphs read in an eager call of the model with ``arguments``."""
+        cache = self.cache
+        # Create a new tensor instead of overwriting the previous tensor, which the device may still have to
+        # read, and copy it without waiting.
+        step = cache.step
+        numbers = [float(step.forced or 0), step.time, step.index, step.total, cache.threshold, *self._limits]
+        self.numbers = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+        for index, group in enumerate(cache.blocks.groups):
+            self._unchained[index] = not group.chained
+            for name in group.between:
+                self._unchained[index] = self._unchained[index] or arguments.get(name) is not None
+
+    def end_call(self, is_first: bool) -> None:
+        """Clone the tensors that graphs returned in an eager call, because the next replay of a CUDA graph
+        overwrites them. ``is_first`` is whether the call began the state of its branch.
+        """
+        values: list[Any] = list(self.cache.outcome)
+        for index, value in enumerate(values):
+            if isinstance(value, Tensor):
+                values[index] = value.clone()
+        self.cache.outcome = DecisionOutcome(*values)
+        if is_first:
+            leave_graph(self.cache.state)
+
+    def enter(self, arguments: Mapping[str, Any]) -> None:
         """Compare a call that the graph makes with the last call of the state, which may have been another branch's."""
         cache = self.cache
         device = cache.device_of(arguments)
@@ -71,19 +111,22 @@ class GraphForm:
             cache.state.last_call = CallDigest(now.conditions, now.clock, mixed)
         self._mixed = mixed
 
-    def params(self) -> Tensor:
-        """Return the numbers by which the step is decided, as a tensor on the device."""
-        params = self.cache.params_on_device
-        if self._mixed is None:
-            return params
-        return force_if_mixed(params, self._mixed)
+    def begin(self, inputs: DecisionInput) -> TensorDecider:
+        """Return the decider of a branch that begins with this call."""
+        return TensorDecider(inputs, self._current_numbers())
 
-    def copy_to_host(self, skip: Tensor) -> Tensor:
-        """Return the decision ``skip`` on the CPU, copied once, because otherwise every torch.cond would wait
-        for the device.
-        """
+    def decide(self, inputs: DecisionInput) -> None:
+        """Decide the step with tensors, by the decider of the current branch."""
+        cache = self.cache
+        skip, cache.outcome = cache.state.decider.decide(inputs, self._current_numbers())
         self._skip_on_device = skip
-        return skip.to("cpu")
+        # Copy the decision to the host once, because otherwise every torch.cond would wait for the device.
+        cache.skip = skip.to("cpu")
+
+    def _current_numbers(self) -> Tensor:
+        if self._mixed is None:
+            return self.numbers
+        return force_if_mixed(self.numbers, self._mixed)
 
     def run_block(
         self,
@@ -94,26 +137,25 @@ class GraphForm:
         kwargs: dict[str, Any],
     ) -> Any:
         """Return the output of one block, which a ``torch.cond`` runs or skips."""
-        given = role.given(args, kwargs)
-        inputs = role.tensors(given)
-        if role.chained and not self.cache.unchained[role.group] and not role.has_fields(given):
-            return role.as_output(given, self._run_group(role, inputs, args, kwargs))
+        streams = role.read(args, kwargs)
+        inputs = streams.tensors
+        if role.chained and not self._unchained[role.group] and not _has_fields(streams):
+            return role.as_output(streams, self._run_group(role, inputs, args, kwargs))
         blocks = self._groups[role.group]
 
         def compute() -> Streams:
             return role.check_outputs(block, inputs, blocks.call(block, call, *args, **kwargs))
 
         if role.exits:
-            return role.as_output(given, self._end_group(role, inputs, compute))
+            return role.as_output(streams, self._end_group(role, inputs, compute))
 
         def allocate() -> Streams:
             # The values are not used, because the last block of the group replaces the outputs of skipped
             # blocks.
             return tuple([x.new_empty(x.shape) for x in inputs])
 
-        return role.as_output(
-            given, cond(self.cache.skip, allocate, compute, list(range(len(inputs))), inputs)
-        )
+        outputs = cond(self.cache.skip, allocate, compute, list(range(len(inputs))), inputs)
+        return role.as_output(streams, outputs)
 
     def _run_group(
         self, role: BlockRole, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -161,7 +203,65 @@ class GraphForm:
         """Return the output of a block group, computed or forecast, and store its residual if computed."""
         cache = self.cache
         residuals = cache.state.groups[role.group]
+        entries = cache.entries[role.group] or ()
         present = [i for i, history in enumerate(residuals.histories) if history is not None]
-        outputs = cond(cache.skip, lambda: cache.forecast(role), compute, present, inputs)
-        residuals.store_unless(self._skip_on_device, cache.entries[role.group] or (), outputs)
+
+        def forecast() -> Streams:
+            weights = cache.state.decider.weights(cache.options, self.numbers)
+            return _forecast(residuals, entries, weights)
+
+        outputs = cond(cache.skip, forecast, compute, present, inputs)
+        _store_unless(self._skip_on_device, residuals, entries, outputs)
         return outputs
+
+
+def _has_fields(streams: StreamValues) -> bool:
+    """Whether some streams are fields of dataclasses."""
+    return any(value is not None and not isinstance(value, Tensor) for value in streams.arguments.values())
+
+
+def _forecast(residuals: Residuals, entries: Streams, weights: list[Any]) -> Streams:
+    """Return the forecast outputs of the skipped blocks, with weights that are tensors or numbers."""
+    if not isinstance(weights[0], Tensor):
+        return residuals.forecast(entries, weights)
+    outputs: list[Tensor | None] = []
+    for entry, history in zip(entries, residuals.histories, strict=True):
+        total = entry
+        if history is None:
+            total = None
+        if total is not None:
+            for weight, residual in zip(weights, history or (), strict=False):
+                total = total + (weight * residual).to(total.dtype)
+        outputs.append(total)
+    return tuple(outputs)
+
+
+def _store_unless(skip: Tensor, residuals: Residuals, entries: Streams, outputs: Streams) -> None:
+    """Store the residual ``outputs - entries`` in place, unless the bool tensor ``skip`` is True."""
+    for history, output, entry in zip(residuals.histories, outputs, entries, strict=True):
+        if history is None or output is None or entry is None:
+            continue
+        residual = output.detach() - entry.detach()
+        for older, newer in zip(reversed(history[1:]), reversed(history[:-1]), strict=True):
+            older.copy_(torch.where(skip, older, newer))
+        history[0].copy_(torch.where(skip, history[0], residual))
+
+
+def leave_graph(state: CacheState) -> None:
+    """Clone all tensors of ``state`` that a graph returned, before the next replay of a CUDA graph overwrites them.
+
+    This is needed once per branch and generation, because later calls of the graph change the clones in
+    place.
+    """
+    state.decider.leave_graph()
+    for group in state.groups:
+        histories: list[list[Tensor] | None] = []
+        for history in group.histories:
+            if history is None:
+                histories.append(None)
+            else:
+                histories.append([x.clone() for x in history])
+        group.histories = histories
+
+
+register_traced_form(GraphForm)

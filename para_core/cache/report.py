@@ -1,23 +1,25 @@
-"""The records that a cache keeps of each model call, and the report for the user."""
+"""An optional feature: the records of the calls of a model with a cache, and the report for the user."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from para_core.cache.decision import DecisionOutcome, Verdict
+from para_core.cache.apply import require_cache
+from para_core.cache.call_records import CallRecord, CallRecords
+from para_core.cache.decision import Verdict
+from para_core.cache.registry import register_observer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from para_core.cache.block_cache import BlockCache
 
 
 @dataclass(frozen=True)
@@ -57,87 +59,49 @@ class CachedStep:
         return self.verdict.skips
 
 
-class Stopwatch:
-    """A timer that measures the time from its construction to :meth:`stop`, on a CUDA device by CUDA events.
+class Readings(CallRecords):
+    """The observer that records the calls of one cache, and describes them by their report."""
 
-    Only reading :attr:`seconds` makes the host wait for the device.
+    def summarize(self, caches: Sequence[BlockCache]) -> str:
+        """Return the report of ``caches`` as a text."""
+        return str(report_of(caches))
+
+
+def readings_of(cache: BlockCache) -> Readings:
+    """Return the records of the calls of ``cache``."""
+    return next(observer for observer in cache.observers if isinstance(observer, Readings))
+
+
+def model_cache_report(model: nn.Module) -> CacheReport:
+    """Return a report of the model calls since the last :func:`reset_cache`, of at most the last 4096 calls.
+
+    Raises:
+        ValueError: The model has no cache.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: list[Any] = []
-        self._seconds = 0.0
-        if device.type == "cuda":
-            self._events = [torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)]
-            self._events[0].record()
-        self._start = time.perf_counter()
-
-    def stop(self) -> None:
-        self._seconds = time.perf_counter() - self._start
-        if self._events:
-            self._events[1].record()
-
-    @property
-    def seconds(self) -> float:
-        if not self._events:
-            return self._seconds
-        begin, end = self._events
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+    return report_of([require_cache(model)])
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """The record of one model call, for :class:`CachedStep`. Reading its tensors or seconds may wait for the
-    device.
-
-    Args:
-        branch: The name of the branch, or one name for all branches in the batch.
-        num_branches, batch: Number of branches and number of samples in the whole batch; ``batch`` is 0 if
-            unknown.
-        room: Maximum number of stored residuals, and therefore of residuals in a forecast.
-        stopwatch: The stopped timer of the call.
-    """
-
-    step: int
-    branch: str
-    num_branches: int
-    batch: int
-    threshold: float
-    outcome: DecisionOutcome
-    room: int
-    stopwatch: Stopwatch
+def report_of(caches: Iterable[BlockCache]) -> CacheReport:
+    """Return the report of all ``caches`` of one pipeline."""
+    readings = [readings_of(cache) for cache in caches]
+    options = [cache.options for cache in caches]
+    # Transformers may have the same or different rules and forecasts, so list all, each once.
+    rules = " and ".join(dict.fromkeys([each.rule_name for each in options]))
+    forecasts = " and ".join(dict.fromkeys([each.chosen_forecast.name for each in options]))
+    dropped = sum([each.dropped for each in readings])
+    return CacheReport(
+        _rows_of([call for each in readings for call in each.calls]), rules, forecasts, dropped
+    )
 
 
-# Maximum number of model calls whose records are kept for the report. A pipeline clears the records before
-# every generation, but a loop that never calls reset_cache would otherwise accumulate them, and their tensors
-# on a GPU, without limit.
-MOST_READINGS = 4096
-
-
-class Readings(deque[StepRecord]):
-    """The records of the last ``MOST_READINGS`` model calls since :meth:`clear`; ``dropped`` counts those before."""
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=MOST_READINGS)
-        self.dropped = 0
-
-    def append(self, reading: StepRecord) -> None:
-        self.dropped += len(self) == self.maxlen
-        super().append(reading)
-
-    def clear(self) -> None:
-        super().clear()
-        self.dropped = 0
-
-
-def rows_of(readings: Iterable[StepRecord]) -> list[CachedStep]:
+def _rows_of(readings: Iterable[CallRecord]) -> list[CachedStep]:
     """Convert the records of model calls to rows, one per call and branch.
     The host may wait for the device.
     """
     return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
 
 
-def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
+def _rows_of_call(reading: CallRecord, call: int) -> list[CachedStep]:
     outcome: list[Any] = list(reading.outcome)
     for index, value in enumerate(outcome):
         if isinstance(value, Tensor):
@@ -165,7 +129,7 @@ def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
     num_used = 0
     if verdict.skips:
         num_used = min(int(computed), reading.room)
-    seconds = reading.stopwatch.seconds
+    seconds = reading.seconds
     rows = []
     for name, part in of_branches.items():
         measured = [x for x in part if x is not None]
@@ -340,3 +304,6 @@ def _finite(x: float | None) -> float | None:
     if x is None or not math.isfinite(x):
         return None
     return x
+
+
+register_observer(Readings)

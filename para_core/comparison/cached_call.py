@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.cache.apply import apply_cache, model_cache_report, require_cache
+from para_core.cache.apply import apply_cache, require_cache
 from para_core.cache.blocks import CachedBlocks
-from para_core.cache.decision import Step
 from para_core.comparison.tensor_parts import largest_error
 from para_core.comparison.virtual_ranks import fresh, with_same_weights
 from para_core.instance.private_class import original_class
@@ -66,5 +65,5 @@ def _call_twice(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, An
         arguments = fresh(inputs)
         call = partial(original_class(module).__call__, module, **arguments)
         # The step is given, because calls with equal inputs look like two calls of one step.
-        output = cache.run(call, arguments, lambda _: Step(), moment=step)
-    return output, any(row.hit for row in model_cache_report(module).rows)
+        output = cache.run(call, arguments, moment=step)
+    return output, any(outcome.verdict.skips for outcome in cache.outcomes)

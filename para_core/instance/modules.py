@@ -64,15 +64,14 @@ class ModuleTree:
     def __init__(self, module: nn.Module) -> None:
         self._states = [submodule.__dict__ for submodule in submodules_of(module)]
         self._child_dicts = [state[SUBMODULES] for state in self._states]
-        self._children = self._children_now()
+        self._children: list[nn.Module | None] = []
+        for children in self._child_dicts:
+            self._children.extend(children.values())
         self._holds_compiled_module = any(map(dict.__contains__, self._child_dicts, repeat(ORIGINAL_MODULE)))
-
-    def _children_now(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._child_dicts)))
 
     def is_unchanged(self) -> bool:
         """Whether every module still has the same submodules as in the snapshot."""
-        return self._children_now() == self._children
+        return list(chain.from_iterable(map(dict.values, self._child_dicts))) == self._children
 
     def has_compiled_parts(self) -> bool:
         """Whether the module or a module inside it is compiled now. Only valid if :meth:`is_unchanged`."""

@@ -44,24 +44,59 @@ def gather_parts(x: Tensor, dim: int, sizes: Sequence[int], mesh: SequenceMesh) 
 
     Parts are gathered first over the Ulysses ranks, which are neighbours, then over the ring.
     """
+    of_ulysses, of_ring = _sizes_by_dim(sizes, mesh)
+    return all_gather(all_gather(x, of_ulysses, dim, mesh.ulysses), of_ring, dim, mesh.ring)
+
+
+# For each sharded segment of a layout, the numbers of tokens of the ranks along the mesh dim ``ulysses``, and along
+# ``ring``. A replicated segment has none.
+GatherSizes = tuple[tuple[list[int], list[int]], ...]
+
+
+def gather_sizes(layout: SequenceLayout, mesh: SequenceMesh) -> GatherSizes:
+    """Return the numbers of tokens that :func:`gather_tokens` gathers over each mesh dim."""
+    of_segments: list[tuple[list[int], list[int]]] = []
+    for segment in layout.segments:
+        if segment.replicated:
+            of_segments.append(([], []))
+        else:
+            of_segments.append(_sizes_by_dim(segment.sizes(layout.ranks), mesh))
+    return tuple(of_segments)
+
+
+def _sizes_by_dim(sizes: Sequence[int], mesh: SequenceMesh) -> tuple[list[int], list[int]]:
+    """Return the sizes in this rank's Ulysses group, and the sums of the groups."""
     width = mesh.ulysses.size
     blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
-    block = all_gather(x, blocks[mesh.ring.index], dim, mesh.ulysses)
-    return all_gather(block, [sum(of_block) for of_block in blocks], dim, mesh.ring)
+    return list(blocks[mesh.ring.index]), [sum(block) for block in blocks]
 
 
-def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
+def gather_tokens(
+    y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh, sizes: GatherSizes | None = None
+) -> Tensor:
     """Gather ``y``, this rank's tokens of ``layout`` along ``dim``, from all sequence ranks.
 
-    The result is contiguous, with all tokens in the order of the sequence.
+    The result is contiguous, with all tokens in the order of the sequence. Tokens are gathered first over the
+    Ulysses ranks, whose parts of the sequence are neighbours, then over the ring. ``sizes`` are the
+    :func:`gather_sizes`, if the caller keeps them.
     """
-    parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
+    if sizes is None:
+        sizes = gather_sizes(layout, mesh)
+    parts: Sequence[Tensor] = (y,)
+    of_first, _ = sizes[0]
+    is_one_part = len(layout.segments) == 1 and len(of_first) > 0 and not torch.compiler.is_compiling()
+    if not is_one_part or y.shape[dim] != of_first[mesh.ulysses.index]:
+        # This raises if ``y`` does not have this rank's number of tokens.
+        parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
     gathered = []
-    for segment, part in zip(layout.segments, parts, strict=True):
+    for segment, part, (of_ulysses, of_ring) in zip(layout.segments, parts, sizes, strict=True):
         if segment.replicated:
             gathered.append(part)
             continue
-        rank_by_rank = gather_parts(part, dim, segment.sizes(layout.ranks), mesh)
+        ring_block = all_gather(part, of_ulysses, dim, mesh.ulysses)
+        rank_by_rank = ring_block
+        if mesh.ring.size > 1:
+            rank_by_rank = all_gather(ring_block, of_ring, dim, mesh.ring)
         if segment.balanced:
             # The result has the front part and the back part of each rank, rank by rank.
             runs = [run for rank in range(layout.ranks) for run in segment.runs(rank, layout.ranks)]
@@ -69,7 +104,6 @@ def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMes
             rank_by_rank = torch.cat([*halves[0::2], *reversed(halves[1::2])], dim=dim)
         gathered.append(rank_by_rank)
     # Return a contiguous tensor, as models do, because a loss may call view(-1, C) on the output.
-    whole: Tensor = gathered[0]
-    if len(gathered) > 1:
-        whole = torch.cat(gathered, dim=dim)
-    return whole.contiguous()
+    if len(gathered) == 1:
+        return gathered[0].contiguous()
+    return torch.cat(gathered, dim=dim).contiguous()

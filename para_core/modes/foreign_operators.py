@@ -79,9 +79,11 @@ def has_other_builds() -> bool:
     """Whether a build of FlashAttention is loaded that only a mode can intercept, because its namespace is
     not in ``DISPATCHED_OPERATORS``, such as one from the Hugging Face Hub.
     """
-    # A generator would add a Python call for each namespace to each call of a model.
-    builds = {namespace for namespace in vars(torch.ops) if "flash_attn" in namespace}
-    return not builds <= _DISPATCHED_NAMESPACES
+    # A comprehension or generator would add Python calls to each call of a model.
+    for namespace in vars(torch.ops):  # noqa: SIM110
+        if "flash_attn" in namespace and namespace not in _DISPATCHED_NAMESPACES:
+            return True
+    return False
 
 
 def is_called_by_a_graph(operator: Operator) -> bool:

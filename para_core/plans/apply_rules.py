@@ -41,8 +41,8 @@ from para_core.plans.plan import (
     SplitMask,
 )
 
-# Maximum number of known cuts of one plan. A full table is emptied.
-_MOST_KNOWN_CUTS = 256
+# Maximum number of known cuts, and of known gathers, of one plan. A full table is emptied.
+_MOST_KNOWN = 256
 
 
 class _KnownCut(NamedTuple):
@@ -55,6 +55,15 @@ class _KnownCut(NamedTuple):
     runs: tuple[Run, ...]
 
 
+class _KnownGather(NamedTuple):
+    """The result of a plain :class:`Gather` for one segment: the layout of the output along the dim ``dim``."""
+
+    # The table's keys contain the id of the rule, so it must stay alive.
+    gather: Gather
+    dim: int
+    layout: SequenceLayout
+
+
 class RuleExecutor(SegmentsOfCall):
     """An executor of plan rules on the tensors of one model call at a time."""
 
@@ -62,6 +71,8 @@ class RuleExecutor(SegmentsOfCall):
         super().__init__(mesh, coarse)
         # In eager code, the sharding of tensors that a plain Split cuts, by rule and number of tokens.
         self._known_cuts: dict[tuple[int, int], _KnownCut] = {}
+        # In eager code, the layouts of outputs, by rule, segment, number of tokens or groups, and of dims.
+        self._known_gathers: dict[tuple[int, Segment, int, int], _KnownGather] = {}
         # (Query layout, key layout, sharded mask) by block mask, because a model passes the same mask to
         # every block.
         self._masks: WeakKeyDictionary[BlockMask, tuple[SequenceLayout, SequenceLayout, BlockMask]]
@@ -85,8 +96,15 @@ class RuleExecutor(SegmentsOfCall):
         positional = list(args)
         named = dict(kwargs)
         prefix = f"{module_name}." if module_name else ""
+        is_traced = torch.compiler.is_compiling()
         for key, cut in cuts.items():
             name = prefix + key
+            # Most rules split tensors of a known length. This saves Python calls for each.
+            if not is_traced and isinstance(cut, Split) and isinstance(named.get(key), Tensor):
+                part = self._split_known(named[key], cut, name)
+                if part is not None:
+                    named[key] = part
+                    continue
             parameter, _, path = key.partition(".")
             if named.get(parameter) is not None:
                 named[parameter] = self._cut_at(path, named[parameter], cut, name)
@@ -95,6 +113,25 @@ class RuleExecutor(SegmentsOfCall):
                 if positional[index] is not None:
                     positional[index] = self._cut_at(path, positional[index], cut, name)
         return tuple(positional), named
+
+    def _split_known(self, value: Tensor, split: Split, name: str) -> Tensor | None:
+        """Return this rank's part of ``value`` if :meth:`_split_eagerly` has split as many tokens by this rule
+        before, and its segment is known or new in this call; else None.
+        """
+        if split.ndim is not None and value.ndim != split.ndim:
+            return None
+        known = self._known_cuts.get((id(split), value.shape[split.dim]))
+        if known is None or known.split is not split or known.name != (split.segment or split.like or name):
+            return None
+        segment = known.segment
+        noted = self.segments.get(known.name)
+        if noted is None and (split.segment is not None or not segment.replicated):
+            self.segments[known.name] = segment
+        elif noted is not None and noted != segment:
+            return None
+        if segment.replicated:
+            return value
+        return copy_runs(value, split.dim, known.runs)
 
     def _cut_at(self, path: str, value: Any, cut: ShardRule, name: str) -> Any:
         """Return ``value`` with the rule ``cut`` applied to its field ``path``, or to itself if the path is empty."""
@@ -261,7 +298,7 @@ class RuleExecutor(SegmentsOfCall):
         if known is None or known.split is not split or known.name != segment_name:
             segment = self.new_segment(segment_name, total)
             runs = SequenceLayout((segment,), self.mesh.ranks).runs(self.mesh.rank)
-            if len(self._known_cuts) >= _MOST_KNOWN_CUTS:
+            if len(self._known_cuts) >= _MOST_KNOWN:
                 self._known_cuts.clear()
             known = self._known_cuts[id(split), total] = _KnownCut(split, segment_name, segment, runs)
         segment = known.segment
@@ -311,6 +348,11 @@ class RuleExecutor(SegmentsOfCall):
         """
         if isinstance(output, Tensor):
             return self._gather(output, gathers[0])
+        if type(output) is tuple:
+            parts = list(output)
+            for index, gather in enumerate(gathers[: len(parts)]):
+                parts[index] = self._gather(parts[index], gather)
+            return tuple(parts)
         if has_fields(output):
             for name, gather in zip(fields_of(output), gathers, strict=False):
                 if gather is not None:
@@ -332,7 +374,14 @@ class RuleExecutor(SegmentsOfCall):
             return value
         if gather.field:
             return change_field(value, gather.field, partial(self._gather, gather=replace(gather, field="")))
-        segment = self.segment(gather.segment)
+        segment = self.segments.get(gather.segment)
+        if segment is None:
+            segment = self.segment(gather.segment)
+        if not torch.compiler.is_compiling():
+            known = self._known_gathers.get((id(gather), segment, value.shape[gather.dim], value.ndim))
+            if known is not None and known.gather is gather:
+                return self.put_together(value, known.dim, known.layout)
+        noted = segment
         if gather.after_replicated or gather.then_replicated:
             tokens = segment.size(self.mesh.rank, self.mesh.ranks)
             layout = self._layout_with_prefix(value, gather.dim, segment, tokens)
@@ -350,6 +399,11 @@ class RuleExecutor(SegmentsOfCall):
             gathered = self.with_equal_bits(value, dim, segment)
         else:
             gathered = self.put_together(value, dim, layout)
+            if gather.per == 1 and not torch.compiler.is_compiling():
+                if len(self._known_gathers) >= _MOST_KNOWN:
+                    self._known_gathers.clear()
+                key = id(gather), noted, value.shape[dim], value.ndim
+                self._known_gathers[key] = _KnownGather(gather, dim, layout)
         if gather.per != 1:
             return gathered.flatten(dim, dim + 1)
         return gathered

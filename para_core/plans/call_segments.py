@@ -6,12 +6,16 @@ from collections.abc import Collection, Sequence
 from math import prod
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Segment, SequenceLayout
-from para_core.layout.tokens import gather_tokens, shard_tokens
+from para_core.layout.tokens import GatherSizes, gather_sizes, gather_tokens, shard_tokens
 from para_core.plans.plan import Split
+
+# Maximum number of layouts whose sizes are kept. A full table is emptied.
+_MOST_KNOWN = 256
 
 
 class SegmentsOfCall:
@@ -28,6 +32,8 @@ class SegmentsOfCall:
         # A dict, because Dynamo 2.13 loses an attribute that is set before and after torch.cond, which a
         # cache adds.
         self.segments: dict[str, Segment] = {}
+        # In eager code, the numbers of tokens that gather_sizes() returns for a layout.
+        self._known_sizes: dict[SequenceLayout, GatherSizes] = {}
 
     def new_segment(self, name: str, total: int) -> Segment:
         """Return a segment of ``total`` tokens: sharded, or replicated if there are too few tokens for every rank."""
@@ -99,7 +105,14 @@ class SegmentsOfCall:
         """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``.
         Collective.
         """
-        return gather_tokens(part, dim, layout, self.mesh)
+        if torch.compiler.is_compiling():
+            return gather_tokens(part, dim, layout, self.mesh)
+        sizes = self._known_sizes.get(layout)
+        if sizes is None:
+            if len(self._known_sizes) >= _MOST_KNOWN:
+                self._known_sizes.clear()
+            sizes = self._known_sizes[layout] = gather_sizes(layout, self.mesh)
+        return gather_tokens(part, dim, layout, self.mesh, sizes)
 
     def _shard_known(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
         """Return this rank's part of ``value`` along ``dim``, which holds the tokens or the groups of

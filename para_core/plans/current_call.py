@@ -4,17 +4,13 @@ stages, PipeFusion.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from para_core.distributed.mesh import MeshDim, SequenceMesh
-from para_core.instance.record import slot_owner
-from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.interception import Interception
-from para_core.plans.region import region_of
+from para_core.plans.region import Region, region_of
 from para_core.torch_internals import function_mode_stack
 
 
@@ -48,23 +44,15 @@ def attention_is_skipped(module: nn.Module) -> None:
 
     A cache that skips all blocks calls no attention, and PipeFusion computes the attention of patches itself.
     """
-    interception = interception_of(module)
-    if interception is not None:
-        interception.planned.intercepted[0] = True
-        interception.planned.skipped[0] = True
+    allow_no_attention(region_of(module))
+
+
+def allow_no_attention(region: Region | None) -> None:
+    """Do what :func:`attention_is_skipped` does, for a model with this ``region``; None without a plan."""
+    if region is not None and region.interceptions:
+        planned = region.interceptions[-1].planned
+        planned.intercepted[0] = True
+        planned.skipped[0] = True
     for mode in function_mode_stack():
         if isinstance(mode, UnifiedAttnMode):
             mode.intercepted = True
-
-
-def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
-    """Return the ``output`` of a transformer ``block`` of ``module``, sent to all ranks along the mesh dim
-    ``pipe``.
-
-    Collective, unless ``module`` has no pipeline stages. The other ranks along ``pipe`` pass the input of the
-    block.
-    """
-    stages: Any = slot_owner(module, Slot.STAGES, object)
-    if stages is None:
-        return output
-    return stages.on_all(block, output)

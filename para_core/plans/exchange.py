@@ -284,10 +284,13 @@ class CachesOfCall:
             ValueError: A cache did not grow by this rank's tokens (a static cache does not), or the call
                 shards more than one segment.
         """
+        found = _caches_in([*arguments, output])
+        if not found:
+            return
         sharded = [segment for segment in segments if not segment.replicated]
         if not sharded:
             return
-        for cache in _caches_in([*arguments, output]):
+        for cache in found:
             if len(sharded) != 1:
                 names = [segment.name for segment in sharded]
                 raise ValueError(
@@ -301,14 +304,18 @@ class CachesOfCall:
 
 
 def _caches_in(values: Iterable[Any]) -> list[Any]:
+    """Return the key-value caches in ``values``, also in lists, tuples and dicts in them, each once."""
     caches: dict[int, Any] = {}
-    for value in values:
+    # A stack instead of recursion saves Python calls in each call of a model.
+    remaining = list(values)[::-1]
+    while remaining:
+        value = remaining.pop()
         if value is None or isinstance(value, (Tensor, str, int, float)):
             continue
         if isinstance(value, Mapping):
-            caches.update({id(cache): cache for cache in _caches_in(value.values())})
+            remaining.extend(reversed(list(value.values())))
         elif isinstance(value, (list, tuple)):
-            caches.update({id(cache): cache for cache in _caches_in(value)})
+            remaining.extend(reversed(value))
         elif hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list):
             caches[id(value)] = value
     return list(caches.values())

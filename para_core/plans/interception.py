@@ -71,18 +71,18 @@ class Interception:
             self.mode = PlannedAttnMode(planned, by_hand)
         # The attention functions of the nested attend_to contexts, the innermost last; in a graph only the
         # first.
-        self._attending = [planned]
+        self.attending = [planned]
 
     @property
     def current(self) -> PlannedAttention:
         """The attention function of the module that is running."""
-        return self._attending[-1]
+        return self.attending[-1]
 
     def intercept_calls(self) -> AbstractContextManager[Any]:
         """Return a context manager that intercepts attention calls."""
         if self.mode is not None:
             return self.mode
-        return at_the_dispatcher(self._attend, lambda: self._attending[-1].active[0])
+        return at_the_dispatcher(self._attend, lambda: self.attending[-1].active[0])
 
     @contextmanager
     def switch_off(self) -> Iterator[None]:
@@ -100,7 +100,7 @@ class Interception:
             active[0] = before
 
     def _attend(self, call: SdpaCall) -> Tensor:
-        planned = self._attending[-1]
+        planned = self.attending[-1]
         if not planned.active[0]:
             return call.on_one_device()
         return planned(call)
@@ -121,9 +121,9 @@ class Interception:
         mode: AbstractContextManager[Any] = nullcontext()
         if self.mode is not None:
             mode = PlannedAttnMode(planned, self.by_hand)
-        self._attending.append(planned)
+        self.attending.append(planned)
         try:
             with mode:
                 yield planned
         finally:
-            self._attending.pop()
+            self.attending.pop()

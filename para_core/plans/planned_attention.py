@@ -55,16 +55,17 @@ class PreparedAttention:
     # In eager code, what computes each plan entry for the segments of the last call. The keys are the ids of
     # the entries, which is cheaper than hashing them; the values refer to the entries, so the ids stay valid.
     segments: tuple[Segment, ...] | None = None
+    trace_safe: TraceSafeLayout = ()
     computed_by: dict[int, tuple[Attention, MeshAttention | None]] = field(default_factory=dict)
 
-    def find_computations(
-        self, segments: tuple[Segment, ...]
-    ) -> dict[int, tuple[Attention, MeshAttention | None]]:
-        """Return :attr:`computed_by` for calls with these ``segments``."""
-        if self.segments != segments or len(self.computed_by) >= _MOST_KNOWN:
-            self.segments = segments
-            self.computed_by = {}
-        return self.computed_by
+    def __post_init__(self) -> None:
+        self.ranks = self.mesh.ranks
+
+    def begin(self, segments: tuple[Segment, ...]) -> None:
+        """Set :attr:`computed_by` and ``trace_safe`` for calls with these ``segments``."""
+        self.segments = segments
+        self.trace_safe = to_trace_safe(segments, self.mesh.device_type)
+        self.computed_by = {}
 
 
 class PlannedAttention:
@@ -83,7 +84,7 @@ class PlannedAttention:
         self.attending = attending
         self.bind = bind
         self.mesh = prepared.mesh
-        self.ranks = prepared.mesh.ranks
+        self.ranks = prepared.ranks
         self.segments: TraceSafeLayout = ()
         # These are one-element lists, because Dynamo 2.13 loses an attribute that is set before torch.cond
         # (which a cache uses) and again after it.
@@ -97,9 +98,14 @@ class PlannedAttention:
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
         """Set the segments that the current call has sharded or replicated so far."""
-        self.segments = to_trace_safe(segments, self.mesh.device_type)
-        if not torch.compiler.is_compiling():
-            self._known_computations = self.prepared.find_computations(segments)
+        if torch.compiler.is_compiling():
+            self.segments = to_trace_safe(segments, self.mesh.device_type)
+            return
+        prepared = self.prepared
+        if prepared.segments != segments or len(prepared.computed_by) >= _MOST_KNOWN:
+            prepared.begin(segments)
+        self.segments = prepared.trace_safe
+        self._known_computations = prepared.computed_by
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """Return a copy that uses the plan entries ``attending``, one per attention call, and counts calls from 0."""
@@ -131,18 +137,18 @@ class PlannedAttention:
     def bind_checkpoint(self) -> None:
         """Make all ``torch.utils.checkpoint`` calls whose forward is running recompute with this attention.
 
-        Does nothing outside of a checkpoint, and inside a compiled function.
+        The caller has found hooks of saved tensors, as a checkpoint sets them, outside of a compiled function.
         """
-        if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
-            for recomputation in RECOMPUTATION:
-                recomputation.attention_called(self.prepared, partial(self.bind, self))
+        for recomputation in RECOMPUTATION:
+            recomputation.attention_called(self.prepared, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:
         """Return the attention output for this rank's queries, over all keys of the mesh, or by SDPA on one
         device if no key is sharded. Raise ``ValueError`` if the number of queries or keys does not fit the
         plan.
         """
-        self.bind_checkpoint()
+        if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+            self.bind_checkpoint()
         query = call.query
         key = call.key
         value = call.value

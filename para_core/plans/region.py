@@ -41,6 +41,7 @@ from para_core.plans.module_matching import as_tuple, match_modules, parameters_
 from para_core.plans.plan import (
     Attention,
     AttentionByHeads,
+    Gather,
     LinearAttention,
     Plan,
     ShardRule,
@@ -56,7 +57,11 @@ from para_core.plans.recomputation import bind_to_call
 from para_core.plans.samples import gather_samples, select_arguments
 from para_core.plans.submodule_calls import SubmoduleCalls
 from para_core.plans.whole_arguments import explain_whole_tensor
-from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, function_mode_stack
+from para_core.torch_internals import (
+    COMPILED_CALL,
+    ORIGINAL_CALLABLE,
+    function_mode_stack,
+)
 from para_core.user_warnings import WarningLog
 
 
@@ -129,6 +134,10 @@ class Region:
         # Binds a function to a call of this region, for the recomputation of activation checkpointing.
         self.bind: BindRecomputation = partial(bind_to_call, self)
         self.is_parallel = self.mesh.ranks > 1
+        # The rules for the output of the module itself.
+        self._gathers: tuple[Gather | None, ...] = ()
+        if self.plan.outputs.get("") is not None:
+            self._gathers = as_tuple(self.plan.outputs[""])
         calls = SubmoduleCalls(
             self.mesh, self.executor, self.check, self.interceptions, self.intercept_if_sharded
         )
@@ -173,7 +182,8 @@ class Region:
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         call_context: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
-            self.attach(module)
+            if self._tree is None or not self._tree.is_unchanged():
+                self.attach(module)
             # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a
             # graph.
             self._check_arguments(module, args, kwargs)
@@ -242,14 +252,13 @@ class Region:
                     with bind_recomputation(partial(self.bind, planned), module):
                         output = call(module, *args, **kwargs)
                 if caches is not None:
-                    caches.gather(inputs, output, self.segments, self.mesh)
+                    caches.gather(inputs, output, tuple(self.executor.segments.values()), self.mesh)
                 # A graph sets `intercepted`, too: it replays the attributes that were set while it was
                 # traced.
                 if self.is_parallel and (by_hand is not None or not planned.intercepted[0]):
                     self._conclude(module, planned, by_hand)
-            rule = self.plan.outputs.get("")
-            if rule is not None:
-                output = self.executor.outputs(output, as_tuple(rule))
+            if self._gathers:
+                output = self.executor.outputs(output, self._gathers)
             if samples is None or self.batch is None:
                 return output
             return gather_samples(output, samples, self.batch)

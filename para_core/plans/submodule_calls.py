@@ -21,6 +21,7 @@ from para_core.plans.interception import Interception
 from para_core.plans.module_matching import ModuleRules
 from para_core.plans.plan import AttentionByHeads, LinearAttention, OneForEach, ShardRule
 from para_core.plans.plan_queries import attention_calls
+from para_core.torch_internals import top_saved_tensors_hooks
 
 
 @dataclass(eq=False)
@@ -68,11 +69,20 @@ class SubmoduleCalls:
             if not attention or not self.interceptions:
                 return call(module, *args, **kwargs)
             interception = self.interceptions[-1]
-            interception.planned.bind_checkpoint()
+            if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+                interception.planned.bind_checkpoint()
             if isinstance(attention, (tuple, OneForEach)):
-                with interception.attend_to(
-                    attention_calls(attention, parameters, args, kwargs)
-                ) as planned:
+                calls = attention
+                if isinstance(calls, OneForEach):
+                    calls = attention_calls(calls, parameters, args, kwargs)
+                if interception.mode is None and not torch.compiler.is_compiling() and not self.check.due:
+                    # This is what attend_to does at the dispatcher, with fewer Python calls.
+                    interception.attending.append(interception.planned.within(calls))
+                    try:
+                        return call(module, *args, **kwargs)
+                    finally:
+                        interception.attending.pop()
+                with interception.attend_to(calls) as planned:
                     if not (torch.compiler.is_compiling() or self.check.due):
                         return call(module, *args, **kwargs)
                     return self.check.run(planned, call, module, args, kwargs)
@@ -105,7 +115,8 @@ class SubmoduleCalls:
                 return call(module, *args, **kwargs)
             interception = self.interceptions[-1]
             rows = None
-            interception.planned.bind_checkpoint()
+            if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+                interception.planned.bind_checkpoint()
             if of_inputs:
                 args, kwargs = self.executor.arguments(of_inputs, parameters, args, kwargs, name)
                 self.intercept_if_sharded(of_inputs.values())

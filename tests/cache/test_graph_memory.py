@@ -6,8 +6,8 @@ import torch
 from para_core import apply_cache, model_cache_report, reset_cache
 from para_core.adapters import apply_cache_on_pipe
 from para_core.adapters.cache.generation import caching_of
+from para_core.cache import graph
 from para_core.cache.apply import require_cache
-from para_core.cache.residuals import CacheState
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.tiny import relative_error
 
@@ -73,7 +73,7 @@ def require_no_shared_memory(cache, backend):
     states = list(cache.states.values())
     held = [x for state in states for x in state.tensors()]
     held += [state.decider._numbers for state in states if state.decider is not None]
-    held += [x for reading in cache.readings for x in reading.outcome if isinstance(x, torch.Tensor)]
+    held += [x for outcome in cache.outcomes for x in outcome if isinstance(x, torch.Tensor)]
     assert not any(_share(x, y) for x in held for y in backend.outputs)
     return len(held)
 
@@ -93,7 +93,7 @@ def test_replay_keeps_state_of_other_branch(blocks):
 @pytest.mark.long
 def test_forecast_state_is_copied_once_per_branch(monkeypatch):
     copied = []
-    monkeypatch.setattr(CacheState, "leave_graph", spied(CacheState.leave_graph, copied))
+    monkeypatch.setattr(graph, "leave_graph", spied(graph.leave_graph, copied))
     pipe, backend = Pipe(), Replayed()
     apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, forecast_order=1, adapter=ADAPTER)
     held = []

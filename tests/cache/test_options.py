@@ -15,8 +15,10 @@ from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, 
 from para_core.adapters.models import ADAPTERS
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import BlockGroup, CachedBlocks
-from para_core.cache.forecasts import FOCA, Forecast, forecast_weights
-from para_core.cache.options import FIRST_BLOCK, CacheOptions, Rule
+from para_core.cache.forecast_rule import Forecast
+from para_core.cache.forecasts import FOCA, forecast_weights
+from para_core.cache.options import CacheOptions
+from para_core.cache.rules import FIRST_BLOCK, Rule
 from para_core.plans.plan import Plan
 from para_core.user_warnings import ThresholdWarning
 from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts

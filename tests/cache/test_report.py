@@ -11,7 +11,7 @@ from PIL import Image
 
 from para_core import apply_cache, model_cache_report, reset_cache
 from para_core.adapters import apply_cache_on_pipe, cache_report
-from para_core.cache import report as report_module
+from para_core.cache import call_records
 from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, BLOCKS, Pipe, Scripted
 
@@ -128,7 +128,7 @@ def run_by_hand(model, num_calls):
 
 
 def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch, tmp_path):
-    monkeypatch.setattr(report_module, "MOST_READINGS", 5)
+    monkeypatch.setattr(call_records, "MOST_READINGS", 5)
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.0)
     run_by_hand(model, 3)
     assert (len(model_cache_report(model).rows), model_cache_report(model).dropped) == (3, 0)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from para_core.cache.forecasts import change, change_on_gpu, forecast, forecast_on_gpu
-from para_core.cache.options import rule_of
+from para_core.cache.residual_operators import change, change_on_gpu, forecast, forecast_on_gpu
 from para_core.cache.residuals import Residuals
+from para_core.cache.rules import rule_of
 from para_core.kernels import residual
 from para_core.recorder.run_counter import RunCounter
 from tests.kernels.launches import by_use, on_each_arch

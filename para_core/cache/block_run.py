@@ -1,0 +1,133 @@
+"""Run or skip the transformer blocks of one model call, and decide in between whether to skip them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from para_core.cache.block_roles import BlockRole
+from para_core.cache.decision import DecisionInput, DecisionOutcome, NumberDecider, Verdict
+from para_core.plans.current_call import allow_no_attention
+
+if TYPE_CHECKING:
+    from para_core.cache.block_cache import BlockCache
+
+
+def run_first_block(
+    cache: BlockCache,
+    role: BlockRole,
+    block: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a block that is never skipped, and return its output. After the last one, decide the step."""
+    streams = role.read(args, kwargs)
+    if role.opens:
+        cache.before = streams.tensors
+    output = call(block, *args, **kwargs)
+    if not role.decides:
+        return output
+    if cache.stages is not None:
+        # With pipeline stages only one stage has run the block. The other stages pass its input.
+        output = cache.stages.on_all(block, output)
+    outputs = role.check_outputs(block, streams.tensors, output)
+    before = cache.before or ()
+    cache.before = None
+    index = role.measured_index
+    if not streams.are_plain:
+        index = role.find_changed(streams.arguments, before, outputs)
+    decide(cache, outputs[index] - before[index])
+    return output
+
+
+def run_or_skip_block(
+    cache: BlockCache,
+    role: BlockRole,
+    block: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run or skip a block that may be skipped, and return its output.
+
+    The output of a skipped block is its input or, in a graph, may be an uninitialised tensor. Only the
+    last block of a group returns the forecast output of the group.
+    """
+    streams = role.read(args, kwargs)
+    if role.opens and cache.blocks.modulated is not None:
+        arguments = {**dict(zip(role.parameters, args, strict=False)), **kwargs}
+        decide(cache, cache.blocks.modulated(block, arguments))
+    if role.enters:
+        cache.entries[role.group] = streams.tensors
+    entries = cache.entries[role.group] or ()
+    state = cache.state
+    residuals = state.groups[role.group]
+    if cache.skip is None or cache.skip is False:
+        output = call(block, *args, **kwargs)
+        if role.exits:
+            outputs = role.check_outputs(block, streams.tensors, output)
+            residuals.store(entries, outputs, in_graph=state.decider.in_graph)
+    elif cache.skip is True:
+        tensors = streams.tensors
+        if role.exits:
+            tensors = residuals.forecast(entries, state.decider.weights(cache.options, cache.step))
+        output = role.as_output(streams, tensors)
+    else:
+        output = cache.traced.run_block(role, block, call, args, kwargs)
+    if role.exits:
+        cache.entries[role.group] = None
+    return output
+
+
+def decide(cache: BlockCache, residual: Tensor) -> None:
+    """Decide whether to skip the remaining blocks. Set ``cache.skip`` to a bool, in a graph to a bool tensor.
+
+    ``skip`` is None, and the blocks run, if no earlier step can be compared with this one. ``residual``
+    is the tensor that the rule compares: the first-block residual or the modulated input of the first
+    block. Collective.
+    """
+    state = cache.state
+    traced = torch.compiler.is_compiling()
+    sample = residual.detach()[..., :: cache.options.downsample].movedim(cache.blocks.groups[0].samples, 0)
+    # Some models pass tokens as ``[S, C]``, so add a batch dim of 1.
+    if sample.dim() < 3:
+        sample = sample[None]
+    samples = sample.shape[0]
+    sharing = None
+    if cache.region is not None and cache.region.sharing_samples:
+        sharing = cache.region.sharing_samples[-1]
+        samples *= sharing.size
+    inputs = DecisionInput(
+        sample=sample,
+        samples=samples,
+        options=cache.options,
+        step=cache.step,
+        threshold=cache.threshold,
+        dims=cache.dims,
+        sharing=sharing,
+    )
+    decider = state.decider
+    if (
+        decider is None
+        or decider.in_graph != traced
+        or decider.first.shape != sample.shape
+        or decider.first.dtype != sample.dtype
+        or decider.first.device != sample.device
+    ):
+        cache.skip = None
+        cache.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, samples)
+        state.drop_residuals()
+        if traced:
+            state.decider = cache.traced.begin(inputs)
+        else:
+            state.decider = NumberDecider(inputs)
+    elif traced:
+        cache.traced.decide(inputs)
+    else:
+        cache.skip, cache.outcome = decider.decide(inputs)
+        if cache.skip:
+            allow_no_attention(cache.region)

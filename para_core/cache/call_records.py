@@ -1,0 +1,108 @@
+"""The records of the calls of a model with a cache, from which the report is made."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from para_core.cache.decision import DecisionOutcome
+
+if TYPE_CHECKING:
+    from para_core.cache.block_cache import BlockCache
+
+
+@dataclass
+class CallRecord:
+    """The record of one model call, for the report. Reading its tensors or seconds may wait for the device.
+
+    Args:
+        branch: The name of the branch, or one name for all branches in the batch.
+        num_branches, batch: Number of branches and number of samples in the whole batch; ``batch`` is 0 if
+            unknown.
+        room: Maximum number of stored residuals, and therefore of residuals in a forecast.
+        events: The begin and the end of the call on a CUDA device.
+        start, host_seconds: The time of the begin, and the duration, on the host.
+        outcome: The outcome of the decision; that of the call before until the call has ended.
+    """
+
+    step: int
+    branch: str
+    num_branches: int
+    batch: int
+    threshold: float
+    room: int
+    events: tuple[Any, ...]
+    start: float
+    outcome: DecisionOutcome
+    host_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the call. If a CUDA device measured it, the host waits for the device."""
+        if not self.events:
+            return self.host_seconds
+        begin, end = self.events
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+# Maximum number of model calls whose records are kept for the report. A pipeline clears the records before
+# every generation, but a loop that never calls reset_cache would otherwise accumulate them, and their tensors
+# on a GPU, without limit.
+MOST_READINGS = 4096
+
+
+class CallRecords:
+    """The records of the last ``MOST_READINGS`` model calls since :meth:`clear`, of one cache.
+
+    Attributes:
+        calls: The records, oldest first.
+        count: Number of calls.
+    """
+
+    def __init__(self) -> None:
+        self.calls: deque[CallRecord] = deque(maxlen=MOST_READINGS)
+        self.count = 0
+        self._current: CallRecord
+
+    @property
+    def dropped(self) -> int:
+        """The number of calls whose records were dropped."""
+        return self.count - len(self.calls)
+
+    def begin(self, cache: BlockCache, branch: str, device: torch.device) -> None:
+        """Start to measure a call."""
+        events: tuple[Any, ...] = ()
+        if device.type == "cuda":
+            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            events[0].record()
+        self._current = CallRecord(
+            step=cache.step.index,
+            branch=branch,
+            num_branches=cache.num_branches,
+            batch=cache.batch,
+            threshold=cache.threshold,
+            room=cache.options.chosen_forecast.num_residuals,
+            events=events,
+            start=time.perf_counter(),
+            outcome=cache.outcome,
+        )
+
+    def end(self, outcome: DecisionOutcome) -> None:
+        """Keep the record of the call that began last."""
+        record = self._current
+        record.host_seconds = time.perf_counter() - record.start
+        if record.events:
+            record.events[1].record()
+        record.outcome = outcome
+        self.calls.append(record)
+        self.count += 1
+
+    def clear(self) -> None:
+        """Drop all records."""
+        self.calls.clear()
+        self.count = 0
