@@ -4,9 +4,9 @@
     python -m tests.mutants --show             # the mutants as a diff, without running anything
     python -m tests.mutants --count 10 --seed 7 --whole
 
-Each mutant is one changed line in a copy of the repository. Its tests are those of the folder that mirrors the changed
-file, then the quick tests, then, with ``--whole``, the whole suite; they end at the third failure. A mutant that no
-test kills is a line that nobody checks, or one that computes the same.
+Each mutant is one changed line in a copy of the repository. Its tests are those of the files that name the changed
+module, then those of the folder that mirrors it, then the quick tests, then, with ``--whole``, the whole suite; they
+end at the first failure. A mutant that no test kills is a line that nobody checks, or one that computes the same.
 """
 
 from __future__ import annotations
@@ -135,28 +135,40 @@ def choose(seed: int, count: int) -> list[Mutant]:
     return [generator.choice(by_line[place]) for place in places]
 
 
-def tests_of(file: str) -> list[str]:
-    """Return the test folders and files that mirror ``file``, the nearest first."""
+def stages_of(file: str, *, whole: bool) -> list[tuple[str, list[str], str]]:
+    """Return the stages in which tests look for a mutant of ``file``: name, test files and folders, and marks."""
     parts = Path(file).with_suffix("").parts
     rooms = parts[1:] if parts[0] == "para_core" else parts
-    nearest = [Path("tests", *rooms[:depth]) for depth in range(len(rooms) - 1, 0, -1)]
+    module = ".".join(("para_core", *rooms)).removesuffix(".__init__")
     own = Path("tests", *rooms[:-1], f"test_{rooms[-1]}.py")
-    return [str(path) for path in (own, *nearest) if (ROOT / path).exists()]
+    naming = [
+        path.relative_to(ROOT)
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if re.search(rf"\b{re.escape(module)}\b", path.read_text())
+    ]
+    near = [str(path) for path in dict.fromkeys((own, *naming)) if (ROOT / path).exists()]
+    folders = [Path("tests", *rooms[:depth]) for depth in range(len(rooms) - 1, 0, -1)]
+    mirror = [str(path) for path in folders if (ROOT / path).exists()][:1]
+    stages = [
+        ("files that name the module", near, _DEFAULT),
+        ("its folder", mirror, _DEFAULT),
+        ("quick tests", ["tests"], _QUICK),
+    ]
+    if whole:
+        stages.append(("all tests", ["tests"], _DEFAULT))
+    return [stage for stage in stages if stage[1]]
 
 
 def try_mutant(mutant: Mutant, *, whole: bool) -> Outcome:
     """Run the tests on a copy of the repository with ``mutant``, until one stage of them fails."""
     start = time.monotonic()
-    stages = [("its folder", tests_of(mutant.file), _DEFAULT), ("quick tests", ["tests"], _QUICK)]
-    if whole:
-        stages.append(("all tests", ["tests"], _DEFAULT))
     with without(Feature(())) as copy:
         apply(mutant, copy)
         killed: tuple[str, ...] = ()
         last = ""
-        for stage, paths, marks in stages:
+        for stage, paths, marks in stages_of(mutant.file, whole=whole):
             last = stage
-            killed = _failures(copy, paths, marks) if paths else ()
+            killed = _failures(copy, paths, marks)
             if killed:
                 break
     return Outcome(mutant, killed, last, round(time.monotonic() - start, 1))
@@ -178,7 +190,7 @@ def apply(mutant: Mutant, folder: Path) -> None:
 
 
 def _failures(folder: Path, paths: Sequence[str], marks: str) -> tuple[str, ...]:
-    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=3", "-n", "2", "-m", marks, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-m", marks, "-p", "no:cacheprovider"]
     try:
         run = subprocess.run(
             [*command, *paths], cwd=folder, capture_output=True, text=True, check=False, timeout=_SECONDS
