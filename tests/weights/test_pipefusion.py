@@ -25,7 +25,7 @@ from para_core.adapters import (
     pipefusion_report,
     unparallelize_pipe,
 )
-from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors
+from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors
 from para_core.weights.patch_plan import patch_runs
 from para_core.weights.patches import Arrival
 from tests.tiny import flux_call, flux_pipe, relative_error
