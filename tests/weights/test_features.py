@@ -31,6 +31,7 @@ FILES_OF_FEATURES = {
     "block_offload": ("adapters/weights/block_offload.py",),
     "quantize": ("adapters/weights/quantize.py",),
     "cfg": ("adapters/cfg/guided_calls.py", "adapters/cfg/output_form.py", "para_core/cfg/guidance.py"),
+    "same_bits": ("adapters/same_bits.py",),
 }
 # The list of public names may name a function of a feature.
 PUBLIC_NAMES = "adapters/api.py"
