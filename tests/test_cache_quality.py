@@ -1,9 +1,7 @@
 """The parts of benchmarks/cache_quality, on two captions and few steps. They need no peer in addition to diffusers."""
 
 import doctest
-import json
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ import torch
 from benchmarks.cache import forecasts as cache_forecasts
 from benchmarks.cache import ways
 from benchmarks.cache.judged import images_of, judge, scenes_of
-from benchmarks.cache.quality import parts_of, psnr_difference, summaries
+from benchmarks.cache.quality import psnr_difference
 from benchmarks.harness import read_results
 from para_core.adapters import cache_report
 from para_core.cache.forecasts import FOCA
@@ -19,7 +17,6 @@ from zoo.flux import scenes as grammar
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 STEPS = 6
 
 
@@ -76,25 +73,6 @@ def test_psnr_difference_is_none_beyond_the_thresholds():
     baseline = [{"computed": [3, 3], "psnr": [20.0, 20.0]}, {"computed": [7, 7], "psnr": [30.0, 30.0]}]
     assert psnr_difference({"computed": [9, 9], "psnr": [30.0, 34.0]}, baseline) is None
     assert psnr_difference({"computed": [5, 5], "psnr": [26.0, 26.0]}, baseline) == [1.0, 0.0]
-
-
-def test_page_is_written_from_measured_results():
-    values = {"ssim": [0.9, 1.0], "right": [True, False], "as without": [True, True], "attributes": [0.5, 1.0]}
-    row = {"cache": "another", "setting": "x", "steps": 28, "computed": [5, 5], "psnr": [30.0, 31.0], **values}
-    results = {
-        "environment": {"date": "2026-01-01", "device": "CPU", "python": "3.11", "versions": {"torch": "2.13"}},
-        "captions": 2,
-        "quality": summaries([row]),
-        "compiled": [{"name": "another, x", "refused as one graph": "Error: `x`", "refused": "Error: y"}],
-        "others": [{"name": "a third", "refused": "Error: z"}],
-        "eager": [
-            {"name": "another, x", "computed": 5, "cpu_seconds": 0.5, "speed_up": 1.5, "range": [1.4, 1.6]},
-        ],
-    }
-    page = "\n".join(line for lines in parts_of(json.loads(json.dumps(results))).values() for line in lines)
-    assert "| another | x | 5.0 | 30.5 |  |" in page
-    assert "50.0% to 50.0%" in page
-    assert "| another, x | 5 | 1.50 × |  | *refused* |" in page
 
 
 @pytest.mark.parametrize("name", ["quality", "speed"])

@@ -56,17 +56,6 @@ def check(results, lengths):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ring", "ulysses"), BOTH_DIMS)
-def test_new_mode_each_step_compiles_once(rank_pool, ring, ulysses):
-    # Warnings are errors on the ranks: a handler that does not run again must not be taken for attention that nobody
-    # intercepted.
-    results = rank_pool.run(compile_around, ring * ulysses, ring, ulysses, [12] * 5)
-    check(results, [12] * 5)
-    for _, graphs in results:
-        assert graphs == [1] * 5
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("ring", "ulysses"), [(2, 1), *[pytest.param(*mesh, marks=pytest.mark.long) for mesh in MESHES[1:]]]
 )
@@ -360,36 +349,6 @@ def test_a_nested_compile_region_is_refused_with_a_sentence(rank_pool):
         RankPoolError, match=r"RuntimeError: .*nested_compile_region|in intercept\n    raise RuntimeError"
     ):
         rank_pool.run(compile_a_nested_region, 2)
-
-
-def learn_with_reordered_collectives(ring, ulysses):
-    """Run forward and backward of a model with shard and gather in its graph, with Inductor's reordering on."""
-    import torch._inductor.config as inductor
-
-    mesh, model = make_mesh(ring, ulysses), make_transformer()
-
-    @torch.compile(fullgraph=True)
-    def run(x):
-        with UnifiedAttnMode(mesh) as cp:
-            sequence = cp.sequence(x.shape[1])
-            return cp.gather(model(cp.shard(x, dim=1, sequence=sequence)), dim=1, sequence=sequence)
-
-    x = tokens(13).requires_grad_()
-    with inductor.patch(reorder_for_compute_comm_overlap=True, reorder_for_locality=True):
-        y = run(x)
-        y.square().mean().backward()
-    torch.distributed.all_reduce(x.grad)
-    return y.detach(), x.grad / (ring * ulysses)
-
-
-@pytest.mark.long  # tests/distributed/test_graph_order.py covers the order that Inductor chooses by itself.
-def test_inductor_may_reorder_collectives(rank_pool):
-    model, x = make_transformer(), tokens(13).requires_grad_()
-    y = model(x)
-    y.square().mean().backward()
-    for out, grad in rank_pool.run(learn_with_reordered_collectives, 2, 1, 2, timeout=300):
-        assert relative_error(out, y.detach()) < 1e-5
-        assert relative_error(grad, x.grad) < 1e-5
 
 
 @pytest.mark.long

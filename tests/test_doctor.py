@@ -32,73 +32,51 @@ def finding_of(check, *args):
     return finding
 
 
-def examine_all():
-    with in_short():
-        report = examine(this_rank())
-    return report.table(), report.broken, report.figures, [finding.name for finding in report.findings]
-
-
-def examine_with_wrong_attention():
-    """Examine the mesh while the attention of one rank is slightly wrong."""
-    mesh = cpu_mesh(1, 2)
-    attend = doctor._attend
+def examine_with_faults():
+    """Return the report of healthy ranks, and findings or the report with a fault on one rank."""
+    mesh, attend = cpu_mesh(1, 2), doctor._attend
 
     def wrong(qkv):
         return attend(qkv) * (1.001 if qkv[0].dtype == torch.float32 and dist.get_rank() == 1 else 1.0)
 
-    with mock.patch.object(doctor, "_attend", wrong):
-        return finding_of(exactness, mesh)
-
-
-def examine_with_other_versions():
     def version(name):
         return f"2.{11 + dist.get_rank()}.0"
 
-    with mock.patch("importlib.metadata.version", version):
-        return finding_of(versions)
-
-
-def examine_without_a_mesh():
     def refuse(*_, **__):
         raise RuntimeError("ranks [0, 1] on host a all have the current device 0, and NCCL takes one rank per GPU")
 
-    with in_short(), mock.patch.object(doctor, "init_context_parallel_mesh", refuse):
-        return examine(this_rank())
+    with in_short():
+        healthy = examine(this_rank())
+        with mock.patch.object(doctor, "init_context_parallel_mesh", refuse):
+            without_mesh = examine(this_rank())
+    with mock.patch.object(doctor, "_attend", wrong):
+        attention = finding_of(exactness, mesh)
+    with mock.patch("importlib.metadata.version", version):
+        return healthy, without_mesh, attention, finding_of(versions)
 
 
-def test_all_is_well_on_two_ranks(rank_pool):
-    results = rank_pool.run(examine_all, 2)
-    table, broken, figures, names = results[0]
-    assert not broken, table
+def test_faults_of_a_rank_are_found_on_all(rank_pool):
+    (healthy, without_mesh, *_, other_versions), (second, *_) = results = rank_pool.run(examine_with_faults, 2)
+    assert not healthy.broken, healthy.table()
+    names = [finding.name for finding in healthy.findings]
     for name in ("versions", "device", "backends", "host", "attention over the mesh", "host per attention call"):
         assert name in names
     assert "mesh dim ulysses" in names and "mesh dim ring" not in names
-    (dim,) = figures["mesh dims"]
+    (dim,) = healthy.figures["mesh dims"]
     assert dim["size"] == 2 and dim["latency"] > 0 and dim["bytes per second"] > 0
     # The report describes the slowest rank, on all ranks.
-    assert results[1][2] == figures
-
-
-def test_wrong_attention_is_found_on_every_rank(rank_pool):
-    for finding in rank_pool.run(examine_with_wrong_attention, 2):
-        assert finding.verdict == BROKEN
-        assert "NCCL" in finding.advice
-
-
-def test_other_versions_on_other_ranks_are_named(rank_pool):
-    first, _ = rank_pool.run(examine_with_other_versions, 2)
-    assert first.verdict == BROKEN
-    assert "rank 1: " in first.result and "torch 2.12.0" in first.result
-    assert "torch" in first.advice
-
-
-def test_raising_check_is_broken_and_others_run(rank_pool):
-    report = rank_pool.run(examine_without_a_mesh, 2)[0]
-    assert report.broken
-    broken = [finding for finding in report.findings if finding.verdict == BROKEN]
+    assert second.figures == healthy.figures
+    for _, _, attention, _ in results:
+        assert attention.verdict == BROKEN
+        assert "NCCL" in attention.advice
+    assert other_versions.verdict == BROKEN
+    assert "rank 1: " in other_versions.result and "torch 2.12.0" in other_versions.result
+    assert "torch" in other_versions.advice
+    # A check that raises is broken, and the others run.
+    broken = [finding for finding in without_mesh.findings if finding.verdict == BROKEN]
     assert [finding.name for finding in broken] == ["mesh"]
     assert "--nproc_per_node" in broken[0].advice
-    assert any(finding.name == "host" for finding in report.findings)
+    assert any(finding.name == "host" for finding in without_mesh.findings)
 
 
 @pytest.mark.parametrize(

@@ -126,20 +126,39 @@ def test_own_model_example_is_exact_on_four_ranks(rank_pool):
     assert max(differences) < 1e-5
 
 
-def test_flux_example_equals_the_unmodified_pipeline(rank_pool, tmp_path):
-    on_ranks(rank_pool, copied(PARALLEL / "run_flux.py", tmp_path), "--model", str(FLUX), "--size", "48")
-    prompt = "a large red circle in the centre on a white background"
-    expected = unmodified("FluxPipeline", FLUX, prompt, **square(48, 28)).images[0]
-    assert np.abs(image_of(tmp_path / "flux.png") - np.asarray(expected, dtype=int)).max() <= 1
+CENTRE = "a large red circle in the centre on a white background"
+TOP_LEFT = "a large red circle in the top left on a white background"
+# Each example of an image with its class, prompt, size and steps.
+IMAGES = {
+    "run_flux": ("FluxPipeline", CENTRE, 48, 28),
+    "run_sharded": ("FluxPipeline", TOP_LEFT, 48, 28),
+    "run_stable_diffusion": ("StableDiffusionXLPipeline", TOP_LEFT, 72, 30),
+    "launch_flux": ("FluxPipeline", CENTRE, 48, 28),
+}
 
 
-def test_launch_example_equals_the_unmodified_pipeline(tmp_path):
-    example = copied(PARALLEL / "launch_flux.py", tmp_path)
-    command = [sys.executable, example, "--model", FLUX, "--size", "48", "--ranks", "2"]
-    subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    prompt = "a large red circle in the centre on a white background"
-    expected = unmodified("FluxPipeline", FLUX, prompt, **square(48, 28)).images[0]
-    assert np.abs(image_of(tmp_path / "flux.png") - np.asarray(expected, dtype=int)).max() <= 1
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if "_s" in name else ()) for name in IMAGES],
+)
+def test_image_examples_equal_the_unmodified_pipeline(rank_pool, name, tmp_path):
+    cls, prompt, size, steps = IMAGES[name]
+    model, example = FLUX, copied(PARALLEL / f"{name}.py", tmp_path)
+    if name == "run_stable_diffusion":
+        model = tmp_path / "model"
+        UNET_PIPELINES["xl"].build().save_pretrained(model)
+    arguments = ["--model", str(model), "--size", str(size)]
+    if name == "launch_flux":
+        command = [sys.executable, example, *arguments, "--ranks", "2"]
+        subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    else:
+        printed = on_ranks(rank_pool, example, *arguments)
+    if name == "run_sharded":
+        held, total = map(float, re.search(r"rank 0 holds (\S+) of (\S+) MB", printed).groups())
+        assert held < 0.7 * total
+    expected = unmodified(cls, model, prompt, **square(size, steps)).images[0]
+    image = image_of(tmp_path / f"{name.partition('_')[2]}.png")
+    assert np.abs(image - np.asarray(expected, dtype=int)).max() <= 1
 
 
 @pytest.mark.slow
@@ -156,33 +175,12 @@ def test_notebook_runs_and_shows_what_is_stored_in_it():
 
 
 @pytest.mark.long
-def test_sharded_example_is_exact_and_holds_a_part(rank_pool, tmp_path):
-    example = copied(PARALLEL / "run_sharded.py", tmp_path)
-    printed = on_ranks(rank_pool, example, "--model", str(FLUX), "--size", "48")
-    held, total = map(float, re.search(r"rank 0 holds (\S+) of (\S+) MB", printed).groups())
-    assert held < 0.7 * total
-    prompt = "a large red circle at the top left, on white"
-    expected = unmodified("FluxPipeline", FLUX, prompt, **square(48, 28)).images[0]
-    assert np.abs(image_of(tmp_path / "sharded.png") - np.asarray(expected, dtype=int)).max() <= 1
-
-
-@pytest.mark.long
 def test_pipefusion_example_holds_a_part_on_each_rank(rank_pool, tmp_path):
     example = copied(PARALLEL / "run_pipefusion.py", tmp_path)
     printed = on_ranks(rank_pool, example, "--model", str(FLUX), "--size", "48")
     assert re.search(r"rank 0 holds \S+ MB", printed)
     assert "PipeFusionReport(whole_calls=1, patched_calls=27" in printed
     assert image_of(tmp_path / "pipefusion.png").shape == (48, 48, 3)
-
-
-@pytest.mark.long
-def test_stable_diffusion_example_equals_the_unmodified_pipeline(rank_pool, tmp_path):
-    UNET_PIPELINES["xl"].build().save_pretrained(tmp_path / "model")
-    example = copied(PARALLEL / "run_stable_diffusion.py", tmp_path)
-    on_ranks(rank_pool, example, "--model", str(tmp_path / "model"), "--size", "72")
-    prompt = "a large red circle at the top left, on white"
-    expected = unmodified("StableDiffusionXLPipeline", tmp_path / "model", prompt, **square(72, 30)).images[0]
-    assert np.abs(image_of(tmp_path / "stable_diffusion.png") - np.asarray(expected, dtype=int)).max() <= 1
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from benchmarks.gpu import (
     host,
     kernels,
     local_attention,
-    ranks,
     runner,
     small_kernels,
     timing,
@@ -89,16 +88,6 @@ def test_wrong_gradients_are_called_wrong(run_here, monkeypatch):
 
     monkeypatch.setattr(local_attention, "local_attention_backward", wrong)
     assert verdicts(run_here("local", part="math")) == {"wrong"}
-
-
-@pytest.mark.long
-def test_four_ranks_on_one_device_equal_one(run_here):
-    results = run_here("ranks")
-    assert verdicts(results) == {"ok"}
-    assert results["left out"] == []
-    meshes, cases = ({row[name] for row in results["rows"]} for name in ("mesh", "case"))
-    assert meshes == {"ring", "Ulysses", "ring 2 × Ulysses 2"}
-    assert len(results["rows"]) == 3 * len(cases) == 3 * len(ranks.cases(15))
 
 
 def decode_tiny():
@@ -333,27 +322,3 @@ def raise_on_rank_1(device):
     yield {"found": rank}
     if rank == 1:
         raise ZeroDivisionError
-
-
-@pytest.mark.long
-def test_triton_kernel_is_compiled_in_a_pool_and_interpreted(run_here):
-    results = run_here("attention")
-    assert verdicts(results) == {"ok"}
-    first = results["rows"][0]
-    assert (first["compiled"], first["processes"], first["missing"]) == (1, 1, {})
-    ways = {row["way"] for row in results["rows"] if "way" in row}
-    assert ways == {
-        "triton",
-        "triton, four continuing calls",
-        "triton, half of the keys padded",
-        "triton-int8, not exact",
-        "PyTorch",
-    }
-    assert not any("refused" in row for row in results["rows"])
-    # In float16 the results are exact except for rounding, in one call and in four.
-    errors = {row["way"]: row["error"] for row in results["rows"] if "way" in row and not row["is_causal"]}
-    assert (
-        max(errors["triton"], errors["triton, four continuing calls"])
-        < 1e-3
-        < errors["triton, half of the keys padded"]
-    )

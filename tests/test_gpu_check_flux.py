@@ -7,7 +7,7 @@ import diffusers
 import pytest
 import torch
 
-from benchmarks.gpu import blocks, flux, flux_graphs, nccl_ranks, two_ranks
+from benchmarks.gpu import blocks, flux, flux_graphs, two_ranks
 from benchmarks.gpu.flux_model import FluxTransformer2DModel
 from benchmarks.gpu.job import SectionJob, SectionSkipped
 from tests.tiny import relative_error
@@ -109,10 +109,3 @@ def test_pipelines_on_two_ranks_equal_one(rank_pool, part):
     for rows in rank_pool.run(steps_of, 2, part):
         assert [row["step"] for row in rows] == [*two_ranks.PARTS[part]]
         assert {row["verdict"] for row in rows} == {"ok"}, rows
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("section", "part"), [(two_ranks, "exact"), (nccl_ranks, "")])
-def test_sections_of_ranks_run_in_processes_of_their_own(tmp_path, section, part):
-    job = run_section(section, tmp_path, part=part)
-    assert {row["verdict"] for row in job.rows} == {"ok"}, job.rows

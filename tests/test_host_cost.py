@@ -41,11 +41,3 @@ def test_flux_is_measured_each_way_with_few_blocks():
     assert {"unmodified", "ulysses", "ring", "ulysses, by hand"} <= set(rows)
     assert rows["unmodified"]["python calls"] == rows["unmodified, again"]["python calls"]
     assert rows["unmodified"]["python calls"] < rows["ulysses, by hand"]["python calls"]
-
-
-@pytest.mark.long
-def test_one_call_is_measured_on_fake_group():
-    rows = host_cost.measure_fake(1, ranks=2)
-    expected = {f"{name}, {way}" for name in ("ulysses", "ring") for way in ("by hand", "eager", "compiled")}
-    assert expected <= set(rows)
-    assert {row["against"] for name, row in rows.items() if name.startswith("ring")} == {"ring, by hand"}

@@ -166,26 +166,9 @@ def test_sdist_has_the_sources_of_the_wheel(distributions):
     assert {f"{folder}/{name}" for folder in FOLDERS for name in files_of(ROOT / folder)} <= names
 
 
-@pytest.mark.long
-def test_installed_folder_has_the_files_of_the_wheel(distributions, tmp_path):
-    checkout = copy_checkout(tmp_path / "checkout")
-    run(sys.executable, "-m", "pip", *INSTALL, "--target", tmp_path / "target", ".", cwd=checkout)
-    with zipfile.ZipFile(distributions[1]) as archive:
-        modules = [name for name in archive.namelist() if name.endswith(".py")]
-    assert sorted(files_of(tmp_path / "target")) == sorted(modules)
-
-
 def test_installed_parts_are_found_and_hide_no_package(environment):
     assert "found" in environment.run("probe.py", "elsewhere", environment.para_core, cwd=environment.elsewhere)
     assert "found" in environment.run("probe.py", "root", environment.checkout, cwd=environment.checkout)
-
-
-@pytest.mark.long
-def test_the_parts_are_found_with_c_and_m(environment):
-    code = "import para_core.adapters, para_core.kernels.merge_reference as m; print(m.__name__)"
-    for cwd in (environment.elsewhere, environment.checkout):
-        assert environment.run("-c", code, cwd=cwd).strip() == "para_core.kernels.merge_reference"
-    environment.run("-m", "para_core.kernels.merge_reference", cwd=environment.elsewhere)
 
 
 @pytest.mark.long
@@ -230,11 +213,6 @@ def test_tests_use_parts_of_the_checkout():
     assert Path(para_core.__file__) == ROOT / "para_core" / "__init__.py"
     assert Path(para_core.adapters.__file__) == ROOT / "adapters" / "__init__.py"
     assert Path(para_core.kernels.merge_reference.__file__) == ROOT / "kernels" / "merge_reference.py"
-
-
-def test_kernels_is_a_folder_and_no_package():
-    # With an __init__.py, the folder would hide PyPI's kernels from everything that is started in the root.
-    assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
 def test_diffusers_sees_no_kernels_package_in_checkout():

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import stand_ins, xdit
 from benchmarks.peers.cells import best, verdict
-from benchmarks.peers.page import NO_NOTION, about, cell, kind, own, summary
 from tests.attention.one_device import make_qkv, relative_error
 
 ROOT = Path(__file__).parents[1]
@@ -57,56 +56,6 @@ def test_exact_attempt_counts_else_the_first():
     wrong, refused, exact = ({"verdict": word} for word in ("wrong", "refused", "exact"))
     assert best([refused, wrong, exact]) is exact
     assert best([refused, wrong]) is refused
-
-
-def test_cell_names_ways_only_if_they_differ():
-    exact, refused, wrong = {"verdict": "exact"}, {"verdict": "refused"}, {"verdict": "wrong", "error": 0.5}
-    assert cell({"Ulysses": exact, "ring": exact}) == "exact"
-    assert (
-        cell({"Ulysses": exact, "ring": wrong, "2 × 2": refused})
-        == "Ulysses: exact; ring: **wrong** by 0.5; 2 × 2: *refused*"
-    )
-
-
-@pytest.mark.parametrize(("by_hand", "shown"), [(True, "mask sharded by hand"), ("with `n`", "with `n`")])
-def test_a_cell_names_an_exact_option_that_is_not_documented(by_hand, shown):
-    ways = {"ring": {"verdict": "exact", "setting": {"by hand": by_hand}}}
-    assert cell(ways) == f"exact ({shown})"
-
-
-def test_missing_feature_of_a_peer_is_not_wrong():
-    no_argument = {"verdict": "refused", "message": "TypeError: f() got an unexpected keyword argument 'attn_mask'"}
-    stand_in = {"verdict": "refused", "message": "RuntimeError: attn_bias does not fit (stand-in)"}
-    refused = {"verdict": "refused", "message": "ValueError: GQA is not yet supported"}
-    assert [kind(attempt) for attempt in (no_argument, stand_in, refused)] == [
-        "not offered",
-        "refused by our stand-in",
-        "refused",
-    ]
-    wrong = {"verdict": "wrong", "error": 0.5}
-    assert kind(wrong, NO_NOTION, "ParaAttention") == "not offered"
-    assert kind(wrong, NO_NOTION, "para_core") == kind(wrong, "gradients", "ParaAttention") == "wrong"
-
-
-def test_the_summary_counts_every_cell():
-    results = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
-    rows = [line.strip("| ").split(" | ")[1:] for line in summary(results)[2:]]
-    columns = list(zip(*(row for row in rows if row[0].isdigit()), strict=True))
-    assert [sum(map(int, column)) for column in columns] == [69] * 4
-    verdicts = [way["verdict"] for ways in results["cells"]["ParaAttention"].values() for way in ways.values()]
-    assert int(columns[2][0]) == verdicts.count("exact")
-
-
-def test_own_table_has_default_and_option():
-    results = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
-    lines = own(results)
-    for peer, rows in results["own rows"].items():
-        for row, ways in rows.items():
-            assert any(peer in line and row in line and cell(ways) in line for line in lines)
-    way = results["cells"]["SGLang"]["101 tokens: no number of ranks divides them"]["Ulysses"]
-    by_default = next(other for other in way["other attempts"] if not other["setting"])
-    assert way["verdict"] == "exact" and by_default["verdict"] == "wrong"
-    assert any("SGLang" in line and f"{by_default['error']:.2g}" in line for line in lines)
 
 
 def test_placeholders_stand_for_named_packages_alone(monkeypatch):
@@ -157,13 +106,6 @@ def test_flash_attn_aligns_causal_mask_with_last_key():
     out = stand_ins._flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
     visible = torch.ones(3, 5, dtype=torch.bool).tril(2)
     assert relative_error(out, F.scaled_dot_product_attention(q, k, v, visible)) < 1e-6
-
-
-def test_columns_of_another_date_are_named():
-    results = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
-    results["dates"] = {"para_core": "2026-01-01", "yunchang (USP)": "2026-01-02", "ParaAttention": "2026-01-01"}
-    (line,) = about(results)
-    assert line.startswith("2026-01-01; yunchang (USP): 2026-01-02; ")
 
 
 def test_one_column_is_replaced_and_the_others_stay(monkeypatch):

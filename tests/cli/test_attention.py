@@ -54,23 +54,6 @@ def test_attention_to_the_text_is_that_of_python(tmp_path):
     assert calls["sage"] == 2 * in_python > 0
 
 
-@pytest.mark.long
-def test_kept_keys_by_step_are_those_of_python(tmp_path):
-    from para_core.adapters import KeptKeys
-
-    folder, schedule = str(find_tiny_flux()), AttentionSchedule(KeptKeys(0.25), first=1, last=1)
-    call = {"height": 64, "width": 64, "num_inference_steps": 4, "max_sequence_length": 64}
-    expected, exact = (draw(folder, {"backend": backend}, **call).images[0] for backend in (schedule, None))
-    command = ["generate", "--model", folder, "--prompt", "a", "--size", "64x64", "--steps", "4"]
-    options = ["--attention-schedule", "keys=0.25:1:1", "--set", "max_sequence_length=64"]
-    assert run([*command, *options, "--out", str(tmp_path)]) == 0
-    pixels = np.asarray(Image.open(tmp_path / "00001.png"))
-    assert np.array_equal(pixels, np.asarray(expected))
-    assert not np.array_equal(pixels, np.asarray(exact))
-    recorded = json.loads((tmp_path / "00001.json").read_text())["recipe"]["backend"]
-    assert recorded["middle"] == {"share": 0.25, "window": 64}
-
-
 def test_attention_is_part_of_the_digest():
     backends = ["math", "sage", AttentionSchedule("math"), AttentionSchedule("sage")]
     recipes = [Recipe("model"), Recipe("model", cross_backend="sage"), *[Recipe("model", backend=x) for x in backends]]

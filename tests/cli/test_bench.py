@@ -12,7 +12,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import para_core.cli.measurement
@@ -30,7 +29,7 @@ from para_core.launcher.link import NO_CALLER
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-TINY_FLUX, TINY_WAN = ROOT / "zoo/flux/pipeline", ROOT / "zoo/video/pipeline"
+TINY_FLUX = ROOT / "zoo/flux/pipeline"
 FIELDS = {"prompt": "a", "width": 48, "height": 32, "num_inference_steps": 3, "max_sequence_length": 13}
 SMALL = ["--size", "48x32", "--steps", "2", "--runs", "2", "--warmup-runs", "0"]
 
@@ -265,36 +264,6 @@ def test_two_ranks_are_compared_and_profiled(tmp_path):
             events = {event.get("name") for event in json.load(file)["traceEvents"]}
         assert "c10d::alltoall_base_" in events
         assert "para_core: one generation" in events
-
-
-@pytest.mark.long
-def test_a_video_is_measured(tmp_path):
-    out = tmp_path / "figures.json"
-    options = ["--model", str(TINY_WAN), "--size", "32x32", "--frames", "5", "--steps", "2", "--warmup-runs", "0"]
-    assert run(["bench", *options, "--runs", "1", "--check", "--out", str(out)]) == 0
-    assert json.loads(out.read_text())["check"]["relative error"] == 0
-
-
-@pytest.fixture
-def image_to_image(tmp_path):
-    """Return the folder of a pipeline that starts from an image, with the weights of the tiny FLUX."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for part in TINY_FLUX.iterdir():
-        (folder / part.name).symlink_to(part)
-    index = json.loads((TINY_FLUX / "model_index.json").read_text())
-    (folder / "model_index.json").unlink()
-    (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "FluxImg2ImgPipeline"}))
-    return str(folder)
-
-
-@pytest.mark.long
-def test_an_image_is_an_input(tmp_path, image_to_image):
-    Image.new("RGB", (48, 32), "red").save(tmp_path / "red.png")
-    out = tmp_path / "figures.json"
-    options = ["--model", image_to_image, "--image", str(tmp_path / "red.png"), "--set", "max_sequence_length=13"]
-    assert bench(*options, "--runs", "1", "--set", "strength=0.9", "--out", str(out)) == 0
-    assert json.loads(out.read_text())["pipeline"] == "FluxImg2ImgPipeline"
 
 
 def test_sigterm_ends_with_a_sentence_and_no_figures(tmp_path, monkeypatch, capsys):

@@ -66,23 +66,3 @@ def test_bench_compares_with_modular_pipeline_alone(folder, tmp_path):
     options = [*OPTIONS, "--runs", "1", "--warmup-runs", "0", "--check", "--out", str(out)]
     assert run(["bench", "--model", folder, *options]) == 0
     assert json.loads(out.read_text())["check"]["relative error"] == 0
-
-
-@pytest.mark.long
-def test_generate_with_compiled_blocks(folder, tmp_path):
-    assert (
-        run(["generate", "--model", folder, *OPTIONS, "--seed", "5", "--compile", "blocks", "--out", str(tmp_path)])
-        == 0
-    )
-    expected = plain_modular(folder, "images", seed=5, num_inference_steps=2, **CALL)[0]
-    difference = np.asarray(Image.open(tmp_path / "00001.png")).astype(int) - np.asarray(expected)
-    assert np.abs(difference).max() <= 1
-
-
-@pytest.mark.long
-def test_bench_with_compiled_transformer(folder, tmp_path):
-    out = tmp_path / "figures.json"
-    options = [*OPTIONS, "--runs", "1", "--warmup-runs", "1", "--compile", "whole", "--check", "--out", str(out)]
-    assert run(["bench", "--model", folder, *options]) == 0
-    check = json.loads(out.read_text())["check"]
-    assert check["relative error"] < check["bound"] < 1e-3

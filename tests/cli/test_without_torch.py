@@ -99,6 +99,7 @@ CASES = [
     ([*PROMPT, "--controlnet", "/absent"], 1, "'/absent'"),
     ([*PROMPT, "--config", "zoo/flux/pipeline"], 2, "--config is 'zoo/flux/pipeline'"),
     (["generate", "--prompts", "/absent.jsonl"], 1, "/absent.jsonl"),
+    (["generate", "--prompts", "README.md", "--steps", "0"], 2, "error: --steps is 0"),
     (["serve", "--weights", "foo"], 2, "--weights is 'foo'"),
     (["serve", "--format", "xyz"], 2, "--format is 'xyz'"),
     (["serve", "--model", "/absent"], 1, "'/absent'"),

@@ -55,19 +55,13 @@ def test_a_workflow_with_a_lora_equals_comfyui_alone(comfyui, ranks):
     require_equal(comfyui, ranks, lora=0.4)
 
 
-def test_weights_in_parts_with_a_lora(comfyui):
+def test_weights_in_parts_weights_in_8_bits_and_a_ring(comfyui):
     for lora in (None, 0.8, 0.3, None):
         require_equal(comfyui, 2, lora=lora, weights="fsdp")
-
-
-def test_weights_in_8_bits(comfyui):
+    require_equal(comfyui, 2, mesh="ring 2")
     seed = next(SEEDS)
     full = comfyui.latent(workflow(None, seed=seed))
     assert error(require_equal(comfyui, 2, seed=seed, weight_dtype="fp8_e4m3fn"), full) > 1e-4
-
-
-def test_a_ring(comfyui):
-    require_equal(comfyui, 2, mesh="ring 2")
 
 
 def test_the_cache_is_near_and_starts_again_for_each_prompt(comfyui):
@@ -80,28 +74,14 @@ def test_the_cache_is_near_and_starts_again_for_each_prompt(comfyui):
     assert torch.equal(comfyui.latent(workflow(2, cache=0.2, seed=seed, lora=0.0)), out)
 
 
-def test_wrappers_of_other_nodes_run_around_the_ranks(comfyui):
-    seed = next(SEEDS)
-    without = comfyui.latent(workflow(None, seed=seed))
-    assert error(require_equal(comfyui, 2, patch="wrapper", seed=seed), without) > 0.01
-
-
-def test_easycache_of_comfyui_runs_around_the_ranks(comfyui):
-    seed = next(SEEDS)
-    without = comfyui.latent(workflow(None, seed=seed, steps=12))
-    assert error(require_equal(comfyui, 2, patch="easycache", seed=seed, steps=12), without) > 1e-4
-
-
-def test_windows_of_a_longer_video_run_around_the_ranks(comfyui):
-    seed = next(SEEDS)
-    without = comfyui.latent(workflow(None, seed=seed))
-    assert error(require_equal(comfyui, 2, patch="windows", seed=seed), without) > 1e-3
-
-
-def test_stretched_positions_reach_the_ranks(comfyui):
-    seed = next(SEEDS)
-    without = comfyui.latent(workflow(None, seed=seed))
-    assert error(require_equal(comfyui, 2, patch="rope", seed=seed), without) > 1e-3
+@pytest.mark.parametrize(
+    ("patch", "steps", "change"),
+    [("wrapper", 4, 0.01), ("easycache", 12, 1e-4), ("windows", 4, 1e-3), ("rope", 4, 1e-3)],
+)
+def test_other_nodes_run_around_the_ranks_or_reach_them(comfyui, patch, steps, change):
+    options = {"seed": next(SEEDS), "steps": steps}
+    without = comfyui.latent(workflow(None, **options))
+    assert error(require_equal(comfyui, 2, patch=patch, **options), without) > change
 
 
 @pytest.mark.parametrize(

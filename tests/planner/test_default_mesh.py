@@ -258,24 +258,21 @@ def test_failed_prediction_is_a_warning(error):
     assert "17" in text and "mesh=" in text
 
 
-def choose_by(chooses):
-    with mock.patch.object(default_mesh, "feature", lambda name: chooses):
-        try:
-            return default_mesh._choose("cuda", flux_pipe(), None)
-        except ZeroDivisionError as error:
-            return str(error)
+def choose_by_other_features():
+    """Return the error of a feature that fails, and the choice without the feature."""
+
+    def fail(*_):
+        raise ZeroDivisionError("by 17" if dist.get_rank() == 0 else "another rank chose")
+
+    with mock.patch.object(default_mesh, "feature", lambda name: fail), pytest.raises(ZeroDivisionError) as caught:
+        default_mesh._choose("cuda", flux_pipe(), None)
+    with mock.patch.object(default_mesh, "feature", lambda name: None):
+        return str(caught.value), default_mesh._choose("cuda", flux_pipe(), None)
 
 
-def fail(*_):
-    raise ZeroDivisionError("by 17" if dist.get_rank() == 0 else "another rank chose")
-
-
-def test_error_of_the_choice_is_raised_on_every_rank(rank_pool):
-    assert rank_pool.run(choose_by, 2, fail) == ["by 17", "by 17"]
-
-
-def test_without_the_planner_all_ranks_are_on_ulysses(rank_pool):
-    for choice in rank_pool.run(choose_by, 2, None):
+def test_error_of_the_choice_is_raised_on_every_rank_and_the_planner_is_optional(rank_pool):
+    for error, choice in rank_pool.run(choose_by_other_features, 2):
+        assert error == "by 17"
         assert (choice.batch, choice.ring, choice.ulysses) == (1, 1, 2)
         assert "ulysses" in choice.reason
 
@@ -313,18 +310,20 @@ def test_unknown_rotate_method_is_refused_at_once():
         parallelize_pipe(UNET_PIPELINES["svd"].build(), rotate_method="2d")
 
 
-def shape_on_hosts(names):
-    """Return ring and Ulysses sizes on ranks whose launcher names no hosts."""
-    with mock.patch("socket.gethostname", lambda: names[dist.get_rank()]):
-        sequence = default_mesh.guided_mesh_for(None, flux_pipe()).sequence
-    return sequence.ring.size, sequence.ulysses.size
+def shapes_on_hosts(cases):
+    """Return ring and Ulysses sizes on ranks whose launcher names no hosts, for each assignment of ranks to hosts."""
+    shapes = {}
+    for names in cases:
+        with mock.patch("socket.gethostname", lambda names=names: names[dist.get_rank()]):
+            sequence = default_mesh.guided_mesh_for(None, flux_pipe()).sequence
+        shapes[names] = sequence.ring.size, sequence.ulysses.size
+    return shapes
 
 
+# FLUX has 4 heads: Ulysses takes all ranks of a host, and the ring goes between the hosts.
 @pytest.mark.parametrize(
-    ("names", "shape"), [("aa", (1, 2)), ("ab", (2, 1)), ("aabb", (2, 2)), ("abab", (4, 1)), ("aaab", (4, 1))]
+    "shapes", [{"aa": (1, 2), "ab": (2, 1)}, {"aabb": (2, 2), "abab": (4, 1), "aaab": (4, 1)}], ids=[2, 4]
 )
-def test_without_launcher_ranks_compare_host_names(rank_pool, names, shape):
-    """Compare host names without a launcher. FLUX has 4 heads: Ulysses takes all ranks of a host, and the ring goes
-    between the hosts.
-    """
-    assert set(rank_pool.run(shape_on_hosts, len(names), names)) == {shape}
+def test_without_launcher_ranks_compare_host_names(rank_pool, shapes):
+    for of_rank in rank_pool.run(shapes_on_hosts, len(next(iter(shapes))), list(shapes)):
+        assert of_rank == shapes

@@ -26,6 +26,8 @@ from para_core.adapters import (
 )
 from para_core.adapters.registry import mesh_of, tensor_plan_for
 from para_core.weights.tensor import shard_tensors
+from tests.adapters.parallel.test_undo import same_pipe
+from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make
 from zoo.tiny.transformers.registry import MODELS
@@ -161,6 +163,9 @@ def generate_over(how):
         parallelize_pipe(pipe, mesh=mesh, weights="tensor")
     else:
         shard_by_diffusers(pipe.transformer, mesh["tensor"])
+        for method, other in (("tensor", mesh), ("fsdp", init_context_parallel_mesh("cpu"))):
+            with pytest.raises(ValueError, match=r"pipe\.transformer .*diffusers.* weights="):
+                shard_weights(pipe, other, method=method)
         parallelize_pipe(pipe, mesh=mesh)
     out = generate(pipe, "flux", num_inference_steps=4)
     share = bytes_of(pipe.transformer) / held
@@ -206,19 +211,6 @@ def test_four_ranks_combine_diffusers_heads_and_our_tokens(rank_pool, dim):
         assert torch.equal(out, outs[0][1])
 
 
-def shard_what_diffusers_sharded(method):
-    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2 if method == "tensor" else None)
-    pipe = make("flux")
-    shard_by_diffusers(pipe.transformer, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
-    with pytest.raises(ValueError, match=r"pipe\.transformer .*diffusers.* weights="):
-        shard_weights(pipe, mesh, method=method)
-
-
-@pytest.mark.parametrize("method", ["fsdp", "tensor"])
-def test_weights_sharded_by_diffusers_are_left_alone(rank_pool, method):
-    rank_pool.run(shard_what_diffusers_sharded, 2, method)
-
-
 def refusals_on_ranks():
     mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
     pipe = make("flux")
@@ -235,6 +227,11 @@ def refusals_on_ranks():
     pipe = make("flux")
     pipe.transformer.add_adapter(LoHaConfig(r=2, target_modules=["to_q"]))
     with pytest.raises(ValueError, match=r"to_q .*loha's Linear, .*pipe\.fuse_lora"):
+        shard_weights(pipe, mesh, method="tensor")
+    pipe = make("flux")
+    pipe.transformer.fuse_qkv_projections()
+    fused = r"transformer_blocks\.0\.attn\.to_qkv .* in no tensor plan.*unfuse_qkv_projections\(\)"
+    with same_pipe(pipe), pytest.raises(ValueError, match=fused):
         shard_weights(pipe, mesh, method="tensor")
     pipe.transformer = flux_transformer(num_attention_heads=3)
     with pytest.raises(ValueError, match=r"3 heads, .*2 .*max_tensor_dim_size .*\[3\]"):
@@ -305,31 +302,31 @@ def gradients_of_inputs(name, ranks):
     return [x.grad for x in wanted]
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", DEFAULT_ON_TWO)
-def test_gradients_of_inputs_are_exact(rank_pool, name):
-    expected = gradients_of_inputs(name, 1)
-    assert len(expected) >= 2
-    for gradients in rank_pool.run(gradients_of_inputs, 2, name, 2):
-        errors = list(map(relative_error, gradients, expected))
-        assert len(errors) == len(expected)
-        assert max(errors) < 1e-5, errors
+# Gradients of these weights are refused.
+TRAINED = {"wan, image context": "blocks.0.attn2.to_k.bias", "flux": "transformer_blocks.0.attn.norm_q.weight"}
 
 
-def train(name, weight):
-    transformer = build(name).requires_grad_(False)
-    shard_tensors(transformer, tensor_plan_for(transformer), init_device_mesh("cpu", (2,)))
-    transformer.get_parameter(weight).requires_grad_()
-    without = call(transformer, name, SIZES[0])
-    with pytest.raises(RuntimeError, match=rf"{weight}.*fsdp"):
-        transformer(**MODELS[name].inputs(*SIZES[0]))
-    return without[0]
+def gradients_on_ranks(names):
+    """Return the gradients of inputs, and the outputs of models of which a weight wants a gradient."""
+    gradients, outs = {}, {}
+    for name in names:
+        heartbeat()
+        gradients[name] = gradients_of_inputs(name, 2)
+    for name, weight in TRAINED.items():
+        transformer = build(name).requires_grad_(False)
+        shard_tensors(transformer, tensor_plan_for(transformer), init_device_mesh("cpu", (2,)))
+        transformer.get_parameter(weight).requires_grad_()
+        outs[name] = call(transformer, name, SIZES[0])[0]
+        with pytest.raises(RuntimeError, match=rf"{weight}.*fsdp"):
+            transformer(**MODELS[name].inputs(*SIZES[0]))
+    return gradients, outs
 
 
-@pytest.mark.parametrize(
-    ("name", "weight"),
-    [("wan, image context", "blocks.0.attn2.to_k.bias"), ("flux", "transformer_blocks.0.attn.norm_q.weight")],
-)
-def test_gradients_of_weights_are_refused(rank_pool, name, weight):
-    for out in rank_pool.run(train, 2, name, weight):
-        assert relative_error(out, computed_alone(name)[0][0]) < 1e-5
+def test_gradients_of_inputs_are_exact_and_those_of_weights_are_refused(rank_pool):
+    expected = {name: gradients_of_inputs(name, 1) for name in DEFAULT_ON_TWO}
+    for gradients, outs in rank_pool.run(gradients_on_ranks, 2, DEFAULT_ON_TWO):
+        for name, wanted in expected.items():
+            errors = [relative_error(x, y) for x, y in zip(gradients[name], wanted, strict=True)]
+            assert len(errors) >= 2 and max(errors) < 1e-5, (name, errors)
+        for name, out in outs.items():
+            assert relative_error(out, computed_alone(name)[0][0]) < 1e-5, name
