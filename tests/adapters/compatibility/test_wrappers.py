@@ -39,18 +39,14 @@ def by_ddp(module):
     return nn.parallel.DistributedDataParallel(module.requires_grad_())
 
 
-def by_fsdp1(module):
+def by_fsdp1(module, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
 
 
 def blocks_by_fsdp1(module):
-    block = type(module.transformer_blocks[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        options = {"auto_wrap_policy": ModuleWrapPolicy({block}), "device_id": torch.device("cpu")}
-        return FullyShardedDataParallel(module, **options).module
+    return by_fsdp1(module, auto_wrap_policy=ModuleWrapPolicy({type(module.transformer_blocks[0])})).module
 
 
 WRAPPERS = {
@@ -61,78 +57,53 @@ WRAPPERS = {
 }
 
 
-def errors_of_flux(name):
-    """Return the errors of all entry points, and the result after the model was taken out of its wrapper."""
-    mesh, wrap, errors = cpu_mesh(1, 2), WRAPPERS[name], []
+def message_of(function, *args, **options):
+    with pytest.raises(TypeError) as caught:
+        function(*args, **options)
+    return str(caught.value)
+
+
+def errors_of_wrapped():
+    """Return the errors of all entry points by wrapper, the images without it, and the errors of other models."""
+    mesh, errors, images = cpu_mesh(1, 2), {}, []
+    for name, wrap in WRAPPERS.items():
+        pipe = flux_pipe(shared_parts=False)
+        pipe.transformer = wrap(pipe.transformer)
+        errors[name] = [
+            message_of(parallelize_pipe, pipe, mesh=mesh),
+            message_of(parallelize_pipe, pipe),
+            message_of(parallelize_transformer, pipe.transformer, mesh=mesh),
+            message_of(apply_cache_on_pipe, pipe),
+            message_of(shard_weights, pipe, mesh),
+            message_of(propose_plan, pipe.transformer, {}),
+        ]
+        while hasattr(pipe.transformer, "module"):
+            pipe.transformer = pipe.transformer.module
+        images.append(parallelize_pipe(pipe, mesh=mesh)(**flux_call()).images)
     pipe = flux_pipe(shared_parts=False)
-    pipe.transformer = wrap(pipe.transformer)
-    for attempt in (
-        lambda: parallelize_pipe(pipe, mesh=mesh),
-        lambda: parallelize_pipe(pipe),
-        lambda: parallelize_transformer(pipe.transformer, mesh=mesh),
-        lambda: apply_cache_on_pipe(pipe),
-        lambda: shard_weights(pipe, mesh),
-        lambda: propose_plan(pipe.transformer, {}),
-    ):
-        with pytest.raises(TypeError) as caught:
-            attempt()
-        errors.append(str(caught.value))
-    while hasattr(pipe.transformer, "module"):
-        pipe.transformer = pipe.transformer.module
-    return errors, parallelize_pipe(pipe, mesh=mesh)(**flux_call()).images
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_wrapped_transformer_is_refused_and_exact_without_the_wrapper(rank_pool, name):
-    expected = flux_pipe()(**flux_call()).images
-    for errors, image in rank_pool.run(errors_of_flux, 2, name):
-        for error in errors:
-            assert name.split()[0] in error and "FluxTransformer2DModel" in error
-            assert "transformer = " in error and "transformer.module" in error
-        assert relative_error(image, expected) < 1e-5
-
-
-def errors_of_fsdp1(wrap):
-    errors = []
-    for model in (flux_transformer(), MODELS["wan"].build()):
-        if wrap is blocks_by_fsdp1 and not hasattr(model, "transformer_blocks"):
-            continue
-        with pytest.raises(TypeError) as caught:
-            parallelize_transformer(wrap(model), mesh=cpu_mesh(1, 2))
-        errors.append(str(caught.value))
-    return errors
-
-
-@pytest.mark.parametrize("wrap", [by_fsdp1, blocks_by_fsdp1])
-def test_model_of_fsdp1_is_refused(rank_pool, wrap):
-    for errors in rank_pool.run(errors_of_fsdp1, 2, wrap):
-        for error in errors:
-            assert "FullyShardedDataParallel" in error and "weights='fsdp'" in error
-
-
-def errors_of_others():
-    mesh, pipe, errors = cpu_mesh(1, 2), flux_pipe(shared_parts=False), []
-    for attempt in (
-        lambda: parallelize_vae(by_ddp(pipe.vae), mesh=mesh),
-        lambda: parallelize_unet(by_ddp(UNET_PIPELINES["sd"].build().unet), mesh=mesh),
-        # A wrapped transformer with its own component name would otherwise be left out.
-        lambda: parallelize_pipe(with_reference(pipe), mesh=mesh),
-    ):
-        with pytest.raises(TypeError) as caught:
-            attempt()
-        errors.append(str(caught.value))
-    return errors
-
-
-def with_reference(pipe):
+    # A wrapped transformer with its own component name would otherwise be left out.
     pipe.transformer_ref = by_ddp(flux_transformer())
-    return pipe
+    others = {
+        "pipe.transformer_ref": message_of(parallelize_pipe, pipe, mesh=mesh),
+        "vae": message_of(parallelize_vae, by_ddp(pipe.vae), mesh=mesh),
+        "unet": message_of(parallelize_unet, by_ddp(UNET_PIPELINES["sd"].build().unet), mesh=mesh),
+    }
+    sharded = [by_fsdp1(flux_transformer()), by_fsdp1(MODELS["wan"].build()), blocks_by_fsdp1(flux_transformer())]
+    return errors, images, others, [message_of(parallelize_transformer, model, mesh=mesh) for model in sharded]
 
 
-def test_wrapped_vae_unet_and_second_transformer_are_refused(rank_pool):
-    for errors in rank_pool.run(errors_of_others, 2):
-        for error, name in zip(errors, ("vae", "unet", "pipe.transformer_ref"), strict=True):
-            assert error.endswith(f"{name}.module")
+def test_wrapped_models_are_refused_and_exact_without_the_wrapper(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    for errors, images, others, sharded in rank_pool.run(errors_of_wrapped, 2):
+        for name, messages in errors.items():
+            for message in messages:
+                assert name.split()[0] in message and "FluxTransformer2DModel" in message
+                assert "transformer = " in message and "transformer.module" in message
+        assert max(relative_error(image, expected) for image in images) < 1e-5
+        for name, message in others.items():
+            assert message.endswith(f"{name}.module")
+        for message in sharded:
+            assert "FullyShardedDataParallel" in message and "weights='fsdp'" in message
 
 
 class OfItsOwn(nn.Module):
