@@ -35,22 +35,8 @@ from tests.tiny import (
     flux_pipe,
     flux_transformer,
     relative_error,
-    relative_errors,
 )
 from tests.weights.links import as_nccl
-
-
-def draw_with_another_scheduler():
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
-    if dist.get_rank() == 1:
-        pipe.scheduler.register_to_config(shift=2.0)
-    pipe(**flux_call())
-
-
-def test_ranks_whose_schedulers_differ_are_told_so(rank_pool):
-    with pytest.raises(RankPoolError, match=r"ValueError: .*pipe\.scheduler: rank 0 .*rank 1 ") as error:
-        rank_pool.run(draw_with_another_scheduler, 2)
-    assert "raised on 2 of 2 ranks" in str(error.value)
 
 
 def draw_without_generator(ring, ulysses):
@@ -93,30 +79,38 @@ DIFFERENCES = {
 }
 
 
+class Subclassed(FluxPipeline):
+    """A user's own pipeline class."""
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
 def call_differently():
-    """Return each difference's error and the seconds until it was raised. Then call with equal arguments."""
+    """Return the error of each difference. Then call with equal arguments, also a user's class."""
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
     errors = {}
     for name, options in DIFFERENCES.items():
-        start = time.monotonic()
         with pytest.raises(ValueError, match=r"FluxPipeline .*: rank 0 .*rank 1 ") as error:
             pipe(**flux_call(**(options if dist.get_rank() == 1 else {})))
-        errors[name] = str(error.value), time.monotonic() - start
-    with pytest.raises(TypeError, match="unexpected keyword argument 'heigth'") as error:
+        errors[name] = str(error.value)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'heigth'"):
         pipe(**flux_call(**({"heigth": 72} if dist.get_rank() == 1 else {})))
-    return errors, pipe(**flux_call()).images
+    subclassed = parallelize_pipe(flux_pipe(Subclassed), mesh=cpu_mesh(1, 2))
+    with pytest.raises(ValueError, match=r"height: rank 0 .*72, rank 1 .*80"):
+        subclassed(**flux_call(height=72 + 8 * dist.get_rank()))
+    return errors, [pipe(**flux_call()).images, subclassed(**flux_call()).images]
 
 
 def test_differing_calls_raise_on_every_rank(rank_pool):
     expected = flux_pipe()(**flux_call()).images
-    for errors, out in rank_pool.run(call_differently, 2):
-        for name, (message, seconds) in errors.items():
+    for errors, outs in rank_pool.run(call_differently, 2):
+        for name, message in errors.items():
             assert f"{name}: rank 0 " in message
-            assert seconds < 5
-        assert relative_error(out, expected) < 1e-5
-        assert re.search(r"rank 0 .*'a large red circle.* rank 1 .*'a small blue square'", errors["prompt"][0])
-        assert re.search(r"height: rank 0 .*72, rank 1 .*80", errors["height"][0])
-        assert re.search(rf"latents: .* rank 1 .*tensor\[1, 63, {FLUX_CHANNELS}\] float32", errors["latents"][0])
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+        assert re.search(r"rank 0 .*'a large red circle.* rank 1 .*'a small blue square'", errors["prompt"])
+        assert re.search(r"height: rank 0 .*72, rank 1 .*80", errors["height"])
+        assert re.search(rf"latents: .* rank 1 .*tensor\[1, 63, {FLUX_CHANNELS}\] float32", errors["latents"])
 
 
 @pytest.mark.parametrize(
@@ -172,26 +166,6 @@ def test_replicas_generate_different_images(rank_pool):
     expected = [flux_pipe()(**flux_call(**options)).images for options in REPLICAS]
     for rank, out in enumerate(rank_pool.run(draw_two_replicas, 4)):
         assert relative_error(out, expected[rank // 2]) < 1e-5
-
-
-class Subclassed(FluxPipeline):
-    """A user's own pipeline class."""
-
-    def __call__(self, *args, **kwargs):
-        return super().__call__(*args, **kwargs)
-
-
-def call_subclass_differently():
-    pipe = parallelize_pipe(flux_pipe(Subclassed), mesh=cpu_mesh(1, 2))
-    with pytest.raises(ValueError, match=r"height: rank 0 .*72, rank 1 .*80"):
-        pipe(**flux_call(height=72 + 8 * dist.get_rank()))
-    return pipe(**flux_call()).images
-
-
-def test_subclass_of_pipeline_is_checked_and_exact(rank_pool):
-    expected = flux_pipe()(**flux_call()).images
-    for out in rank_pool.run(call_subclass_differently, 2):
-        assert relative_error(out, expected) < 1e-5
 
 
 def leave_in_the_middle():
@@ -280,58 +254,6 @@ def test_dying_rank_is_named_in_time(rank_pool, where):
         match=r"(?s)RuntimeError: [^\n]*rank 1 \(process.*rank 1 died",
     ):
         rank_pool.run(die_on_one_rank, 2, where)
-
-
-def set_bad_timeout():
-    with pytest.raises(ValueError, match=r"timeout .*0 s; .*timedelta"):
-        parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), timeout=0)
-
-
-def test_a_timeout_that_is_none_is_an_error(rank_pool):
-    rank_pool.run(set_bad_timeout, 2)
-
-
-def change_latents(pipe, step, timestep, tensors):
-    return {"latents": tensors["latents"] * 0.5}
-
-
-def stop_after_first(pipe, step, timestep, tensors):
-    pipe._interrupt = True
-    return tensors
-
-
-CALLS = {
-    "a callback that changes latents": {"callback_on_step_end": change_latents},
-    "interrupt": {"callback_on_step_end": stop_after_first, "num_inference_steps": 3},
-    "pixels": {"output_type": "pt"},
-    "numpy": {"output_type": "np"},
-    "images": {"output_type": "pil"},
-    "a tuple": {"return_dict": False},
-}
-
-
-def draw_all(pipe):
-    outs = {}
-    for name, options in CALLS.items():
-        out = pipe(**flux_call(**options))
-        images = out[0] if isinstance(out, tuple) else out.images
-        if name == "images":
-            images = torch.stack([torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in images])
-        outs[name] = torch.as_tensor(images).double()
-    return outs
-
-
-def draw_all_parallel():
-    return draw_all(parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2)))
-
-
-def test_callbacks_interrupts_and_forms_of_output_work_as_before(rank_pool):
-    expected = draw_all(flux_pipe())
-    for outs in rank_pool.run(draw_all_parallel, 2):
-        errors = relative_errors(outs, expected)
-        # An image is rounded to 256 levels, so one level in one pixel is an error of 1e-4.
-        assert errors.pop("images") < 1e-3
-        assert max(errors.values()) < 1e-5, errors
 
 
 def call_from_two_threads():

@@ -100,10 +100,6 @@ def refuse_on_one_rank():
             shard_weights(pipe.transformer if dist.get_rank() == 1 else pipe, mesh)
 
 
-def test_options_refused_on_one_rank_raise_on_every_rank(rank_pool):
-    rank_pool.run(refuse_on_one_rank, 2)
-
-
 def use_group_of_first_rank():
     group, pipe = dist.new_group([0]), flux_pipe()
     if dist.get_rank() == 0:
@@ -115,10 +111,6 @@ def use_group_of_first_rank():
             function(model, mesh=group)
 
 
-def test_a_rank_outside_the_group_raises_alone(rank_pool):
-    rank_pool.run(use_group_of_first_rank, 2)
-
-
 def use_meta_mesh():
     mesh = init_device_mesh("meta", (2,), mesh_dim_names=("tensor",))
     pipe = flux_pipe(shared_parts=False)
@@ -127,8 +119,9 @@ def use_meta_mesh():
             function(pipe, mesh=mesh, **options)
 
 
-def test_a_meta_mesh_is_refused_and_keeps_the_weights(rank_pool):
-    rank_pool.run(use_meta_mesh, 2)
+@pytest.mark.parametrize("use", [refuse_on_one_rank, use_group_of_first_rank, use_meta_mesh])
+def test_refused_options_and_meshes_raise_and_change_nothing(rank_pool, use):
+    rank_pool.run(use, 2)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +131,7 @@ def test_a_meta_mesh_is_refused_and_keeps_the_weights(rank_pool):
         ("vae", "yes", TypeError),
         ("attn_func", 5, TypeError),
         ("rotate_method", "", ValueError),
+        ("timeout", 0, ValueError),
         ("timeout", float("nan"), ValueError),
         ("timeout", float("inf"), ValueError),
         ("timeout", 1e300, ValueError),

@@ -1,6 +1,5 @@
 """State other than arguments is compared over ranks: dtypes, LoRAs, versions, and changes by callbacks."""
 
-import re
 from unittest import mock
 
 import pytest
@@ -10,18 +9,19 @@ from peft import LoraConfig
 
 from para_core import version
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.agree.arguments import PendingRecord
-from para_core.adapters.agree.loras import describe_loras
-from tests.rank_pool import RankPoolError
+from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+
+
+def loras(pipe):
+    return {name: weight for name, weight in pipe.transformer.named_parameters() if "lora_" in name}
 
 
 def fill(pipe, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in pipe.transformer.named_parameters():
-            if "lora_" in name:
-                weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
+        for weight in loras(pipe).values():
+            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
 
 
 def pipe_with_lora():
@@ -31,251 +31,168 @@ def pipe_with_lora():
     return pipe
 
 
-def other_weights(pipe):
-    fill(pipe, seed=2)
+def parallel_pipe():
+    heartbeat()
+    return parallelize_pipe(pipe_with_lora(), mesh=cpu_mesh(1, 2))
 
 
-def weights_in_data(pipe):
+def negate_in_data(pipe):
     # peft's hotswap writes through .data, which changes no version.
-    for name, weight in pipe.transformer.named_parameters():
-        if "lora_" in name:
-            weight.data.copy_(-weight.data)
+    for weight in loras(pipe).values():
+        weight.data.copy_(-weight.data)
 
 
-def one_bit_in_data(pipe):
-    *_, last = (weight for name, weight in pipe.transformer.named_parameters() if "lora_" in name)
-    last.data.view(torch.int32)[-1, -1] ^= 1
+def change_one_bit_in_data(pipe):
+    [*loras(pipe).values()][-1].data.view(torch.int32)[-1, -1] ^= 1
 
 
-def other_weights_hotswapped(pipe):
+def hotswap(pipe):
     weights = {
-        f"transformer.{name.replace('.style', '')}": torch.randn(weight.shape)
-        for name, weight in pipe.transformer.named_parameters()
-        if "lora_" in name
+        f"transformer.{name.replace('.style', '')}": torch.randn(weight.shape) for name, weight in loras(pipe).items()
     }
     pipe.load_lora_weights(weights, adapter_name="style", hotswap=True)
 
 
-def one_scale(pipe):
+def scale_one_layer(pipe):
     layer, *_ = (module for module in pipe.transformer.modules() if hasattr(module, "scaling"))
     layer.scaling["style"] = torch.tensor(0.5)
 
 
-def other_scale(pipe):
-    pipe.set_adapters(["style"], [0.5])
-
-
-def no_lora(pipe):
-    pipe.disable_lora()
-
-
-def other_dtype(pipe):
-    pipe.transformer.to(torch.bfloat16)
-
-
-def other_vae(pipe):
-    pipe.vae.to(torch.bfloat16)
-
-
-def other_version(pipe):
+def change_version(pipe):
     mock.patch.object(version, "version_and_sources", lambda: "0.0.1").start()
 
 
-DIFFERENCES = {
-    "LoRA of pipe.transformer": [other_scale, no_lora, one_scale],
-    "LoRA of pipe.transformer, weights": [
-        other_weights,
-        weights_in_data,
-        one_bit_in_data,
-        other_weights_hotswapped,
-    ],
-    "dtype of pipe.transformer": [other_dtype],
-    "dtype of pipe.vae": [other_vae],
-    "version of para_core": [other_version],
-}
+# What rank 1 changes between two calls, and the name of the difference.
+CHANGES = [
+    (lambda pipe: pipe.set_adapters(["style"], [0.5]), "LoRA of pipe.transformer"),
+    (lambda pipe: pipe.disable_lora(), "LoRA of pipe.transformer"),
+    (scale_one_layer, "LoRA of pipe.transformer"),
+    (lambda pipe: fill(pipe, seed=2), "LoRA of pipe.transformer, weights"),
+    (negate_in_data, "LoRA of pipe.transformer, weights"),
+    (change_one_bit_in_data, "LoRA of pipe.transformer, weights"),
+    (hotswap, "LoRA of pipe.transformer, weights"),
+    (lambda pipe: pipe.transformer.to(torch.bfloat16), "dtype of pipe.transformer"),
+    (lambda pipe: pipe.vae.to(torch.bfloat16), "dtype of pipe.vae"),
+    (lambda pipe: pipe.scheduler.register_to_config(shift=2.0), r"pipe\.scheduler"),
+    (change_version, "version of para_core"),
+]
 
 
-def call_after(change):
-    pipe = parallelize_pipe(pipe_with_lora(), mesh=cpu_mesh(1, 2))
-    output_type = "pt" if change is other_vae else "latent"
-    pipe(**flux_call(num_inference_steps=1, output_type=output_type))
-    if dist.get_rank() == 1:
-        change(pipe)
-    try:
-        pipe(**flux_call(output_type=output_type))
-    finally:
-        mock.patch.stopall()
-        pipe.vae.to(torch.float32)  # All pipes of this process share the VAE.
+def change_on_one_rank():
+    for change, name in CHANGES:
+        pipe = parallel_pipe()
+        output_type = "pt" if name == "dtype of pipe.vae" else "latent"
+        pipe(**flux_call(num_inference_steps=1, output_type=output_type))
+        if dist.get_rank() == 1:
+            change(pipe)
+        try:
+            with pytest.raises(ValueError, match=f"{name}: rank 0 .*, rank 1 "):
+                pipe(**flux_call(output_type=output_type))
+        finally:
+            mock.patch.stopall()
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize(
-    ("what", "change"), [(what, change) for what, changes in DIFFERENCES.items() for change in changes]
-)
-def test_differing_models_raise_on_all_ranks(rank_pool, what, change):
-    with pytest.raises(RankPoolError, match=rf"ValueError: .*{what}: rank 0 .*, rank 1 ") as error:
-        rank_pool.run(call_after, 2, change)
-    assert "raised on 2 of 2 ranks" in str(error.value)
-
-
-def call_with_the_same_lora():
-    return parallelize_pipe(pipe_with_lora(), mesh=cpu_mesh(1, 2))(**flux_call()).images
-
-
-def test_the_same_lora_on_all_ranks_is_exact(rank_pool):
-    expected = pipe_with_lora()(**flux_call()).images
-    for out in rank_pool.run(call_with_the_same_lora, 2):
-        assert relative_error(out, expected) < 1e-5
+def test_differing_models_raise_on_all_ranks(rank_pool):
+    rank_pool.run(change_on_one_rank, 2)
 
 
 # -- Callbacks.
 
 
-def here(tensors, changed):
-    return {**tensors, **(changed if dist.get_rank() == 1 else {})}
+def on_rank_1(change):
+    """Return a callback that changes its tensors or the pipeline on rank 1 only."""
+
+    def callback(pipe, step, timestep, tensors):
+        changed = change(pipe, step, tensors) if dist.get_rank() == 1 else None
+        return tensors if changed is None else changed
+
+    return callback
 
 
-def changes_latents(pipe, step, timestep, tensors):
-    return here(tensors, {"latents": tensors["latents"] + 0.1})
+def change_in_place(pipe, step, tensors):
+    tensors["latents"].mul_(0.5)
 
 
-def changes_in_place(pipe, step, timestep, tensors):
-    if dist.get_rank() == 1:
-        tensors["latents"].mul_(0.5)
-    return tensors
-
-
-def changes_data(pipe, step, timestep, tensors):
-    if dist.get_rank() == 1:
-        tensors["latents"].data.mul_(0.5)
+def change_data(pipe, step, tensors):
+    tensors["latents"].data.mul_(0.5)
     return {}
 
 
-def changes_at_the_end(pipe, step, timestep, tensors):
-    return here(tensors, {"latents": tensors["latents"] + 0.1}) if step == 1 else {}
+def raise_here(pipe, step, tensors):
+    raise KeyError("only here")
 
 
-def changes_lora_data(pipe, step, timestep, tensors):
-    if dist.get_rank() == 1:
-        weights_in_data(pipe)
-    return tensors
+# What the callback of rank 1 does, and what both ranks are told.
+CALLBACKS = [
+    (lambda pipe, step, tensors: {"latents": tensors["latents"] + 0.1}, "values of latents: rank 0 "),
+    (change_in_place, "values of latents: rank 0 "),
+    (change_data, "values of latents: rank 0 "),
+    (lambda pipe, step, tensors: {"latents": tensors["latents"] + 0.1 * step}, "values of latents: rank 0 "),
+    (
+        lambda pipe, step, tensors: {"prompt_embeds": tensors["prompt_embeds"].flip(1)},
+        "values of prompt_embeds: rank 0 ",
+    ),
+    (
+        lambda pipe, step, tensors: {"latents": tensors["latents"][:, :-1]},
+        r"shape of latents: rank 0 .*\[1, 63, \d+\], rank 1 .*\[1, 62,",
+    ),
+    (
+        lambda pipe, step, tensors: {"latents": tensors["latents"].double()},
+        "dtype of latents: rank 0 .*float32, rank 1 .*float64",
+    ),
+    (lambda pipe, step, tensors: fill(pipe, seed=2), "LoRA of pipe.transformer, weights: rank 0 "),
+    (lambda pipe, step, tensors: negate_in_data(pipe), "LoRA of pipe.transformer, weights: rank 0 "),
+    (
+        lambda pipe, step, tensors: setattr(pipe, "_interrupt", True),
+        "interrupt: rank 0 .*False, rank 1 .*True",
+    ),
+    (raise_here, r"rank 1: .*callback .*KeyError: 'only here'"),
+]
 
 
-def changes_prompt(pipe, step, timestep, tensors):
-    return here(tensors, {"prompt_embeds": tensors["prompt_embeds"].flip(1)})
+def call_back(pipe, callback):
+    names = ["latents", "prompt_embeds"]
+    return pipe(**flux_call(callback_on_step_end=callback, callback_on_step_end_tensor_inputs=names)).images
 
 
-def changes_size(pipe, step, timestep, tensors):
-    return here(tensors, {"latents": tensors["latents"][:, :-1]})
+def differ_in_callbacks():
+    for change, message in CALLBACKS:
+        raises_itself = change is raise_here and dist.get_rank() == 1
+        error = KeyError if raises_itself else (ValueError, RuntimeError)
+        with pytest.raises(error, match="only here" if raises_itself else message):
+            call_back(parallel_pipe(), on_rank_1(change))
 
 
-def changes_dtype(pipe, step, timestep, tensors):
-    return here(tensors, {"latents": tensors["latents"].double()})
+def test_differing_callbacks_raise_on_all_ranks(rank_pool):
+    rank_pool.run(differ_in_callbacks, 2)
 
 
-def changes_lora(pipe, step, timestep, tensors):
-    if dist.get_rank() == 1:
-        fill(pipe, seed=2)
-    return tensors
-
-
-def interrupts(pipe, step, timestep, tensors):
-    if dist.get_rank() == 1:
-        pipe._interrupt = True
-    return tensors
-
-
-TOLD = {
-    changes_latents: "values of latents: rank 0 ",
-    changes_in_place: "values of latents: rank 0 ",
-    changes_data: "values of latents: rank 0 ",
-    changes_at_the_end: "values of latents: rank 0 ",
-    changes_lora_data: "LoRA of pipe.transformer, weights: rank 0 ",
-    changes_prompt: "values of prompt_embeds: rank 0 ",
-    changes_size: r"shape of latents: rank 0 .*\[1, 63, \d+\], rank 1 .*\[1, 62,",
-    changes_dtype: "dtype of latents: rank 0 .*float32, rank 1 .*float64",
-    changes_lora: "LoRA of pipe.transformer, weights: rank 0 ",
-    interrupts: "interrupt: rank 0 .*False, rank 1 .*True",
-}
-
-
-def call_back(callback, names=("latents", "prompt_embeds")):
-    pipe = parallelize_pipe(pipe_with_lora(), mesh=cpu_mesh(1, 2))
-    return pipe(**flux_call(callback_on_step_end=callback, callback_on_step_end_tensor_inputs=list(names))).images
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("callback", TOLD)
-def test_differing_callbacks_raise_on_all_ranks(rank_pool, callback):
-    with pytest.raises(RankPoolError, match=TOLD[callback]) as error:
-        rank_pool.run(call_back, 2, callback)
-    assert "raised on 2 of 2 ranks" in str(error.value)
-
-
-def raises_on_one(pipe, step, timestep, tensors):
-    if dist.get_rank() == 1:
-        raise KeyError("only here")
-    return tensors
-
-
-def test_exception_in_callback_is_raised_on_all_ranks(rank_pool):
-    first, second = rank_pool.run_expecting_errors(call_back, 2, raises_on_one)
-    assert isinstance(second, KeyError)
-    assert isinstance(first, RuntimeError)
-    assert re.search(r"rank 1: .*callback .*KeyError: 'only here'", str(first))
-
-
-def alike(pipe, step, timestep, tensors):
+def change_equally(pipe, step, timestep, tensors):
     """Change tensors and the LoRA equally on all ranks. One rank returns a copy where the other returns the same
     tensor.
     """
-    if step == 0:
-        fill(pipe, seed=3)
-        prompt = tensors["prompt_embeds"]
-        return {
-            "latents": tensors["latents"] * 0.5,
-            "prompt_embeds": prompt.clone() if dist.is_initialized() and dist.get_rank() else prompt,
-        }
-    return {}
+    if step > 0:
+        return {}
+    fill(pipe, seed=3)
+    prompt = tensors["prompt_embeds"]
+    is_copied = dist.is_initialized() and dist.get_rank()
+    return {"latents": tensors["latents"] * 0.5, "prompt_embeds": prompt.clone() if is_copied else prompt}
 
 
-def test_callbacks_that_change_the_same_are_exact(rank_pool):
-    options = {"callback_on_step_end": alike, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
-    expected = pipe_with_lora()(**flux_call(**options)).images
-    for out in rank_pool.run(call_back, 2, alike):
-        assert relative_error(out, expected) < 1e-5
-
-
-def test_loras_are_described_by_settings_and_values():
-    def text():
-        return PendingRecord(describe_loras(pipe)).wait()
-
-    pipe = pipe_with_lora()
-    first = text()
-    assert text() == first
-    changes = (other_scale, other_weights, weights_in_data, one_bit_in_data, one_scale, no_lora)
-    seen = [first]
-    for change in changes:
-        change(pipe)
-        seen.append(text())
-    assert all(x not in seen[:index] for index, x in enumerate(seen))
-    pipe.transformer.delete_adapters("style")
-    assert text() == {}
-
-
-def call_in_inference_mode():
-    pipe = parallelize_pipe(pipe_with_lora(), mesh=cpu_mesh(1, 2))
+def call_equally():
+    """Return images with the LoRA, and with a callback, also in inference mode."""
+    outs = [parallel_pipe()(**flux_call()).images, call_back(parallel_pipe(), change_equally)]
+    pipe = parallel_pipe()
     with torch.inference_mode():
-        same = pipe(
-            **flux_call(callback_on_step_end=alike, callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"])
-        ).images
+        outs.append(call_back(pipe, change_equally).clone())
         with pytest.raises(ValueError, match="values of latents"):
-            pipe(**flux_call(callback_on_step_end=changes_in_place))
-    return same.clone()
+            call_back(pipe, on_rank_1(change_in_place))
+    return outs
 
 
-def test_callbacks_are_compared_in_inference_mode_too(rank_pool):
-    options = {"callback_on_step_end": alike, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
-    expected = pipe_with_lora()(**flux_call(**options)).images
-    for out in rank_pool.run(call_in_inference_mode, 2):
-        assert relative_error(out, expected) < 1e-5
+def test_equal_loras_and_callbacks_are_exact(rank_pool):
+    plain = pipe_with_lora()(**flux_call()).images
+    called_back = call_back(pipe_with_lora(), change_equally)
+    for outs in rank_pool.run(call_equally, 2):
+        for out, expected in zip(outs, (plain, called_back, called_back), strict=True):
+            assert relative_error(out, expected) < 1e-5
