@@ -12,10 +12,10 @@ computed on the CPU (operators.py), and what a GPU would refuse, wait for or get
 
 Triton kernels run by Triton's interpreter. Autograd and ``torch.compile(backend="eager" or "aot_eager")`` work.
 
-**What it cannot see**: the numerics of cuBLAS and cuDNN (rows.py shows one part of it on request), kernels that
-Inductor or Triton compile, CUDA graphs, memory that is freed while another stream uses it, how much memory there is,
-and time. Each process has one GPU. torch's ``_c10d_functional_autograd`` operators call gloo in C++, past the checks.
-A group of gloo with tensors on cuda waits at every collective; one of the fake backend moves nothing.
+**What it cannot see**: the numerics of cuBLAS and cuDNN, kernels that Inductor or Triton compile, CUDA graphs, memory
+that is freed while another stream uses it, how much memory there is, and time. Each process has one GPU. torch's
+``_c10d_functional_autograd`` operators call gloo in C++, past the checks. A group of gloo with tensors on
+cuda waits at every collective; one of the fake backend moves nothing.
 
 Tests use the fixture ``gpu_ranks``. ``python -m tests.simulated_gpu PROGRAM`` runs any program on it.
 """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simulated_gpu import rows, streams
+from tests.simulated_gpu import streams
 from tests.simulated_gpu.native import on_cpu, on_device
 from tests.simulated_gpu.record import record
 
@@ -48,7 +48,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     _count_waits(op, packet, args, kwargs)
     _refuse_dtypes(op, packet, tensors)
     with reads_and_writes(op, args, kwargs) as access:
-        out = compute(rows.with_kernel_of_rows(op, packet), device.index, args, kwargs)
+        out = compute(op, device.index, args, kwargs)
         access.made = out
     if not op.is_view and packet not in ALLOCATIONS and packet is not aten._local_scalar_dense:
         record.count("launches", packet.__name__)

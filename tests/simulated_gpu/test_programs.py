@@ -22,11 +22,10 @@ def on_gpus(tmp_path) -> Callable[..., tuple[str, list[str]]]:
     def start(*arguments: str) -> tuple[str, list[str]]:
         folder = tmp_path / "records"
         folder.mkdir()
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         done = run(
             [*arguments],
             folder,
-            env=environment,
+            env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -71,6 +70,19 @@ def test_program_of_two_ranks(on_gpus, tmp_path, broken):
 
 PARALLEL, CACHE = ROOT / "parallel_examples", ROOT / "cache_examples"
 SIZE = ("--model", str(FLUX), "--size", "32")
+GENERATE = (
+    "-m",
+    "para_core",
+    "generate",
+    "--prompt",
+    "a red circle",
+    "--size",
+    "32x32",
+    "--steps",
+    "2",
+    "--out",
+    "images",
+)
 # Name: the command line, without Python.
 PROGRAMS: dict[str, list[str]] = {
     "an own model": [*TORCHRUN, str(PARALLEL / "run_own_model.py")],
@@ -78,23 +90,8 @@ PROGRAMS: dict[str, list[str]] = {
     "FLUX, launched": [str(PARALLEL / "launch_flux.py"), *SIZE, "--ranks", "2"],
     "FLUX, cached": [str(CACHE / "run_flux.py"), *SIZE],
     "PipeFusion": [*TORCHRUN, str(PARALLEL / "run_pipefusion.py"), *SIZE],
-    "generate": [
-        "-m",
-        "para_core",
-        "generate",
-        "--prompt",
-        "a red circle",
-        "--size",
-        "32x32",
-        "--steps",
-        "2",
-        "--out",
-        "images",
-    ],
-    "generate on two ranks": [
-        *("-m", "para_core", "generate", "--prompt", "a red circle", "--ranks", "2"),
-        *("--size", "32x32", "--steps", "2", "--out", "images"),
-    ],
+    "generate": [*GENERATE],
+    "generate on two ranks": [*GENERATE, "--ranks", "2"],
     "bench": ["-m", "para_core", "bench", "--ranks", "2", "--size", "32x32", "--steps", "2", "--runs", "1", "--check"],
     "doctor": [*TORCHRUN, "-m", "para_core", "doctor"],
 }
@@ -108,10 +105,8 @@ def test_program_of_a_user(on_gpus, name):
 
 
 @pytest.mark.long
-def test_server_with_two_ranks(on_gpus, tmp_path):
-    program = tmp_path / "client.py"
-    program.write_text(CLIENT)
-    output, found = on_gpus(str(program))
+def test_server_with_two_ranks(on_gpus):
+    output, found = on_gpus("-c", CLIENT)
     assert "images 2" in output
     assert found == []
 
