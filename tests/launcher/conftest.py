@@ -1,6 +1,10 @@
-"""Launched pipelines that the tests of a module share."""
+"""Launched pipelines that the tests of this folder share, and programs that launch their own."""
 
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,18 +12,61 @@ from para_core import launch
 from tests.launcher.loads import load_flux, load_steps
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def steps():
     """Return a ``Steps`` on two ranks."""
     with launch(load_steps, ranks=2, progress=False) as pipe:
         yield pipe
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def flux():
     """Return the small FLUX on two ranks."""
     with launch(load_flux, ranks=2, progress=False) as pipe:
         yield pipe
+
+
+@pytest.fixture(scope="package")
+def alone():
+    """Return the small FLUX in this process, on one device."""
+    return load_flux()
+
+
+@pytest.fixture
+def pair():
+    """Return a ``Steps`` on two ranks that this test may break."""
+    with launch(load_steps, ranks=2, progress=False) as pipe:
+        yield pipe
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that starts a program, given its text and arguments."""
+
+    def start_program(text, *arguments):
+        (tmp_path / "program.py").write_text(text)
+        return subprocess.Popen(
+            [sys.executable, tmp_path / "program.py", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        )
+
+    return start_program
+
+
+@pytest.fixture
+def run(start):
+    """Return a function that runs a program to its end and returns what it writes to stdout and stderr."""
+
+    def run_program(text, *arguments):
+        with start(text, *arguments) as program:
+            out, err = program.communicate(timeout=120)
+        assert program.returncode == 0, err
+        return out, err
+
+    return run_program
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,41 @@
-"""Functions that ranks run to load a pipeline, and pipelines of their own. Ranks get them by value."""
+"""Functions that ranks run to load a pipeline, pipelines of their own, and their process ids."""
 
 import os
 import time
+
+import psutil
+
+ARGUMENTS = {
+    "prompt": "a red circle",
+    "num_inference_steps": 2,
+    "output_type": "np",
+    "max_sequence_length": 64,
+    "height": 64,
+    "width": 64,
+}
+
+
+def images(pipe, **arguments):
+    """Return the images of a FLUX."""
+    return pipe(**{**ARGUMENTS, **arguments}).images
+
+
+def pids(pipe):
+    """Return the process id of each rank of a ``Steps``."""
+    return pipe.run(Steps.process, all_ranks=True)
+
+
+def alive(processes):
+    """Return the process ids of processes that run."""
+    return [pid for pid in processes if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def require_no_process(processes, seconds=7.0):
+    """Raise unless the processes end within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while alive(processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive(processes) == []
 
 
 def load_flux():

@@ -1,21 +1,17 @@
 """Callbacks of the caller: what they see, what they change on all ranks, and what they cannot reach."""
 
+import os
+
 import pytest
 import torch
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback, SDCFGCutoffCallback
 
-from tests.launcher.loads import load_flux
-from tests.launcher.test_calls import ARGUMENTS
-
-
-@pytest.fixture(scope="module")
-def alone():
-    return load_flux()
+from tests.launcher import loads
 
 
 def images(pipe, **arguments):
     generator = torch.Generator().manual_seed(7)
-    return pipe(**{**ARGUMENTS, "num_inference_steps": 4, "generator": generator, **arguments}).images
+    return loads.images(pipe, **{"num_inference_steps": 4, "generator": generator, **arguments})
 
 
 def scale_in_place(pipe, step, timestep, tensors):
@@ -51,17 +47,11 @@ def guide_less_at_half(pipe, step, timestep, tensors):
     return {"latents": tensors["latents"] * pipe.guidance_scale}
 
 
-@pytest.mark.parametrize(
-    "callback",
-    [
-        scale_in_place,
-        scale_by_numpy,
-        return_other_tensors,
-        replace_in_the_dict,
-        stop_after_two_steps,
-        guide_less_at_half,
-    ],
-)
+CHANGES = (scale_in_place, scale_by_numpy, return_other_tensors, replace_in_the_dict)
+CHANGES += (stop_after_two_steps, guide_less_at_half)
+
+
+@pytest.mark.parametrize("callback", CHANGES)
 def test_callback_changes_what_it_would_change_in_one_process(flux, alone, callback):
     options = {"callback_on_step_end": callback}
     if callback is return_other_tensors:
@@ -92,35 +82,18 @@ def test_random_numbers_of_a_callback_are_those_of_one_process(flux, alone):
         assert abs(own - expected).max() < 1e-5
 
 
-def test_callbacks_of_methods_and_run_run_here(steps):
+def test_callbacks_run_here_however_they_are_passed(steps):
     seen = []
 
     def callback(pipe, step, timestep, tensors):
         seen.append(step)
         return tensors
 
+    assert steps(2, 0.0, 0.0, 0.0, callback) == {}
+    assert steps(1, 0.0, 0.0, 0.0, callback, x=1) == {"x": 1}
     assert steps.again(2, callback_on_step_end=callback) == {}
     assert steps.run(lambda pipe, **options: pipe(1, **options), callback_on_step_end=callback) == {}
-    assert seen == [0, 1, 0]
-
-
-def test_several_callbacks_in_a_list_are_refused(steps):
-    with pytest.raises(TypeError, match="expected one function"):
-        steps(1, callbacks=[print, id])
-
-
-def test_pipeline_of_an_ended_callback_cannot_be_set(steps):
-    kept = []
-    steps(1, callback_on_step_end=lambda pipe, step, timestep, tensors: kept.append(pipe) or tensors)
-    with pytest.raises(AttributeError, match="has ended"):
-        kept[0]._guidance_scale = 3.0
-
-
-def test_callback_runs_here(flux):
-    seen = []
-    images(flux, callback_on_step_end=lambda pipe, *rest: seen.append(rest) or rest[-1])
-    assert [step for step, _, _ in seen] == [0, 1, 2, 3]
-    assert [set(tensors) for _, _, tensors in seen] == [{"latents"}] * 4
+    assert seen == [0, 1, 0, 0, 1, 0]
 
 
 class Recorder(PipelineCallback):
@@ -135,81 +108,62 @@ class Recorder(PipelineCallback):
         return callback_kwargs
 
 
-def test_callback_object_of_the_user_runs_here(flux):
-    recorder = Recorder()
+def test_callback_objects_get_the_tensors_that_they_ask_for(flux):
+    recorder, seen = Recorder(), []
     images(flux, callback_on_step_end=recorder)
-    assert recorder.seen == [["latents", "prompt_embeds"]] * 4
     images(flux, callback_on_step_end=MultiPipelineCallbacks([recorder]))
-    assert len(recorder.seen) == 8
-
-
-def test_callback_object_of_diffusers_runs_on_the_ranks(flux):
-    # It asks for tensors that FLUX does not have, which is what FLUX says in one process too.
+    assert recorder.seen == [["latents", "prompt_embeds"]] * 8
+    images(flux, callback_on_step_end=lambda pipe, step, timestep, tensors: seen.append([*tensors]) or tensors)
+    assert seen == [["latents"]] * 4
+    # diffusers' own asks for tensors that FLUX does not have, which is what FLUX says in one process too.
     with pytest.raises((ValueError, KeyError)):
         images(flux, callback_on_step_end=SDCFGCutoffCallback(cutoff_step_ratio=0.5))
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda pipe: pipe.transformer,
-        lambda pipe: pipe.scheduler.sigmas,
-        lambda pipe: setattr(pipe, "scheduler", None),
-        lambda pipe: setattr(pipe, "_guidance_scale", object()),
-        lambda pipe: setattr(pipe, "own", 1),
-    ],
-)
-def test_other_attributes_are_refused_in_a_callback(flux, use):
-    with pytest.raises(AttributeError, match=r"run\(lambda pipe"):
-        images(flux, callback_on_step_end=lambda pipe, step, timestep, tensors: use(pipe) or tensors)
+def raise_own(pipe):
+    raise KeyError("own")
 
 
-def test_what_a_callback_raises_ends_the_call(flux):
-    pids = flux.run(lambda pipe: __import__("os").getpid(), all_ranks=True)
+# What a callback does, the error that ends its call, and the words of the error.
+REFUSED = {
+    "reads a component": (lambda pipe: pipe.transformer, AttributeError, r"run\(lambda pipe"),
+    "reads through a component": (lambda pipe: pipe.scheduler.sigmas, AttributeError, r"run\(lambda pipe"),
+    "sets a component": (lambda pipe: setattr(pipe, "scheduler", None), AttributeError, r"run\(lambda pipe"),
+    "sets an object": (lambda pipe: setattr(pipe, "_guidance_scale", object()), AttributeError, r"run\(lambda pipe"),
+    "sets a new attribute": (lambda pipe: setattr(pipe, "own", 1), AttributeError, r"run\(lambda pipe"),
+    "raises": (raise_own, KeyError, "own"),
+    "returns what cannot be sent": (lambda pipe: {"latents": (x for x in range(3))}, TypeError, "cannot be sent"),
+    "returns no dict, as in one process": (lambda pipe: 3, AttributeError, "pop"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_error_of_a_callback_ends_its_call_alone(flux, what):
+    use, error, message = REFUSED[what]
+    pids = flux.run(lambda pipe: os.getpid(), all_ranks=True)
     steps = []
 
     def callback(pipe, step, timestep, tensors):
         steps.append(step)
-        if step == 1:
-            raise KeyError("own")
-        return tensors
+        return tensors if step == 0 else use(pipe) or tensors
 
-    with pytest.raises(KeyError, match="own"):
+    with pytest.raises(error, match=message):
         images(flux, callback_on_step_end=callback)
     assert steps == [0, 1]
-    images(flux)
-    assert flux.run(lambda pipe: __import__("os").getpid(), all_ranks=True) == pids
-
-
-def test_positional_callback_runs_here(steps):
-    seen = []
-
-    def callback(pipe, step, timestep, tensors):
-        seen.append(step)
-        return tensors
-
-    assert steps(2, 0.0, 0.0, 0.0, callback) == {}
-    assert steps(1, 0.0, 0.0, 0.0, callback, x=1) == {"x": 1}
-    assert seen == [0, 1, 0]
+    images(flux, num_inference_steps=1)
+    assert flux.run(lambda pipe: os.getpid(), all_ranks=True) == pids
 
 
 @pytest.mark.parametrize("use", [images, lambda pipe: pipe.run(id), lambda pipe: pipe.restart()])
 def test_call_inside_a_callback_raises(flux, use):
-    def callback(pipe, step, timestep, tensors):
-        use(flux)
-
     with pytest.raises(RuntimeError, match="callback cannot call"):
-        images(flux, callback_on_step_end=callback)
+        images(flux, callback_on_step_end=lambda *_: use(flux))
 
 
-def test_callback_without_a_dict_fails_as_in_one_process(flux, alone):
-    for pipe in (alone, flux):
-        with pytest.raises(AttributeError, match="pop"):
-            images(pipe, callback_on_step_end=lambda *args: None)
-
-
-def test_callback_that_returns_what_cannot_be_sent_ends_its_call_alone(steps):
-    pids = steps.run(lambda pipe: __import__("os").getpid(), all_ranks=True)
-    with pytest.raises(TypeError, match="cannot be sent"):
-        steps(3, callback_on_step_end=lambda *args: {"x": (x for x in range(3))})
-    assert steps.run(lambda pipe: __import__("os").getpid(), all_ranks=True) == pids
+def test_several_callbacks_and_an_ended_one_are_refused(steps):
+    with pytest.raises(TypeError, match="expected one function"):
+        steps(1, callbacks=[print, id])
+    kept = []
+    steps(1, callback_on_step_end=lambda pipe, step, timestep, tensors: kept.append(pipe) or tensors)
+    with pytest.raises(AttributeError, match="has ended"):
+        kept[0]._guidance_scale = 3.0

@@ -2,63 +2,34 @@
 
 import functools
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 from para_core import launch
-from tests.launcher import loads
-from tests.launcher.loads import load_flux, load_steps
-
-ARGUMENTS = {
-    "prompt": "a red circle",
-    "num_inference_steps": 2,
-    "output_type": "np",
-    "max_sequence_length": 64,
-    "height": 64,
-    "width": 64,
-}
+from tests.launcher.loads import images, load_flux, load_steps, pids
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Return the small FLUX in this process, on one device."""
-    return load_flux()
+def draws_of_seeds(pipe):
+    """Return images of a seed, of generators that go on, and of the default generator, and what each draws next."""
+    first = images(pipe, generator=torch.Generator().manual_seed(7))
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    several = images(pipe, generator=generators, num_images_per_prompt=2)
+    again = images(pipe, generator=generators[1])
+    torch.manual_seed(3)
+    by_default = images(pipe), images(pipe), torch.rand(3)
+    return first, several, again, torch.rand(1, generator=generators[0]), *by_default
 
 
-def images(pipe, **arguments):
-    return pipe(**ARGUMENTS, **arguments).images
-
-
-def test_images_are_those_of_one_process(flux, alone):
-    own, expected = [images(pipe, generator=torch.Generator().manual_seed(7)) for pipe in (flux, alone)]
-    np.testing.assert_allclose(own, expected, atol=1e-5)
-    assert own.flags.writeable
-    own[0, 0, 0] = 0.5
-
-
-def test_generators_continue_as_in_one_process(flux, alone):
-    results = []
-    for pipe in (flux, alone):
-        generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-        first = images(pipe, generator=generators, num_images_per_prompt=2)
-        second = images(pipe, generator=generators[1])
-        results.append((first, second, torch.rand(1, generator=generators[0])))
+def test_images_and_seeds_are_those_of_one_process(flux, alone):
+    results = [draws_of_seeds(pipe) for pipe in (flux, alone)]
     for own, expected in zip(*results, strict=True):
         np.testing.assert_allclose(own, expected, atol=1e-5)
-    assert np.abs(results[0][0][1] - results[0][1][0]).max() > 0.01
-
-
-def test_seed_of_this_process_continues_as_in_one_process(flux, alone):
-    results = []
-    for pipe in (flux, alone):
-        torch.manual_seed(3)
-        results.append((images(pipe), images(pipe), torch.rand(3)))
-    for own, expected in zip(*results, strict=True):
-        np.testing.assert_allclose(own, expected, atol=1e-5)
+    first, several, again, *_ = results[0]
+    assert np.abs(several[1] - again[0]).max() > 0.01
+    assert first.flags.writeable
+    first[0, 0, 0] = 0.5
 
 
 def last_cuda_seed(pipe):
@@ -86,17 +57,13 @@ def test_ranks_seed_cuda_when_this_process_has_seeded_it(steps):
 
 def test_methods_run_on_every_rank(steps):
     steps.note("a")
-    assert (
-        steps.run(lambda pipe: pipe.notes, all_ranks=True)[0] == steps.run(lambda pipe: pipe.notes, all_ranks=True)[1]
-    )
+    first, second = steps.run(lambda pipe: pipe.notes, all_ranks=True)
+    assert first == second
     assert steps.note("b")[-2:] == ["a", "b"]
     assert steps.this() is steps
     assert "note" in dir(steps)
-    pids = steps.run(loads.Steps.process, all_ranks=True)
-    assert len({*pids, os.getpid()}) == 3
+    assert len({*pids(steps), os.getpid()}) == 3
 
-
-def test_run_returns_the_first_ranks_result(steps):
     def rank_and_sum(pipe, x, *, y):
         import torch.distributed as dist
 
@@ -144,17 +111,24 @@ def test_calls_have_the_callers_autocast_and_gradients(steps, context, expected)
     assert steps.run(thread_state) == (True, False, torch.float32)
 
 
-def test_handle_cannot_be_sent(steps):
-    with pytest.raises(TypeError, match="cannot be sent"):
-        steps.run(lambda pipe, other: None, steps)
-    assert steps.run(lambda pipe: 1) == 1
+class Unsendable:
+    def __getstate__(self):
+        raise ValueError("its own")
 
 
-def test_result_that_cannot_be_sent_leaves_the_ranks_usable(steps):
-    pids = steps.run(loads.Steps.process, all_ranks=True)
-    with pytest.raises(TypeError, match="cannot be sent"):
-        steps.run(lambda pipe: (x for x in range(3)))
-    assert steps.run(loads.Steps.process, all_ranks=True) == pids
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (lambda pipe, handle: None, True, "cannot be sent"),
+        (lambda pipe: (x for x in range(3)), False, "cannot be sent"),
+        (lambda pipe: Unsendable(), False, "ValueError: its own"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_and_leaves_the_ranks(steps, function, arguments, message):
+    before = pids(steps)
+    with pytest.raises(TypeError, match=message):
+        steps.run(function, *[steps] * arguments)
+    assert pids(steps) == before
 
 
 def test_progress_function_gets_steps():
@@ -183,32 +157,18 @@ def test_lines_and_bars_are_shown_here(capfd):
     assert bars.count("2/2") >= 1
 
 
-def test_init_process_group_in_load_is_taken_as_done():
-    def load():
+def test_init_process_group_in_load_is_taken_as_done_or_refused():
+    def load(**options):
         import torch.distributed as dist
 
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **options)
         return lambda: (dist.get_rank(), dist.get_world_size())
 
     for ranks in (1, 2):
         with launch(load, ranks=ranks, progress=False) as pipe:
             assert pipe() == (0, ranks)
-
-
-def test_other_process_group_in_load_is_refused():
-    def load():
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo", world_size=3, rank=0)
-
     with pytest.raises(ValueError, match=r"world_size=3.*inside load: launch has made the process group"):
-        launch(load, ranks=2, progress=False)
-
-
-def test_callable_objects_and_partials_load():
-    load = functools.partial(load_flux.__globals__["Steps"])
-    with launch(load, ranks=1, progress=False, timeout=float("inf")) as pipe:
-        assert pipe(1) == {}
+        launch(functools.partial(load, world_size=3, rank=0), ranks=2, progress=False)
 
 
 CLASSES = """
@@ -247,13 +207,11 @@ print([type(x).__name__ for x in pipe.run(make)], isinstance(pipe.run(make)[0], 
 """
 
 
-def test_classes_of_a_script_keep_their_state_in_each_process(tmp_path):
-    (tmp_path / "program.py").write_text(CLASSES)
-    run = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=True)
-    assert run.stdout == "fast True fast 2\n['Out', 'Point'] True 100 3\n"
+def test_classes_of_a_script_keep_their_state_in_each_process(run):
+    assert run(CLASSES)[0] == "fast True fast 2\n['Out', 'Point'] True 100 3\n"
 
 
-def test_ranks_start_again_in_the_folder_of_the_launch(tmp_path, monkeypatch):
+def test_closed_pipeline_raises_until_it_restarts_in_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("here")
 
@@ -263,31 +221,21 @@ def test_ranks_start_again_in_the_folder_of_the_launch(tmp_path, monkeypatch):
         text = Path("file").read_text()
         return lambda: text
 
-    with launch(load, ranks=1, progress=False) as pipe:
-        monkeypatch.chdir("/")
-        pipe.restart()
+    with launch(load, ranks=1, progress=False, timeout=float("inf")) as pipe:
         assert pipe() == "here"
-
-
-def test_closed_pipeline_raises_until_it_restarts():
-    with launch(load_steps, ranks=1, progress=False) as pipe:
-        pipe(1)
-    with pytest.raises(RuntimeError, match="closed"):
-        pipe(1)
-    with pytest.raises(RuntimeError, match="closed"):
-        pipe.run(lambda pipe: None)
+    monkeypatch.chdir("/")
+    for use in (pipe, lambda: pipe.run(lambda pipe: None)):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
     pipe.restart()
-    assert pipe(1) == {}
+    assert pipe() == "here"
     pipe.close()
     pipe.close()
 
 
-def test_launch_on_a_rank_raises(steps):
+def test_launch_on_a_rank_raises(steps, monkeypatch):
     with pytest.raises(RuntimeError, match="called on a rank"):
         steps.run(lambda pipe: launch(load_steps, ranks=1))
-
-
-def test_launch_on_a_rank_of_torchrun_raises(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="rank 1 of 2"):
@@ -324,8 +272,7 @@ def test_env_and_devices_reach_the_ranks(monkeypatch):
     assert environments == [["6,4", "1", "0", None], ["6,4", "1", "1", None]]
 
 
-def test_functions_by_name_need_no_cloudpickle(tmp_path):
-    program = """
+BY_NAME = """
 import sys
 sys.modules["cloudpickle"] = None
 from para_core import launch
@@ -339,6 +286,7 @@ if __name__ == "__main__":
     except TypeError as error:
         print("cloudpickle" in str(error))
 """
-    (tmp_path / "program.py").write_text(program)
-    run = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=True)
-    assert run.stdout.split("\n")[:2] == ["[('a', 2)]", "True"]
+
+
+def test_functions_by_name_need_no_cloudpickle(run):
+    assert run(BY_NAME)[0] == "[('a', 2)]\nTrue\n"

@@ -3,26 +3,13 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 
 from para_core import Cancelled
-from tests.launcher.loads import Steps
-
-
-def pids(pipe):
-    return pipe.run(Steps.process, all_ranks=True)
-
-
-def alive(processes):
-    """Return the process ids of processes that run."""
-    return [pid for pid in processes if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+from tests.launcher.loads import alive, pids
 
 
 def when_called(function, seconds=0.3):
@@ -53,17 +40,18 @@ def test_cancel_without_a_call_does_nothing(steps):
     assert steps(1) == {}
 
 
-def test_cancel_after_the_last_step_raises_too(steps):
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"count": 1, "after": 1.0}, "after its last step"),
+        ({"count": 5, "before": 1.0}, "after step 1 of 5"),
+    ],
+)
+def test_cancel_outside_of_steps_raises_too(steps, call, message):
     when_called(steps.cancel)
-    with pytest.raises(Cancelled, match="after its last step"):
-        steps(1, after=1.0)
+    with pytest.raises(Cancelled, match=message):
+        steps(**call)
     assert steps(1) == {}
-
-
-def test_cancel_before_the_first_step_ends_after_it(steps):
-    when_called(steps.cancel)
-    with pytest.raises(Cancelled, match="after step 1 of 5"):
-        steps(5, before=1.0)
 
 
 def test_cancel_inside_a_callback_ends_that_call(steps):
@@ -106,6 +94,8 @@ def test_awaited_calls_let_other_tasks_run(steps):
     result, ticks = asyncio.run(count())
     assert result == {"x": 1}
     assert ticks > 5
+    with pytest.raises(TypeError, match="not callable"):
+        asyncio.run(steps.call(callback_on_step_end=3))
 
 
 def test_end_of_an_awaiting_task_cancels_only_its_call(steps):
@@ -126,34 +116,19 @@ def test_end_of_an_awaiting_task_cancels_only_its_call(steps):
     assert steps(1) == {}
 
 
-def test_exception_arrives_at_an_awaiting_task(steps):
-    async def run():
-        await steps.call(callback_on_step_end=3)
-
-    with pytest.raises(TypeError, match="not callable"):
-        asyncio.run(run())
-
-
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_ends_the_call_after_its_step(steps):
+@pytest.mark.parametrize("call", [{"count": 1000, "seconds": 0.02}, {"count": 1, "after": 1.0}])
+def test_ctrl_c_ends_the_call_after_its_step(steps, call):
     before = pids(steps)
     when_called(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        steps(1000, seconds=0.02)
+        steps(**call)
     assert steps(1) == {}
     assert pids(steps) == before
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_outside_of_steps_waits(steps):
-    before = pids(steps)
-    when_called(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        steps(1, after=1.0)
-    assert pids(steps) == before
 
 
 def test_second_ctrl_c_ends_the_ranks(steps):
@@ -193,16 +168,8 @@ print(*ranks)
 
 
 @pytest.mark.parametrize("gap", ["0.003", "0.03"])
-def test_many_ctrl_c_leave_no_rank(tmp_path, gap):
-    (tmp_path / "program.py").write_text(MANY)
-    run = subprocess.run(
-        [sys.executable, tmp_path / "program.py", gap],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-    )
-    ranks = [int(pid) for pid in run.stdout.split()]
+def test_many_ctrl_c_leave_no_rank(run, gap):
+    ranks = [int(pid) for pid in run(MANY, gap)[0].split()]
     assert len(ranks) >= 2
     assert alive(ranks) == []
 
@@ -227,14 +194,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_while_ranks_load_waits_and_says_so(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    run = subprocess.run(
-        [sys.executable, tmp_path / "program.py"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-    )
-    assert run.stdout == "interrupted None\n"
-    assert "Ctrl-C again ends them" in run.stderr
+def test_ctrl_c_while_ranks_load_waits_and_says_so(run):
+    out, err = run(PROGRAM)
+    assert out == "interrupted None\n"
+    assert "Ctrl-C again ends them" in err

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from para_core import RankDied, launch
-from tests.launcher.loads import all_reduce_or_raise, load_steps
-from tests.launcher.test_cancel import alive, pids
-
-
-@pytest.fixture
-def pair():
-    """Return a ``Steps`` on two ranks that this test may break."""
-    with launch(load_steps, ranks=2, progress=False) as pipe:
-        yield pipe
+from tests.launcher.loads import NotInProcess, alive, all_reduce_or_raise, load_steps, pids
 
 
 @pytest.fixture
@@ -106,7 +98,13 @@ def test_exception_of_one_rank_frees_the_others(pair, failing, capsys):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_rank_is_named_within_a_second(pair, victim):
+def test_killed_rank_is_named_and_replaced(pair, victim):
+    before = pids(pair)
+    os.kill(before[1], signal.SIGKILL)
+    time.sleep(0.5)
+    with pytest.raises(RankDied, match="rank 1 was ended by SIGKILL"):
+        pair(1)
+    assert pair(1) == {}
     before = pids(pair)
     killed = []
 
@@ -120,15 +118,6 @@ def test_killed_rank_is_named_within_a_second(pair, victim):
     assert time.monotonic() - killed[0] < 5
     assert caught.value.rank == victim
     assert alive(before) == []
-    assert pair(1) == {}
-
-
-def test_rank_that_dies_between_calls_is_replaced(pair):
-    before = pids(pair)
-    os.kill(before[1], signal.SIGKILL)
-    time.sleep(0.5)
-    with pytest.raises(RankDied, match="rank 1 was ended by SIGKILL"):
-        pair(1)
     assert pair(1) == {}
 
 
@@ -147,7 +136,14 @@ def test_last_output_of_a_rank_is_shown():
         launch(load, ranks=2, progress=False)
 
 
-def test_rank_that_hangs_is_named(impatient):
+def test_progress_is_waited_for_and_a_rank_that_hangs_is_named(impatient):
+    def callback(pipe, step, timestep, tensors):
+        time.sleep(4)
+        return tensors
+
+    assert impatient(10, seconds=0.5) == {}
+    assert impatient(1, seconds=0.2, after=0.2, callback_on_step_end=callback) == {}
+
     def hang(pipe):
         import time
 
@@ -158,82 +154,52 @@ def test_rank_that_hangs_is_named(impatient):
             time.sleep(600)
         dist.all_reduce(torch.ones(1))
 
-    with pytest.raises(
-        RankDied, match=r"(?s)no rank made progress for 3 s: rank 1 hangs.*rank 1: .* in hang"
-    ) as caught:
+    message = r"(?s)no rank made progress for 3 s: rank 1 hangs.*rank 1: .* in hang"
+    with pytest.raises(RankDied, match=message) as caught:
         impatient.run(hang)
     assert caught.value.rank == 1
 
 
 def test_stopped_rank_is_named(impatient):
-    stopped = pids(impatient)[1]
-    os.kill(stopped, signal.SIGSTOP)
+    os.kill(pids(impatient)[1], signal.SIGSTOP)
     with pytest.raises(RankDied, match=r"(?s)rank 1 hangs.*rank 1: does not run Python code"):
         impatient(10_000, seconds=0.02)
 
 
-def test_long_call_that_makes_progress_is_not_ended(impatient):
-    assert impatient(10, seconds=0.5) == {}
-
-
-class Unsendable:
-    def __getstate__(self):
-        raise ValueError("its own")
-
-
-def test_result_whose_pickling_raises_leaves_the_ranks(steps):
+def test_result_that_cannot_be_loaded_here_leaves_the_ranks(steps):
     before = pids(steps)
-    with pytest.raises(TypeError, match="ValueError: its own"):
-        steps.run(lambda pipe: Unsendable())
+    with pytest.raises(RuntimeError, match="answer of rank 0 cannot be loaded"):
+        steps.run(lambda pipe: NotInProcess(os.environ["PARA_CORE_LAUNCHED_RANK"]))
     assert pids(steps) == before
 
 
-def test_callback_may_take_longer_than_the_timeout(impatient):
-    def callback(pipe, step, timestep, tensors):
-        time.sleep(4)
-        return tensors
-
-    assert impatient(1, seconds=0.2, after=0.2, callback_on_step_end=callback) == {}
+def load_nothing():
+    return None
 
 
-def test_result_that_cannot_be_loaded_here_leaves_the_ranks(pair):
-    def refuse_here(pipe):
-        import os
-
-        from tests.launcher.loads import NotInProcess
-
-        return NotInProcess(os.environ["PARA_CORE_LAUNCHED_RANK"])
-
-    before = pids(pair)
-    with pytest.raises(RuntimeError, match="answer of rank 0 cannot be loaded"):
-        pair.run(refuse_here)
-    assert pids(pair) == before
+def load_missing():
+    raise OSError("no such model")
 
 
-def test_exception_while_loading_arrives():
-    def load():
-        raise OSError("no such model")
+def load_on_one():
+    import torch.distributed as dist
 
-    with pytest.raises(OSError, match="no such model"):
+    if dist.get_rank() == 1:
+        raise OSError("only the last")
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("load", "error", "message"),
+    [
+        (load_missing, OSError, "no such model"),
+        (load_on_one, OSError, "only the last"),
+        (load_nothing, TypeError, "load returned None"),
+    ],
+)
+def test_exception_while_loading_arrives(load, error, message):
+    with pytest.raises(error, match=message):
         launch(load, ranks=2, progress=False)
-
-
-def test_exception_of_one_rank_while_loading_arrives():
-    def load():
-        import torch
-        import torch.distributed as dist
-
-        if dist.get_rank() == 1:
-            raise OSError("only the last")
-        dist.all_reduce(torch.ones(1))
-
-    with pytest.raises(OSError, match="only the last"):
-        launch(load, ranks=2, progress=False)
-
-
-def test_load_without_a_pipeline_is_refused():
-    with pytest.raises(TypeError, match="load returned None"):
-        launch(lambda: None, ranks=1, progress=False)
 
 
 def test_restart_ends_a_running_call(pair):

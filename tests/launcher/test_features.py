@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from para_core import launch
-from tests.modular_folders import MODULAR, plain_modular, save_modular
+from tests.modular_folders import plain_modular, save_modular
 from zoo.tiny.pipelines import PIPELINES
 
 
@@ -36,6 +36,10 @@ def difference(a, b):
     return np.abs(a - b).max() / np.abs(b).max()
 
 
+def _raise(pipe, step, timestep, tensors):
+    raise ValueError("own")
+
+
 @pytest.mark.parametrize(
     "name", ["wan", *(pytest.param(x, marks=pytest.mark.long) for x in ("qwen-image", "ltx", "hunyuan", "mochi"))]
 )
@@ -50,49 +54,10 @@ def test_pipelines_are_those_of_one_process(name):
             call(pipe, name, callback_on_step_end=_raise)
 
 
-def _raise(pipe, step, timestep, tensors):
-    raise ValueError("own")
-
-
-@pytest.mark.parametrize("options", [{"verify": True}, {"weights": "fsdp"}])
-def test_options_of_parallelize_pipe_are_exact(options):
-    expected = call(PIPELINES["wan"].build(), "wan")
-    with launch(loading("wan", **options), ranks=2, progress=False) as pipe:
-        assert difference(call(pipe, "wan"), expected) < 1e-4
-
-
-def test_cached_pipeline_skips_as_in_one_process():
-    def load():
-        from para_core.adapters import apply_cache_on_pipe, parallelize_pipe
-        from zoo.tiny.pipelines import PIPELINES
-
-        return apply_cache_on_pipe(parallelize_pipe(PIPELINES["wan"].build()), residual_diff_threshold=0.4)
-
+def add_cache(pipe):
     from para_core.adapters import apply_cache_on_pipe
 
-    alone = apply_cache_on_pipe(PIPELINES["wan"].build(), residual_diff_threshold=0.4)
-    plain = call(PIPELINES["wan"].build(), "wan", num_inference_steps=8)
-    expected = call(alone, "wan", num_inference_steps=8)
-    assert difference(expected, plain) > 1e-4
-    with launch(load, ranks=2, progress=False) as pipe:
-        assert difference(call(pipe, "wan", num_inference_steps=8), expected) < 1e-4
-
-
-@pytest.mark.long
-def test_compiled_pipeline_is_exact():
-    def load():
-        import torch
-
-        from para_core.adapters import parallelize_pipe
-        from zoo.tiny.pipelines import PIPELINES
-
-        pipe = parallelize_pipe(PIPELINES["wan"].build())
-        pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
-        return pipe
-
-    expected = call(PIPELINES["wan"].build(), "wan")
-    with launch(load, ranks=2, progress=False) as pipe:
-        assert difference(call(pipe, "wan"), expected) < 1e-4
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.4)
 
 
 def add_lora(pipe):
@@ -105,15 +70,34 @@ def add_lora(pipe):
             parameter.data.normal_(generator=generator)
 
 
-def test_lora_of_run_is_on_every_rank():
+def compile_whole(pipe):
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
+
+
+# Options of parallelize_pipe, what run() changes after it, and whether this changes the video.
+FEATURES = {
+    "verify": ({"verify": True}, id, False),
+    "fsdp": ({"weights": "fsdp"}, id, False),
+    "a cache": ({}, add_cache, True),
+    "a LoRA": ({}, add_lora, True),
+    "compiled": ({}, compile_whole, False),
+}
+
+
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=pytest.mark.long if name == "compiled" else ()) for name in FEATURES]
+)
+def test_features_are_those_of_one_process(feature):
+    options, change, is_other = FEATURES[feature]
     alone = PIPELINES["wan"].build()
-    plain = call(alone, "wan")
-    add_lora(alone)
-    expected = call(alone, "wan")
-    assert difference(expected, plain) > 1e-3
-    with launch(loading("wan"), ranks=2, progress=False) as pipe:
-        pipe.run(add_lora)
-        assert difference(call(pipe, "wan"), expected) < 1e-4
+    expected = plain = call(alone, "wan", num_inference_steps=8)
+    if is_other:
+        change(alone)
+        expected = call(alone, "wan", num_inference_steps=8)
+        assert difference(expected, plain) > 1e-4
+    with launch(loading("wan", **options), ranks=2, progress=False) as pipe:
+        pipe.run(change)
+        assert difference(call(pipe, "wan", num_inference_steps=8), expected) < 1e-4
 
 
 def test_modular_pipeline_is_exact_and_its_steps_are_seen(tmp_path):
@@ -130,7 +114,6 @@ def test_modular_pipeline_is_exact_and_its_steps_are_seen(tmp_path):
         pipe.load_components(dtype=torch.float32)
         return parallelize_pipe(pipe)
 
-    assert "flux" in MODULAR
     expected = plain_modular(str(tmp_path), "images", seed=7, **arguments)
     seen = []
     with launch(load, ranks=2, progress=lambda done, total: seen.append((done, total))) as pipe:

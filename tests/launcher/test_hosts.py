@@ -15,9 +15,8 @@ from ray.cluster_utils import Cluster
 
 from para_core import Cancelled, RankDied, launch
 from para_core.launcher import hosts
-from tests.launcher.loads import load_steps
-from tests.launcher.test_cancel import pids, when_called
-from tests.launcher.test_failures import alive
+from tests.launcher.loads import alive, load_steps, pids
+from tests.launcher.test_cancel import when_called
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -1,19 +1,13 @@
 """The end of the ranks with their caller, however it ends."""
 
 import gc
-import os
-import subprocess
-import sys
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 
 from para_core import launch
-from tests.launcher.loads import load_steps
-from tests.launcher.test_cancel import pids
-from tests.launcher.test_failures import alive
+from tests.launcher.loads import alive, load_steps, pids, require_no_process
 
 # No guard of __main__: ranks do not import this program.
 PROGRAM = """
@@ -61,26 +55,6 @@ if how == "thread calls":
 """
 
 
-def start(tmp_path, how):
-    """Start the program, and return its process and the process ids of its ranks."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    program = subprocess.Popen(
-        [sys.executable, tmp_path / "program.py", how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-    )
-    return program, [int(pid) for pid in program.stdout.readline().split()]
-
-
-def require_no_process(processes, seconds=7.0):
-    deadline = time.monotonic() + seconds
-    while alive(processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert alive(processes) == []
-
-
 @pytest.mark.parametrize(
     ("how", "code", "printed"),
     [
@@ -92,9 +66,9 @@ def require_no_process(processes, seconds=7.0):
         ("thread calls", 0, ""),
     ],
 )
-def test_ranks_end_with_the_program(tmp_path, how, code, printed):
-    program, ranks = start(tmp_path, how)
-    with program:
+def test_ranks_end_with_the_program(start, how, code, printed):
+    with start(PROGRAM, how) as program:
+        ranks = [int(pid) for pid in program.stdout.readline().split()]
         out, err = program.communicate(timeout=120)
     assert len(ranks) == 2
     assert (program.returncode, out) == (code, printed), err
@@ -109,8 +83,9 @@ def test_ranks_end_with_the_program(tmp_path, how, code, printed):
         *(pytest.param(*case, marks=pytest.mark.long) for case in (("sleep", 9), ("sleep", 15), ("call", 1))),
     ],
 )
-def test_ranks_end_with_a_killed_program(tmp_path, how, number):
-    program, ranks = start(tmp_path, how)
+def test_ranks_end_with_a_killed_program(start, how, number):
+    program = start(PROGRAM, how)
+    ranks = [int(pid) for pid in program.stdout.readline().split()]
     time.sleep(0.5)
     assert len(alive(ranks)) == 2
     program.send_signal(number)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
-from tests.launcher.test_failures import alive
+from tests.launcher.loads import alive, require_no_process
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,4 @@ def test_notebook_calls_interrupts_and_ends(monkeypatch):
         assert "unknown" in text(failed)
         assert len(alive(processes)) == 2
         os.kill(kernel, signal.SIGKILL)
-        deadline = time.monotonic() + 15
-        while alive(processes) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert alive(processes) == []
+        require_no_process(processes, seconds=15)
