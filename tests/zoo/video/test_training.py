@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline
 
 from zoo.flux.models import SHIFT
 from zoo.training import FlowLoss, Pool, Schedule, State, build_optimizers, fit, step_seed
-from zoo.video import scenes as grammar
 from zoo.video.scenes import FRAMES, SIDE
 from zoo.video.train import (
     LATENT_CHANNELS,
@@ -107,17 +105,6 @@ def test_training_inputs_equal_those_of_the_pipeline():
     expected = pipe.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=16)[0]
     assert torch.allclose(model.encode_text(tokens.input_ids, tokens.attention_mask), expected, atol=1e-6)
     assert (expected[0, 11:] == 0).all()
-
-
-def test_tokenizer_knows_every_word():
-    tokenizer = build_tokenizer()
-    for i in range(100):
-        rng = np.random.default_rng([20, i])
-        text = grammar.caption(grammar.random_scene(rng, held_out=False), rng)
-        for caption in (text, text.capitalize()):
-            ids = tokenizer(caption).input_ids
-            assert len(ids) == len(text.split()) + 1 <= 16
-            assert tokenizer.unk_token_id not in ids
 
 
 def test_exported_folder_loads_offline_in_diffusers(tmp_path, monkeypatch):
