@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from para_core import check_parallel
 from para_core.adapters import propose_plan
 from para_core.plans.plan import CumulativeLengths, Gather, Plan, Split, SplitMask
+from tests.adapters.propose.test_outside import propose_exact
 from zoo.tiny.base import fill
 
 
@@ -179,15 +180,13 @@ def stream_inputs(kind: str, tokens: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["passed on", "made anew", "holder", "pair", "returned", "given"])
 def test_plan_of_blocks_that_take_dataclasses(kind):
-    model = fill((GivenStreams if kind == "given" else OfStreams)(kind), seed=1)
-    proposal = propose_plan(model, (stream_inputs(kind, 25), stream_inputs(kind, 37)))
-    assert proposal.plan is not None, proposal
+    model = (GivenStreams if kind == "given" else OfStreams)(kind)
+    examples = stream_inputs(kind, 25), stream_inputs(kind, 37)
+    proposal = propose_exact(model, examples, stream_inputs(kind, 31), ranks=(2, 3))
     assert proposal.error < 1e-5
     names = {"holder": "holder.stream", "pair": "video"}
     of_first = proposal.plan.inner["blocks.0"]
     assert of_first[f"{names.get(kind, 'stream')}.x"] == Split(1, segment="image")
-    check = check_parallel(model, plan=proposal.plan, ranks=(2, 3), **stream_inputs(kind, 31))
-    assert check.error < 1e-5, check
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
@@ -242,12 +241,9 @@ def tokens_of(length: int, samples: int = 1) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tokens", [None, 25])
 def test_rotary_module_inside_attention_is_given_all_tokens(tokens):
-    model = fill(Rotated(tokens), seed=1)
-    proposal = propose_plan(model, (tokens_of(25),) if tokens else (tokens_of(25), tokens_of(37)))
-    assert proposal.plan is not None, proposal
+    examples = (tokens_of(25),) if tokens else (tokens_of(25), tokens_of(37))
+    proposal = propose_exact(Rotated(tokens), examples, tokens_of(tokens or 31), ranks=(2, 3))
     assert proposal.plan.inner["blocks.*.rotary"] == {"x": Gather(-2, "image"), 0: Split(-2, like="image")}
-    check = check_parallel(model, plan=proposal.plan, ranks=(2, 3), **tokens_of(tokens or 31))
-    assert check.error < 1e-5, check
 
 
 class OfPatches(nn.Module):
@@ -291,12 +287,11 @@ class OfPatchesBlock(nn.Module):
 
 @pytest.mark.parametrize(("before", "which"), [(True, "last"), (False, "first")])
 def test_table_of_patches_only_is_sharded_with_their_tokens(before, which):
-    model = fill(OfPatches(before=before), seed=1)
-    proposal = propose_plan(model, (tokens_of(25), tokens_of(37)))
-    assert proposal.plan is not None, proposal
+    model = OfPatches(before=before)
+    proposal = propose_exact(model, (tokens_of(25), tokens_of(37)), tokens_of(31))
     assert proposal.plan.inner["blocks.*"]["angles"] == Split(0, like="image", only=which)
-    # With 5 ranks the first or the last one has a single patch.
-    for ranks, length in ((2, 31), (5, 13), (5, 4)):
+    # The first or the last of the five ranks has a single patch.
+    for ranks, length in ((5, 13), (5, 4)):
         check = check_parallel(model, plan=proposal.plan, ranks=ranks, **tokens_of(length))
         assert check.error < 1e-5, check
 
@@ -452,16 +447,14 @@ FRAMES = Plan(
 
 
 def test_plan_of_blocks_of_frames():
-    model = fill(OfFrames(), seed=1)
-    proposal = propose_plan(model, (frames_of(5), frames_of(7)), segment="video")
+    model = OfFrames()
+    proposal = propose_exact(model, (frames_of(5), frames_of(7)), frames_of(5, 2, 5), segment="video")
     assert proposal.plan == FRAMES
-    # The sizes include fewer frames than ranks.
-    for ranks, inputs in ((2, frames_of(5, 2, 5)), (3, frames_of(4)), (3, frames_of(2))):
-        check = check_parallel(model, plan=proposal.plan, ranks=ranks, **inputs)
+    # There are fewer frames than ranks.
+    for frames in (4, 2):
+        check = check_parallel(model, plan=proposal.plan, ranks=3, **frames_of(frames))
         assert check.error < 1e-5, check
-
-
-def test_frames_that_do_not_grow_are_asked_for():
+    # Frames that do not grow are asked for.
     (question,) = propose_plan(fill(OfFrames(), seed=1), (frames_of(5), frames_of(5, 3, 6))).questions
     assert "dim 3" in question
 
@@ -509,12 +502,9 @@ def images_of(*widths: int) -> dict[str, Tensor]:
 
 
 def test_cumulative_lengths_of_one_sequence_are_those_of_a_rank():
-    model = fill(Tower(), seed=1)
-    proposal = propose_plan(model, (images_of(5), images_of(9)))
-    assert proposal.plan is not None, proposal
+    model = Tower()
+    proposal = propose_exact(model, (images_of(5), images_of(9)), images_of(7), ranks=(2, 3))
     assert proposal.plan.inner["blocks.*"] == {"cu_seqlens": CumulativeLengths("image")}
     assert proposal.plan.inner["merger"] == {"x": Gather(-2, "image")}
-    check = check_parallel(model, plan=proposal.plan, ranks=(2, 3), **images_of(7))
-    assert check.error < 1e-5, check
     several = check_parallel(model, plan=proposal.plan, ranks=2, **images_of(4, 3))
     assert all("ValueError" in case.failure and "cu_seqlens" in case.failure for case in several.cases)
