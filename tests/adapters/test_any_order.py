@@ -1,33 +1,31 @@
 """Compiling, ranks, offload, a cache and LoRA may be applied to a pipe in any order."""
 
 import random
-import traceback
 
 import pytest
 import torch
 from peft import LoraConfig
 
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
-from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 
 STEPS = ("compile", "parallel", "offload", "cache", "lora")
-COMPILED = ("module", "in place", "blocks")
-OFFLOADED = ("model", "groups", "leaves")
-NUM_ORDERS, CHUNKS = 30, 30
+NUM_ORDERS = 30
 # Two of four steps are skipped, whatever the differences are.
 CACHE = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
 
 
 def orders():
+    """Return random orders of the steps, each with a way to compile and one to offload."""
     chosen = random.Random(12)
     cases = []
     while len(cases) < NUM_ORDERS:
-        order = tuple(chosen.sample(STEPS, len(STEPS)))
-        compiled, offloaded = chosen.choice(COMPILED), chosen.choice(OFFLOADED)
+        order = chosen.sample(STEPS, len(STEPS))
+        compiled = chosen.choice(["module", "in place", "blocks"])
+        offloaded = chosen.choice(["model", "groups", "leaves"])
         # Dynamo does not trace the hooks of groups and leaves, and torch.cond cannot contain a graph break.
         if compiled == "blocks" or offloaded == "model":
-            cases.append((order, compiled, offloaded))
+            cases.append(pytest.param(order, compiled, offloaded, id=f"{', '.join(order)}; {compiled}; {offloaded}"))
     return cases
 
 
@@ -67,40 +65,29 @@ def small_pipe():
     return flux_pipe(shared_parts=False, transformer=transformer)
 
 
-def draw_in_orders(chunk, mesh_shape):
-    outputs = {}
-    for order, compiled, offloaded in orders()[chunk::CHUNKS]:
-        heartbeat()
-        torch._dynamo.reset()
-        pipe = small_pipe()
-        steps = {
-            "compile": lambda pipe=pipe, how=compiled: compile_it(pipe, how),
-            "parallel": lambda pipe=pipe: parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_shape)),
-            "offload": lambda pipe=pipe, how=offloaded: offload(pipe, how),
-            "cache": lambda pipe=pipe: apply_cache_on_pipe(pipe, **CACHE),
-            "lora": lambda pipe=pipe: add_lora(pipe),
-        }
-        try:
-            for step in order:
-                steps[step]()
-            outputs[order, compiled, offloaded] = generate(pipe)
-        except Exception:
-            outputs[order, compiled, offloaded] = traceback.format_exc()
-    return outputs
+def draw_in_order(order, compiled, offloaded):
+    pipe = small_pipe()
+    steps = {
+        "compile": lambda: compile_it(pipe, compiled),
+        "parallel": lambda: parallelize_pipe(pipe, mesh=cpu_mesh(1, 2)),
+        "offload": lambda: offload(pipe, offloaded),
+        "cache": lambda: apply_cache_on_pipe(pipe, **CACHE),
+        "lora": lambda: add_lora(pipe),
+    }
+    for step in order:
+        steps[step]()
+    return generate(pipe)
 
 
 # The default run tests pairs of these steps: the cache in tests/cache/test_compiled.py and test_graph.py, LoRA and
 # offload in test_lora_and_offload.py, all but compiling in tests/together.
 @pytest.mark.long
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_thirty_orders_of_compiling_ranks_offload_cache_and_lora(rank_pool, chunk):
+@pytest.mark.parametrize(("order", "compiled", "offloaded"), orders())
+def test_orders_of_compiling_ranks_offload_cache_and_lora(rank_pool, order, compiled, offloaded):
     pipe = small_pipe()
     add_lora(pipe)
     expected, hits = generate(apply_cache_on_pipe(pipe, **CACHE))
     assert hits == 2
-    for outs in rank_pool.run(draw_in_orders, 2, chunk, (1, 2)):
-        assert len(outs) == NUM_ORDERS // CHUNKS
-        for how, out in outs.items():
-            assert not isinstance(out, str), f"{how}: {out}"
-            assert out[1] == 2, how
-            assert relative_error(out[0], expected) < 1e-5, how
+    for out, hits in rank_pool.run(draw_in_order, 2, order, compiled, offloaded):
+        assert hits == 2
+        assert relative_error(out, expected) < 1e-5

@@ -93,7 +93,6 @@ def small_pipe():
 
 
 def compiled(ranks):
-    torch._dynamo.reset()
     pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(1, ranks), backend="math", comm_dtype=torch.int8)
     pipe.transformer.compile(backend="aot_eager", fullgraph=True)
     return draw(pipe)
@@ -107,25 +106,27 @@ def test_in_one_graph_it_computes_the_same(rank_pool, ranks):
         assert relative_error(out, expected) < (1e-5 if ranks == 1 else 0.05)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backend": "fast"}, "backend .*'fast'; .*flash, efficient, cudnn, math, triton, triton-int8"),
-        ({"comm_dtype": torch.bfloat16}, r"comm_dtype .*torch\.bfloat16; .*torch\.int8 "),
-        ({"comm_dtype": torch.int8, "rotate_method": "2d"}, r"rotate_method='2d' .*comm_dtype .*torch\.int8"),
-        ({"backend": "math", "attn_func": ByHand()}, "backend='math' .*attn_func"),
-    ],
-)
-@pytest.mark.parametrize(
-    "parallelize", [parallelize_pipe, lambda pipe, **options: parallelize_transformer(pipe.transformer, **options)]
-)
-def test_unknown_options_are_refused_at_once(parallelize, options, message):
+REFUSED = [
+    ({"backend": "fast"}, "backend .*'fast'; .*flash, efficient, cudnn, math, triton, triton-int8"),
+    ({"comm_dtype": torch.bfloat16}, r"comm_dtype .*torch\.bfloat16; .*torch\.int8 "),
+    ({"comm_dtype": torch.int8, "rotate_method": "2d"}, r"rotate_method='2d' .*comm_dtype .*torch\.int8"),
+    ({"backend": "math", "attn_func": ByHand()}, "backend='math' .*attn_func"),
+    ({"cross_backend": "fast"}, r"cross_backend is 'fast'; .*flash3"),
+    ({"cross_backend": "math", "attn_func": ByHand()}, "cross_backend='math' and attn_func"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_unknown_options_are_refused_at_once(options, message):
     pipe = flux_pipe()
-    with pytest.raises(ValueError, match=message):
-        parallelize(pipe, **options)
+    for function, target in ((parallelize_pipe, pipe), (parallelize_transformer, pipe.transformer)):
+        with pytest.raises(ValueError, match=message):
+            function(target, **options)
     assert torch.equal(draw(pipe), draw(flux_pipe()))
 
 
-def test_a_pipeline_without_a_transformer_has_no_such_options():
+def test_libraries_that_are_missing_and_pipelines_without_a_transformer_are_refused():
+    with pytest.raises(ImportError, match="flash_attn_interface"):
+        parallelize_pipe(flux_pipe(), cross_backend="flash3")
     with pytest.raises(ValueError, match="backend='math': StableVideoDiffusionPipeline "):
         parallelize_pipe(UNET_PIPELINES["svd"].build(), backend="math")

@@ -64,6 +64,11 @@ def test_one_rank_follows_the_schedule_until_undone():
         assert steps == [0, 0, 0]
         _, steps = calls_by_step(parallelize_pipe(pipe, backend="math"), calls, draw)
         assert steps == [0] * 5
+        # Another scheduler is counted by its own steps.
+        parallelize_pipe(pipe, backend=SAGE)
+        scheduler, pipe.scheduler = pipe.scheduler, FlowMatchEulerDiscreteScheduler(shift=1.0)
+        assert calls_by_step(pipe, calls, partial(draw, num_inference_steps=6))[1] == [0, 2, 2, 2, 0, 0]
+        pipe.scheduler = scheduler
         parallelize_pipe(pipe, backend=AttentionSchedule("sage", first=0, last=0))
         assert calls_by_step(pipe, calls, draw)[1] == [2] * 5
         # The last step is approximate, and no callback follows it. A call after the generation is exact.
@@ -138,15 +143,6 @@ def test_a_schedule_compiles_each_graph_once_more(rank_pool):
             assert compilations == graphs + 1
 
 
-def test_another_scheduler_is_counted_by_its_own_steps():
-    pipe = small_pipe()
-    with libraries_installed() as calls:
-        parallelize_pipe(pipe, backend=SAGE)
-        assert calls_by_step(pipe, calls, draw)[1] == [0, 2, 2, 0, 0]
-        pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
-        assert calls_by_step(pipe, calls, partial(draw, num_inference_steps=6))[1] == [0, 2, 2, 2, 0, 0]
-
-
 def test_a_callback_sees_exact_attention():
     pipe, counts = small_pipe(), []
     with libraries_installed() as calls:
@@ -154,14 +150,7 @@ def test_a_callback_sees_exact_attention():
 
         def callback(pipe, index, time, kwargs):
             before = calls.total()
-            pipe.transformer(
-                hidden_states=torch.zeros(1, 63, pipe.transformer.config.in_channels),
-                timestep=torch.ones(1),
-                pooled_projections=torch.zeros(1, pipe.transformer.config.pooled_projection_dim),
-                encoder_hidden_states=torch.zeros(1, 4, pipe.transformer.config.joint_attention_dim),
-                txt_ids=torch.zeros(4, 3),
-                img_ids=torch.zeros(63, 3),
-            )
+            pipe.transformer(**flux_inputs(63, 4))
             counts.append(calls.total() - before)
             return {}
 
@@ -190,18 +179,24 @@ def test_a_pipe_in_a_callback_follows_its_own_schedule():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("make", "error", "message"),
     [
-        ({"middle": "fast"}, ValueError, "'fast'.*triton-int8"),
-        ({"middle": "sage", "exact": "triton-int8"}, ValueError, "'triton-int8'.*flash"),
-        ({"middle": "sage", "first": -1}, ValueError, r"first.*-1"),
-        ({"middle": "sage", "last": 1.5}, TypeError, r"last.*1\.5"),
-        ({"middle": "sage", "last": True}, TypeError, r"last.*True"),
+        (lambda: AttentionSchedule("fast"), ValueError, "'fast'.*triton-int8"),
+        (lambda: AttentionSchedule("sage", exact="triton-int8"), ValueError, "'triton-int8'.*flash"),
+        (lambda: AttentionSchedule("sage", first=-1), ValueError, r"first.*-1"),
+        (lambda: AttentionSchedule("sage", last=1.5), TypeError, r"last.*1\.5"),
+        (lambda: AttentionSchedule("sage", last=True), TypeError, r"last.*True"),
+        (lambda: KeptKeys(0, 64), ValueError, "share is"),
+        (lambda: KeptKeys(1.5, 64), ValueError, "share is"),
+        (lambda: KeptKeys(True, 64), ValueError, "share is"),
+        (lambda: KeptKeys(0.5, 0), ValueError, "window is"),
+        (lambda: KeptKeys(0.5, True), ValueError, "window is"),
+        (lambda: parallelize_pipe(build("anyflow far"), backend=HALF), ValueError, r"KeptKeys\(share=0.5.*transformer"),
     ],
 )
-def test_bad_schedules_are_refused(arguments, error, message):
+def test_bad_schedules_are_refused(make, error, message):
     with pytest.raises(error, match=message):
-        AttentionSchedule(**arguments)
+        make()
 
 
 def test_a_schedule_needs_its_library_and_a_pipeline():
@@ -293,15 +288,3 @@ def test_kept_keys_on_ranks_are_those_of_the_formula(rank_pool, ring, ulysses, c
     for out, undone in rank_pool.run(with_kept_keys, 2, ring, ulysses, compiled):
         assert relative_error(out, expected) < 1e-5
         assert torch.equal(undone, exact)
-
-
-def test_kept_keys_of_flex_attention_are_refused():
-    pipe = build("anyflow far")
-    with pytest.raises(ValueError, match=r"KeptKeys\(share=0.5.*transformer"):
-        parallelize_pipe(pipe, backend=HALF)
-
-
-@pytest.mark.parametrize(("share", "window"), [(0, 64), (1.5, 64), (True, 64), (0.5, 0), (0.5, True)])
-def test_bad_kept_keys_are_refused(share, window):
-    with pytest.raises(ValueError, match=r"share is|window is"):
-        KeptKeys(share, window)

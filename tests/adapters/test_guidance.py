@@ -7,9 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from diffusers import FluxTransformer2DModel, UniPCMultistepScheduler
-from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils import _pytree as pytree
 
@@ -18,13 +16,11 @@ from para_core.adapters import (
     KeptKeys,
     apply_cache_on_pipe,
     parallelize_pipe,
-    remove_cache_from_pipe,
     unparallelize_pipe,
 )
 from para_core.cfg.guidance import Guidance
 from para_core.distributed.mesh import MeshDim
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
-from zoo.tiny.base import fill
 from zoo.tiny.pipelines import PIPELINES
 
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 2.0}
@@ -163,22 +159,6 @@ def test_ranks_share_branches_after_preprocessing(rank_pool, name):
     assert rank_pool.run(count_by_pipeline, 2, name) == [3, 3]
 
 
-def draw_offloaded_with_lora():
-    pipe = flux_pipe(shared_parts=False)
-    pipe.transformer.add_adapter(LoraConfig(r=3, target_modules=["to_q", "proj_out"], init_lora_weights=False))
-    fill(pipe.transformer, seed=5)
-    cpu_offload(pipe.transformer, torch.device("cpu"))
-    alone = draw_counting(pipe, **GUIDED)
-    parallelize_pipe(pipe, mesh=cpu_mesh(1, 1, batch=2))
-    return alone, draw_counting(pipe, **GUIDED)
-
-
-def test_offloaded_model_with_lora_computes_half_of_calls(rank_pool):
-    for (expected, all_calls), (image, calls) in rank_pool.run(draw_offloaded_with_lora, 2):
-        assert relative_error(image, expected) < 1e-5
-        assert (all_calls, calls) == (6, 3)
-
-
 def draw_compiled(way):
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 1, batch=2))
     counter = CompileCounterWithBackend("eager")
@@ -284,26 +264,6 @@ def test_callback_draws_with_another_pipe_of_the_transformer(rank_pool, threshol
         errors = [relative_error(*pair) for pair in zip(rank_outer + rank_inner, outer + inner, strict=True)]
         assert max(errors) < 1e-5, errors
         assert rank_counts == [count // 2 for count in counts]
-
-
-def remove_in_callback():
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 1, batch=2))
-    apply_cache_on_pipe(pipe, residual_diff_threshold=0.5)
-
-    def remove(pipe, step, timestep, tensors):
-        remove_cache_from_pipe(pipe)
-        return {}
-
-    image, _ = draw_counting(pipe, **GUIDED, callback_on_step_end=remove)
-    unparallelize_pipe(pipe)
-    assert type(pipe.transformer) is FluxTransformer2DModel
-    return image
-
-
-def test_cache_removed_in_callback_leaves_no_wrapper(rank_pool):
-    expected, _ = draw_counting(flux_pipe(), **GUIDED)
-    for image in rank_pool.run(remove_in_callback, 2):
-        assert relative_error(image, expected) < 1e-5
 
 
 def undo_after_swap(backend):

@@ -15,6 +15,7 @@ from para_core.adapters import (
     unparallelize_pipe,
 )
 from para_core.adapters.registry import adapter_for, transformers_of
+from tests import modular_folders
 from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.pipelines.modular import MODULAR
 
@@ -70,3 +71,45 @@ def test_every_modular_pipeline_has_a_tiny_one():
     ending = "ModularPipeline"
     names = {name for name in dir(diffusers.modular_pipelines) if name.endswith(ending) and name != ending}
     assert {tiny.cls for tiny in MODULAR.values()} == names
+
+
+# -- A whole pipeline, with a prompt and a guider that calls the transformer once for each branch.
+
+
+def build():
+    blocks, make = modular_folders.MODULAR["qwen-image"]
+    expected, parts = [component.name for component in blocks().expected_components], make().components
+    pipe = blocks().init_pipeline()
+    pipe.update_components(**{part: parts[part] for part in expected if parts.get(part) is not None})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generate(pipe, prompt="a red circle"):
+    call = {"prompt": prompt, "height": 48, "width": 80, "num_inference_steps": 4}
+    return pipe(**call, generator=torch.Generator().manual_seed(7), output="latents")
+
+
+def generate_parallel():
+    pipe = parallelize_pipe(build(), mesh=cpu_mesh(1, 1, batch=2))
+    outs = [generate(pipe)]
+    with pytest.raises(ValueError, match="prompt"):
+        generate(pipe, ["a red circle", "a blue square"][torch.distributed.get_rank()])
+    apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, max_consecutive_hits=2)
+    outs.append(generate(pipe))
+    hits = cache_report(pipe).hits
+    return outs, hits, generate(unparallelize_pipe(pipe))
+
+
+def test_a_whole_modular_pipeline_is_exact_in_parallel_and_cached(rank_pool):
+    pipe = build()
+    expected = [generate(pipe)]
+    apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, max_consecutive_hits=2)
+    expected.append(generate(pipe))
+    assert cache_report(pipe).hits > 0
+    assert relative_error(expected[1], expected[0]) > 1e-6
+    for outs, hits, alone in rank_pool.run(generate_parallel, 2):
+        assert max(map(relative_error, outs, expected)) < 1e-5
+        # Each rank computes one branch.
+        assert hits * 2 == cache_report(pipe).hits
+        assert torch.equal(alone, expected[1])

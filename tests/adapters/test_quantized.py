@@ -1,9 +1,10 @@
 """A model that torchao quantized before or after parallelizing computes the same on several ranks as alone."""
 
+from functools import partial
+
 import pytest
 import torch
 from diffusers import TorchAoConfig, WanTransformer3DModel
-from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchao.quantization import (
     Float8WeightOnlyConfig,
@@ -13,6 +14,7 @@ from torchao.quantization import (
 )
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_transformer
+from tests.adapters.test_lora_and_offload import add_lora
 from tests.adapters.test_pipelines import build, generate
 from tests.adapters.test_transformers import SIZES
 from tests.rank_pool import heartbeat
@@ -123,13 +125,9 @@ def call_compiled(cases):
     return outs
 
 
-COMPILED = [("cogvideox", "int8 weights")]
-OTHERS = [(name, config) for name in NAMES for config in CONFIGS if (name, config) not in COMPILED]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("cases", [pytest.param(COMPILED, id="one"), pytest.param(OTHERS, id="the others")])
-def test_quantized_they_are_one_graph(rank_pool, cases):
+def test_quantized_they_are_one_graph(rank_pool):
+    cases = [(name, config) for name in NAMES for config in CONFIGS]
     expected = {case: compute(build_transformer(*case), case[0]) for case in cases}
     for outs in rank_pool.run(call_compiled, 2, cases):
         for case, (out, graphs) in outs.items():
@@ -138,15 +136,6 @@ def test_quantized_they_are_one_graph(rank_pool, cases):
 
 
 # -- With the other options of a pipeline.
-
-
-def add_lora(transformer):
-    """Add a LoRA to quantized layers."""
-    transformer.add_adapter(LoraConfig(r=3, target_modules=["attn1.to_q", "attn2.to_v"], init_lora_weights=False))
-    generator = torch.Generator().manual_seed(11)
-    for name, parameter in sorted(transformer.named_parameters()):
-        if "lora_" in name:
-            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 def offload(transformer):
@@ -164,7 +153,7 @@ def cast(transformer):
 
 OPTIONS = {
     "quantized": [quantize],
-    "quantized, with a LoRA": [quantize, add_lora],
+    "quantized, with a LoRA": [quantize, partial(add_lora, targets=["attn1.to_q", "attn2.to_v"])],
     "quantized, offloaded": [quantize, offload],
     "cast": [cast],
     "cast, offloaded": [cast, offload],

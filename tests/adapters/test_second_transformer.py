@@ -27,43 +27,31 @@ from zoo.tiny.pipelines.image import qwen_controlled
 from zoo.tiny.transformers.registry import MODELS
 
 
-def tokens_by_transformer():
-    pipe, num_tokens = build("ideogram 4", cpu_mesh(1, 2)), {}
-    for name in ("transformer", "unconditional_transformer"):
+def work_by_transformer():
+    """Return the tokens of each transformer on a sequence mesh, and the calls of each on a batch mesh."""
+    names = "transformer", "unconditional_transformer"
+    num_tokens, calls = {}, dict.fromkeys(names, 0)
+    pipe, guided = (build("ideogram 4", cpu_mesh(1, 2)), build("ideogram 4", cpu_mesh(1, 1, batch=2)))
+    for name in names:
 
-        def note(module, args, kwargs, name=name):
+        def note_tokens(module, args, kwargs, name=name):
             num_tokens[name] = (args[0] if args else kwargs["hidden_states"]).shape[1]
 
-        getattr(pipe, name).layers[0].register_forward_pre_hook(note, with_kwargs=True)
+        def note_call(module, args, name=name):
+            calls[name] += 1
+
+        getattr(pipe, name).layers[0].register_forward_pre_hook(note_tokens, with_kwargs=True)
+        getattr(guided, name).layers[0].register_forward_pre_hook(note_call)
     generate(pipe, "ideogram 4", num_inference_steps=1)
-    return num_tokens
+    generate(guided, "ideogram 4")
+    return [num_tokens[name] for name in names], [calls[name] for name in names]
 
 
 @pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hooks of this test only observe, or raise.
-def test_unconditional_transformer_of_ideogram_4_is_sharded(rank_pool):
-    # The first transformer has 9 text tokens and 15 image tokens. The second has the 15 image tokens only.
-    first, second = rank_pool.run(tokens_by_transformer, 2)
-    assert first == {"transformer": 12, "unconditional_transformer": 8}
-    assert second == {"transformer": 12, "unconditional_transformer": 7}
-
-
-def calls_by_transformer():
-    pipe, calls = build("ideogram 4", cpu_mesh(1, 1, batch=2)), {"transformer": 0, "unconditional_transformer": 0}
-    for name in calls:
-
-        def note(module, args, name=name):
-            calls[name] += 1
-
-        getattr(pipe, name).layers[0].register_forward_pre_hook(note)
-    generate(pipe, "ideogram 4")
-    return calls
-
-
-def test_ideogram_4_distributes_branches_of_two_transformers(rank_pool):
-    # The outputs of its blocks cannot be predicted, so both ranks compute the first of three steps.
-    first, second = rank_pool.run(calls_by_transformer, 2)
-    assert first == {"transformer": 3, "unconditional_transformer": 1}
-    assert second == {"transformer": 1, "unconditional_transformer": 3}
+def test_ideogram_4_shares_tokens_and_branches_of_two_transformers(rank_pool):
+    # The first transformer has 9 text tokens and 15 image tokens. The second has the 15 image tokens only. The outputs
+    # of blocks cannot be predicted, so both ranks compute the first of three steps.
+    assert rank_pool.run(work_by_transformer, 2) == [([12, 8], [3, 1]), ([12, 7], [1, 3])]
 
 
 def h3_pipe():

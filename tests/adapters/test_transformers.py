@@ -132,12 +132,6 @@ def test_every_transformer_is_exact_on_two_ranks(rank_pool, name, shapes):
     check(rank_pool, name, shapes)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", long_but(SOME))
-def test_every_transformer_is_exact_on_three_ranks(rank_pool, name):
-    check(rank_pool, name, [(1, 1, 3)])
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", long_but(SOME[:3]))
 def test_every_transformer_is_exact_on_four_ranks(rank_pool, name):
@@ -149,21 +143,6 @@ def plan_of(name):
 
 
 BATCHED = [name for name in MODELS if plan_of(name) is not None and plan_of(name).batched]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in SHELF else ()) for name in BATCHED]
-)
-def test_branches_in_one_batch_are_shared_out(rank_pool, name):
-    check(rank_pool, name, [(2, 1, 1)])
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "cogvideox" else pytest.mark.long) for name in BATCHED]
-)
-def test_batched_branches_are_shared_over_sequence_ranks(rank_pool, name):
-    check(rank_pool, name, [(2, 1, 2), (2, 2, 1)])
 
 
 def samples_of_blocks(num_samples):
@@ -201,25 +180,27 @@ WITH_TEXT = [name for name in WITH_TEXT if not name.startswith("qwen-image 2.1")
 CUTS_TEXT = [name for name in WITH_TEXT if not name.startswith("ltx2")]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("name", "text"), [*[(name, "shard") for name in CUTS_TEXT], *[(name, "replicate") for name in WITH_TEXT]]
-)
-def test_text_may_be_cut_or_whole(rank_pool, name, text):
-    check(rank_pool, name, [(1, 1, 2)], text)
+def on_other_meshes():
+    """Yield each model on three ranks, and with branches or text over the ranks if it has these."""
+    ring, four = "qwen-image, masked", "cogvideox"
+    for name in MODELS:
+        yield name, [(1, 1, 3)], None, name in SOME
+    for name in BATCHED:
+        yield name, [(2, 1, 1)], None, name not in SHELF
+        yield name, [(2, 1, 2), (2, 2, 1)], None, name == four
+    for name in WITH_TEXT:
+        for text in ("shard", "replicate") if name in CUTS_TEXT else ("replicate",):
+            yield name, [(1, 1, 2)], text, True
+            yield name, [(1, 3, 1)], text, name == ring
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        pytest.param(name, text, marks=() if name == "qwen-image, masked" else pytest.mark.long)
-        for name in WITH_TEXT
-        for text in ("shard", "replicate")
-        if text == "replicate" or name in CUTS_TEXT
-    ],
+    ("name", "shapes", "text"),
+    [pytest.param(*case, marks=() if is_short else pytest.mark.long) for *case, is_short in on_other_meshes()],
 )
-def test_text_is_sharded_or_replicated_on_ring_of_3(rank_pool, name, text):
-    check(rank_pool, name, [(1, 3, 1)], text)
+def test_every_transformer_is_exact_on_other_meshes(rank_pool, name, shapes, text):
+    check(rank_pool, name, shapes, text)
 
 
 def cut_text():
@@ -234,7 +215,7 @@ def test_text_that_cannot_be_cut_is_an_error(rank_pool):
     rank_pool.run(cut_text, 2)
 
 
-def call_compiled(name, way, backend="aot_eager"):
+def call_compiled(name, way, backend, sizes=(SIZES[0],) * 3):
     counter = CompileCounterWithBackend(backend)
     transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2))
     called = transformer
@@ -242,10 +223,11 @@ def call_compiled(name, way, backend="aot_eager"):
         called = torch.compile(transformer, fullgraph=True, backend=counter)
     else:
         transformer.compile_repeated_blocks(fullgraph=True, backend=counter)
-    outs = [call(called, name, SIZES[0])]
-    graphs = counter.frame_count
-    outs += [call(called, name, SIZES[0]) for _ in range(2)]
-    return outs, graphs, counter.frame_count - graphs
+    outs, graphs = [], []
+    for size in sizes:
+        outs.append(call(called, name, size))
+        graphs.append(counter.frame_count)
+    return outs, graphs
 
 
 WHOLE_GRAPH = [name for name, model in MODELS.items() if model.cls not in NO_WHOLE_GRAPH]
@@ -256,11 +238,12 @@ COMPILED_BY_BLOCKS = ["ltx2", "wan, image context", "hunyuan 1.5", "qwen-image, 
 
 def check_compiled(rank_pool, name, way, backend="aot_eager", expected=None):
     expected = computed_alone(name)[0] if expected is None else expected
-    for outs, graphs, more in rank_pool.run(call_compiled, 2, name, way, backend):
+    for outs, graphs in rank_pool.run(call_compiled, 2, name, way, backend):
         for out in outs:
             errors = [relative_error(tensor, reference) for tensor, reference in zip(out, expected, strict=True)]
             assert max(errors) < 1e-5, errors
-        assert (graphs, more) == (1, 0) if way == "whole" else more == 0
+        assert len({*graphs}) == 1
+        assert way == "blocks" or graphs[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -275,23 +258,12 @@ def test_compiled_transformers_are_exact_without_recompiling(rank_pool, way, nam
     check_compiled(rank_pool, name, way)
 
 
-def graphs_of_blocks(sizes):
-    counter = CompileCounterWithBackend("eager")
-    transformer = parallelize_transformer(MODELS["wan"].build(), mesh=cpu_mesh(1, 2))
-    transformer.compile_repeated_blocks(fullgraph=True, backend=counter)
-    outs, graphs = [], []
-    for size in sizes:
-        outs.append(call(transformer, "wan", size))
-        graphs.append(counter.frame_count)
-    return outs, graphs
-
-
 @pytest.mark.long
 def test_all_blocks_share_their_graphs(rank_pool):
     frames, *size = SIZES[0]
     sizes = [(frames + more, *size) for more in range(3)]
     alone = [call(MODELS["wan"].build(), "wan", size) for size in sizes]
-    for outs, graphs in rank_pool.run(graphs_of_blocks, 2, sizes):
+    for outs, graphs in rank_pool.run(call_compiled, 2, "wan", "blocks", "eager", sizes):
         # The second size has its own graph, in which lengths are symbols.
         assert graphs == [1, 2, 2]
         for of_size, expected in zip(outs, alone, strict=True):
@@ -323,17 +295,9 @@ def test_inductor_lowers_these_on_no_device(name):
         compiled_alone(name)
 
 
-def test_every_adapter_is_tried():
-    assert {adapter.transformer for adapter in ADAPTERS} <= {model.cls for model in MODELS.values()}
-
-
-def test_every_published_plan_is_tried():
-    published = {
-        name
-        for name in dir(diffusers)
-        if isinstance(getattr(diffusers, name), type) and getattr(getattr(diffusers, name), "_cp_plan", None)
-    }
-    assert published <= {model.cls for model in MODELS.values()}
+def test_every_adapter_and_published_plan_is_tried():
+    published = {name for name in dir(diffusers) if getattr(getattr(diffusers, name), "_cp_plan", None)}
+    assert published | {adapter.transformer for adapter in ADAPTERS} <= {model.cls for model in MODELS.values()}
 
 
 def give_one_image_token(name, ring, ulysses, lengths, compiled):

@@ -12,7 +12,7 @@ import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
+from para_core.adapters import parallelize_pipe, parallelize_transformer
 from tests.adapters.test_pipelines import build, generate
 from tests.adapters.test_transformers import SIZES, call
 from tests.attention.fake_libraries import libraries_installed
@@ -187,53 +187,7 @@ def test_translated_names_are_exact_on_every_family(rank_pool):
         assert max(errors.values()) < 1e-5, errors
 
 
-PIPES = ["mochi", "wan 2.2", "ltx"]
 expected_of = cache(lambda name: generate(build(name), name))
-
-
-def set_backend(transformer, backend):
-    """Set the backend of this transformer only. Restore the process-wide one, which models without their own use."""
-    with backends_restored():
-        transformer.set_attention_backend(backend)
-
-
-def draw_translated():
-    outs = {}
-    for name in PIPES:
-        part = "transformer_2" if name == "wan 2.2" else "transformer"
-        for when in ("before", "after"):
-            with all_installed():
-                pipe = build(name)
-                transformer = getattr(pipe, part)
-                if when == "before":
-                    set_backend(transformer, "flash")
-                parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
-                if when == "after":
-                    set_backend(transformer, "flash_hub")
-                    if name not in DEAF:
-                        with pytest.raises(RuntimeError, match=unseen(name=rf"pipe\.{part}")):
-                            generate(pipe, name)
-                    set_backend(transformer, "flash")
-                outs[name, when] = generate(pipe, name)
-                set_of = {
-                    getattr(x.processor, "_attention_backend", 0) for x in transformer.modules() if is_attention(x)
-                }
-                assert set_of <= {0, AttentionBackendName.FLASH}
-                unparallelize_pipe(pipe)
-                set_backend(transformer, "native")
-                assert torch.equal(generate(pipe, name), expected_of(name)), name
-    return outs
-
-
-def is_attention(module):
-    return hasattr(module, "processor")
-
-
-@pytest.mark.long
-def test_pipes_translate_names_that_are_set_before_and_after(rank_pool):
-    for outs in rank_pool.run(draw_translated, 2):
-        errors = {key: relative_error(out, expected_of(key[0])) for key, out in outs.items()}
-        assert max(errors.values()) < 1e-5, errors
 
 
 def draw_in_parts():
@@ -313,16 +267,6 @@ def test_attention_to_another_sequence_has_its_own_backend(rank_pool, ranks):
         }
         for option, (out, _) in results.items():
             assert relative_error(out, expected_of("wan")) < 1e-5, option
-
-
-def test_bad_cross_backends_are_refused():
-    pipe = build("wan")
-    with pytest.raises(ValueError, match=r"cross_backend is 'fast'; .*flash3"):
-        parallelize_pipe(pipe, cross_backend="fast")
-    with pytest.raises(ImportError, match="flash_attn_interface"):
-        parallelize_pipe(pipe, cross_backend="flash3")
-    with pytest.raises(ValueError, match="cross_backend='math' and attn_func"):
-        parallelize_pipe(pipe, cross_backend="math", attn_func=print)
 
 
 def draw_guided(names):
