@@ -128,7 +128,7 @@ setup(
     },
     package_data={
         "para_core": ["py.typed"],
-        "para_core.fleet": ["page.html", "docs.html"],
+        "para_core.fleet.http": ["page.html", "docs.html"],
         "para_core.adapters.planner": ["*.json"],
     },
     entry_points={"console_scripts": ["para_core = para_core.__main__:main"]},

@@ -28,7 +28,7 @@ class DenoiserRun(Protocol):
     mesh: GuidedMesh
     # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again
     # then.
-    inputs_verified: bool
+    inputs_agreed: bool
 
     def apply(self) -> None:
         """Wrap the denoiser, and replace an earlier wrapper. On one rank, only remove it."""
@@ -40,7 +40,7 @@ class DenoiserRun(Protocol):
 class MakeRun(Protocol):
     """Return the handler that will run ``module`` over ``mesh``. Changes nothing yet.
 
-    ``require_equal`` is called with the named arguments of each call, and raises if ranks differ. ``batched``
+    ``agree_on_inputs`` is called with the named arguments of each call, and raises if ranks differ. ``batched``
     says whether samples are sharded over ``batch``.
     """
 
@@ -50,7 +50,7 @@ class MakeRun(Protocol):
         mesh: GuidedMesh,
         *,
         batched: bool,
-        require_equal: Callable[[Mapping[str, Any]], None],
+        agree_on_inputs: Callable[[Mapping[str, Any]], None],
     ) -> DenoiserRun: ...
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -16,16 +17,20 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from para_core.cli.bench import bench
-from para_core.cli.doctor import doctor
-from para_core.cli.generate import generate
 from para_core.cli.option_files import ALIASES, options_in_files
 from para_core.cli.options import name_options, with_fields
-from para_core.cli.plan import plan
-from para_core.cli.serve import serve
 from para_core.fleet.failures import describe_exception
 from para_core.version import __version__
 
+# The module of each command, in the order of the help. The command is a function of this name. To remove a command,
+# delete its module and its line.
+COMMANDS = {
+    "generate": "para_core.cli.generate",
+    "serve": "para_core.cli.serve",
+    "bench": "para_core.cli.bench",
+    "plan": "para_core.cli.plan",
+    "doctor": "para_core.cli.doctor",
+}
 FAILED, WRONG_OPTION = 1, 2
 
 
@@ -57,11 +62,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("generate", cls=_Command)(with_fields(generate))
-app.command("serve", cls=_Command)(with_fields(serve))
-app.command("bench", cls=_Command)(with_fields(bench))
-app.command("plan", cls=_Command)(with_fields(plan))
-app.command("doctor", cls=_Command)(doctor)
+for _name, _module in COMMANDS.items():
+    app.command(_name, cls=_Command)(with_fields(getattr(import_module(_module), _name)))
 
 
 def _show_version(wanted: bool) -> None:

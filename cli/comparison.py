@@ -81,8 +81,8 @@ def compare(
         results.append(_generate(pipe, request))
         progress()
     digests = [hashlib.sha256(pixels.tobytes()).hexdigest() for pixels in results]
-    of_ranks = gather(digests)
-    ranks_equal = all(rank[0] == of_ranks[0][0] for rank in of_ranks)
+    digests_by_rank = gather(digests)
+    ranks_equal = all(rank[0] == digests_by_rank[0][0] for rank in digests_by_rank)
     if not ranks_equal:
         # The ranks differ, so each computes the error of its own pixels, for which it needs the reference.
         reference = from_first_rank(reference)
@@ -96,7 +96,7 @@ def compare(
         "approximations": list(approximations(recipe)),
         "relative error": _replace_infinity(largest),
         "bound": bound,
-        "runs equal": all(rank[0] == rank[1] for rank in of_ranks),
+        "runs equal": all(rank[0] == rank[1] for rank in digests_by_rank),
         "ranks equal": ranks_equal,
         "passed": bound is None or largest <= bound,
     }

@@ -17,7 +17,7 @@ from para_core.cli.options import flag, option
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.model_files import GGUF, SAFETENSORS, home_of
 from para_core.fleet.recipe import Compile
-from para_core.fleet.request import read_size
+from para_core.fleet.request_schema import read_size
 from para_core.pipeline_options import PIPELINE, RANKS
 
 if TYPE_CHECKING:

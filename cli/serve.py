@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
@@ -24,12 +23,12 @@ from para_core.cli.signals import SignalCode
 from para_core.fleet.choice_of_ray import uses_ray
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.pipeline_info import Model
-from para_core.fleet.request import Delivery, Request, make_request, read_size
+from para_core.fleet.request import Delivery, Request, make_request
+from para_core.fleet.request_schema import read_size
 from para_core.fleet.selection import pipelines_for
 from para_core.pipeline_options import PIPELINE, RANKS
 
 if TYPE_CHECKING:
-    from para_core.fleet.log_relay import LogReader
     from para_core.fleet.recipe import Recipe
 
 _VIDEO_FOLDER = Path("~/.cache/para_core/videos")
@@ -94,10 +93,9 @@ def serve(
     recipe = checked.recipe
     _require_fit(recipe, limits.max_batch, loras)
     require_file(request_log)
-    on_ray = uses_ray(spread=spread)
     checks.require_package("uvicorn", "serve")
     checks.require_package("fastapi", "serve")
-    if on_ray:
+    if uses_ray(spread=spread):
         checks.require_package("ray", "--spread, or RAY_ADDRESS,")
     largest: _Shape | None = None
     if max_size is not None:
@@ -107,6 +105,7 @@ def serve(
     announce_imports()
     from para_core.cli.ranks import count_ranks
     from para_core.fleet.classical import check_ranks
+    from para_core.fleet.http import host_server
     from para_core.fleet.http.bodies import ServerOptions
     from para_core.fleet.libraries import quiet
     from para_core.fleet.rank import ReplicaOptions
@@ -155,20 +154,14 @@ def serve(
     if ":" in host:
         address = f"[{host}]"
     message = f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)"
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    ready = partial(console.print, message, markup=False)
     everything = (pipeline, recipe, server_options, replica_options)
     with _logging_to_stderr(level):
-        if on_ray:
-            from para_core.fleet import serving
-
-            start = partial(serving.start, *everything, replicas=groups.replicas, host=host, port=port)
-            _serve_on_ray(partial(start, log_level=level, debug=debug), message, debug=debug)
-        else:
-            from para_core.fleet import host_server
-
-            console = Console(stderr=True, soft_wrap=True, highlight=False)
-            ready = partial(console.print, message, markup=False)
-            host_server.serve(*everything, replicas=groups.replicas, host=host, port=port, ready=ready)
-            raise typer.Exit(SignalCode(0))
+        host_server.serve(
+            *everything, replicas=groups.replicas, host=host, port=port, ready=ready, debug=debug
+        )
+    raise typer.Exit(SignalCode(0))
 
 
 def _read_api_key(variable: str, host: str) -> str | None:
@@ -188,31 +181,6 @@ def _read_level(name: str) -> int:
             f"--log-level {name}: expected {', '.join(_LOG_LEVELS[:-1])} or {_LOG_LEVELS[-1]}."
         )
     return logging.getLevelNamesMapping()[name.upper()]
-
-
-def _serve_on_ray(start: Callable[[], LogReader], message: str, *, debug: bool) -> None:
-    """Call ``start``, print ``message``, and serve until Ctrl-C or SIGTERM. Both are the usual end of a server."""
-    from para_core.cli.signals import describe_signal, terminable
-    from para_core.fleet import serving
-
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    # Ray prints messages on stdout, while this command uses stderr. docker stop and systemd send SIGTERM.
-    with ExitStack() as stack:
-        if not debug:
-            sink = stack.enter_context(Path(os.devnull).open("w"))
-            stack.enter_context(redirect_stdout(sink))
-        stack.enter_context(terminable())
-        log: LogReader | None = None
-        try:
-            log = start()
-            console.print(message, markup=False)
-            while True:
-                time.sleep(1)
-        except KeyboardInterrupt as end:
-            logger.info("%s", describe_signal(end)[0])
-            if log is not None:
-                log.close()
-            serving.stop()
 
 
 @contextmanager

@@ -172,7 +172,8 @@ def _device_type() -> str:
 def _show_checks() -> None:
     """Print on stderr what checks of calls find, which commands otherwise hide with the messages of libraries."""
     for module in CHECKS.values():
-        logger = logging.getLogger(module)
+        # All modules of the check's package log below the name of the package.
+        logger = logging.getLogger(module.rpartition(".")[0])
         logger.setLevel(logging.INFO)
         # An earlier handler is replaced, because it writes to the stderr of its time.
         logger.handlers = [logging.StreamHandler()]

@@ -14,13 +14,13 @@ from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.inspect.components import text_encoders_of
 from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
-from para_core.fleet.failures import RanksEnded
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, split_request
 from para_core.instance.modules import uncompiled
 from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
+from para_core.launcher.errors import RankDied
 
 
 class Encoder(Protocol):
@@ -62,7 +62,7 @@ def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence
             try:
                 has_room = encoder.encode(line)
                 encoded.append(line)
-            except RanksEnded:
+            except RankDied:
                 raise
             except Exception:
                 failed.append(line)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from para_core.fleet.failures import RanksEnded, describe_exception
+from para_core.fleet.failures import describe_exception
 from para_core.fleet.libraries import quiet
 from para_core.launcher.display import Display
 from para_core.launcher.errors import RankDied
@@ -38,7 +38,7 @@ class Ranks(Protocol):
     restarts: bool
 
     def start(self) -> None:
-        """Load the object on all ranks, unless they hold it. Raise what loading raises, RanksEnded if a rank ends."""
+        """Load the object on all ranks, unless they hold it. Raise what loading raises, RankDied if a rank ends."""
 
     def call(
         self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None
@@ -47,7 +47,7 @@ class Ranks(Protocol):
 
         With a ``listener`` the method gets a :class:`~para_core.launcher.link.Link` as ``link``: the listener is called
         with what the first rank pushes, and ``ticket.cancel()`` cancels the call. Raise what all ranks raised, and
-        RanksEnded if a rank ended or ranks raised differently.
+        RankDied if a rank ended or ranks raised differently.
         """
 
     def close(self) -> None:
@@ -119,11 +119,13 @@ class LaunchedRanks:
     ) -> Any:
         try:
             return self._state.call(ticket or Ticket(), function, args, {}, listener=listener)
+        except RankDied:
+            raise
         except Exception as error:
             group = self._state.group
             if group is None or not group.ended:
                 raise
-            raise RanksEnded(describe_exception(error)) from error
+            raise RankDied(describe_exception(error)) from error
 
     def close(self) -> None:
         # No rank has anything to save, so ranks are not asked to end, but killed.
@@ -183,7 +185,7 @@ class OwnRank:
             return getattr(self._loaded, method)(*args, **keywords)
         except Exception as error:
             if not self._all_raised():
-                raise RanksEnded(describe_exception(error)) from error
+                raise RankDied(describe_exception(error)) from error
             raise
 
     def _all_raised(self) -> bool:

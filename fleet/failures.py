@@ -1,51 +1,23 @@
-"""The exceptions of a request without a result, and the conversion of exceptions to error messages for users."""
+"""Why a request has no result, and the conversion of exceptions to error messages for users.
+
+A request that has no result has one of three exceptions, the same for a pipeline of ``para_core.launch``, for the
+commands and for the server:
+
+- the pipeline raised on all ranks, which stay usable: the pipeline's own exception, or :class:`RequestFailed` with its
+  message if it must travel between processes that may not have its class;
+- :class:`~para_core.launcher.errors.Cancelled`: it was cancelled, and the ranks stay usable;
+- :class:`~para_core.launcher.errors.RankDied`: a rank ended or no longer answers, also because of the network, or
+  ranks raised differently. All ranks have been ended, and must start again.
+
+Two functions translate them: :func:`para_core.cli.app.run` to an exit code and a sentence, and
+:func:`para_core.fleet.http.errors.response_to` to an HTTP response.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-
-class ReplicaDied(RuntimeError):
-    """Raised if a rank of a replica ended or no longer answers. The replica must be restarted.
-
-    ``rank`` is the number of the rank that ended, None if it is not known.
-    """
-
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class RanksEnded(RuntimeError):
-    """Raised if ranks ended, or raised differently, so that all of them have been ended."""
 
 
 class RequestFailed(RuntimeError):
     """Raised if the pipeline raised for a request on every rank. The replica stays usable."""
-
-
-class RequestCancelled(RuntimeError):
-    """Raised if a request was cancelled before it began, or after a step that all ranks had finished."""
-
-
-class RequestError(Exception):
-    """Raised to refuse a request. Holds the error response: HTTP status, code for programs, message for people."""
-
-    def __init__(
-        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.headers = status, code, dict(headers or {})
-
-    def body(self) -> dict[str, Any]:
-        """Return the JSON body of the error response, in the form of OpenAI's API."""
-        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-        usual = "server_error"
-        if self.status < 500:
-            usual = "invalid_request_error"
-        kind = kinds.get(self.status, usual)
-        return {"error": {"message": str(self), "type": kind, "code": self.code}}
 
 
 # Maps the import name of an optional dependency to the extra of para_core that installs it.

@@ -17,7 +17,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet import replica
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.last_words import Notes, describe_death
 from para_core.fleet.log_relay import Position, log_entries
 from para_core.fleet.memory import Memory
@@ -27,6 +27,7 @@ from para_core.fleet.rank_actor import CONTROL, Answer, RankActor
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.foreign_errors import is_slow_start_of_ray
+from para_core.launcher.errors import Cancelled, RankDied
 
 # Seconds between two reads of the number of finished steps from the first rank.
 _POLL_SECONDS = 0.1
@@ -42,11 +43,11 @@ class Replica(replica.Replica):
     """A :class:`~para_core.fleet.replica.Replica` of Ray actors. ``name`` is its name in the log."""
 
     def __init__(self, recipe: Recipe, options: ReplicaOptions, name: str = "replica") -> None:
+        super().__init__()
         self._recipe = recipe
         self._options = options
         self._name = name
         self._placement: Any = None
-        self._turn = asyncio.Lock()
         self._started = False  # whether start has ever ended
         self._loaded = False  # whether it has ended since stop
         self.actors: list[Any] = []
@@ -95,7 +96,7 @@ class Replica(replica.Replica):
             port = await self.actors[0].open_store.remote(host)
             async with self._logging_progress():
                 await asyncio.gather(*[self._join(rank, host, port) for rank in range(ranks)])
-        except (ray.exceptions.RayError, ReplicaDied) as error:
+        except (ray.exceptions.RayError, RankDied) as error:
             await self.stop()
             logger.error("%s: cannot start: %s", self._name, describe_cause(error))
             raise RuntimeError(describe_cause(error)) from error
@@ -130,11 +131,11 @@ class Replica(replica.Replica):
         await read()
 
     async def _join(self, rank: int, host: str, port: int) -> None:
-        """Let a rank load the pipeline together with the others. Raise ReplicaDied if it dies."""
+        """Let a rank load the pipeline together with the others. Raise RankDied if it dies."""
         try:
             await self.actors[rank].join.remote(host, port)
         except ray.exceptions.ActorDiedError as error:
-            raise ReplicaDied(f"rank {rank} died: {self._describe_end(rank, error)}.", rank) from error
+            raise RankDied(f"rank {rank} died: {self._describe_end(rank, error)}.", rank) from error
 
     def _describe_end(self, rank: int, error: BaseException) -> str:
         """Return how rank ``rank`` ended, such as ``"SIGKILL"``, for an error that Ray raised; and log it once."""
@@ -162,32 +163,11 @@ class Replica(replica.Replica):
             remove_placement_group(self._placement)
             self._placement = None
 
-    async def generate_batch(
-        self,
-        batch: Sequence[tuple[str, Request]],
-        progress: Callable[[int | Output], None] = lambda event: None,
-    ) -> list[Result | RequestFailed | RequestCancelled]:
-        """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
-
-        If the call fails, each request is run alone, because only one of them may be the reason. Raise ReplicaDied if a
-        rank died. The replica is then stopped.
-        """
-        async with self._turn:
-            answers = await self._run(batch, progress)
-            if len(batch) > 1 and all(isinstance(answer.outcome, RequestFailed) for answer in answers):
-                answers = [(await self._run([entry], progress))[0] for entry in batch]
-        return [answer.outcome for answer in answers if answer.outcome is not None]
-
-    async def _run(
+    async def _run_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
-    ) -> list[Answer]:
-        """Run the batch on all ranks, and return the first rank's answer to each request.
-
-        ``progress`` is called with the finished steps and partial images of the first request. Raise ReplicaDied if the
-        replica is not running or a rank died; in the latter case the replica is stopped.
-        """
+    ) -> list[Result | RequestFailed | Cancelled]:
         if not self.actors:
-            raise ReplicaDied("the replica is not running.")
+            raise RankDied("the replica is not running.")
         sent = 0
 
         async def poll() -> None:
@@ -208,20 +188,20 @@ class Replica(replica.Replica):
         try:
             refs = [actor.generate_batch.remote(batch) for actor in self.actors]
             answers = (await _wait_for_answers(refs))[0]
-        except ReplicaDied as error:
+        except RankDied as error:
             if error.rank is None:
                 logger.error("%s: %s", self._name, error)
                 await self.stop()
                 raise
             death = self._describe_end(error.rank, error.__cause__ or error)
             await self.stop()
-            raise ReplicaDied(f"rank {error.rank} died: {death}.", error.rank) from error
+            raise RankDied(f"rank {error.rank} died: {death}.", error.rank) from error
         finally:
             polling.cancel()
         progress(answers[0].steps)
         for preview in answers[0].previews[sent:]:
             progress(preview)
-        return answers
+        return [answer.outcome for answer in answers if answer.outcome is not None]
 
     @property
     def running(self) -> bool:
@@ -229,7 +209,8 @@ class Replica(replica.Replica):
 
     def cancel(self, id_: str) -> None:
         if self.actors:
-            cancel(self.actors[0], id_)
+            # The answer of the first rank decides for all.
+            self.actors[0].cancel.options(concurrency_group=CONTROL).remote(id_)
 
     async def memory(self) -> Memory | None:
         memory: Memory | None = await self.actors[0].memory.remote()
@@ -246,11 +227,6 @@ class Replica(replica.Replica):
             for rank, error in errors.items():
                 self._describe_end(rank, error)
         return len(answers) > 0 and not errors
-
-
-def cancel(first_rank: Any, id_: str) -> Any:
-    """Cancel a request after its current step, on the replica whose first rank is given. Return a Ray reference."""
-    return first_rank.cancel.options(concurrency_group=CONTROL).remote(id_)
 
 
 def require_cluster(options: ReplicaOptions, replicas: int) -> None:
@@ -349,7 +325,7 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
 
     A failed or cancelled answer starts a timeout for the other ranks, because they may be waiting for that rank in a
     collective. Another answer starts none: the first rank answers later than the others, because it encodes the files.
-    Raise ReplicaDied if a rank died, or did not answer in time.
+    Raise RankDied if a rank died, or did not answer in time.
     """
     tasks: list[asyncio.Task[list[Answer]]] = [asyncio.ensure_future(ref) for ref in refs]
     pending = set(tasks)
@@ -361,7 +337,7 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
                 grace = _GRACE_SECONDS
             ended, pending = await asyncio.wait(pending, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
             if not ended:
-                raise ReplicaDied(
+                raise RankDied(
                     f"{len(pending)} of {len(tasks)} ranks do not answer after another one ended: {errors[0]}"
                 )
             for rank, task in enumerate(tasks):
@@ -369,7 +345,7 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
                     continue
                 error = task.exception()
                 if error is not None:
-                    raise ReplicaDied(f"rank {rank} died: {describe_cause(error)}", rank) from error
+                    raise RankDied(f"rank {rank} died: {describe_cause(error)}", rank) from error
                 errors += [x.outcome for x in task.result() if isinstance(x.outcome, Exception)]
     finally:
         for task in pending:

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from para_core.fleet.encode_first import encode_batches
 from para_core.fleet.engine import Ranks
-from para_core.fleet.failures import RanksEnded, describe_exception
+from para_core.fleet.failures import describe_exception
 from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line, Problem
+from para_core.launcher.errors import RankDied
 
 
 class Shown(Protocol):
@@ -49,7 +50,7 @@ class LineRun:
         """Generate all lines, and return a problem for each line that failed.
 
         A line fails if all ranks raise. If ranks end, the current line fails, and new ranks generate those that are
-        left. Raise RanksEnded if ranks end without a line or cannot start again, and what ``write`` raises.
+        left. Raise RankDied if ranks end without a line or cannot start again, and what ``write`` raises.
         """
         while waiting := [line for line in self.lines if line.number not in {*self._done, *self._problems}]:
             try:
@@ -57,7 +58,7 @@ class LineRun:
                 for batch in encode_batches(waiting, self):
                     for line in batch:
                         self._generate(line)
-            except RanksEnded as error:
+            except RankDied as error:
                 if self._current is None or not self.ranks.restarts:
                     raise
                 self._fail(self._current, error)
@@ -70,7 +71,7 @@ class LineRun:
         try:
             with self._running(line):
                 result = self.ranks.call("generate", line.request, listener=self.shown.step)
-        except RanksEnded:
+        except RankDied:
             raise
         except Exception as error:
             self._fail(line.number, error)
@@ -86,7 +87,7 @@ class LineRun:
         self._current = line.number
         try:
             yield
-        except RanksEnded:
+        except RankDied:
             raise
         except BaseException:
             self._current = None

@@ -15,13 +15,7 @@ from functools import partial
 from typing import Any
 
 from para_core.fleet.engine import LaunchedRanks, OwnRank
-from para_core.fleet.failures import (
-    RanksEnded,
-    ReplicaDied,
-    RequestCancelled,
-    RequestFailed,
-    describe_exception,
-)
+from para_core.fleet.failures import RequestFailed, describe_exception
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions, load_rank
@@ -64,6 +58,7 @@ class LocalReplica(Replica):
         env: Mapping[str, str] | None = None,
         own_process: bool = False,
     ) -> None:
+        super().__init__()
         load = partial(load_rank, recipe, options)
         self._name, self._options = name, options
         self._ranks: LaunchedRanks | OwnRank
@@ -75,7 +70,6 @@ class LocalReplica(Replica):
                 load, options.ranks, timeout=recipe.timeout, devices=devices, display=display, env=env
             )
         self._thread: _WorkThread | None = None
-        self._turn = asyncio.Lock()
         self._started = False  # whether start has ever ended
         self._batch: _Batch | None = None
         self._running = False
@@ -135,25 +129,18 @@ class LocalReplica(Replica):
         return memory
 
     async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        thread = self._require_thread()
+        return await thread.run(partial(self._ranks.call, method, *args, **options))
+
+    def _require_thread(self) -> _WorkThread:
         if self._thread is None or not self.running:
-            raise ReplicaDied("the replica is not running.")
-        return await self._thread.run(partial(self._ranks.call, method, *args, **options))
+            raise RankDied("the replica is not running.")
+        return self._thread
 
-    async def generate_batch(
-        self,
-        batch: Sequence[tuple[str, Request]],
-        progress: Callable[[int | Output], None] = lambda event: None,
-    ) -> list[Result | RequestFailed | RequestCancelled]:
-        async with self._turn:
-            outcomes = await self._run(batch, progress)
-            if len(batch) > 1 and all(isinstance(outcome, RequestFailed) for outcome in outcomes):
-                outcomes = [(await self._run([entry], progress))[0] for entry in batch]
-        return outcomes
-
-    async def _run(
+    async def _run_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
-    ) -> list[Result | RequestFailed | RequestCancelled]:
-        """Run the batch on all ranks, and return the outcome of each request."""
+    ) -> list[Result | RequestFailed | Cancelled]:
+        self._require_thread()
         loop = asyncio.get_running_loop()
         running = _Batch({id_ for id_, _ in batch})
 
@@ -171,15 +158,13 @@ class LocalReplica(Replica):
                 listener=lambda event: loop.call_soon_threadsafe(note, event),
                 ticket=running.ticket,
             )
-        except (RequestCancelled, Cancelled) as error:
-            return [RequestCancelled(str(error)) for _ in batch]
-        except RanksEnded as error:
+        except Cancelled as error:
+            return [error for _ in batch]
+        except RankDied as error:
             if not self.running:
-                raise ReplicaDied("the replica was stopped.") from error
-            self._log_death(error.__cause__ or error)
+                raise RankDied("the replica was stopped.") from error
+            self._log_death(error)
             await self.stop()
-            raise ReplicaDied(str(error)) from error
-        except ReplicaDied:
             raise
         except asyncio.CancelledError:
             running.ticket.cancel()
@@ -188,10 +173,10 @@ class LocalReplica(Replica):
             return [RequestFailed(describe_exception(error)) for _ in batch]
         finally:
             self._batch = None
-        outcomes: list[Result | RequestFailed | RequestCancelled] = []
+        outcomes: list[Result | RequestFailed | Cancelled] = []
         for (id_, _), result in zip(batch, results, strict=True):
             if id_ in running.cancelled:
-                outcomes.append(RequestCancelled(f"cancelled after step {running.steps}."))
+                outcomes.append(Cancelled(f"cancelled after step {running.steps}."))
             else:
                 outcomes.append(result)
         return outcomes

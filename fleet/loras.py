@@ -1,9 +1,8 @@
-"""LoRAs of requests to a server: each request may name one, and the most recently used ones stay loaded."""
+"""LoRAs of requests: each request may have one, and the most recently used ones stay loaded."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -13,8 +12,6 @@ from para_core.adapters.inspect.components import text_encoders_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.recipe import Recipe, read_lora
 from para_core.fleet.request import Lora
-
-_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class LoadedLoras:
@@ -81,40 +78,3 @@ class LoadedLoras:
             _, oldest = self._loaded.popitem(last=False)
             self._pipe.delete_adapters(oldest)
         return name
-
-
-class LoraFolder:
-    """The LoRAs that requests may name: ``.safetensors`` files in ``folder``, and folders there that contain any.
-
-    The folder is read at each call, so LoRAs can be added while the server runs. ``default`` is the LoRA for requests
-    that name none: a name with an optional scale, or None.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.default: str | None = None
-
-    def names(self) -> list[str]:
-        """Return the names of all LoRAs in the folder, sorted, without the suffix ``.safetensors``."""
-        if not self._folder.is_dir():
-            return []
-        paths = self._folder.iterdir()
-        return sorted(path.name.removesuffix(".safetensors") for path in paths if self._is_lora(path))
-
-    def find(self, text: str) -> Lora:
-        """Return the LoRA for a name with an optional scale, such as ``"style:0.8"``.
-
-        Raises:
-            ValueError: The folder has no LoRA of this name, or the scale is infinite.
-        """
-        name, scale = read_lora(text)
-        for path in (self._folder / f"{name}.safetensors", self._folder / name):
-            if _NAME_PATTERN.fullmatch(name) and self._is_lora(path) and abs(scale) < float("inf"):
-                return Lora(str(path.resolve()), scale)
-        raise ValueError(
-            f"no lora {text[:80]!r} is served; expected one of {', '.join(self.names()) or 'none'}."
-        )
-
-    def _is_lora(self, path: Path) -> bool:
-        is_file = path.suffix == ".safetensors" and path.is_file()
-        return is_file or (path.is_dir() and any(path.glob("*.safetensors")))

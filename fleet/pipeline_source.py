@@ -231,13 +231,13 @@ def _evaluate(expression: ast.expr, pipe: Any) -> int | None:
     if isinstance(expression, (ast.Attribute, ast.Subscript)):
         value = _read_attribute(expression, pipe)
     if isinstance(expression, ast.BinOp) and isinstance(expression.op, (ast.Mult, ast.Pow)):
-        left = _evaluate(expression.left, pipe)
-        right = _evaluate(expression.right, pipe)
-        if left is None or right is None:
+        base = _evaluate(expression.left, pipe)
+        factor = _evaluate(expression.right, pipe)
+        if base is None or factor is None:
             return None
         if isinstance(expression.op, ast.Mult):
-            return left * right
-        return int(left**right)
+            return base * factor
+        return int(base**factor)
     if type(value) is int:
         return value
     return None

@@ -10,7 +10,8 @@ from typing import Any
 
 from para_core.fleet.failures import describe_exception
 from para_core.fleet.pipeline_info import Model
-from para_core.fleet.request import Request, make_request, merge_fields, request_schema
+from para_core.fleet.request import Request, make_request
+from para_core.fleet.request_schema import merge_fields, request_schema
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.build import build, mesh_shape
 from para_core.fleet.encode_first import EncodeFirst
-from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.libraries import quiet
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.memory import Memory, bytes_of_device, predict_memory
@@ -20,6 +19,7 @@ from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, call_pipe, generate, generate_batch
+from para_core.launcher.errors import Cancelled
 from para_core.launcher.link import NO_CALLER, Link
 
 
@@ -82,7 +82,7 @@ class Rank:
         """Run requests with the same ``batch_key`` as one call of the pipeline.
 
         Return their results on the first rank of the pipeline's mesh, None on others. Numbers of finished steps and
-        partial images are pushed to ``link``. Raise RequestCancelled if it says so after a step.
+        partial images are pushed to ``link``. Raise Cancelled if it says so after a step.
         """
         with self._releasing_memory():
             lora = requests[0].lora
@@ -104,7 +104,7 @@ class Rank:
             torch.cuda.empty_cache()
         try:
             yield
-        except RequestCancelled:
+        except Cancelled:
             raise
         except Exception:
             self._release_memory = True

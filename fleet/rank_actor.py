@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from para_core.fleet.failures import RequestCancelled, RequestFailed, describe_exception
+from para_core.fleet.failures import RequestFailed, describe_exception
 from para_core.fleet.last_words import LastWords
 from para_core.fleet.log_relay import Entry, LogRelay, Position
 from para_core.fleet.memory import Memory
@@ -20,6 +20,7 @@ from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
+from para_core.launcher.errors import Cancelled
 from para_core.launcher.link import Link
 from para_core.progress import handled_by
 
@@ -38,7 +39,7 @@ _LAUNCHER_NAMES = (
 class Answer:
     """Outcome of a request on one rank."""
 
-    outcome: Result | RequestFailed | RequestCancelled | None  # None if another rank has the result
+    outcome: Result | RequestFailed | Cancelled | None  # None if another rank has the result
     steps: int = 0  # number of finished steps
     previews: tuple[Output, ...] = ()  # all partial images, also those that RankActor.progress returned
 
@@ -119,7 +120,7 @@ class RankActor:
             if not results:  # Another rank has them.
                 results = [None] * len(ids)
             return [self._answer(id_, result, len(ids)) for id_, result in zip(ids, results, strict=True)]
-        except RequestCancelled as error:
+        except Cancelled as error:
             return [Answer(error, self._steps_done.get(id_, 0)) for id_ in ids]
         except Exception as error:
             return [
@@ -133,7 +134,7 @@ class RankActor:
     def _answer(self, id_: str, result: Result | None, batch: int) -> Answer:
         steps = self._steps_done.get(id_, 0)
         if id_ in self._cancelled and batch > 1:
-            return Answer(RequestCancelled(f"cancelled after step {steps}."), steps)
+            return Answer(Cancelled(f"cancelled after step {steps}."), steps)
         return Answer(result, steps, tuple(self._previews))
 
     def progress(self, id_: str, sent: int) -> tuple[int, list[Output]]:

@@ -10,6 +10,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from para_core.call_checks import can_check, check_options
 from para_core.declared_options import Command, Option, check_names, declarations
 from para_core.fleet.model_files import GGUF
 from para_core.fleet.pipeline_info import Model
@@ -110,13 +111,12 @@ class Recipe(PipelineChoices):
             require_quantize_fits(self.quantize, self.sharding)
         self.check_vae()
         _check_host_memory(self)
-        if self.verify:
-            obstacles = _obstacles_to_verify(self)
-            if obstacles:
-                raise ValueError(
-                    f"verify compares transformer calls with those of one rank, and {', '.join(obstacles)} leaves "
-                    "nothing equal to compare with. Verify without it."
-                )
+        check_options(vars(self), approximations(self), self.stages)
+
+    @property
+    def stages(self) -> int:
+        """The largest number of pipeline stages."""
+        return dict(self.mesh).get("pipe", 1)
 
     @property
     def sharding(self) -> Literal["fsdp", "tensor"] | None:
@@ -185,7 +185,7 @@ def _check_host_memory(recipe: Recipe) -> None:
 
 def _check_gguf(recipe: Recipe) -> None:
     """Raise ValueError if an option needs plain weights, while the model is a GGUF file, whose weights stay packed."""
-    pipe = dict(recipe.mesh).get("pipe", 1)
+    pipe = recipe.stages
     values: dict[str, str | None] = {
         "weights": recipe.sharding,
         "quantize": recipe.quantize,
@@ -247,15 +247,7 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 
 def can_verify(recipe: Recipe) -> bool:
     """Whether ``verify`` can be set in ``recipe``: nothing in it changes transformer calls by more than rounding."""
-    return not _obstacles_to_verify(recipe)
-
-
-def _obstacles_to_verify(recipe: Recipe) -> list[str]:
-    # A step that a cache skips is left out, and the unmodified model has the same quantized weights.
-    names = [name for name in approximations(recipe) if name not in ("cache", "quantize")]
-    if dict(recipe.mesh).get("pipe", 1) > 1:
-        names.append("a mesh with pipe")
-    return names
+    return can_check("verify", approximations(recipe), recipe.stages)
 
 
 def require_loras(recipe: Recipe) -> None:

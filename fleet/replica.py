@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from para_core.fleet.failures import RequestCancelled, RequestFailed
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.request import Request
+from para_core.launcher.errors import Cancelled
 
 
 class Replica(ABC):
     """A group of ranks that runs one pipeline, one request at a time."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
 
     @property
     @abstractmethod
@@ -42,7 +47,7 @@ class Replica(ABC):
     async def generate(self, request: Request) -> Result:
         """Run one request after all requests that were sent earlier, and return its result.
 
-        Raise RequestFailed if the pipeline raised on all ranks, and ReplicaDied if a rank died. The replica is then
+        Raise RequestFailed if the pipeline raised on all ranks, and RankDied if a rank died. The replica is then
         stopped.
         """
         (outcome,) = await self.generate_batch([(uuid.uuid4().hex, request)])
@@ -50,18 +55,30 @@ class Replica(ABC):
             raise outcome
         return outcome
 
-    @abstractmethod
     async def generate_batch(
         self,
         batch: Sequence[tuple[str, Request]],
         progress: Callable[[int | Output], None] = lambda event: None,
-    ) -> list[Result | RequestFailed | RequestCancelled]:
+    ) -> list[Result | RequestFailed | Cancelled]:
         """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
 
         ``progress`` is called with the numbers of finished steps and partial images. If the call fails, each request is
-        run alone, because only one of them may be the reason. Raise ReplicaDied if the replica is not running, or a
-        rank died. The replica is then stopped.
+        run alone, because only one of them may be the reason.
+
+        Raises:
+            RankDied: The replica is not running, or a rank died. The replica is then stopped.
         """
+        async with self._turn:
+            outcomes = await self._run_batch(batch, progress)
+            if len(batch) > 1 and all(isinstance(outcome, RequestFailed) for outcome in outcomes):
+                outcomes = [(await self._run_batch([entry], progress))[0] for entry in batch]
+        return outcomes
+
+    @abstractmethod
+    async def _run_batch(
+        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
+    ) -> list[Result | RequestFailed | Cancelled]:
+        """Run the batch as one call of the pipeline on all ranks; see :meth:`generate_batch`."""
 
     @abstractmethod
     def cancel(self, id_: str) -> None:

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 import torch
 
 from para_core.fleet.choice_of_ray import uses_ray
-from para_core.fleet.failures import ReplicaDied, RequestFailed
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.local_replica import LocalReplica
 from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line, Problem
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.replica import Replica
+from para_core.launcher.errors import RankDied
 
 
 def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequence[Replica]:
@@ -43,39 +44,38 @@ def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequen
     return replicas
 
 
-def connect(options: ReplicaOptions, count: int, *, debug: bool = False) -> bool:
-    """Prepare what ``count`` replicas run on. Return whether this call connected to Ray.
+@contextmanager
+def connected(options: ReplicaOptions, count: int, *, debug: bool) -> Iterator[None]:
+    """Inside this context, ``count`` replicas can run: on Ray, this process is connected to a cluster.
 
     Raises:
         ValueError: There are too few GPUs, or on Ray, the cluster is too small.
     """
-    if uses_ray(spread=options.spread):
-        from para_core.fleet import group
+    if not uses_ray(spread=options.spread):
+        _require_gpus(options.ranks, count)
+        yield
+        return
+    import ray
 
-        connected = group.connect(options.ranks * count, debug=debug)
-        group.require_cluster(options, count)
-        return connected
-    gpus = torch.cuda.device_count()
-    needed = options.ranks * count
-    if gpus and needed > gpus:
-        raise ValueError(
-            f"{count} replicas of {options.ranks} ranks need {needed} GPUs, and this host has {gpus}: use fewer "
-            "(--replicas, --ranks), or the hosts of a Ray cluster: set RAY_ADDRESS."
-        )
-    return False
+    from para_core.fleet import group
 
-
-@contextmanager
-def connected(options: ReplicaOptions, count: int, *, debug: bool) -> Iterator[None]:
-    """Inside this context, ``count`` replicas can run. See :func:`connect`."""
-    is_own = connect(options, count, debug=debug)
+    has_connected = group.connect(options.ranks * count, debug=debug)
     try:
+        group.require_cluster(options, count)
         yield
     finally:
-        if is_own:
-            import ray
-
+        if has_connected:
             ray.shutdown()
+
+
+def _require_gpus(ranks: int, count: int) -> None:
+    gpus = torch.cuda.device_count()
+    needed = ranks * count
+    if gpus and needed > gpus:
+        raise ValueError(
+            f"{count} replicas of {ranks} ranks need {needed} GPUs, and this host has {gpus}: use fewer "
+            "(--replicas, --ranks), or the hosts of a Ray cluster: set RAY_ADDRESS."
+        )
 
 
 def generate_lines(
@@ -102,11 +102,11 @@ def generate_lines(
                 try:
                     try:
                         result = await replica.generate(line.request)
-                    except ReplicaDied:
+                    except RankDied:
                         await replica.start()
                         result = await replica.generate(line.request)
                     write(line, result)
-                except (RequestFailed, ReplicaDied) as error:
+                except (RequestFailed, RankDied) as error:
                     problems.append(Problem(line.number, str(error)))
                     if not replica.running:
                         await replica.start()

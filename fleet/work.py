@@ -18,12 +18,12 @@ from para_core.adapters import cache_report
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.fleet.build import mesh_shape
-from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, batch_arguments, split_request
 from para_core.instance.private_class import original_class
+from para_core.launcher.errors import Cancelled
 from para_core.version import __version__
 
 _CALLBACK_ARGUMENT = "callback_on_step_end"
@@ -43,7 +43,7 @@ class Watch:
 def generate(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()) -> Result | None:
     """Run the pipeline for one request. A collective call.
 
-    Return the result on the first rank of the pipeline's mesh, None on others. Raise RequestCancelled on every rank if
+    Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank if
     ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank.
     """
     results = generate_batch(pipe, [request], recipe, watch)
@@ -191,7 +191,7 @@ def make_step_callback(
             if mesh is not None:
                 stop = bool(broadcast_bytes(torch.tensor([stop], dtype=torch.uint8), mesh)[0])
             if stop:
-                raise RequestCancelled(f"cancelled after step {step + 1}.")
+                raise Cancelled(f"cancelled after step {step + 1}.")
         return {}
 
     return {_CALLBACK_ARGUMENT: at_step_end}

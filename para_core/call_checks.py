@@ -1,17 +1,49 @@
-"""Checks of the calls of a parallel model.
-A check is a module that nobody imports, and a line of ``CHECKS``.
+"""Checks of the calls of a parallel model. A check is a module that nobody imports, and a line of ``CHECKS``.
+
+Imports no torch, so that a command can validate options at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from para_core.instance.record import Around
+if TYPE_CHECKING:
+    from para_core.instance.record import Around
 
-# The module of each check, by the option that turns it on. Each module has a function ``make_check``.
+# The module of each check, by the option that turns it on. Each module has the functions ``check_options``, which
+# raises if the option does not go with others, and ``make_check``.
 CHECKS = {
-    "verify": "para_core.verify.verification",
+    "verify": "para_core.verify.option",
 }  # fmt: skip
+
+
+def check_options(options: Mapping[str, Any], approximations: Sequence[str], stages: int = 1) -> None:
+    """Check that the checks that ``options`` turn on can compare anything.
+
+    Args:
+        options: The options by name.
+        approximations: Names of the options with which results differ by more than rounding.
+        stages: Number of ranks along ``pipe``, as far as it is known.
+
+    Raises:
+        ValueError: A check does not go with one of the other options.
+    """
+    for option, module in CHECKS.items():
+        if options.get(option):
+            import_module(module).check_options(approximations, stages)
+
+
+def can_check(option: str, approximations: Sequence[str], stages: int) -> bool:
+    """Whether there is a check for ``option``, and it goes with the other options; see :func:`check_options`."""
+    if option not in CHECKS:
+        return False
+    try:
+        check_options({option: True}, approximations, stages)
+    except ValueError:
+        return False
+    return True
 
 
 def make_check(option: str) -> Around:

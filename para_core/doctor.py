@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,13 +26,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from para_core.devices import LINKS, Device, gpu_at_hand
+from para_core.devices import LINKS, Device
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import MeshDim, guided_mesh
+from para_core.doctor_report import DoctorReport, Finding, Ranks
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.triton_support import has_triton
 
-OK, CHANGE, BROKEN = "ok", "change", "broken"
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -44,103 +42,22 @@ _BACKENDS = {
 _PACKAGES = ("torch", "diffusers", "transformers", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check, which is a line of the doctor's table.
-
-    Args:
-        verdict (`str`): ``"ok"``, ``"change"`` (it works but could be better) or ``"broken"``.
-        advice (`str`): Advice on what to change; empty if there is none.
-    """
-
-    name: str
-    result: str
-    verdict: str = OK
-    advice: str = ""
-
-
-@dataclass
-class DoctorReport:
-    """The results of all checks, and the measured figures."""
-
-    findings: list[Finding] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, name: str, result: str, advice: str = "", *, broken: bool = False) -> None:
-        """Add a finding: broken, or to be changed if there is ``advice``, or ok."""
-        verdict = OK
-        if advice:
-            verdict = CHANGE
-        if broken:
-            verdict = BROKEN
-        self.findings.append(Finding(name, result, verdict, advice))
-
-    @property
-    def broken(self) -> bool:
-        return any(finding.verdict == BROKEN for finding in self.findings)
-
-    def table(self) -> str:
-        width = max(len(finding.name) for finding in self.findings)
-        lines = [
-            f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.result}" for finding in self.findings
-        ]
-        advice = [f"- {finding.name}: {finding.advice}" for finding in self.findings if finding.advice]
-        if not advice:
-            return "\n".join([*lines, "", "Nothing to change."])
-        return "\n".join([*lines, "", "What to change:", *advice])
-
-    def write(self, path: Path) -> None:
-        content = {
-            "date": time.strftime("%Y-%m-%d"),
-            "doctor": self.figures,
-            "findings": [asdict(finding) for finding in self.findings],
-        }
-        path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The rank of this process, the number of ranks, and the device and dtype that the checks use."""
-
-    rank: int
-    size: int
-    device: torch.device
-    dtype: torch.dtype
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every rank, in rank order. This is a collective call."""
-        values = [value]
-        if self.size > 1:
-            values = [None] * self.size
-            dist.all_gather_object(values, value)
-        return values
-
-    def known_device(self) -> Device | None:
-        """Return the data sheet's figures for this rank's GPU; None on a CPU, or for a GPU that the table lacks."""
-        try:
-            if self.device.type == "cuda":
-                return gpu_at_hand(self.device)
-            return None
-        except ValueError:
-            return None
-
-
 def versions(ranks: Ranks, report: DoctorReport) -> None:
     """Check that all ranks have the same versions of Python, torch, diffusers, transformers, Triton and NCCL."""
-    own = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            own[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    text = ", ".join(f"{name} {version}" for name, version in own.items())
-    every = ranks.gather(own)
+    text = ", ".join(f"{name} {version}" for name, version in installed.items())
+    every = ranks.gather(installed)
     different = sorted(
-        {name for other in every for name in {*other, *own} if other.get(name) != own.get(name)}
+        {name for other in every for name in {*other, *installed} if other.get(name) != installed.get(name)}
     )
     if not different:
         return report.add("versions", text)
-    rank = next(rank for rank, other in enumerate(every) if other != own)
+    rank = next(rank for rank, other in enumerate(every) if other != installed)
     others = ", ".join(f"{name} {every[rank].get(name, 'none')}" for name in different)
     advice = f"install the same {', '.join(different)} on all hosts."
     return report.add("versions", f"{text}; rank {rank}: {others}", advice, broken=True)
@@ -336,7 +253,7 @@ def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
     if ring:
         distances = range(1, 2)
 
-    def timed(sent: int) -> float:
+    def time_exchange(sent: int) -> float:
         outgoing, incoming = [0] * dim.size, [0] * dim.size
         for distance in distances:
             outgoing[(dim.index + distance) % dim.size] = max(1, sent // len(distances))
@@ -353,7 +270,7 @@ def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
     large = 1 << 20
     if ranks.device.type == "cuda":
         large = 64 << 20
-    latency, seconds = (max(ranks.gather(timed(sent))) for sent in (1024, large))
+    latency, seconds = (max(ranks.gather(time_exchange(sent))) for sent in (1024, large))
     # Subtract the latency only if it is clearly smaller than the measured time, because noise could otherwise
     # make the difference negative.
     if seconds > 2 * latency:

@@ -77,6 +77,20 @@ class AttentionChoices:
             command=Command("Compare each new size with the unmodified model.", "", RANKS),
         ),
     ] = False
+    same_bits: Annotated[
+        bool,
+        Option(
+            275,
+            "Whether the transformers have the bits of one process, on any number of ranks: on this machine, "
+            "with this torch and these settings. Matrix products with few rows are computed with the rows of "
+            "one process. At the first call with each size, each kind of function is compared on this rank's "
+            "rows and on those of one process; if one differs, every rank raises and names it. What cannot "
+            'have the bits of one process is refused: rings, `weights="tensor"`, `comm_dtype`, PipeFusion, '
+            "`vae=True`, sums of linear attention, `torch.compile`.",
+            page="same_bits.md",
+            command=Command("The bits of one process on any number of ranks.", "", RANKS),
+        ),
+    ] = False
 
     @property
     def schedule(self) -> AttentionSchedule | None:

@@ -21,6 +21,7 @@ from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.masks import MaskExtents, mask_of_block
 from para_core.attention.spec import AttentionSpec
+from para_core.dataclass_json import to_json
 from para_core.distributed.mesh import sequence_mesh
 from para_core.layout.sequence import even_layout
 from para_core.option_values import Backend, RotateMethod
@@ -77,7 +78,7 @@ def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: Attn
 @contextmanager
 def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: AttnOptions) -> Iterator[Attend]:
     """Run the code that the attention operator runs on a GPU. A mode stops earlier, at the shapes of meta tensors."""
-    text = options.as_text()
+    text = to_json(options)
     spec = AttentionSpec(layout, layout, sequence_mesh(mesh), heads, heads, options=options, options_text=text)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:

@@ -51,6 +51,13 @@ class Feature:
 
 _MODES = "para_core/modes/__init__.py"
 _WEIGHTS = "adapters/weights/features.py"
+_SERVER_TESTS = [
+    f"tests/fleet/test_{name}.py"
+    for name in (
+        *("aliases", "comfyui", "edits", "host_server", "hostile", "http", "lora_folder", "mounted", "no_effect"),
+        *("on_ray", "openai", "openai_on_ray", "page", "pool", "queue", "ray_minute", "seeds", "server", "videos"),
+    )
+]
 FEATURES: dict[str, Feature] = {
     "FlashAttention's operators": Feature(
         ("para_core/modes/flash_attention.py",),
@@ -87,7 +94,7 @@ FEATURES: dict[str, Feature] = {
     "norm kernel": Feature(("kernels/norm.py",), tests=("tests/kernels/test_norm.py",), words=("norm",)),
     "fsdp": Feature(
         ("adapters/weights/fsdp_weights.py", "para_core/weights/fsdp.py"),
-        line=(_WEIGHTS, '"fsdp": "fsdp_weights",'),
+        line=(_WEIGHTS, '"fsdp": "weights.fsdp_weights",'),
         tests=("tests/weights/test_fsdp.py", "tests/weights/test_fsdp_classes.py"),
         words=("fsdp",),
     ),
@@ -97,13 +104,13 @@ FEATURES: dict[str, Feature] = {
             "para_core/weights/tensor.py",
             "para_core/weights/tensor_checks.py",
         ),
-        line=(_WEIGHTS, '"tensor": "tensor_weights",'),
+        line=(_WEIGHTS, '"tensor": "weights.tensor_weights",'),
         tests=("tests/weights/test_tensor.py",),
         words=("tensor",),
     ),
     "stages": Feature(
         ("adapters/weights/staged_transformer.py", "para_core/weights/stages.py"),
-        line=(_WEIGHTS, '"stages": "staged_transformer",'),
+        line=(_WEIGHTS, '"stages": "weights.staged_transformer",'),
         tests=("tests/weights/test_stages.py",),
         words=("stage",),
     ),
@@ -115,34 +122,52 @@ FEATURES: dict[str, Feature] = {
             "para_core/weights/patch_hooks.py",
             "para_core/weights/stale_keys.py",
         ),
-        line=(_WEIGHTS, '"pipefusion": "fused_pipe",'),
+        line=(_WEIGHTS, '"pipefusion": "weights.fused_pipe",'),
         names=("pipefusion_report",),
         tests=("tests/weights/test_pipefusion.py", "tests/weights/test_pipefusion_compiled.py"),
         words=("pipefusion", "patch"),
     ),
     "text encoder offload": Feature(
         ("adapters/weights/text_encoder_offload.py",),
-        line=(_WEIGHTS, '"text_encoder_offload": "text_encoder_offload",'),
-        tests=("tests/weights/test_text_encoders.py",),
+        line=(_WEIGHTS, '"text_encoder_offload": "weights.text_encoder_offload",'),
+        tests=("tests/weights/test_placement.py",),
         words=("encoder",),
     ),
     "VAE offload": Feature(
         ("adapters/weights/vae_offload.py",),
-        line=(_WEIGHTS, '"vae_offload": "vae_offload",'),
-        tests=("tests/weights/test_vae_placement.py",),
+        line=(_WEIGHTS, '"vae_offload": "weights.vae_offload",'),
+        tests=("tests/weights/test_placement.py",),
         words=("vae_placement",),
     ),
     "block offload": Feature(
         ("adapters/weights/block_offload.py",),
-        line=(_WEIGHTS, '"block_offload": "block_offload",'),
-        tests=("tests/weights/test_block_offload.py",),
+        line=(_WEIGHTS, '"block_offload": "weights.block_offload",'),
+        tests=("tests/weights/test_placement.py",),
         words=("offload",),
+    ),
+    "same bits": Feature(
+        ("adapters/same_bits.py", "para_core/same_bits"),
+        line=(_WEIGHTS, '"same_bits": "same_bits",'),
+        tests=("tests/same_bits", "benchmarks/pipelines/same_bits.py"),
+        words=("same_bits",),
     ),
     "quantization": Feature(
         ("adapters/weights/quantize.py",),
-        line=(_WEIGHTS, '"quantize": "quantize",'),
+        line=(_WEIGHTS, '"quantize": "weights.quantize",'),
         tests=("tests/weights/test_quantized_weights.py", "tests/weights/test_quantized_files.py"),
         words=("quantize",),
+    ),
+    "CFG over ranks": Feature(
+        ("adapters/cfg", "para_core/cfg"),
+        line=(_WEIGHTS, '"cfg": "cfg.guided_calls",'),
+        tests=("tests/cfg", "tests/adapters/test_guidance.py", "tests/adapters/test_output_form.py"),
+        words=("guidance", "cfg"),
+    ),
+    "server": Feature(
+        ("fleet/http", "cli/serve.py", "deploy"),
+        line=("cli/app.py", '"serve": "para_core.cli.serve",'),
+        tests=("tests/cli/test_serve.py", "tests/test_deploy.py", *_SERVER_TESTS),
+        words=("serve", "server"),
     ),
     "planner": Feature(
         ("adapters/planner",),
@@ -161,7 +186,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "verify": Feature(
         ("para_core/verify",),
-        line=("para_core/call_checks.py", '"verify": "para_core.verify.verification",'),
+        line=("para_core/call_checks.py", '"verify": "para_core.verify.option",'),
         names=("CheckedCase", "ParallelCheck", "check_parallel"),
         tests=("tests/verify",),
         words=("verify", "verifies", "check_parallel"),

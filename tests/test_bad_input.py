@@ -41,148 +41,134 @@ def _error_of(call):
     return "no error", time.monotonic() - start
 
 
-def spoil(kind, q, k, v):
-    """Return arguments of an SDPA call that are invalid in one way."""
-    options = {}
-    if kind == "dtype":
-        k = k.bfloat16()
-    elif kind == "device":
-        v = v.to("meta")
-    elif kind == "value length":
-        v = v[:, :, 1:]
-    elif kind == "head dim":
-        k = k[..., 1:]
-    elif kind == "heads":
-        k, v = (x.repeat(1, 2, 1, 1)[:, :3] for x in (k, v))
-    elif kind == "groups":
-        k, v = (x.repeat(1, 3, 1, 1) for x in (k, v))
-        options = {"enable_gqa": True}
-    elif kind == "batch":
-        k, v = (x.repeat(2, 1, 1, 1)[:3] for x in (k, v))
-    elif kind == "1-D":
-        q, k, v = (x[0, 0, 0] for x in (q, k, v))
-    elif kind == "mask dtype":
-        options = {"attn_mask": torch.ones(q.shape[2], 12, dtype=torch.int64)}
-    elif kind == "mask heads":
-        options = {"attn_mask": torch.ones(5, 1, 12)}
-    elif kind == "mask dims":
-        options = {"attn_mask": torch.ones(1, 1, 1, 1, 12)}
-    elif kind == "diagonal mask":
-        options = {"attn_mask": torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)}
-    elif kind == "mask length":
-        options = {"attn_mask": torch.ones(1, 7, dtype=torch.bool)}
-    elif kind == "mask of one rank":
-        options = {"attn_mask": torch.ones(1, 12, dtype=torch.bool)}
-    elif kind == "dropout":
-        options = {"dropout_p": 0.25}
-    elif kind == "length":
-        q, k, v = (x[:, :, :2] for x in (q, k, v))
-    elif kind == "causal":
-        options = {"is_causal": True}
-    elif kind == "scale":
-        options = {"scale": 0.125}
-    elif kind == "all dtypes":
-        q, k, v = (x.double() for x in (q, k, v))
-    elif kind == "grad":
-        q = q.clone().requires_grad_()
-    elif kind == "all batches":
-        q, k, v = (x[:1] for x in (q, k, v))
-    return (q, k, v), options
+def masked(*shape, dtype=torch.bool):
+    """Return a change that adds a mask."""
+    return lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(*shape, dtype=dtype)})
 
 
-def attend_badly(kind, bad_ranks, ring, ulysses, cut):
+def with_options(**options):
+    return lambda q, k, v: ((q, k, v), options)
+
+
+# Each row has a change of the arguments of an SDPA call, and what the error has. Each of these calls is invalid alone.
+BAD = {
+    "dtype": (
+        lambda q, k, v: ((q, k.bfloat16(), v), {}),
+        ("ValueError", "torch.float32, torch.bfloat16, torch.float32"),
+    ),
+    "device": (lambda q, k, v: ((q, k, v.to("meta")), {}), ("ValueError", "cpu, cpu, meta")),
+    "value length": (
+        lambda q, k, v: ((q, k, v[:, :, 1:]), {}),
+        ("ValueError", "length", "query [2, 2, 3, 8], key [2, 2, 3, 8], value [2, 2, 2, 8]"),
+    ),
+    "head dim": (
+        lambda q, k, v: ((q, k[..., 1:], v), {}),
+        ("ValueError", "head dim", "query [2, 2, 3, 8], key [2, 2, 3, 7]"),
+    ),
+    "heads": (
+        lambda q, k, v: ((q, *(x.repeat(1, 2, 1, 1)[:, :3] for x in (k, v))), {}),
+        ("ValueError", " 2 heads", "key 3", "enable_gqa=True"),
+    ),
+    "groups": (
+        lambda q, k, v: ((q, *(x.repeat(1, 3, 1, 1) for x in (k, v))), {"enable_gqa": True}),
+        ("ValueError", "heads", "2 and 6"),
+    ),
+    "batch": (
+        lambda q, k, v: ((q, *(x.repeat(2, 1, 1, 1)[:3] for x in (k, v))), {}),
+        ("ValueError", "batch", "query [2, 2, 3, 8], key [3, 2, 3, 8]"),
+    ),
+    "1-D": (lambda q, k, v: ([x[0, 0, 0] for x in (q, k, v)], {}), ("ValueError", "[B, H, S, D]", "query [8]")),
+    "mask dtype": (masked(3, 12, dtype=torch.int64), ("Error", "attn_mask", "torch.int64", "bool", "float")),
+    "mask heads": (masked(5, 1, 12, dtype=None), ("ValueError", "attn_mask [5, 1, 12]", "query [2, 2, 3, 8]")),
+    "mask dims": (
+        masked(1, 1, 1, 1, 12, dtype=None),
+        ("ValueError", "attn_mask [1, 1, 1, 1, 12]", "query [2, 2, 3, 8]"),
+    ),
+    "dropout": (with_options(dropout_p=0.25), ("ValueError", "dropout_p=0.25")),
+}
+# Each mask is bad on every rank. If only one rank has it, the ranks disagree.
+MASKS = {
+    "diagonal mask": (
+        masked(3, 3),
+        ("ValueError", "attn_mask", "[..., 3, 3]", "12", "cp.shard(mask, dim=-2)"),
+    ),
+    "mask length": (masked(1, 7), ("ValueError", "attn_mask", "7, 7, 7, 7", " 1,", " 12 ", "3, 3, 3, 3")),
+}
+# Each of these is valid alone, but only rank 2 has it.
+DIFFERENT = {
+    "mask of one rank": (masked(1, 12), ("attn_mask: ", "rank 0 none, rank 1 none, rank 2 [..., 1, 12]")),
+    "length": (lambda q, k, v: ([x[:, :, :2] for x in (q, k, v)], {}), ("query lengths", "[3, 3, 2, 3]")),
+    "causal": (with_options(is_causal=True), ("is_causal: ", "rank 0 has False", "rank 2 has True")),
+    "scale": (with_options(scale=0.125), ("scale: ", "rank 0 has None", "rank 2 has 0.125")),
+    "all dtypes": (
+        lambda q, k, v: ([x.double() for x in (q, k, v)], {}),
+        ("dtype: ", "rank 0 has torch.float32", "rank 2 has torch.float64"),
+    ),
+    "all batches": (
+        lambda q, k, v: ([x[:1] for x in (q, k, v)], {}),
+        ("query", "rank 0 has [2, 2, 8]", "rank 2 has [1, 2, 8]"),
+    ),
+    "grad": (
+        lambda q, k, v: ((q.clone().requires_grad_(), k, v), {}),
+        ("requires_grad: ", "rank 0 has [False, False, False]", "rank 2 has [True"),
+    ),
+}
+ROWS = {**BAD, **MASKS, **DIFFERENT}
+
+
+def attend_badly(kinds, bad_ranks, ring, ulysses, cut):
+    """Return the error of each kind of call on ``bad_ranks``, its seconds, and the result of a correct call after
+    it.
+    """
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    mode = UnifiedAttnMode(mesh)
-    with mode as cp:
-        if cut:
-            parts = [cp.shard(x, dim=2) for x in make_qkv(12, 2)]
-        else:
-            parts = [x.chunk(ring * ulysses, dim=2)[mesh.get_rank()] for x in make_qkv(12, 2)]
-        args, options = spoil(kind if mesh.get_rank() in bad_ranks else "", *parts)
-        message = _error_of(lambda: F.scaled_dot_product_attention(*args, **options))
-        # The ranks make the same calls again, and the next call is correct.
-        if not cut:
-            parts = [x.chunk(ring * ulysses, dim=2)[mesh.get_rank()] for x in make_qkv(8, 2)]
-        else:
-            parts = [cp.shard(x, dim=2) for x in make_qkv(8, 2)]
-        out = F.scaled_dot_product_attention(*parts)
-        return *message, cp.gather(out, dim=2, sequence=cp.sequence(8))
+    results, rank = {}, mesh.get_rank()
+
+    def parts_of(cp, length):
+        tensors = make_qkv(length, 2)
+        return [cp.shard(x, dim=2) if cut else x.chunk(ring * ulysses, dim=2)[rank] for x in tensors]
+
+    for kind in kinds:
+        with UnifiedAttnMode(mesh) as cp:
+            args, options = parts_of(cp, 12), {}
+            if rank in bad_ranks:
+                args, options = ROWS[kind][0](*args)
+            message = _error_of(lambda args=args, options=options: F.scaled_dot_product_attention(*args, **options))
+            # The ranks make the same calls again, and the next call is correct.
+            out = F.scaled_dot_product_attention(*parts_of(cp, 8))
+            results[kind] = *message, cp.gather(out, dim=2, sequence=cp.sequence(8))
+    return results
 
 
 def check_errors(results, *expected):
-    """Check that each rank raised an error with all parts of ``expected``, and that the next call was correct."""
-    for rank, (message, seconds, after) in enumerate(results):
-        assert all(part in message for part in expected), f"rank {rank}"
-        assert seconds < SECONDS, f"rank {rank}"
-        assert relative_error(after, F.scaled_dot_product_attention(*make_qkv(8, 2))) < 1e-5, f"rank {rank}"
+    """Check that each rank raised an error with all words of its row, and that the next call was correct."""
+    for rank, of_rank in enumerate(results):
+        for kind, (message, seconds, after) in of_rank.items():
+            wanted = (*ROWS[kind][1], *expected)
+            assert [part for part in wanted if part not in message] == [], f"{kind}, rank {rank}: {message}"
+            assert seconds < SECONDS, f"{kind}, rank {rank}"
+            assert relative_error(after, F.scaled_dot_product_attention(*make_qkv(8, 2))) < 1e-5, (kind, rank)
 
 
-BAD = {
-    "dtype": ("ValueError", "torch.float32, torch.bfloat16, torch.float32"),
-    "device": ("ValueError", "cpu, cpu, meta"),
-    "value length": ("ValueError", "length", "query [2, 2, 3, 8], key [2, 2, 3, 8], value [2, 2, 2, 8]"),
-    "head dim": ("ValueError", "head dim", "query [2, 2, 3, 8], key [2, 2, 3, 7]"),
-    "heads": ("ValueError", " 2 heads", "key 3", "enable_gqa=True"),
-    "groups": ("ValueError", "heads", "2 and 6"),
-    "batch": ("ValueError", "batch", "query [2, 2, 3, 8], key [3, 2, 3, 8]"),
-    "1-D": ("ValueError", "[B, H, S, D]", "query [8]"),
-    "mask dtype": ("Error", "attn_mask", "torch.int64", "bool", "float"),
-    "mask heads": ("ValueError", "attn_mask [5, 1, 12]", "query [2, 2, 3, 8]"),
-    "mask dims": ("ValueError", "attn_mask [1, 1, 1, 1, 12]", "query [2, 2, 3, 8]"),
-    "dropout": ("ValueError", "dropout_p=0.25"),
-}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_an_error_on_every_rank(rank_pool, kind):
-    check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, False), *BAD[kind])
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (1, 4)])
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_input_on_one_rank_raises_on_every_rank(rank_pool, kind, ring, ulysses, cut):
-    results = rank_pool.run(attend_badly, 4, kind, [2], ring, ulysses, cut)
-    check_errors(results, "sequence rank 2: ")
-    check_errors(results, *BAD[kind])
-
-
-# Each mask is bad on every rank. If only one rank has it, the ranks disagree.
-MASKS = {
-    "diagonal mask": ("ValueError", "attn_mask", "[..., 3, 3]", "12", "cp.shard(mask, dim=-2)"),
-    "mask length": ("ValueError", "attn_mask", "7, 7, 7, 7", " 1,", " 12 ", "3, 3, 3, 3"),
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
-@pytest.mark.parametrize("kind", MASKS)
-def test_mask_of_wrong_length_raises_on_every_rank(rank_pool, kind, cut):
-    check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, cut), *MASKS[kind])
-
-
-DIFFERENT = {
-    "mask of one rank": ("attn_mask: ", "rank 0 none, rank 1 none, rank 2 [..., 1, 12]"),
-    "length": ("query lengths", "[3, 3, 2, 3]"),
-    "causal": ("is_causal: ", "rank 0 has False", "rank 2 has True"),
-    "scale": ("scale: ", "rank 0 has None", "rank 2 has 0.125"),
-    "all dtypes": ("dtype: ", "rank 0 has torch.float32", "rank 2 has torch.float64"),
-    "all batches": ("query", "rank 0 has [2, 2, 8]", "rank 2 has [1, 2, 8]"),
-    "grad": ("requires_grad: ", "rank 0 has [False, False, False]", "rank 2 has [True"),
-}
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("kind", DIFFERENT)
-def test_differing_input_raises_on_every_rank(rank_pool, kind):
-    check_errors(rank_pool.run(attend_badly, 4, kind, [2], 2, 2, False), "ValueError", *DIFFERENT[kind])
+@pytest.mark.parametrize(
+    ("kinds", "bad_ranks", "ring", "ulysses", "cut", "expected"),
+    [
+        ([*BAD, *MASKS], [0, 1, 2, 3], 2, 2, False, ()),
+        (list(MASKS), [0, 1, 2, 3], 2, 2, True, ()),
+        (list(BAD), [2], 2, 2, True, ("sequence rank 2: ",)),
+        (list(BAD), [2], 1, 4, False, ("sequence rank 2: ",)),
+        (list(DIFFERENT), [2], 2, 2, False, ("ValueError",)),
+    ],
+    ids=["on all", "masks after shard", "on one after shard", "on one of ulysses", "differing"],
+)
+def test_bad_input_raises_on_every_rank(rank_pool, kinds, bad_ranks, ring, ulysses, cut, expected):
+    check_errors(rank_pool.run(attend_badly, 4, kinds, bad_ranks, ring, ulysses, cut), *expected)
 
 
 def test_unsharded_length_raises_on_every_rank(rank_pool):
-    results = rank_pool.run(attend_badly, 4, "length", [2], 2, 2, True)
-    check_errors(results, "ValueError", "query has 2 ", "3 of 12", "cp.shard")
+    for results in rank_pool.run(attend_badly, 4, ["length"], [2], 2, 2, True):
+        message, seconds, _ = results["length"]
+        assert [x for x in ("ValueError", "query has 2 ", "3 of 12", "cp.shard") if x not in message] == []
+        assert seconds < SECONDS
 
 
 def cut_badly():

@@ -13,3 +13,21 @@ def test_an_option_without_a_check_raises(monkeypatch):
     monkeypatch.setattr(call_checks, "CHECKS", {})
     with pytest.raises(ValueError, match="verify=True"):
         call_checks.make_check("verify")
+
+
+@pytest.mark.parametrize(
+    ("approximations", "stages", "obstacle"),
+    [([], 1, None), (["cache", "quantize"], 1, None), (["cache", "comm_dtype"], 1, "comm_dtype"), ([], 2, "pipe")],
+)
+def test_options_that_leave_nothing_to_compare_are_refused(approximations, stages, obstacle):
+    call_checks.check_options({"verify": False}, ["backend"], 4)
+    assert call_checks.can_check("verify", approximations, stages) == (obstacle is None)
+    if obstacle is not None:
+        with pytest.raises(ValueError, match=obstacle):
+            call_checks.check_options({"verify": True}, approximations, stages)
+
+
+def test_missing_check_cannot_check(monkeypatch):
+    monkeypatch.setattr(call_checks, "CHECKS", {})
+    call_checks.check_options({"verify": True}, ["backend"], 4)
+    assert not call_checks.can_check("verify", [], 1)

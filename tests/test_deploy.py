@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from para_core.cli.app import run
-from para_core.fleet import host_server
+from para_core.fleet.http import host_server
 from tests.fleet import test_server
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from para_core import doctor
-from para_core.doctor import BROKEN, CHANGE, OK, DoctorReport, Ranks, exactness, examine, versions
+from para_core.doctor import exactness, examine, versions
+from para_core.doctor_report import BROKEN, CHANGE, OK, DoctorReport, Ranks
 from tests.gpus import gpu_named
 from tests.tiny import cpu_mesh
 

@@ -173,7 +173,7 @@ def test_commands_without_diffusers_say_so(environment, tmp_path):
 @pytest.mark.long
 def test_fleet_alone_brings_all_that_the_server_needs(environment):
     python = environment("fleet")
-    python.runs("-c", "import para_core.fleet.host_server, para_core.fleet.pool")
+    python.runs("-c", "import para_core.fleet.http.host_server, para_core.fleet.http.pool")
     assert "ray" not in python.distributions
     (on_ray,) = python.commands(["serve", "--model", TINY_FLUX, "--spread"])
     require_misses(on_ray, "ray", "ray")
@@ -182,7 +182,7 @@ def test_fleet_alone_brings_all_that_the_server_needs(environment):
 @pytest.mark.long
 def test_ray_alone_brings_all_that_several_hosts_need(environment):
     python = environment("ray")
-    python.runs("-c", "import para_core.fleet.serving, para_core.fleet.group, para_core.fleet.server")
+    python.runs("-c", "import para_core.fleet.http.host_server, para_core.fleet.group")
 
 
 @pytest.mark.long

@@ -4,22 +4,17 @@ import importlib
 import importlib.metadata
 import json
 import multiprocessing
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
-import diffusers
 import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-import para_core.adapters
 from benchmarks.gpu import (
     exact,
     host,
@@ -34,9 +29,6 @@ from benchmarks.gpu import (
 from benchmarks.gpu.job import SectionJob, SectionSkipped
 from benchmarks.gpu.runner import SECTIONS, Options, Section, run_all
 from benchmarks.gpu.timing import Kernel, Profile
-from para_core.attention.pack_ops import as_numbers
-from tests.tiny import relative_error
-from zoo.tiny.base import fill
 
 pytestmark = pytest.mark.slow
 
@@ -99,14 +91,6 @@ def test_wrong_gradients_are_called_wrong(run_here, monkeypatch):
     assert verdicts(run_here("local", part="math")) == {"wrong"}
 
 
-def test_refusal_has_failed_if_sdpa_computes(run_here, monkeypatch):
-    def refuse(*args, **options):
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(local_attention, "local_attention", refuse)
-    assert verdicts(run_here("local", part="math")) == {"failed"}
-
-
 @pytest.mark.long
 def test_four_ranks_on_one_device_equal_one(run_here):
     results = run_here("ranks")
@@ -127,34 +111,6 @@ def test_autoencoder_on_two_ranks_of_one_device_equals_one(rank_pool):
         assert rows[0]["error"] < 1e-5 < rows[1]["error of one rank"]
 
 
-def decode_in_halves():
-    """Return the rows of ranks whose parallel autoencoder decodes each half of the image alone."""
-
-    def parallelize(autoencoder):
-        whole = autoencoder._decode
-        autoencoder._decode = lambda z: torch.cat([whole(half) for half in z.chunk(2, dim=2)], dim=2)
-
-    with mock.patch.object(para_core.adapters, "parallelize_vae", parallelize):
-        return decode_tiny()
-
-
-def test_rows_without_those_of_the_other_rank_are_called_wrong(rank_pool):
-    for rows in rank_pool.run(decode_in_halves, 2):
-        assert [row["verdict"] for row in rows] == ["wrong", "wrong"]
-
-
-def test_own_decoder_equals_diffusers():
-    options = {"block_out_channels": (8, 16), "latent_channels": 4, "norm_num_groups": 4, "layers_per_block": 2}
-    types = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    theirs = diffusers.AutoencoderKL(**options, **types, use_quant_conv=False, use_post_quant_conv=False)
-    fill(theirs, 1)
-    ours = vae.decoder(CPU, vae.TINY[0])
-    ours.decoder.load_state_dict(theirs.decoder.state_dict())
-    z = torch.randn(2, 4, 6, 5, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert relative_error(ours.decode(z), theirs.decode(z).sample) < 1e-6
-
-
 def test_small_kernels_are_exact_and_timed(run_here):
     results = run_here("kernels")
     assert verdicts(results) == {"ok"}
@@ -171,13 +127,6 @@ def test_small_kernels_are_exact_and_timed(run_here):
     numbers = {row["kernel"]: row["bytes"] for row in rows if row["heads"] == 8}
     assert numbers["pack query, key, value"] == 2 * 3 * 9 * 8 * 16 * 2
     assert numbers["pack query, key, value as int8"] == 3 * 9 * 8 * (16 * 2 + 16 + 4)
-
-
-def test_a_kernel_that_copies_something_else_is_called_wrong(run_here, monkeypatch):
-    monkeypatch.setattr(small_kernels, "as_numbers", lambda regions: as_numbers([regions[0]] * len(regions)))
-    wrong = {row["kernel"] for row in run_here("kernels")["rows"] if row.get("verdict") == "wrong"}
-    assert len(wrong) == 6
-    assert all("pack" in name for name in wrong)
 
 
 def test_wrong_attention_kernel_is_called_wrong(run_here, monkeypatch):
@@ -257,32 +206,6 @@ def test_events_of_a_gpu_are_read_as_kernels_and_waits(monkeypatch):
     assert profiled.busy_ms == 0.05
 
 
-def test_numbers_and_ratios_are_printed():
-    rows = [
-        {"way": "ours", "ms": 0.5, "of SDPA flash's time": 1.02, "tokens": 4608},
-        {"call": "step", "ms": 2.0, "waits": 1, "simulated waits": 0},
-        {"kernel": "merge", "error": 0.0},
-    ]
-    content = {"section": "speed", "status": "done", "seconds": 1.0, "verdicts": {}, "error": None, "rows": rows}
-    first, *lines = runner.summary({**content, "left out": [], "out of time": []})
-    assert first == "speed: done, 1.0 s"
-    assert lines == ["  ours: ms 0.5, of SDPA flash's time 1.02", "  step: ms 2.0, waits 1, simulated waits 0"]
-
-
-def test_profile_tells_copies_from_launches_and_overlap_from_idle_time():
-    kernels = [
-        Kernel("Memcpy HtoD (Pageable -> Device)", 0.0, 1000.0),
-        Kernel("gemm", 2000.0, 3000.0),
-        Kernel("Memset (Device)", 4000.0, 500.0),
-        Kernel("Memcpy DtoD (Device -> Device)", 4500.0, 1500.0),
-    ]
-    profile = Profile(kernels, waits=1)
-    assert (profile.launches, profile.copies) == (3, 1)
-    assert profile.busy_ms == 1 + 4
-    assert host.idle_part(profile, 10.0) == 0.5
-    assert host.idle_part(Profile([], 0), 10.0) is None
-
-
 def test_one_rank_with_the_backend_of_the_device(run_here):
     results = run_here("nccl")
     assert verdicts(results) == {"ok"}
@@ -313,21 +236,6 @@ def test_exact_attention_is_sdpa_in_float64():
         inputs = exact.make_inputs((2, 4, 7, 8), torch.float64, CPU, mask=mask, key_heads=2)
         errors = exact.sdpa(inputs).errors(exact.exact(inputs))
         assert max(errors.values()) < 1e-6, (mask, errors)
-
-
-@pytest.mark.parametrize("memory", local_attention.MEMORY)
-def test_memory_is_laid_out_as_it_is_called(memory):
-    query = exact.make_inputs((2, 3, 5, 4), torch.float32, CPU, memory=memory).query
-    strides = {"contiguous": (60, 20, 4, 1), "transposed": (60, 4, 12, 1), "packed": (180, 4, 36, 1)}
-    assert query.stride() == strides[memory]
-    assert torch.equal(query, exact.make_inputs((2, 3, 5, 4), torch.float32, CPU).query)
-
-
-def test_error_of_sdpa_excuses_no_larger_one():
-    assert exact.judge({"dq": 0.3}, {"dq": 0.4}, torch.bfloat16) == "wrong"
-    assert exact.judge({"dq": float("inf")}, {"dq": float("inf")}, torch.bfloat16) == "wrong"
-    assert exact.judge({"dq": 0.003}, {"dq": 0.002}, torch.bfloat16) == "ok"
-    assert exact.judge({"lse": 0.001}, {}, torch.bfloat16) == "wrong"
 
 
 @pytest.mark.parametrize(
@@ -406,19 +314,6 @@ def test_missing_gpu_exits_with_2(capsys):
 
     assert main([]) == 2
     assert "CUDA" in capsys.readouterr().out
-
-
-def test_make_runs_sections_with_named_python(tmp_path):
-    options = f"--device cpu --tiny --output {tmp_path} --sections host"
-    command = ["make", "gpu-check", f"PYTHON={sys.executable}", f"GPU_CHECK={options}", "STAMP=/nowhere"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "/nowhere" not in done.stdout + done.stderr
-    assert "host: done" in done.stdout
-    assert "flux: skipped" in done.stdout
-    results = json.loads((tmp_path / "host.json").read_text())
-    assert results["environment"].keys() >= {"device", "date", "versions"}
-    assert runner.exit_code({"host": results}) == 0
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import torch
 from benchmarks.attention import single_device as attention
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import local_attention, runner, two_ranks
-from benchmarks.gpu.job import SectionJob, section_environment, write_section
+from benchmarks.gpu.job import SectionJob, section_environment
 from benchmarks.gpu.processes import run_in_pool
 from benchmarks.gpu.runner import SECTIONS, Options, Section, run_all
 
@@ -43,14 +43,6 @@ def test_first_two_rounds_fit_into_a_small_lease():
     assert seconds[1] <= 9 * 60 - runner._PATIENCE
     assert seconds[2] <= 4 * 60 - runner._PATIENCE
     assert sum(seconds.values()) == runner.ALL <= 30 * 60
-
-
-def test_rounds_follow_each_other():
-    assert [section.round for section in SECTIONS] == sorted(section.round for section in SECTIONS)
-    assert [section.name for section in SECTIONS if section.round < 3] == [
-        *("blocks", "kernels", "vae", "speed", "host"),
-        *("flux", "attention"),
-    ]
 
 
 def test_runner_lists_parts_without_importing_them():
@@ -227,12 +219,6 @@ def test_resumed_run_keeps_finished_sections(clock, tmp_path, change, kept):
     assert results["local"]["section"] == "local"
 
 
-def test_half_a_file_or_none_is_no_result(tmp_path):
-    assert runner.earlier_results(section_of("local"), tmp_path, REAL) is None
-    (tmp_path / "local.json").write_text('{"section": "lo')
-    assert runner.earlier_results(section_of("local"), tmp_path, REAL) is None
-
-
 def test_resumed_run_without_time_keeps_earlier_rows(clock, tmp_path):
     _, ran, _ = clock
     earlier = result("flux", "killed") | {"rows": [{"ms": 1.0}], "out of time": ["a step"]}
@@ -289,12 +275,6 @@ def test_attention_asks_for_time_before_each_way():
     assert len(checks) == 4
 
 
-def test_written_section_names_killed_processes(tmp_path):
-    write_section(tmp_path / "x.json", "x", "killed", 1.0, [], [], "killed after 1 s", out_of_time=[])
-    lines = runner.summary(json.loads((tmp_path / "x.json").read_text()))
-    assert lines[0].startswith("x: killed") and "killed after 1 s" in lines[1]
-
-
 def fine(device):
     torch.ones(1, device=device)
 
@@ -318,9 +298,3 @@ def test_slow_compilation_is_named_and_stops_no_other(tmp_path):
     assert missing.keys() == {"raises", "hangs"}
     assert missing["raises"] == "ValueError: no kernel" and f"{limit:.0f} s" in missing["hangs"]
     assert job.rows[1]["compiled"] == 1
-
-
-def test_tiny_sections_may_take_longer_on_a_busy_machine(clock, tmp_path):
-    _, ran, _ = clock
-    run_all((section_of("vae", 60),), tmp_path, replace(REAL, tiny=True), seconds=1000)
-    assert ran == [("vae", 240)]

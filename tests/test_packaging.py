@@ -114,7 +114,7 @@ def test_wheel_holds_every_file_and_only_para_core(distributions):
         names = [name for name in archive.namelist() if not name.endswith("/")]
     modules = [f"{target}/{name}" for folder, target in FOLDERS.items() for name in files_of(ROOT / folder)]
     assert sorted(name for name in names if name.endswith(".py")) == sorted(modules)
-    data = {"py.typed", "fleet/page.html", "fleet/docs.html", "adapters/planner/counts.json"}
+    data = {"py.typed", "fleet/http/page.html", "fleet/http/docs.html", "adapters/planner/counts.json"}
     assert {f"para_core/{name}" for name in data} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
     tops = {name.split("/")[0] for name in names}

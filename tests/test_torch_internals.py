@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -150,20 +151,307 @@ def test_importing_it_needs_no_fsdp_and_no_inductor():
     assert "fsdp" not in text and "_inductor" not in text and "_composable" not in text
 
 
+# -- Names that one expression uses. Each row says what happens without the name.
+
+
+def module_with_a_hook(register):
+    module = nn.Linear(2, 2)
+    return module, getattr(module, register)(lambda *_: None)
+
+
+def functions_seen(call):
+    """Return the functions that a mode sees in ``call``."""
+    with Watch() as watch:
+        call()
+    return watch.functions
+
+
+def is_seen_by_dispatch_mode():
+    functions = []
+
+    class Record(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            functions.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        Q + 1
+    return functions == [torch.ops.aten.add.Tensor]
+
+
+def has_shapes_without_data():
+    with internals.FakeTensorMode() as mode:
+        x = torch.empty(3, 4) @ torch.empty(4, 5)
+    return isinstance(x, internals.FakeTensor) and x.fake_mode is mode and x.shape == (3, 5)
+
+
+def stack_is_listed():
+    with Watch() as outer, Watch() as inner:
+        stack = internals.function_mode_stack()
+    return stack == [outer, inner] and internals.function_mode_stack() == []
+
+
+def modes_are_off():
+    with Watch() as watch:
+        with internals.DisableTorchFunction():
+            Q + 1
+        unseen = not watch.functions
+        with internals.DisableTorchFunctionSubclass():
+            Q + 1
+    return unseen and len(watch.functions) == 1
+
+
+def bypasses_torch_function():
+    plain = type("Plain", (Tensor,), {"__torch_function__": internals.disabled_torch_function})
+    return type(torch.ones(2).as_subclass(plain) + 1) is Tensor
+
+
+@torch.library.custom_op("para_core_tests::double", mutates_args=())
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def operators_have_classes():
+    add, cond = torch.ops.aten.add, torch.ops.higher_order.cond
+    is_overload = type(add.Tensor) is internals.OpOverload and type(add) is internals.OpOverloadPacket
+    return is_overload and isinstance(cond, internals.HigherOrderOperator) and type(double) is internals.CustomOpDef
+
+
+def flex_attention_is_an_operator():
+    operator = import_module("torch.nn.attention.flex_attention").flex_attention_hop
+    return operator is internals.flex_attention_operator is torch.ops.higher_order.flex_attention
+
+
+def schema_has_names_and_aliases():
+    schema = internals.schema_of(torch.ops.aten.add_.Tensor)
+    facts = schema.name, schema.is_mutable, len(schema.arguments), schema.returns[0].alias_info is not None
+    return facts == ("aten::add_", True, 3, True)
+
+
+def flash_attention_has_lse_and_gradient():
+    q = Q.clone().requires_grad_()
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(q, Q, Q).sum(), q)[0]
+    out, lse = internals.flash_attention_on_cpu(Q, Q, Q)[:2]
+    grad = internals.flash_attention_on_cpu_backward(torch.ones_like(out), Q, Q, Q, out, lse, 0.0, False)[0]
+    scores = Q.double() @ Q.double().mT / 8**0.5
+    pairs = (out, scores.softmax(-1) @ Q.double()), (lse, scores.logsumexp(-1)), (grad, expected)
+    return all(torch.allclose(x.double(), y.double(), atol=1e-6) for x, y in pairs)
+
+
+# Each backend of attention has a switch. Other attention operators of a GPU take the arguments of flash and more.
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+BEGIN, END = ["query", "key", "value"], ["dropout_p", "is_causal"]
+ARGUMENTS = {
+    "flash_attention": [*BEGIN, *END, "return_debug_mask", "scale"],
+    "efficient_attention": [*BEGIN, "attn_bias", "compute_log_sumexp", *END, "scale"],
+    "cudnn_attention": [*BEGIN, "attn_bias", "compute_log_sumexp", *END, "return_debug_mask", "scale"],
+}
+
+
+def backends_have_switches():
+    for backend in BACKENDS.values():
+        with sdpa_kernel(backend):
+            enabled = {name: getattr(internals, f"{name}_sdp_enabled")() for name in BACKENDS}
+        if enabled != {name: other is backend for name, other in BACKENDS.items()}:
+            return False
+    return True
+
+
+def operators_of_a_gpu_take_these_arguments():
+    for operator, arguments in ARGUMENTS.items():
+        forward = internals.schema_of(getattr(internals, operator)).arguments
+        backward = internals.schema_of(getattr(internals, f"{operator}_backward")).arguments
+        if [x.name for x in forward] != arguments or [x.name for x in backward][1:4] != BEGIN:
+            return False
+    return True
+
+
+def backend_is_chosen():
+    with sdpa_kernel(SDPBackend.MATH):
+        return internals.fused_sdp_choice(Q, Q, Q, None, 0.0, False) == SDPBackend.MATH.value
+
+
+def autocast_is_seen():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return internals.is_any_autocast_enabled()
+
+
+def no_grad():
+    with torch.no_grad():
+        pass
+
+
+def backward_is_recognized():
+    during, x = [internals.is_in_backward()], torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: during.append(internals.is_in_backward()))
+    (x * 2).sum().backward()
+    return during == [False, True]
+
+
+def level_of_forward_ad():
+    with torch.autograd.forward_ad.dual_level():
+        inside = internals.forward_ad_globals[internals.FORWARD_AD_LEVEL]
+    return (inside, internals.forward_ad_globals[internals.FORWARD_AD_LEVEL]) == (0, -1)
+
+
+def version_counts():
+    x = torch.zeros(2)
+    before = internals.version_of(x)
+    x += 1
+    return internals.version_of(x) == before + 1
+
+
+def storages_differ():
+    x = torch.zeros(2, 3)
+    own, view, other = (internals.storage_id(y.untyped_storage()) for y in (x, x[1], torch.zeros(6)))
+    return own == view != other
+
+
+def owner_of_a_view_is_known():
+    x = torch.zeros(2, 3)
+    return internals.owner_of(x[0][1:]) is x and internals.owner_of(x) is x
+
+
+def errors_of_dynamo_have_a_base():
+    torch._dynamo.reset()
+    with pytest.raises(internals.TorchDynamoException):
+        torch.compile(lambda x: x + 1 if x.sum() > 0 else x, backend="eager", fullgraph=True)(torch.ones(2))
+    return True
+
+
+def weights_can_be_replaced():
+    module = nn.BatchNorm1d(3)
+    internals.parameter_slots(module)["weight"] = weight = nn.Parameter(torch.full((3,), 2.0))
+    names = list(internals.parameter_slots(module)), list(internals.buffer_slots(module))
+    parts = list(vars(nn.Sequential(module))[internals.SUBMODULES].values())
+    expected = ["weight", "bias"], ["running_mean", "running_var", "num_batches_tracked"]
+    return names == expected and module.weight is weight and parts == [module]
+
+
+def hooks_are_listed():
+    module, hook = module_with_a_hook("register_forward_hook")
+    before, pre_hook = module_with_a_hook("register_forward_pre_hook")
+    is_named = list(vars(before)[internals.FORWARD_PRE_HOOKS]) == [pre_hook.id]
+    return is_named and list(vars(module)[internals.FORWARD_HOOKS]) == [hook.id] and internals.forward_hooks(module)
+
+
+def call_runs_the_method_with_hooks():
+    module = nn.Linear(2, 2)
+    setattr(module, internals.CALL_WITH_HOOKS, lambda x: "hooked")
+    return module(torch.ones(2)) == "hooked"
+
+
+def arguments_of_to_are_parsed():
+    device, dtype, *_ = internals.parse_to("meta", torch.float16)
+    parsed = device, dtype, internals.parse_to(dtype=torch.float64)[0]
+    return parsed == (torch.device("meta"), torch.float16, None)
+
+
+def trees_are_flattened_and_mapped():
+    tree = {"a": [1, (2, None)], "b": 3}
+    leaves, spec = internals.tree_flatten(tree)
+    negative = internals.tree_map(lambda x: x if x is None else -x, tree)
+    texts = internals.pytree.tree_map_only(int, str, tree)
+    is_whole = leaves == internals.tree_leaves(tree) and internals.tree_unflatten(leaves, spec) == tree
+    return is_whole and negative == {"a": [-1, (-2, None)], "b": -3} and texts == {"a": ["1", ("2", None)], "b": "3"}
+
+
+CANARIES = {
+    "collectives of one graph are not kept in order": lambda: (
+        internals.WAIT_TENSOR.name() == "_c10d_functional::wait_tensor"
+    ),
+    "para_core's modes would intercept its own operators": modes_are_off,
+    "every function on a lazy tensor runs Python": bypasses_torch_function,
+    "attention under a user's mode would be intercepted in the wrong order": stack_is_listed,
+    "the planner cannot observe a model": is_seen_by_dispatch_mode,
+    "the planner cannot count a model without its weights": has_shapes_without_data,
+    "`para_core plan` prints torch's tracebacks for a model that it cannot count": lambda: (
+        isinstance(internals.fake_tensor_logger, logging.Logger)
+        and internals.fake_tensor_logger.name.startswith("torch.")
+    ),
+    "operators of other packages, and those that run functions, are not recognized": operators_have_classes,
+    "flex_attention attends to a rank's own tokens without an error": flex_attention_is_an_operator,
+    "attention inside a nested region covers a rank's own tokens without an error": lambda: isinstance(
+        torch.ops.higher_order.invoke_subgraph, internals.InvokeSubgraphHOP
+    ),
+    "operators of flash-attn cannot be bound, and in-place ones not recognized": schema_has_names_and_aliases,
+    "a PipeFusion patch that changes its dtype would be computed as a whole tensor": lambda: torch.equal(
+        internals.to_copy(Q, dtype=torch.float64), Q.double()
+    ),
+    "ring attention on the CPU has no backend and no gradient": flash_attention_has_lse_and_gradient,
+    "ring attention on a GPU has no backend": operators_of_a_gpu_take_these_arguments,
+    "another backend than torch would choose gives other numbers": backend_is_chosen,
+    "`sdpa_kernel` is ignored": backends_have_switches,
+    "ring attention in autocast merges in another dtype than torch computes": lambda: (
+        autocast_is_seen() and not internals.is_any_autocast_enabled()
+    ),
+    "a reentrant checkpoint is not bound to the mode, and recomputes another function": lambda: (
+        internals.set_grad_enabled in functions_seen(no_grad)
+    ),
+    "attention that a checkpoint recomputes is refused, or computed on one rank only": backward_is_recognized,
+    "tangents of attention over several ranks would be lost without an error": level_of_forward_ad,
+    "a mask or condition that is changed in place is taken for the earlier one": version_counts,
+    "the mask is reviewed again for each layer's view": owner_of_a_view_is_known,
+    "the planner counts the memory of views twice": storages_differ,
+    "a cache policy that cannot be compiled raises Dynamo's error": errors_of_dynamo_have_a_base,
+    "weights cannot be replaced while a block runs": weights_can_be_replaced,
+    "a user's hooks inside a parallel model are not found": hooks_are_listed,
+    "a plan on a module does not run": call_runs_the_method_with_hooks,
+    "moving sharded weights fails in the next call, not in `to`": arguments_of_to_are_parsed,
+    "arguments nested in dicts and lists are neither sharded nor checked": trees_are_flattened_and_mapped,
+}
+
+
+@pytest.mark.parametrize("without", CANARIES)
+def test_name_is_as_it_was(without):
+    assert CANARIES[without](), f"{without}, because torch changed the name"
+
+
 # -- Process groups.
 
 
-def test_world_pg_map_lists_the_groups(world):
-    """Check the names by which groups are found by description. Without them each model would create new
-    communicators.
+def test_groups_are_listed_named_and_aborted(world):
+    """Check the names by which groups are found. Without them each model would create new communicators, check_parallel
+    could not run virtual ranks, and a generation that failed on one rank leaves kernels that run for ever.
     """
     assert internals.process_groups() == [world]
-    assert internals.is_registered(world)
-    group = dist.new_group([0])
-    assert set(internals.process_groups()) == {world, group}
-    dist.destroy_process_group(group)
-    assert not internals.is_registered(group)
-    assert not internals.is_registered(None)
+    assert internals.is_registered(world) and not internals.is_registered(None)
+    groups = [dist.new_group([0]) for _ in range(2)]
+    assert set(internals.process_groups()) == {world, *groups}
+    internals.abort_groups(groups)
+    assert internals.process_groups() == [world]
+    assert not internals.is_registered(groups[0])
+    virtual = dist.ProcessGroup(0, 1)
+    with internals.registered_group_names({"virtual": virtual}):
+        assert internals.group_named("virtual") is virtual
+    with pytest.raises(RuntimeError):
+        internals.group_named("virtual")
+    # Without the default store, links between stages reuse numbers, and ranks do not learn of failures.
+    store = internals.default_store()
+    assert [store.add("count", 1), store.add("count", 1)] == [1, 2]
+    # Without _group_start and _group_end, ending one communicator may wait for kernels of another.
+    calls = mock.Mock(**{"name.return_value": "nccl"})
+    with (
+        mock.patch.object(internals, "backend_of", lambda *_: calls),
+        mock.patch.object(dist.distributed_c10d, "_abort_process_group", calls.abort),
+    ):
+        internals.abort_groups([world])
+    assert [call[0] for call in calls.method_calls if call[0] != "name"] == ["_group_start", "abort", "_group_end"]
+
+
+def test_timeouts_of_groups_are_read_and_set(world):
+    """Check the time-outs. Without them ``parallelize_pipe(timeout=...)`` does nothing."""
+    default = internals.new_process_group("a name", [0], description="")
+    assert internals.group_timeout(default) == internals.group_timeout(dist.new_group([0]))
+    group = dist.new_group([0], timeout=timedelta(seconds=50))
+    assert internals.group_timeout(group, CPU) == timedelta(seconds=50)
+    internals.set_group_timeout(group, timedelta(seconds=9))
+    assert internals.group_timeout(group, CPU) == timedelta(seconds=9)
 
 
 def test_new_process_group_helper_makes_a_usable_group(world):
@@ -196,12 +484,6 @@ def test_backend_config_reads_the_backends_of_a_group(world, backend):
     assert dist.get_backend(group) is not None
 
 
-def test_get_default_timeout_is_the_one_of_the_backend(world):
-    """Check the default time-out. Without it a group created without a time-out has none."""
-    group = internals.new_process_group("a name", [0], description="")
-    assert internals.group_timeout(group) == internals.group_timeout(dist.new_group([0]))
-
-
 def test_device_types_and_get_backend_name_the_backend(world):
     """Check what moves the tensors of a group. Otherwise NCCL is taken for gloo by the check for shared GPUs, host
     groups and links.
@@ -211,49 +493,6 @@ def test_device_types_and_get_backend_name_the_backend(world):
     assert internals.backend_of(group, CPU).name() == "gloo"
     with pytest.raises(RuntimeError):
         internals.backend_of(dist.new_group([0], backend="cpu:gloo"), torch.device("cuda"))
-
-
-def test_set_pg_timeout_changes_the_timeout_of_a_group(world):
-    """Check the time-out of a group. Without this name ``parallelize_pipe(timeout=...)`` does nothing."""
-    group = dist.new_group([0], timeout=timedelta(seconds=50))
-    assert internals.group_timeout(group, CPU) == timedelta(seconds=50)
-    internals.set_group_timeout(group, timedelta(seconds=9))
-    assert internals.group_timeout(group, CPU) == timedelta(seconds=9)
-
-
-def test_register_process_group_makes_a_group_known_by_name(world):
-    """Check that a group is known by name. Without this ``check_parallel`` cannot run collectives of virtual ranks."""
-    group = dist.ProcessGroup(0, 1)
-    with internals.registered_group_names({"virtual": group}):
-        assert internals.group_named("virtual") is group
-    with pytest.raises(RuntimeError):
-        internals.group_named("virtual")
-
-
-def test_default_store_counts(world):
-    """Check the default store. Without it links between stages reuse numbers, and ranks do not learn of failures."""
-    store = internals.default_store()
-    assert [store.add("count", 1), store.add("count", 1)] == [1, 2]
-
-
-def test_abort_process_group_removes_groups(world):
-    """Check that groups can be aborted. Otherwise a generation that failed on one rank leaves kernels that run for
-    ever.
-    """
-    groups = [dist.new_group([0]) for _ in range(2)]
-    internals.abort_groups(groups)
-    assert internals.process_groups() == [world]
-
-
-def test_nccl_backends_are_ended_together(world):
-    """Check _group_start and _group_end. Without them ending one communicator may wait for kernels of another."""
-    calls = mock.Mock(**{"name.return_value": "nccl"})
-    with (
-        mock.patch.object(internals, "backend_of", lambda *_: calls),
-        mock.patch.object(dist.distributed_c10d, "_abort_process_group", calls.abort),
-    ):
-        internals.abort_groups([world])
-    assert [call[0] for call in calls.method_calls if call[0] != "name"] == ["_group_start", "abort", "_group_end"]
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
@@ -266,53 +505,7 @@ def test_nccl_has_group_start_and_options_to_split():
     assert options._timeout == timedelta(seconds=3)
 
 
-def test_wait_tensor_is_an_operator():
-    """Check the wait operator. Without it collectives of one graph are not kept in order."""
-    assert internals.WAIT_TENSOR.name() == "_c10d_functional::wait_tensor"
-
-
 # -- Modes and subclasses.
-
-
-def test_disable_torch_function_turns_modes_off():
-    """Check that modes can be disabled. Otherwise para_core's modes would intercept its own operators."""
-    with Watch() as watch:
-        with internals.DisableTorchFunction():
-            Q + 1
-        assert watch.functions == []
-        with internals.DisableTorchFunctionSubclass():
-            Q + 1
-        assert len(watch.functions) == 1
-
-
-def test_disabled_torch_function_lets_a_subclass_through():
-    """Check that a subclass can bypass torch functions. Otherwise every function on a lazy tensor runs Python."""
-
-    class Plain(Tensor):
-        __torch_function__ = internals.disabled_torch_function
-
-    assert type(torch.ones(2).as_subclass(Plain) + 1) is Tensor
-
-
-def test_the_stack_of_function_modes():
-    """Check the stack of modes. Without it attention under a user's mode would be intercepted in the wrong order."""
-    assert internals.function_mode_stack() == []
-    with Watch() as outer, Watch() as inner:
-        assert internals.function_mode_stack() == [outer, inner]
-
-
-def test_torch_dispatch_mode_sees_operators():
-    """Check the dispatch mode. Without it the planner cannot observe a model."""
-    functions = []
-
-    class Record(internals.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            functions.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Record():
-        Q + 1
-    assert functions == [torch.ops.aten.add.Tensor]
 
 
 def test_make_wrapper_subclass_has_a_shape_and_no_memory():
@@ -332,37 +525,7 @@ def test_make_wrapper_subclass_has_a_shape_and_no_memory():
     assert (x + 1).tolist() == [7.0]
 
 
-def test_fake_tensors_compute_shapes():
-    """Check fake tensors. Without them the planner cannot count FLOPs and bytes of a model without its weights."""
-    with internals.FakeTensorMode() as mode:
-        x = torch.empty(3, 4) @ torch.empty(4, 5)
-    assert isinstance(x, internals.FakeTensor) and x.fake_mode is mode
-    assert x.shape == (3, 5)
-
-
-def test_logger_of_fake_tensors_has_the_name_that_users_filter():
-    """Check the logger. Without it `para_core plan` prints torch's tracebacks for a model that it cannot count."""
-    assert isinstance(internals.fake_tensor_logger, logging.Logger)
-    assert internals.fake_tensor_logger.name.startswith("torch.")
-
-
 # -- Operators.
-
-
-def test_classes_of_operators():
-    """Check the classes of operators. Without them operators of other packages, and operators that run functions, are
-    not recognized.
-    """
-    add = torch.ops.aten.add
-    assert type(add.Tensor) is internals.OpOverload
-    assert type(add) is internals.OpOverloadPacket
-    assert isinstance(torch.ops.higher_order.cond, internals.HigherOrderOperator)
-
-    @torch.library.custom_op("para_core_tests::double", mutates_args=())
-    def double(x: Tensor) -> Tensor:
-        return x * 2
-
-    assert type(double) is internals.CustomOpDef
 
 
 def test_called_kernel_is_seen_by_modes():
@@ -387,15 +550,6 @@ def test_called_kernel_is_seen_by_modes():
     assert names[-2:] == ["triple.default", "mul.Tensor"]
 
 
-def test_flex_attention_calls_its_operator():
-    """Check the operator of flex_attention. Without it flex_attention attends to a rank's own tokens without an
-    error.
-    """
-    module = import_module("torch.nn.attention.flex_attention")
-    assert module.flex_attention_hop is internals.flex_attention_operator
-    assert torch.ops.higher_order.flex_attention is internals.flex_attention_operator
-
-
 def test_adjust_crops_a_block_mask():
     """Check cropping of a BlockMask. Without it check_parallel cannot vary the length of a model that takes one."""
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 12, 12, device="cpu", BLOCK_SIZE=4)
@@ -403,81 +557,6 @@ def test_adjust_crops_a_block_mask():
     assert cropped.seq_lengths == (11, 7)
     expected = create_block_mask(mask.mask_mod, None, None, 11, 7, device="cpu", BLOCK_SIZE=4)
     assert torch.equal(cropped.to_dense(), expected.to_dense())
-
-
-def test_nested_compile_region_calls_its_operator():
-    """Check the operator of nested_compile_region. Without it attention inside covers a rank's own tokens without an
-    error.
-    """
-    assert isinstance(torch.ops.higher_order.invoke_subgraph, internals.InvokeSubgraphHOP)
-
-
-def test_schema_tells_names_and_aliases():
-    """Check schemas. Without them operators of flash-attn cannot be bound, and in-place ones cannot be recognized."""
-    schema = internals.schema_of(torch.ops.aten.add_.Tensor)
-    assert (schema.name, schema.is_mutable, len(schema.arguments)) == ("aten::add_", True, 3)
-    assert schema.returns[0].alias_info is not None
-
-
-def test_to_calls_to_copy():
-    """Check the operator of ``to``. Without it a PipeFusion patch that changes its dtype would be computed as a whole
-    tensor.
-    """
-    assert torch.equal(internals.to_copy(Q, dtype=torch.float64), Q.double())
-
-
-def test_flash_attention_on_the_cpu_returns_lse():
-    """Check flash attention on the CPU. Without it ring attention on the CPU has no backend."""
-    out, lse = internals.flash_attention_on_cpu(Q, Q, Q)[:2]
-    scores = Q.double() @ Q.double().transpose(-1, -2) / 8**0.5
-    assert torch.allclose(out.double(), scores.softmax(-1) @ Q.double(), atol=1e-6)
-    assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=1e-6)
-
-
-def test_flash_attention_on_the_cpu_has_a_gradient():
-    """Check the gradient of flash attention. Without it training over several ranks on the CPU does not work."""
-    q = Q.clone().requires_grad_()
-    expected = torch.autograd.grad(F.scaled_dot_product_attention(q, Q, Q).sum(), q)[0]
-    out, lse = internals.flash_attention_on_cpu(Q, Q, Q)[:2]
-    grad = internals.flash_attention_on_cpu_backward(torch.ones_like(out), Q, Q, Q, out, lse, 0.0, False)[0]
-    assert torch.allclose(grad, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("operator", "arguments"),
-    [
-        ("flash_attention", ["query", "key", "value", "dropout_p", "is_causal", "return_debug_mask", "scale"]),
-        (
-            "efficient_attention",
-            ["query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "scale"],
-        ),
-        (
-            "cudnn_attention",
-            [
-                "query",
-                "key",
-                "value",
-                "attn_bias",
-                "compute_log_sumexp",
-                "dropout_p",
-                "is_causal",
-                "return_debug_mask",
-                "scale",
-            ],
-        ),
-    ],
-)
-def test_attention_operators_of_a_gpu_take_these_arguments(operator, arguments):
-    """Check the attention operators of a GPU. Without them ring attention on a GPU has no backend."""
-    schema = internals.schema_of(getattr(internals, operator))
-    assert [argument.name for argument in schema.arguments] == arguments
-    backward = internals.schema_of(getattr(internals, f"{operator}_backward"))
-    assert [argument.name for argument in backward.arguments][:4] == [
-        "grad_out" if operator != "efficient_attention" else "grad_out_",
-        "query",
-        "key",
-        "value",
-    ]
 
 
 def test_fused_attention_functions_are_called_without_sdpa():
@@ -520,69 +599,7 @@ def test_private_softmax_functions_are_seen_by_modes(function):
     assert function in watch.functions
 
 
-def test_modules_keep_their_hooks_under_these_names():
-    """Check the names of hooks. Without them a user's hooks inside a parallel model are not found, and no warning names
-    them.
-    """
-    layer = nn.Linear(1, 1)
-    hooks = layer.register_forward_pre_hook(print), layer.register_forward_hook(print)
-    assert list(vars(layer)[internals.FORWARD_PRE_HOOKS]) == [hooks[0].id]
-    assert list(vars(layer)[internals.FORWARD_HOOKS]) == [hooks[1].id]
-
-
-def test_fused_sdp_choice_names_the_backend():
-    """Check the backend that torch would choose. If it is unknown, another backend gives other numbers."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.MATH):
-        assert internals.fused_sdp_choice(Q, Q, Q, None, 0.0, False) == SDPBackend.MATH.value
-
-
-@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "math"])
-def test_switches_of_attention_backends(name):
-    """Check the switches. Without them ``sdpa_kernel`` is ignored."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "math": SDPBackend.MATH,
-    }
-    for enabled, backend in backends.items():
-        with sdpa_kernel(backend):
-            assert getattr(internals, f"{name}_sdp_enabled")() is (name == enabled)
-
-
-def test_autocast_of_any_device():
-    """Check autocast. Without this, ring attention in autocast merges in another dtype than torch computes."""
-    assert not internals.is_any_autocast_enabled()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert internals.is_any_autocast_enabled()
-
-
 # -- Autograd.
-
-
-def test_no_grad_calls_set_grad_enabled():
-    """Check the call of no_grad. Otherwise a reentrant checkpoint is not bound to the mode, and recomputes another
-    function.
-    """
-    with Watch() as watch, torch.no_grad():
-        pass
-    assert internals.set_grad_enabled in watch.functions
-
-
-def test_backward_is_recognized():
-    """Check that a backward is recognized. Otherwise attention that a checkpoint recomputes is refused, or computed on
-    one rank only.
-    """
-    during = []
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: during.append(internals.is_in_backward()))
-    assert not internals.is_in_backward()
-    (x * 2).sum().backward()
-    assert during == [True]
 
 
 def test_checkpoint_hooks_lead_to_their_frame():
@@ -631,39 +648,6 @@ def test_all_hooks_are_listed_and_stay():
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((2,), 2.0))
     with torch.autograd.graph.disable_saved_tensors_hooks("none"):
         assert internals.all_saved_tensors_hooks() == []
-
-
-def test_forward_ad_level():
-    """Check the level of forward AD. Without it tangents of attention over several ranks would be lost without an
-    error.
-    """
-    assert internals.forward_ad_globals[internals.FORWARD_AD_LEVEL] == -1
-    with torch.autograd.forward_ad.dual_level():
-        assert internals.forward_ad_globals[internals.FORWARD_AD_LEVEL] == 0
-
-
-def test_version_counts_changes_in_place():
-    """Check the version counter. Without it a mask or condition that is changed in place is taken for the earlier
-    one.
-    """
-    x = torch.zeros(2)
-    before = internals.version_of(x)
-    x += 1
-    assert internals.version_of(x) == before + 1
-
-
-def test_owner_of_a_view():
-    """Check the owner of a view. Without it the mask is reviewed again for each layer's view."""
-    x = torch.zeros(2, 3)
-    assert internals.owner_of(x[0][1:]) is x
-    assert internals.owner_of(x) is x
-
-
-def test_storage_id_is_that_of_the_storage():
-    """Check the storage id. Without it the planner counts the memory of views twice."""
-    x = torch.zeros(2, 3)
-    assert internals.storage_id(x.untyped_storage()) == internals.storage_id(x[1].untyped_storage())
-    assert internals.storage_id(x.untyped_storage()) != internals.storage_id(torch.zeros(6).untyped_storage())
 
 
 # -- torch.func.
@@ -736,15 +720,6 @@ def test_modes_can_be_entered_in_a_traced_branch():
     assert out.tolist() == [2.0, 2.0]
 
 
-def test_errors_of_dynamo_have_one_base():
-    """Check the base class. Without it a cache policy that cannot be compiled raises Dynamo's error instead of one with
-    a way out.
-    """
-    torch._dynamo.reset()
-    with pytest.raises(internals.TorchDynamoException):
-        torch.compile(lambda x: x + 1 if x.sum() > 0 else x, backend="eager", fullgraph=True)(torch.ones(2))
-
-
 def test_nonstrict_trace_traces_operators():
     """Check nonstrict_trace. Without it the VAE over several ranks is no whole graph."""
     sizes = []
@@ -786,56 +761,6 @@ def test_the_original_of_a_compiled_call_keeps_its_attributes():
     module.compile(backend="eager")
     original = getattr(getattr(module, internals.COMPILED_CALL), internals.ORIGINAL_CALLABLE)
     assert getattr(original, "__func__", original).mark == "ours"
-
-
-# -- Modules.
-
-
-def test_slots_of_a_module():
-    """Check the slots. Without them weights cannot be replaced while a block runs, and walking modules costs time."""
-    module = nn.BatchNorm1d(3)
-    assert list(internals.parameter_slots(module)) == ["weight", "bias"]
-    internals.parameter_slots(module)["weight"] = weight = nn.Parameter(torch.full((3,), 2.0))
-    assert module.weight is weight
-    assert list(internals.buffer_slots(module)) == ["running_mean", "running_var", "num_batches_tracked"]
-    assert list(vars(nn.Sequential(module))[internals.SUBMODULES].values()) == [module]
-
-
-def test_forward_hooks_of_a_module():
-    """Check forward hooks. Without them the output of a model with hooks is predicted wrongly."""
-    module = nn.Linear(2, 2)
-    hook = lambda module, args, output: None  # noqa: E731
-    module.register_forward_hook(hook)
-    assert internals.forward_hooks(module) == [hook]
-
-
-def test_calling_a_module_runs_the_method_with_hooks():
-    """Check the method that a call runs. Without it a plan on a module does not run."""
-    module = nn.Linear(2, 2)
-    setattr(module, internals.CALL_WITH_HOOKS, lambda x: "hooked")
-    assert module(torch.ones(2)) == "hooked"
-
-
-def test_parse_to_reads_arguments_as_module_to_does():
-    """Check the parser. Without it moving sharded weights to another device or dtype fails in the next call, not in
-    ``to``.
-    """
-    device, dtype, *_ = internals.parse_to("meta", torch.float16)
-    assert (device, dtype) == (torch.device("meta"), torch.float16)
-    assert internals.parse_to(dtype=torch.float64)[0] is None
-
-
-# -- Nested containers.
-
-
-def test_pytree_flattens_and_maps():
-    """Check pytrees. Without them arguments nested in dicts and lists are neither sharded nor checked."""
-    tree = {"a": [1, (2, None)], "b": 3}
-    leaves, spec = internals.tree_flatten(tree)
-    assert leaves == internals.tree_leaves(tree)
-    assert internals.tree_unflatten(leaves, spec) == tree
-    assert internals.tree_map(lambda x: x if x is None else -x, tree) == {"a": [-1, (-2, None)], "b": -3}
-    assert internals.pytree.tree_map_only(int, str, tree) == {"a": ["1", ("2", None)], "b": "3"}
 
 
 # -- A dispatch key (more in tests/modes/test_dispatch_key.py).

@@ -14,15 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.distributed.agree import (
-    PendingFingerprints,
-    Record,
-    Signature,
-    check_consistent,
-    differing_fields,
-    signature,
-)
+from para_core.distributed.agree import agree
+from para_core.distributed.fingerprints import PendingFingerprints
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+from para_core.distributed.records import Record, describe_differences
 
 Ranks = GuidedMesh | SequenceMesh
 
@@ -45,7 +40,7 @@ class OfStage:
     value: Any
 
 
-def require_equal(
+def agree_on_values(
     values: Callable[[], Mapping[str, Any]],
     mesh: Ranks,
     what: str,
@@ -70,12 +65,12 @@ def require_equal(
         local, stages = pending.wait(), pending.stages
     except (TypeError, ValueError, RuntimeError) as error:
         local = error
-    check_equal(local, stages, mesh, explain, call=what)
+    agree_on_texts(local, stages, mesh, explain, call=what)
 
 
 def difference_of_pipeline_calls(pipeline: str, records: list[Record]) -> str:
     """Return an error message about ranks that call ``pipeline`` with different arguments or state."""
-    fields = "; ".join(differing_fields(records))
+    fields = "; ".join(describe_differences(records))
     names = [name for name in set().union(*records) if len({record.get(name) for record in records}) > 1]
     # Numbers such as num_images_per_prompt and image_guidance_scale are settings.
     contents = [name for name in names if not any(_NUMBER.match(record.get(name, "0")) for record in records)]
@@ -129,7 +124,7 @@ class PendingRecord:
         return record
 
 
-def check_equal(
+def agree_on_texts(
     local: Record | Exception,
     stages: Mapping[str, int],
     mesh: Ranks,
@@ -137,23 +132,23 @@ def check_equal(
     *,
     call: str = "this call",
 ) -> None:
-    """Raise ``ValueError`` on every rank if records differ; see :func:`check_consistent`, also for ``call``.
+    """Raise ``ValueError`` on every rank if records differ; see :func:`agree`, also for ``call``.
 
     ``stages`` has the fields of ``local`` that only the ranks of one pipeline stage have in common, with that
     stage.
     """
     own = [0, 0]
-    checked: Signature | Exception
+    checked: Record | Exception
     if isinstance(local, Exception):
         checked = local
     else:
-        checked = signature({name: text for name, text in local.items() if name not in stages})
+        checked = {name: text for name, text in local.items() if name not in stages}
         of_stage = json.dumps({name: local[name] for name in stages}).encode()
         own = [
             max(stages.values(), default=0),
             int.from_bytes(blake2b(of_stage, digest_size=7).digest(), "big"),
         ]
-    rows = check_consistent(checked, mesh, own, explain=explain, call=call)
+    rows = agree(checked, mesh, own, explain=explain, call=call)
     first_of: dict[int, int] = {}
     for rank, (stage, digits) in enumerate(rows):
         first = first_of.setdefault(stage, rank)

@@ -15,14 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
-from para_core.adapters.agree.arguments import PendingRecord, check_equal
+from para_core.adapters.agree.arguments import PendingRecord, agree_on_texts
 from para_core.adapters.agree.loras import describe_loras
 from para_core.adapters.registry import transformers_of
-from para_core.cfg.lazy import materialize
-from para_core.distributed.agree import Record, check_consistent, differing_fields
+from para_core.distributed.agree import agree
 from para_core.distributed.mesh import GuidedMesh
+from para_core.distributed.records import Record, describe_differences
 from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
+from para_core.lazy_tensors import materialize
 from para_core.plans.region import region_of
 
 _WAY_OUT = (
@@ -80,9 +81,7 @@ class CheckedCallbacks:
         except Exception as error:
             # Raise the error of the callback, even if no other rank answers.
             with suppress(RuntimeError):
-                check_consistent(
-                    RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh
-                )
+                agree(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
             raise
         outputs = {**inputs, **materialize(_tensors((result,)))}
         scale = getattr(self._pipe, "_guidance_scale", None)
@@ -124,7 +123,7 @@ class CheckedCallbacks:
                 if before.get(name) == text:
                     values[name] = "unchanged"
             state, stages = {**values, **loras, **state}, pending[-1].stages
-        check_equal(state, stages, self._mesh, _explain)
+        agree_on_texts(state, stages, self._mesh, _explain)
 
 
 def _values_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -145,6 +144,4 @@ def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:
 
 
 def _explain(records: list[Record]) -> str:
-    return (
-        f"the effect of a callback differs between ranks. {'; '.join(differing_fields(records))}. {_WAY_OUT}"
-    )
+    return f"the effect of a callback differs between ranks. {'; '.join(describe_differences(records))}. {_WAY_OUT}"

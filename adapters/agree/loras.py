@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from para_core.adapters.agree.arguments import OfStage
-from para_core.distributed.agree import digest
+from para_core.distributed.fingerprints import digest
 from para_core.instance.modules import uncompiled
 from para_core.weights.parameters import plain_tensors
 from para_core.weights.stack import stages_of

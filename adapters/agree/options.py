@@ -10,12 +10,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.agree.arguments import describe
-from para_core.distributed.agree import Record, check_consistent, differing_fields, raising_on_all, signature
+from para_core.distributed.agree import agree, together
 from para_core.distributed.mesh import GuidedMesh, all_ranks, guided_mesh, require_member
+from para_core.distributed.records import Record, describe_differences
 
 
 @contextmanager
-def require_equal_options(
+def agree_on_options(
     function: str, mesh: DeviceMesh | ProcessGroup | GuidedMesh | None, options: Mapping[str, object]
 ) -> Iterator[None]:
     """Return a context manager for the checks of ``options``, which ``function`` was called with and may be
@@ -36,10 +37,11 @@ def require_equal_options(
     record = {"mesh": _text_of(mesh), **{name: describe(value) for name, value in names.items()}}
 
     def explain(records: list[Record]) -> str:
-        return f"the ranks of one mesh must call {function} with equal options. {'; '.join(differing_fields(records))}."
+        differences = "; ".join(describe_differences(records))
+        return f"the ranks of one mesh must call {function} with equal options. {differences}."
 
-    check_consistent(signature(record), ranks, explain=explain, call=function)
-    with raising_on_all(ranks, function):
+    agree(record, ranks, explain=explain, call=function)
+    with together(ranks, function):
         yield
 
 

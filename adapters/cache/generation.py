@@ -22,10 +22,10 @@ from para_core.adapters.registry import adapter_for, plan_for
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict, step_of
 from para_core.cache.report import CacheReport, rows_of
-from para_core.cfg.lazy import materialize
 from para_core.instance.modules import uncompiled
 from para_core.instance.record import empty_slot, fill_slot, is_filled, slot_owner
 from para_core.instance.slots import Slot
+from para_core.lazy_tensors import materialize
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import count_samples
 from para_core.user_warnings import CacheWarning, ThresholdWarning, WarningLog

@@ -19,7 +19,7 @@ from para_core.cache.block_cache import BlockCache
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of
 from para_core.cache.report import CacheReport
 from para_core.declared_options import shows_options
-from para_core.distributed.agree import raising_on_all
+from para_core.distributed.agree import together
 from para_core.instance.modules import instances_in, uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot, fill_slot, restored_on_failure
@@ -70,7 +70,7 @@ def apply_cache_on_pipe(
     # The ranks decide together whether to skip a step, so either all of them get the new cache or none.
     agreement: AbstractContextManager[None] = nullcontext()
     if mesh is not None:
-        agreement = raising_on_all(mesh, "the cache could not be applied")
+        agreement = together(mesh, "the cache could not be applied")
     if per_transformer is None:
         per_transformer = {}
     with restored_on_failure(instances_in(pipe)), ExitStack() as rollback:

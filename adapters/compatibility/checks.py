@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.agree.arguments import require_equal
+from para_core.adapters.agree.arguments import agree_on_values
 from para_core.adapters.compatibility.diffusers_features import (
     check_compiled_weights_of_diffusers,
     check_guider,
@@ -42,8 +42,8 @@ from para_core.adapters.model_checks import (
 from para_core.adapters.registry import component_of, decoders_of, transformers_of
 from para_core.adapters.weights.features import features
 from para_core.adapters.weights.shard import check_one_device
-from para_core.distributed.agree import Record, differing_fields
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+from para_core.distributed.records import Record, describe_differences
 from para_core.instance.private_class import original_class
 from para_core.modes.interceptor import check_replaced_attention
 
@@ -184,9 +184,9 @@ def check_same_call_of_model(
     def explain(records: list[Record]) -> str:
         return (
             f"the ranks of one mesh must call this {name} with equal arguments. "
-            f"{'; '.join(differing_fields(records))}. If another pipeline shares this transformer (from_pipe), its "
+            f"{'; '.join(describe_differences(records))}. If another pipeline shares this transformer (from_pipe), its "
             "random numbers and arguments must be equal as well: parallelize_pipe(the_other_pipe, mesh=mesh). In a "
             "loop of your own, draw random numbers from a generator with the same seed on all ranks."
         )
 
-    require_equal(lambda: inputs, mesh, f"this {name}", partial(check_parallel_call, models, mesh), explain)
+    agree_on_values(lambda: inputs, mesh, f"this {name}", partial(check_parallel_call, models, mesh), explain)

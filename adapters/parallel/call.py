@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
@@ -14,46 +14,40 @@ import torch
 from torch import nn
 
 from para_core import version
-from para_core.adapters.agree.arguments import difference_of_pipeline_calls, require_equal
+from para_core.adapters.agree.arguments import agree_on_values, difference_of_pipeline_calls
 from para_core.adapters.agree.callbacks import CheckedCallbacks, replace_callbacks
 from para_core.adapters.agree.failures import Places, places_of_all, share_reasons
 from para_core.adapters.agree.loras import describe_loras, models_of
 from para_core.adapters.agree.rng import share_random_state
-from para_core.adapters.cache.generation import PipelineCache, caching_of
+from para_core.adapters.cache.generation import caching_of
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallel_call
 from para_core.adapters.denoisers import denoiser_run_of
 from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
-from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import ParallelSession
-from para_core.adapters.registry import adapter_for, applied_mesh, transformers_of
+from para_core.adapters.registry import applied_mesh, transformers_of
 from para_core.adapters.weights.feature import FeatureChange
 from para_core.call_checks import make_check
-from para_core.cfg.guidance import Guidance
-from para_core.cfg.lazy import materialize
-from para_core.distributed.agree import inputs_verified
+from para_core.distributed.agreed_inputs import assume_agreed
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot, empty_slots, fill_slot, filled_during, slot_owner
 from para_core.instance.slots import Slot
+from para_core.lazy_tensors import materialize
 from para_core.plans.region import region_of
-from para_core.user_warnings import ParallelWarning, warn_user
 
 
 class ParallelCall:
-    """Wrapper of ``__call__`` of one pipeline on a mesh; also distributes sequential CFG calls of its
-    transformers.
+    """Wrapper of ``__call__`` of one pipeline on a mesh.
 
     Args:
         transformers: Transformers by component name. A parallel plan is applied to each.
         unets: UNets and ControlNets by path in the pipeline. The rows of their images are sharded.
         mesh: The ranks that run the pipeline.
-        sequential_cfg: Whether to distribute calls, one per CFG branch, over the ``batch`` dim of the mesh.
         assume_equal: Whether to skip the comparison of arguments between ranks.
         session: The session that attached this handler; :func:`unparallelize_pipe` stops it.
         verify: Whether to compare calls of the transformers with the unmodified ones.
-        changes: The changes that features of weights make, some of which do something around each generation.
+        changes: The changes that features make, some of which do something around each generation.
     """
 
     def __init__(
@@ -62,7 +56,6 @@ class ParallelCall:
         unets: Mapping[str, nn.Module],
         mesh: GuidedMesh,
         *,
-        sequential_cfg: bool,
         assume_equal: bool,
         session: ParallelSession,
         verify: bool = False,
@@ -79,25 +72,8 @@ class ParallelCall:
         self._transformers, self._unets = transformers, unets
         self._applied: dict[str, SequenceMesh | None] = {}
         self._assume_equal = assume_equal
-        self._caching: PipelineCache | None = None
         # Process and host of each rank, for error messages. The ranks exchange them in the first call.
         self._places: Places = {}
-        self._guidance = None
-        if sequential_cfg:
-            self._guidance = Guidance(mesh.batch, meta_output)
-        # The components, compiled or not, that calls have wrapped to distribute their CFG branches.
-        self._guided: WeakSet[nn.Module] = WeakSet()
-        guided: list[nn.Module] = []
-        if sequential_cfg:
-            guided = list(transformers.values())
-        self._signatures = {
-            id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
-            for module in guided
-        }
-        # By module id, the name and value of the argument that marks a call which only fills the model's key
-        # cache.
-        adapters = {id(module): adapter_for(module) for module in guided}
-        self._fills = {key: adapter.fills for key, adapter in adapters.items() if adapter is not None}
 
     def attach(self, pipe: Any) -> None:
         """Wrap ``__call__`` of ``pipe``, after its models were parallelized.
@@ -107,12 +83,6 @@ class ParallelCall:
         models = {**self._transformers, **self._unets}
         self._applied = {name: applied_mesh(module) for name, module in models.items()}
         self.wrap(pipe)
-
-    def unguide(self) -> None:
-        """Empty the slots through which CFG branches are distributed, also of components that were replaced since."""
-        for component in self._guided:
-            if slot_owner(component, Slot.GUIDANCE, ParallelCall) is self:
-                empty_slot(component, Slot.GUIDANCE)
 
     def unverify(self) -> None:
         """Empty the slots through which calls are verified, also of components that were replaced since."""
@@ -139,11 +109,10 @@ class ParallelCall:
             check()
         else:
             values, name = partial(self._arguments_and_state, pipe, args, kwargs), type(pipe).__name__
-            require_equal(
+            agree_on_values(
                 values, self.mesh, f"the {name}", check, partial(difference_of_pipeline_calls, name)
             )
         self._places = self._places or places_of_all(self.mesh)
-        self._caching = caching_of(pipe)
         checked: CheckedCallbacks | None = None
         with ExitStack() as stack:
             token = stack.enter_context(share_random_state(self.mesh))
@@ -153,36 +122,23 @@ class ParallelCall:
                     # Attach the plan's hooks again, because loading a LoRA may have replaced submodules.
                     region.attach(module)
                     region.check_new_code(module)
-                stack.enter_context(inputs_verified([region]))
+                stack.enter_context(assume_agreed([region]))
                 stack.enter_context(translated_attention(module))
                 if name in self._verifications:
                     # Wrap a compiled component itself, for the reason given below.
                     component, verification = getattr(pipe, name), self._verifications[name]
                     self._verified.add(component)
                     stack.enter_context(filled_during(component, Slot.VERIFIED, {"__call__": verification}))
-                if self._guidance is not None:
-                    # Wrap a compiled component itself and not the module inside it: its graph holds the call
-                    # of one CFG branch, and the branches are distributed outside the graph. A callback of
-                    # another pipeline that shares the component may make this call, so restore the slot of
-                    # that pipeline.
-                    component = getattr(pipe, name)
-                    self._guided.add(component)
-                    branches = {"__call__": self._run_branch}
-                    stack.enter_context(filled_during(component, Slot.GUIDANCE, branches, owner=self))
-            stack.enter_context(inputs_verified(map(denoiser_run_of, self._unets.values())))
+            stack.enter_context(assume_agreed(map(denoiser_run_of, self._unets.values())))
             stack.enter_context(share_reasons(token, self._places))
-            for change in self.changes:
-                stack.enter_context(change.generation(pipe))
             overlaps_steps = any(change.overlaps_steps for change in self.changes)
             if not (self._assume_equal or overlaps_steps):
                 checked = CheckedCallbacks(pipe, self.mesh)
                 kwargs = stack.enter_context(replace_callbacks(kwargs, Slot.CHECKED_CALLBACK, checked.run))
             if self.scheduled is not None:
                 kwargs = stack.enter_context(self.scheduled.generation(pipe, kwargs))
-            if self._guidance is not None:
-                stack.enter_context(self._warn_unguided(self._guidance, type(pipe).__name__))
-                stack.enter_context(self._guidance.generation())
-                kwargs = stack.enter_context(replace_callbacks(kwargs, Slot.GUIDANCE, self._run_callback))
+            for change in self.changes:
+                kwargs = stack.enter_context(change.generation(pipe, kwargs))
             result = materialize(call(pipe, *args, **kwargs))
             if checked is not None:
                 checked.finish()
@@ -231,39 +187,6 @@ class ParallelCall:
         }
         return {**state, **describe_loras(pipe), **versions}
 
-    def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Gather the step's outputs of all CFG branches on every rank, then run ``callback``, which may read them."""
-        if self._guidance is not None:
-            self._guidance.finish()
-        return callback(*args, **kwargs)
-
-    def _run_branch(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self._guidance is None or not self._guidance.active:
-            return call(module, *args, **kwargs)
-        if self._caching is not None:
-            self._caching.announce(module, args, kwargs)
-        # Every rank validates the arguments, although one computes this call: others would wait if it raised
-        # alone.
-        self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
-        fills = self._fills.get(id(uncompiled(module)))
-        if fills is not None and kwargs.get(fills[0]) == fills[1]:
-            # This call only fills the key cache, which each rank needs for the branch that it computes.
-            args, kwargs = materialize((args, kwargs))
-            return call(module, *args, **kwargs)
-        return self._guidance.call(module, partial(call, module), args, kwargs)
-
-    @contextmanager
-    def _warn_unguided(self, guidance: Guidance, name: str) -> Iterator[None]:
-        yield
-        rounds = guidance.rounds
-        if rounds and max(rounds) == 1:
-            warn_user(
-                f"this call of the {name} had no branches of guidance: of {self.mesh.batch.size} ranks along 'batch', "
-                "one computed and the others waited. Use guidance, or give these ranks to the sequence (a mesh "
-                "without max_batch_dim_size).",
-                ParallelWarning,
-            )
-
 
 @cache
 def _versions() -> str:
@@ -286,7 +209,6 @@ def remove_parallel_call(pipe: Any) -> None:
     """Empty the slots that :class:`ParallelCall` has filled on ``pipe`` and its transformers."""
     call = parallel_call(pipe)
     if call is not None:
-        call.unguide()
         call.unverify()
         if call.scheduled is not None:
             call.scheduled.remove()

@@ -15,5 +15,5 @@ def make_denoiser_run(
     kind: DenoiserKind, module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, batched: bool
 ) -> DenoiserRun:
     """Return the handler that will run ``module``, which was checked, over ``mesh``. Changes nothing yet."""
-    require_equal = partial(check_same_call_of_model, module, mesh, assume_equal=assume_equal)
-    return kind.make_run(module, mesh, batched=batched, require_equal=require_equal)
+    agree_on_inputs = partial(check_same_call_of_model, module, mesh, assume_equal=assume_equal)
+    return kind.make_run(module, mesh, batched=batched, agree_on_inputs=agree_on_inputs)

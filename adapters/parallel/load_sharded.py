@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.agree.options import require_equal_options
+from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
@@ -25,7 +25,7 @@ from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.feature import Method
 from para_core.adapters.weights.features import require_method, require_quantizer, shard_methods
 from para_core.adapters.weights.shard import prepare_sharding
-from para_core.distributed.agree import check_consistent, exchange, raising_on_all, signature
+from para_core.distributed.agree import agree, exchange, together
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, require_process_group
 from para_core.instance.modules import uncompiled
@@ -81,7 +81,7 @@ def from_pretrained_sharded(
     """
     require_process_group("from_pretrained_sharded")
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
-    with require_equal_options("from_pretrained_sharded", mesh, compared):
+    with agree_on_options("from_pretrained_sharded", mesh, compared):
         if weights not in (*shard_methods(), "stages"):
             raise ValueError(
                 f"weights is {weights!r}; expected {', '.join(map(repr, shard_methods()))} or 'stages'."
@@ -105,10 +105,10 @@ def from_pretrained_sharded(
         method.check_mesh(guided, True)
     if quantize is not None:
         require_quantize_fits(quantize, weights)
-        with raising_on_all(guided, "weights cannot be quantized"):
+        with together(guided, "weights cannot be quantized"):
             require_quantizer().check_scheme(quantize)
     _download_once_per_node(pipeline, name, guided, options)
-    with raising_on_all(guided, f"{name} could not be loaded (download incomplete files again)"):
+    with together(guided, f"{name} could not be loaded (download incomplete files again)"):
         folder = folder_of(pipeline, name, options)
         _check_safetensors(folder, passed=set(options))
         files = _files_in(folder, options.get("variant"))
@@ -123,14 +123,14 @@ def from_pretrained_sharded(
     parallelize_pipe(pipe, mesh=mesh)
     quantizes_first = method is not None and method.quantizes_first
     if quantize is not None and quantizes_first:
-        with raising_on_all(guided, "weights could not be quantized"):
+        with together(guided, "weights could not be quantized"):
             if dtype is not None:
                 for module in transformers_of(pipe).values():
                     require_quantizer().cast_linears(module, dtype, _kept_in_float32(module, dtype))
             require_quantizer().quantize(pipe, quantize, gatherable=True)
     if method is not None:
         prepare_sharding(pipe, guided, weights, compare_values=False).run()
-    with raising_on_all(guided, "the components that are not sharded could not be placed"):
+    with together(guided, "the components that are not sharded could not be placed"):
         if method is None or method.keeps_bits:
             _copy_from_files(pipe)
         if dtype is not None:
@@ -314,7 +314,7 @@ def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
 # Seconds between two exchanges of the waiting ranks. A download may take longer than the time-out of the
 # process group, so a single collective at its end would fail.
 _INTERVAL = 1.0
-_WAITING = signature({"waiting for": "a download"})
+_WAITING = {"waiting for": "a download"}
 
 
 def _download_once_per_node(
@@ -325,7 +325,7 @@ def _download_once_per_node(
     A collective call: all ranks of ``mesh`` raise if a download fails. Nothing is downloaded if ``name`` is a
     local folder or ``options``, the keyword arguments of ``pipeline.download``, have ``local_files_only``.
     """
-    with raising_on_all(mesh, f"{name} could not be looked up"):
+    with together(mesh, f"{name} could not be looked up"):
         wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
         node = {"host": socket.gethostname(), "cache": _cache_of(options)}
     records = exchange({**node, "wanted": wanted}, mesh)
@@ -339,7 +339,7 @@ def _download_once_per_node(
         if done and pending is not None:
             problem = pending.exception()
         if problem is not None:
-            check_consistent(
+            agree(
                 RuntimeError(
                     f"{name} is no folder here, and could not be downloaded: {type(problem).__name__}: {problem}. "
                     "Without a connection, download it before on each node, and give the folder, or "
@@ -347,7 +347,7 @@ def _download_once_per_node(
                 ),
                 mesh,
             )
-        if all(done for (done,) in check_consistent(_WAITING, mesh, extras=(int(done),))):
+        if all(done for (done,) in agree(_WAITING, mesh, [int(done)])):
             return
 
 

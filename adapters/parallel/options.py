@@ -19,6 +19,7 @@ from para_core.adapters.weights.feature import Method
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.libraries import require_library
 from para_core.attention.schedule import AttentionSchedule
+from para_core.call_checks import check_options as check_call_checks
 from para_core.declared_options import Option, check_options, values_of
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import as_timedelta
@@ -127,11 +128,7 @@ class TransformerOptions(AttentionChoices):
             )
         for backend in self.backends:
             require_library(backend)
-        if self.verify and self.approximations:
-            raise ValueError(
-                f"verify=True compares with exact results, and {', '.join(self.approximations)} approximates. Verify "
-                "without it, then leave verify= out."
-            )
+        check_call_checks(vars(self), self.approximations)
 
     @property
     def compared(self) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from para_core.adapters.agree.options import require_equal_options
+from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
 from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
@@ -57,7 +57,7 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
         >>> mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # doctest: +SKIP
         >>> parallelize_pipe(pipe, mesh=mesh, vae=True)  # doctest: +SKIP
     """
-    with require_equal_options("parallelize_pipe", options.mesh, options.compared):
+    with agree_on_options("parallelize_pipe", options.mesh, options.compared):
         require_kind(
             "pipeline", pipe, "parallelize_transformer, parallelize_unet and parallelize_vae take a model."
         )

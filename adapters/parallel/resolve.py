@@ -27,7 +27,7 @@ from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.parts import FeaturePart, ShardPart, TimeoutPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.parallel.transformer import TransformerPart, require_equal_call, resolve_transformer
+from para_core.adapters.parallel.transformer import TransformerPart, agree_on_calls, resolve_transformer
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of
 from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
 from para_core.adapters.vae.vae_adapter import vae_adapter
@@ -37,7 +37,7 @@ from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.adapters.weights.one_way import check_holds_all
 from para_core.adapters.weights.shard import Sharding, check_shard, prepare_sharding, weights_groups
 from para_core.attention.schedule import KeptKeys
-from para_core.distributed.agree import exchange, raising_on_all
+from para_core.distributed.agree import exchange, together
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance.private_class import original_class
@@ -61,7 +61,7 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
     ranks: set[int] = set()
     if guided.ranks > 1 and needs_ranks:
         ranks = _global_ranks(guided)
-    with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
+    with together(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided)
         if options.vae:
             autoencoders = _parallel_vaes_of(pipe)
@@ -88,7 +88,12 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
         session = ParallelSession(guided, [*transformers, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
-        changes = _changes_of_features(pipe, guided, options, placement)
+        shards_samples = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(
+            part.plan.batched for part in transformers
+        )
+        changes = _changes_of_features(
+            pipe, guided, options, placement, has_calls_per_branch=not shards_samples
+        )
         session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, autoencoders, changes)
         session.parts += map(FeaturePart, changes)
         _check_weights_stay(pipe, options, placement)
@@ -171,14 +176,10 @@ def _parts_of_pipe(
     """
     if mesh.ranks == 1 and not changes and options.schedule is None:
         return []
-    batched = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(
-        part.plan.batched for part in transformers
-    )
     call = ParallelCall(
         transformers_of(pipe),
         other_denoisers_of(pipe),
         mesh,
-        sequential_cfg=mesh.batch.size > 1 and not batched,
         assume_equal=options.assume_equal,
         session=session,
         verify=options.verify,
@@ -200,12 +201,20 @@ def _parts_of_pipe(
 
 
 def _changes_of_features(
-    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None
+    pipe: Any,
+    mesh: GuidedMesh,
+    options: ParallelOptions,
+    placement: TextEncoders | None,
+    *,
+    has_calls_per_branch: bool,
 ) -> list[FeatureChange]:
-    """Return the changes that features of weights make to ``pipe``."""
-    compare = partial(require_equal_call, mesh=mesh, assume_equal=options.assume_equal)
-    of_features = {**vars(options), "text_encoders": placement}
-    return changes_for(ChangeRequest(pipe, transformers_of(pipe), mesh, of_features, compare))
+    """Return the changes that features make to ``pipe``."""
+    compare = partial(agree_on_calls, mesh=mesh, assume_equal=options.assume_equal)
+    values = {**vars(options), "text_encoders": placement}
+    request = ChangeRequest(
+        pipe, transformers_of(pipe), mesh, values, compare, has_calls_per_branch=has_calls_per_branch
+    )
+    return changes_for(request)
 
 
 def _check_weights_stay(pipe: Any, options: ParallelOptions, placement: TextEncoders | None) -> None:
@@ -248,8 +257,10 @@ def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks
     These are its groups with their CPU groups, those that para_core made among ``ranks``, and those of
     sharded weights.
     """
-    of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
-    groups = dict.fromkeys([*of_mesh, *groups_among(ranks), *weights_groups(pipe)])
+    mesh_groups = [
+        group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}
+    ]
+    groups = dict.fromkeys([*mesh_groups, *groups_among(ranks), *weights_groups(pipe)])
     return TimeoutPart(list(groups), as_timedelta(timeout), ranks)
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from para_core.distributed.agree import raising_on_all
+from para_core.distributed.agree import together
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import instances_in
 from para_core.instance.record import restored_on_failure
@@ -84,7 +84,7 @@ class ParallelSession:
         If a part fails on a rank, every rank raises. The caller then calls :meth:`stop`.
         """
         for part in self.parts:
-            with raising_on_all(self.mesh, f"{part.name} failed"):
+            with together(self.mesh, f"{part.name} failed"):
                 self._applied.append((part, part.apply()))
 
     def complete(self) -> None:
@@ -137,7 +137,7 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
     (:mod:`para_core.adapters.weights.one_way`).
     """
     with restored_on_failure(instances_in(instance)), ExitStack() as rollback:
-        with raising_on_all(session.mesh, "the earlier settings could not be undone"):
+        with together(session.mesh, "the earlier settings could not be undone"):
             if previous is not None:
                 previous.suspend(rollback, session.mesh)
             for part in session.parts:

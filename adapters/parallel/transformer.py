@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from para_core.adapters.agree.options import require_equal_options
+from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize, check_same_call_of_model
 from para_core.adapters.default_mesh import guided_mesh_for
 from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
@@ -23,9 +23,10 @@ from para_core.adapters.weights.features import changes_for
 from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.apply import cache_options
-from para_core.call_checks import make_check
+from para_core.call_checks import check_options, make_check
 from para_core.declared_options import takes_options
-from para_core.distributed.agree import RequireEqual, raising_on_all
+from para_core.distributed.agree import together
+from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import uncompiled
 from para_core.instance.record import empty_slots, fill_slot
@@ -60,7 +61,7 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
     """
     module, mesh = uncompiled(transformer), options.mesh
     model = CheckedModel(module, module, adapter=options.adapter)
-    with require_equal_options("parallelize_transformer", mesh, options.compared):
+    with agree_on_options("parallelize_transformer", mesh, options.compared):
         require_kind("model", transformer, "parallelize_pipe takes a pipeline.")
         options.check()
         if options.schedule is not None:
@@ -72,11 +73,11 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
             # The default mesh is chosen for the model, so check first that the model is supported.
             check_parallelize([model])
     guided = guided_mesh_for(mesh, module)
-    with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
+    with together(guided, f"this {type(module).__name__} cannot run on these ranks"):
         check_usable(module)
         check_parallelize([model], guided)
         part = resolve_transformer(module, guided, options, options.attention(None), called=transformer)
-        compare = partial(require_equal_call, mesh=guided, assume_equal=options.assume_equal)
+        compare = partial(agree_on_calls, mesh=guided, assume_equal=options.assume_equal)
         changes = changes_for(ChangeRequest(module, {"": module}, guided, vars(options), compare))
     replace_session(module, None, ParallelSession(guided, [part, *map(FeaturePart, changes)]))
     return transformer
@@ -115,11 +116,7 @@ def resolve_transformer(
     ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh. ``called`` is
     ``module`` or the compiled module around it, to verify its calls; None if the caller verifies them.
     """
-    if options.verify and mesh.pipe.size > 1:
-        raise ValueError(
-            f"verify=True on a mesh with {mesh.pipe.size} stages: no rank has the blocks of the unmodified model. "
-            "Verify on a mesh without 'pipe', then leave verify= out."
-        )
+    check_options(vars(options), options.approximations, mesh.pipe.size)
     plan = require_plan(module, module, options.adapter, options.text)
     if not batched:
         plan = replace(plan, batched={})
@@ -143,9 +140,9 @@ class TransformerPart(Part):
     name = "the transformer"
 
     def apply(self) -> Undo:
-        require_equal = None
+        agree_on_inputs = None
         if self.mesh.ranks > 1:
-            require_equal = require_equal_call(
+            agree_on_inputs = agree_on_calls(
                 self.module, mesh=self.mesh, assume_equal=self.options.assume_equal
             )
         apply_plan(
@@ -153,7 +150,7 @@ class TransformerPart(Part):
             self.plan,
             self.mesh.sequence,
             batch=self.mesh.batch,
-            require_equal=require_equal,
+            agree_on_inputs=agree_on_inputs,
             options=self.attention,
             attn_func=self.options.attn_func,
             cross_backend=self.options.cross_backend,
@@ -174,13 +171,13 @@ class TransformerPart(Part):
         return self.clear()
 
 
-def require_equal_call(module: nn.Module, *, mesh: GuidedMesh, assume_equal: bool) -> RequireEqual:
+def agree_on_calls(module: nn.Module, *, mesh: GuidedMesh, assume_equal: bool) -> AgreeOnInputs:
     """Return a function of the arguments of a call of the transformer ``module``, by name.
 
     It raises on every rank if the arguments or the transformer's settings differ between ranks.
     """
 
-    def require_equal(kwargs: Mapping[str, Any]) -> None:
+    def agree_on_inputs(kwargs: Mapping[str, Any]) -> None:
         options = cache_options(module)
         texts = {}
         if options is not None:
@@ -189,4 +186,4 @@ def require_equal_call(module: nn.Module, *, mesh: GuidedMesh, assume_equal: boo
         inputs = {**kwargs, **cached, **attention_by_name(module)}
         check_same_call_of_model(module, mesh, inputs, assume_equal=assume_equal)
 
-    return require_equal
+    return agree_on_inputs

@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from torch import nn
 
-from para_core.adapters.agree.options import require_equal_options
+from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
 from para_core.adapters.registry import require_kind
 from para_core.adapters.vae.unet import KIND
-from para_core.distributed.agree import raising_on_all
+from para_core.distributed.agree import together
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
@@ -48,14 +48,14 @@ def parallelize_unet(
     module: nn.Module = uncompiled(unet)
     model = CheckedModel(module, module, kind=KIND)
     options = {"assume_equal": assume_equal, "batched": batched}
-    with require_equal_options("parallelize_unet", mesh, options):
+    with agree_on_options("parallelize_unet", mesh, options):
         require_kind("model", unet, "parallelize_pipe takes a pipeline.")
         _check_bools(options)
         check_parallelize([model])
     guided = guided_mesh_for(mesh, module)
     with (
         restored_on_failure([module]),
-        raising_on_all(guided, f"this {original_class(module).__name__} cannot run in rows"),
+        together(guided, f"this {original_class(module).__name__} cannot run in rows"),
     ):
         check_parallelize([model], guided)
         make_denoiser_run(KIND, module, guided, assume_equal=assume_equal, batched=batched).apply()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from para_core.distributed.agree import error_record, exchange, raise_first_error
+from para_core.distributed.agree import exchange
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
 from para_core.spatial.fetch import start_fetch
@@ -98,7 +98,7 @@ def deliver(
     ranks but the first get zeros.
     """
     works = ranks.index < workers
-    record: dict[str, Any] = {}
+    failure: Exception | None = None
     result, form, tensors = None, None, []
     if works:
         try:
@@ -111,12 +111,10 @@ def deliver(
             text = str(error)
             if not isinstance(error, kind):
                 text = f"{type(error).__name__}: {text}"
-            record = error_record(kind(text))
+            failure = kind(text)
     if workers < ranks.size:
-        if works and not record:
-            record = {"form": form, "tensors": [_description(x) for x in tensors]}
-        records = exchange(record, mesh)
-        raise_first_error(records)
+        record = {"form": form, "tensors": [_description(x) for x in tensors]}
+        records = exchange(failure or record, mesh)
         form = records[0]["form"]
         if not works:
             tensors = [_empty_part(description) for description in records[0]["tensors"]]

@@ -72,8 +72,8 @@ class UnetRun:
         module: The UNet or ControlNet, not compiled.
         mesh: The ranks. Those along ``ring`` and ``ulysses`` shard rows; if ``batched``, those along
             ``batch`` samples.
-        require_equal: Called with the named arguments of each call; raises if ranks differ. It is not called
-            inside :func:`~para_core.distributed.agree.inputs_verified`.
+        agree_on_inputs: Called with the named arguments of each call; raises if ranks differ. It is not called
+            inside :func:`~para_core.distributed.agreed_inputs.assume_agreed`.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class UnetRun:
         mesh: GuidedMesh,
         *,
         batched: bool,
-        require_equal: Callable[[Mapping[str, Any]], None],
+        agree_on_inputs: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.unet, self.mesh = module, mesh
         self.images = require_unet_adapter(module, module).images
-        self.batched, self.require_equal = batched, require_equal
+        self.batched, self.agree_on_inputs = batched, agree_on_inputs
         row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
         self.rows = RowRanks(one_group(row_mesh), dim_groups(row_mesh))
         self.parameters = parameters_of(module)
         # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again
         # then.
-        self.inputs_verified = False
+        self.inputs_agreed = False
         self.warnings = WarningLog()
         self._code: ModelCode | None = None
 
@@ -126,8 +126,8 @@ class UnetRun:
 
     def run(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        if not self.inputs_verified:
-            self.require_equal(inputs)
+        if not self.inputs_agreed:
+            self.agree_on_inputs(inputs)
         if self._code is None or not self._code.is_unchanged():
             self._warn_of_foreign_code()
         sample = inputs.get(self.images[0])

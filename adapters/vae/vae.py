@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.agree.arguments import describe
 from para_core.adapters.agree.failures import Places, places_of_all, share_reasons
-from para_core.adapters.agree.options import require_equal_options
+from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.agree.rng import share_random_state
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES
@@ -26,9 +26,10 @@ from para_core.adapters.vae.call import Gather, RowRanks, deliver, holds_distrib
 from para_core.adapters.vae.diffusion_decoder import DecoderRows, window_attentions
 from para_core.adapters.vae.vae_adapter import rows_per_latent, vae_adapter
 from para_core.adapters.vae.vae_compile import traceable
-from para_core.distributed.agree import Record, check_consistent, differing_fields, raising_on_all, signature
+from para_core.distributed.agree import agree, together
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
+from para_core.distributed.records import Record, describe_differences
 from para_core.instance.modules import has_compiled_parts, uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slots, fill_slot, is_filled, restored_on_failure
@@ -94,7 +95,7 @@ def parallelize_vae(
             before.
     """
     module = uncompiled(vae)
-    with require_equal_options("parallelize_vae", mesh, {"method": method, "gather": gather}):
+    with agree_on_options("parallelize_vae", mesh, {"method": method, "gather": gather}):
         if method not in ("exact", "tiled") or gather not in ("all", "first"):
             raise ValueError(
                 f"method={method!r}, gather={gather!r}; expected method='exact' or 'tiled', and gather='all' or "
@@ -122,7 +123,7 @@ def parallelize_vae(
     row_ranks = RowRanks(ranks, dim_groups(mesh))
     with (
         restored_on_failure([module, *_parts(module)]),
-        raising_on_all(row_ranks.mesh, f"this {original_class(module).__name__} cannot run on these ranks"),
+        together(row_ranks.mesh, f"this {original_class(module).__name__} cannot run on these ranks"),
     ):
         if is_filled(module, Slot.FIRST_RANK):
             raise ValueError(
@@ -357,7 +358,7 @@ class _VaeRun:
             refused = TypeError(
                 f"this {self.adapter.vae} was called with a {type(x).__name__}; expected a tensor."
             )
-            check_consistent(refused, self.mesh)
+            agree(refused, self.mesh)
         problem: Exception | None = None
         if x.requires_grad and torch.is_grad_enabled():
             problem = RuntimeError(
@@ -381,9 +382,7 @@ class _VaeRun:
             generators += [item for item in items if isinstance(item, torch.Generator)]
         if generators:
             record["generators"] = describe(generators)
-        check_consistent(
-            problem or signature(record), self.mesh, explain=self.explain, call=f"the {self.adapter.vae}"
-        )
+        agree(problem or record, self.mesh, explain=self.explain, call=f"the {self.adapter.vae}")
 
     def explain(self, records: list[Record]) -> str:
         elsewhere = next((rank for rank, record in enumerate(records) if "sample" not in record), None)
@@ -394,6 +393,6 @@ class _VaeRun:
             )
         return (
             f"the ranks must call this {self.adapter.vae} with equal images and settings. "
-            f"{'; '.join(differing_fields(records))}. Draw random numbers from a generator with the same seed on all "
-            "ranks."
+            f"{'; '.join(describe_differences(records))}. Draw random numbers from a generator with the same seed on "
+            "all ranks."
         )

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.options import CacheOptions
-from para_core.distributed.agree import RequireEqual
+from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 
 Ranks = GuidedMesh | SequenceMesh
@@ -71,14 +71,17 @@ class ChangeRequest:
         transformers: The transformers by component name.
         mesh: The ranks.
         options: The options by name. Those that the function does not have are missing.
-        require_equal: Returns the comparison of the arguments of a transformer's calls over the ranks.
+        agree_on_inputs: Returns the comparison of the arguments of a transformer's calls over the ranks.
+        has_calls_per_branch: Whether the pipeline calls its transformer once per CFG branch, so that the ranks along
+            ``batch`` cannot share the samples of one call.
     """
 
     owner: Any
     transformers: Mapping[str, nn.Module]
     mesh: GuidedMesh
     options: Mapping[str, Any]
-    require_equal: Callable[[nn.Module], RequireEqual]
+    agree_on_inputs: Callable[[nn.Module], AgreeOnInputs]
+    has_calls_per_branch: bool = False
 
     @property
     def adapter(self) -> Adapter | None:
@@ -115,9 +118,12 @@ class FeatureChange:
     def complete(self) -> None:
         """Make the part of the change that nothing undoes, after all ranks have applied all changes."""
 
-    def generation(self, pipe: Any) -> AbstractContextManager[None]:
-        """Return a context in which each generation of ``pipe`` runs."""
-        return nullcontext()
+    def generation(self, pipe: Any, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context in which each generation of ``pipe`` runs.
+
+        It yields the keyword arguments for the call of ``pipe``: ``kwargs``, perhaps with other callbacks.
+        """
+        return nullcontext(kwargs)
 
 
 # A check raises if a feature does not go with what the user asks for. Its docstring begins with "Refuse".
@@ -150,12 +156,12 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Feature:
-    """An optional feature of weights: its own files, and one line in :data:`~.features.FEATURES`.
+    """An optional feature of a parallel pipeline: its own files, and one line in :data:`~.features.FEATURES`.
 
     Args:
         option: The option of parallelize_pipe that turns it on, if it has one of its own.
-        mesh_dim: The name of the mesh dim along which ranks hold different parts of weights, if it has one of
-            its own.
+        mesh_dim: The name of the mesh dim along which ranks hold different parts of weights, or compute different
+            calls, if it has one of its own.
         method: The way in which it shards weights. Its name is that of the feature.
         changes: Returns the changes that it makes for a request. Raises if the request does not fit, and
             changes nothing itself.

@@ -1,4 +1,4 @@
-"""The table of the optional features of weights. To remove one, delete its files and its line."""
+"""The table of the optional features of a parallel pipeline. To remove one, delete its files and its line."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from para_core.instance.record import (
 )
 from para_core.instance.slots import Slot
 
-# The name of each feature, and the module of this folder that defines it as ``FEATURE``. Modules are imported
-# when they are first needed. Changes are made in this order.
+# The name of each feature, and the module of adapters that defines it as ``FEATURE``. Modules are imported when they
+# are first needed. Changes are made in this order.
 FEATURES: Mapping[str, str] = {
-    "fsdp": "fsdp_weights",
-    "tensor": "tensor_weights",
-    "stages": "staged_transformer",
-    "pipefusion": "fused_pipe",
-    "text_encoder_offload": "text_encoder_offload",
-    "vae_offload": "vae_offload",
-    "block_offload": "block_offload",
-    "quantize": "quantize",
+    "fsdp": "weights.fsdp_weights",
+    "tensor": "weights.tensor_weights",
+    "stages": "weights.staged_transformer",
+    "pipefusion": "weights.fused_pipe",
+    "text_encoder_offload": "weights.text_encoder_offload",
+    "vae_offload": "weights.vae_offload",
+    "block_offload": "weights.block_offload",
+    "quantize": "weights.quantize",
+    "cfg": "cfg.guided_calls",
+    "same_bits": "same_bits",
 }
 
 
 @cache
 def features() -> Mapping[str, Feature]:
     """Return all features by name."""
-    return {name: import_module(f"{__package__}.{module}").FEATURE for name, module in FEATURES.items()}
+    return {name: import_module(f"para_core.adapters.{module}").FEATURE for name, module in FEATURES.items()}
 
 
 def shard_methods() -> Mapping[str, ShardMethod]:
@@ -75,6 +77,7 @@ def _check_known(request: ChangeRequest) -> None:
     """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks."""
     known = {feature.option for feature in features().values()}
     asked = [option for option in ("offload", "pipefusion") if request.options.get(option) is not None]
+    asked += [option for option in ("same_bits",) if request.options.get(option)]
     placements = ("text_encoders", "vae_placement")
     asked += [option for option in placements if request.options.get(option) in ("offload", "first")]
     for option in asked:
@@ -83,7 +86,10 @@ def _check_known(request: ChangeRequest) -> None:
                 f"{option}= is given, and no feature of this copy of para_core has it. Leave it out."
             )
     mesh_dims = {feature.mesh_dim for feature in features().values()}
-    for dim in (request.mesh.pipe, request.mesh.tensor):
+    dims = [request.mesh.pipe, request.mesh.tensor]
+    if request.has_calls_per_branch:
+        dims.append(request.mesh.batch)
+    for dim in dims:
         if dim.size > 1 and dim.name not in mesh_dims:
             raise ValueError(
                 f"the mesh has {dim.size} ranks along {dim.name!r}, and no feature of this copy of para_core "

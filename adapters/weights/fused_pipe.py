@@ -105,7 +105,7 @@ class FusedPipe(FeatureChange):
         return position.step, position.num_steps
 
     @contextmanager
-    def generation(self, pipe: Any) -> Iterator[None]:
+    def generation(self, pipe: Any, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Track the steps of one generation of ``pipe`` in the ``with`` block.
 
         On exit, finish all pending transfers.
@@ -119,7 +119,7 @@ class FusedPipe(FeatureChange):
             fusion.begin()
         try:
             with self._tracker.follow(pipe, lambda: None, with_copies=self._with_copies):
-                yield
+                yield kwargs
             failed = False
         finally:
             for fusion in self.fusions.values():

@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.agree.arguments import require_equal
+from para_core.adapters.agree.arguments import agree_on_values
 from para_core.adapters.agree.loras import lora_layers
 from para_core.adapters.weights.feature import Ranks, ShardMethod
-from para_core.distributed.agree import Record, differing_fields, raising_on_all
+from para_core.distributed.agree import together
+from para_core.distributed.records import Record, describe_differences
 from para_core.instance.private_class import original_class
 from para_core.instance.record import (
     empty_slot,
@@ -37,10 +38,10 @@ CHANGES = (*ADDS, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", 
 
 def on_all_ranks(ranks: Ranks) -> AbstractContextManager[object]:
     """Return a context that raises an exception of one of ``ranks`` on all of them."""
-    return raising_on_all(ranks, "a LoRA could not be changed")
+    return together(ranks, "a LoRA could not be changed")
 
 
-def check_equal_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def agree_on_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ``ValueError`` on all of ``ranks`` if they add different LoRAs.
 
     Ranks that hold different parts of the weights cannot compare these later. ``args`` and ``kwargs`` are the
@@ -57,11 +58,11 @@ def check_equal_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]
     def explain(records: list[Record]) -> str:
         return (
             "the ranks of one mesh must call the method that adds a LoRA with equal arguments. "
-            f"{'; '.join(differing_fields(records))}. Load the same file, or add the same weights, on all "
+            f"{'; '.join(describe_differences(records))}. Load the same file, or add the same weights, on all "
             "ranks."
         )
 
-    require_equal(lambda: values, ranks, "the method that adds a LoRA", lambda: None, explain)
+    agree_on_values(lambda: values, ranks, "the method that adds a LoRA", lambda: None, explain)
 
 
 def follow_loras(module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: Ranks) -> None:
@@ -90,7 +91,7 @@ class _ShardedLoras:
         names = set(getattr(module, "peft_config", None) or ())
         with on_all_ranks(self._ranks), self._following(module, names):
             check_own_values(module, args, kwargs)
-            check_equal_lora(self._ranks, args, kwargs)
+            agree_on_lora(self._ranks, args, kwargs)
             with self._global_shapes(module):
                 return call(module, *args, **kwargs)
 

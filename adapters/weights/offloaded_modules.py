@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from para_core.adapters.weights.feature import FeatureChange
-from para_core.cfg.lazy import materialize
-from para_core.distributed.agree import raising_on_all
+from para_core.distributed.agree import together
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.record import (
@@ -25,6 +24,7 @@ from para_core.instance.record import (
     slot_owner,
 )
 from para_core.instance.slots import Slot
+from para_core.lazy_tensors import materialize
 
 # Names of the hooks of diffusers' group offload, in the order of removal: outermost first
 # (diffusers/hooks/group_offloading.py).
@@ -205,7 +205,7 @@ def _run_on_first(
     # Complete the transfer of inputs that other CFG ranks have computed. This is a collective, so every rank
     # takes part, although only the first rank needs the inputs.
     args, kwargs = materialize((args, kwargs))
-    with raising_on_all(mesh, f"pipe.{name} failed", call=f"pipe.{name}"):
+    with together(mesh, f"pipe.{name} failed", call=f"pipe.{name}"):
         if mesh.rank == 0:
             output = call(module, *args, **kwargs)
             pickled, tensors = split_tensors(output)

@@ -14,7 +14,7 @@ from torch import nn
 from para_core.adapters.weights.feature import Ranks
 from para_core.adapters.weights.features import features
 from para_core.adapters.weights.sharded_component import sharded_component
-from para_core.distributed.agree import raising_on_all
+from para_core.distributed.agree import together
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import unwrapped_class
 from para_core.instance.record import (
@@ -83,7 +83,7 @@ def one_way(owner: Any, modules: Iterable[nn.Module], ranks: Ranks, what: str) -
     ``modules``. ``what`` names the change in messages, such as ``"sharding the weights"``.
     """
     try:
-        with raising_on_all(ranks, f"{what} failed"):
+        with together(ranks, f"{what} failed"):
             yield
     except BaseException as error:
         message = (

@@ -31,8 +31,9 @@ from para_core.adapters.weights.sharded_component import (
     compare_calls,
     sharded_component,
 )
-from para_core.distributed.agree import Record, check_consistent, first_difference, raising_on_all, signature
+from para_core.distributed.agree import agree, together
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, GuidedMesh
+from para_core.distributed.records import Record, describe_first_difference
 from para_core.instance.private_class import original_class
 from para_core.instance.record import (
     is_filled,
@@ -102,7 +103,7 @@ def shard_weights(
             conditions as :func:`parallelize_pipe`.
     """
     sharding = prepare_sharding(pipe, mesh, method, components, offload_policy)
-    with raising_on_all(sharding.ranks, "weights cannot be sharded"):
+    with together(sharding.ranks, "weights cannot be sharded"):
         sharding.check_not_offloaded()
     sharding.run()
     return pipe
@@ -184,7 +185,7 @@ def prepare_sharding(
     foreign_mesh = _foreign_mesh(mesh, method)
     ranks: Ranks = guided_mesh_for(mesh, pipe, method) if foreign_mesh is None else as_ranks(foreign_mesh)
     # If one rank raised alone, the others would wait for it in the first call.
-    with raising_on_all(ranks, "weights cannot be sharded"):
+    with together(ranks, "weights cannot be sharded"):
         _check_options(pipe, method, offload_policy)
         check_usable(pipe)
         check_shard(pipe)
@@ -197,7 +198,7 @@ def prepare_sharding(
             of_transformer = not chosen.keys().isdisjoint(transformers_of(pipe))
             require_method(method).check_mesh(ranks, of_transformer)
     _check_equal_on_ranks(unsharded, method, offload_policy, ranks, compare_values)
-    with raising_on_all(ranks, "weights cannot be sharded"):
+    with together(ranks, "weights cannot be sharded"):
         device_mesh = require_method(method).make_mesh(ranks) if foreign_mesh is None else foreign_mesh
         for name, module in chosen.items():
             if name not in unsharded:
@@ -282,9 +283,7 @@ def _check_equal_on_ranks(
     way_out = (
         "Pass equal options, and load the same weights on every rank, with the same changes (LoRA, dtype)."
     )
-    check_consistent(
-        signature(record), ranks, explain=lambda records: f"{first_difference(records)} {way_out}"
-    )
+    agree(record, ranks, explain=lambda records: f"{describe_first_difference(records)} {way_out}")
 
 
 def _weights_record(modules: Mapping[str, nn.Module], *, values: bool) -> Record:

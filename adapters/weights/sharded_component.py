@@ -15,7 +15,8 @@ from torch.distributed.fsdp import OffloadPolicy
 from para_core.adapters.inspect.components import components_of
 from para_core.adapters.weights.feature import Ranks
 from para_core.adapters.weights.features import method_of, require_method
-from para_core.distributed.agree import Signature, check_consistent, signature
+from para_core.distributed.agree import agree
+from para_core.distributed.records import Signature
 from para_core.instance.private_class import unwrapped_class
 from para_core.instance.record import (
     fill_slot,
@@ -110,7 +111,7 @@ def compare_calls(module: nn.Module, ranks: Ranks) -> None:
     itself.
     """
     name = f"the {unwrapped_class(module).__name__}"
-    around = partial(_run_on_all_ranks, ranks, name, signature({"call": name}))
+    around = partial(_run_on_all_ranks, ranks, name, Signature.of({"call": name}))
     fill_slot(module, Slot.WEIGHTS, {"__call__": around}, owner=sharded_component(module))
 
 
@@ -125,7 +126,7 @@ def _run_on_all_ranks(
     **kwargs: Any,
 ) -> Any:
     if not torch.compiler.is_compiling():
-        check_consistent(record, ranks, call=name)
+        agree(record, ranks, call=name)
     return call(module, *args, **kwargs)
 
 

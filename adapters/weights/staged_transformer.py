@@ -15,24 +15,20 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.agree.arguments import require_equal as require_equal_values
+from para_core.adapters.agree.arguments import agree_on_values
 from para_core.adapters.agree.loras import describe_loras_of_model, lora_weights
 from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import stack_of, why_no_stages
 from para_core.adapters.registry import adapter_for, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
-from para_core.adapters.weights.lora import ADDS, CHANGES, check_equal_lora, check_own_values, on_all_ranks
+from para_core.adapters.weights.lora import ADDS, CHANGES, agree_on_lora, check_own_values, on_all_ranks
 from para_core.adapters.weights.one_way import load_again, one_way
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
-from para_core.distributed.agree import (
-    Record,
-    RequireEqual,
-    differing_fields,
-    inputs_verified,
-    raising_on_all,
-)
+from para_core.distributed.agree import together
+from para_core.distributed.agreed_inputs import AgreeOnInputs, assume_agreed
 from para_core.distributed.mesh import PIPE_DIM, GuidedMesh
+from para_core.distributed.records import Record, describe_differences
 from para_core.instance.modules import is_compiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import (
@@ -74,7 +70,7 @@ class StageChange(FeatureChange):
 
     Args:
         owner: The pipeline, or the transformer itself.
-        require_equal: Called with the named arguments of each call of the model; raises if ranks differ.
+        agree_on_inputs: Called with the named arguments of each call of the model; raises if ranks differ.
     """
 
     name = "the stages"
@@ -84,11 +80,11 @@ class StageChange(FeatureChange):
         owner: Any,
         module: nn.Module,
         mesh: GuidedMesh,
-        require_equal: RequireEqual | None,
+        agree_on_inputs: AgreeOnInputs | None,
         adapter: Adapter | None = None,
     ) -> None:
         self._owner, self._module, self._mesh, self._adapter = owner, module, mesh, adapter
-        self._require_equal = require_equal
+        self._agree_on_inputs = agree_on_inputs
         self._stages: Stages | None = None
         # Whether an earlier call has freed the blocks of other stages.
         self._was_split = is_split(module)
@@ -97,12 +93,12 @@ class StageChange(FeatureChange):
         """Install the stages. Collective. Frees no weights: see :meth:`complete`."""
         module, mesh = self._module, self._mesh
         # Creating the stages communicates, so a rank that fails before must tell the others here.
-        with raising_on_all(mesh, "stages could not be made"):
+        with together(mesh, "stages could not be made"):
             blocks = stack_of(module, self._adapter)
-        _check_equal_loras(module, mesh)
+        _agree_on_loras(module, mesh)
         earlier = stages_of(module)
         ranges = None if earlier is None else earlier.ranges
-        stages = self._stages = Stages(module, blocks, mesh.pipe, self._require_equal, ranges)
+        stages = self._stages = Stages(module, blocks, mesh.pipe, self._agree_on_inputs, ranges)
         stages.install()
         refused = _present(_REFUSED_METHODS, module, _raise_too_late)
         changes = {
@@ -133,13 +129,13 @@ class StageChange(FeatureChange):
             free_other_blocks(self._stages)
 
     @contextmanager
-    def generation(self, pipe: Any) -> Iterator[None]:
+    def generation(self, pipe: Any, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Synchronise the links between stages before a generation, and verify inputs no second time in it."""
         with ExitStack() as stack:
             if self._stages is not None:
                 self._stages.links.begin()
-                stack.enter_context(inputs_verified([self._stages]))
-            yield
+                stack.enter_context(assume_agreed([self._stages]))
+            yield kwargs
 
 
 def _present(
@@ -167,7 +163,7 @@ def stage_changes(request: ChangeRequest) -> list[StageChange]:
     if mesh.pipe.size == 1:
         return []
     return [
-        StageChange(request.owner, module, mesh, request.require_equal(module), request.adapter)
+        StageChange(request.owner, module, mesh, request.agree_on_inputs(module), request.adapter)
         for module in request.transformers.values()
     ]
 
@@ -198,17 +194,17 @@ def _check_earlier_stages(owner: Any, module: nn.Module, mesh: GuidedMesh) -> No
     )
 
 
-def _check_equal_loras(module: nn.Module, mesh: GuidedMesh) -> None:
+def _agree_on_loras(module: nn.Module, mesh: GuidedMesh) -> None:
     """Raise ``ValueError`` on all ranks if they have loaded different LoRAs. Collective."""
 
     def explain(records: list[Record]) -> str:
         return (
             "the ranks of one mesh must call parallelize_pipe with equal models. "
-            f"{'; '.join(differing_fields(records))}. Load the same LoRAs on all ranks before it."
+            f"{'; '.join(describe_differences(records))}. Load the same LoRAs on all ranks before it."
         )
 
     describe = partial(describe_loras_of_model, "transformer", module)
-    require_equal_values(describe, mesh, "parallelize_pipe", lambda: None, explain)
+    agree_on_values(describe, mesh, "parallelize_pipe", lambda: None, explain)
 
 
 def _raise_too_late(action: str, call: object, module: nn.Module, /, *args: object, **kwargs: object) -> None:
@@ -283,7 +279,7 @@ def _add_lora(
     """
     with on_all_ranks(mesh):
         check_own_values(module, args, kwargs)
-        check_equal_lora(mesh, args, kwargs)
+        agree_on_lora(mesh, args, kwargs)
         device = next(stages.blocks[stages.own.start].block.parameters()).device
         lora_ids = {id(x) for x in lora_weights(module)}
         freed = [weight for block in stages.other_blocks for weight in weights_of(block)]

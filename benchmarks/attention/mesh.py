@@ -42,7 +42,7 @@ from benchmarks.harness import (
 from benchmarks.pipelines.beside_diffusers import first_sample
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
-from para_core.distributed.agree import inputs_verified
+from para_core.distributed.agreed_inputs import assume_agreed
 from para_core.plans.region import region_of
 from zoo.tiny.transformers.registry import MODELS
 
@@ -242,7 +242,7 @@ def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) 
         module = parallelize_transformer(twin(), mesh=init_context_parallel_mesh("cpu", max_ring_dim_size=ring))
 
         def step() -> None:
-            with inputs_verified([region_of(module)]):  # A pipeline has compared its arguments before.
+            with assume_agreed([region_of(module)]):  # A pipeline has compared its arguments before.
                 module(**whole)
 
         return step

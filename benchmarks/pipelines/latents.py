@@ -27,7 +27,7 @@ from benchmarks.harness import counted_traffic, largest_over_ranks, markdown_tab
 from benchmarks.pipelines import observe
 from benchmarks.pipelines.traffic import ModelCall, sent_in_rounds
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.parallel.cfg_output import meta_output
+from para_core.adapters.cfg.output_form import meta_output
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.registry import plan_for, transformers_of
 from zoo.tiny.pipelines import PIPELINES as OTHERS

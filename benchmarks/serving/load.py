@@ -6,8 +6,7 @@ python -m benchmarks.serving.load
 The same HTTP application answers at two ports: over replicas on Ray, and over one unmodified pipeline of diffusers in
 this process, called from one thread. Rounds ask them in turns, each with a bounded number of requests from threads of
 this process, at a steady rate. Requests that are refused with 429 are counted, and not sent again. Overhead is the time
-of a request minus that of its pipeline's call. Imports of Ray are inside the functions that need it, so that the page
-can be written without it.
+of a request minus that of its pipeline's call.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,13 +31,9 @@ from diffusers import FluxPipeline
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.fleet.build import find_model
-from para_core.fleet.http.bodies import ServerOptions
-from para_core.fleet.jobs import Job
 from para_core.fleet.outputs import Result, encode
 from para_core.fleet.pipeline_info import Model
-from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, call_arguments
-from para_core.fleet.server import Server
 
 # The loads are relative to the capacity of a server.
 FACTORS = (1, 2, 4)
@@ -73,7 +71,7 @@ class PlainBackend:
         self._pipe.set_progress_bar_config(disable=True)
         self._thread = ThreadPoolExecutor(1)
 
-    async def run(self, batch: Sequence[Job]) -> None:
+    async def run(self, batch: Sequence[Any]) -> None:
         for job in batch:
             job.finish(await asyncio.get_running_loop().run_in_executor(self._thread, self._call, job.request))
 
@@ -87,7 +85,7 @@ class PlainBackend:
         """Return the image of ``request``."""
         return self._call(request).outputs[0].data
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: Any) -> None:
         """Do nothing, because no client of this program leaves."""
 
     async def ready(self) -> int:
@@ -95,8 +93,12 @@ class PlainBackend:
 
 
 @contextlib.contextmanager
-def plain_server(model: Model, options: ServerOptions, port: int) -> Iterator[None]:
-    server = Server(PlainBackend(model.name), model, options)
+def plain_server(model: Model, port: int) -> Iterator[None]:
+    # The page of the figures is written without the server.
+    from para_core.fleet.http.bodies import ServerOptions
+    from para_core.fleet.http.server import Server
+
+    server = Server(PlainBackend(model.name), model, ServerOptions(waiting=2))
     web = uvicorn.Server(uvicorn.Config(server.app, HOST, port, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run)
     thread.start()
@@ -110,19 +112,24 @@ def plain_server(model: Model, options: ServerOptions, port: int) -> Iterator[No
 
 
 @contextlib.contextmanager
-def replica_server(model: Model, options: ServerOptions, port: int, *, replicas: int, ranks: int) -> Iterator[None]:
-    import ray
-
-    from para_core.fleet import serving
-    from para_core.fleet.rank import ReplicaOptions
-
-    of_replica = ReplicaOptions(ranks, prompt_bytes=2**30)
-    serving.start(model, Recipe(model.name), options, of_replica, replicas=replicas, host=HOST, port=port)
-    try:
-        yield
-    finally:
-        serving.stop()
-        ray.shutdown()
+def replica_server(**options: int) -> Iterator[None]:
+    """Run ``para_core serve`` with these options over replicas on a Ray cluster that the command starts."""
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "para_core", "serve", "--log-level", "error", *words]
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        lines = []
+        for line in process.stderr or ():
+            lines.append(line)
+            if " answers on " in line:
+                break
+        else:
+            raise RuntimeError(f"the server ended before it answered: {''.join(lines)}")
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.communicate()
 
 
 def load(port: int, requests: int, interval: float) -> dict[str, Any]:
@@ -219,11 +226,11 @@ def main() -> None:
     parser_of(__doc__).parse_args()
     torch.set_num_threads(1)
     replicas, ranks, requests, num_rounds, port = OPTIONS.values()
-    model, options = find_model(None), ServerOptions(waiting=2 * replicas)
+    model = find_model(None)
     rounds: dict[str, list[dict[str, Any]]] = {"plain": [], "replicas": []}
     # Both servers run all the time and are asked in turns, so that other programs on the machine affect both equally.
-    of_replicas = replica_server(model, options, port + 1, replicas=replicas, ranks=ranks)
-    with plain_server(model, ServerOptions(waiting=2), port), of_replicas:
+    of_replicas = replica_server(port=port + 1, replicas=replicas, ranks=ranks, queue=2 * replicas)
+    with plain_server(model, port), of_replicas:
         for number in range(num_rounds):
             for name, of_server, running in (("plain", port, 1), ("replicas", port + 1, replicas)):
                 rounds[name].append(measure(of_server, requests, running))

@@ -32,7 +32,6 @@ from PIL import Image
 from benchmarks.harness import ROOT, markdown_table, parser_of, read_results, write_results
 from benchmarks.serving.load import PATH, PlainBackend, replica_server, response_of
 from para_core.fleet.build import find_model
-from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.outputs import Result, choose_names, write_result
 from para_core.fleet.prompt_file import Line, read_prompts
 from para_core.fleet.recipe import Recipe
@@ -242,9 +241,8 @@ def try_death() -> dict[str, Any]:
 
 
 def try_server() -> dict[str, Any]:
-    options = ServerOptions(waiting=CLIENTS, seconds=600, retries=1)
     start = time.perf_counter()
-    with replica_server(find_model(None), options, PORT, replicas=REPLICAS, ranks=RANKS):
+    with replica_server(port=PORT, replicas=REPLICAS, ranks=RANKS, queue=CLIENTS, retries=1):
         started = time.perf_counter() - start
         results = {"clients": try_clients(), "death": try_death()}
     return {"replicas": REPLICAS, "ranks": RANKS, "seconds_to_start": started, **results}

@@ -9,8 +9,8 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from para_core.fleet.failures import RequestError
-from para_core.fleet.jobs import Job
+from para_core.fleet.http.errors import RequestError
+from para_core.fleet.http.jobs import Job
 from para_core.fleet.outputs import Output, Result
 
 MEDIA_TYPES = {

@@ -15,25 +15,16 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from para_core.fleet.failures import RequestError
+from para_core.fleet.http.errors import RequestError
 from para_core.fleet.http.forms import read_form
+from para_core.fleet.http.lora_folder import LoraFolder
 from para_core.fleet.image_classes import explain_refused_image
 from para_core.fleet.image_files import convert_mask, open_image
-from para_core.fleet.loras import LoraFolder
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import FORMATS
 from para_core.fleet.pipeline_info import Model
-from para_core.fleet.request import (
-    LARGEST_SEED,
-    Delivery,
-    Lora,
-    Request,
-    describe_error,
-    estimated_pixels,
-    parameter_of,
-    request_from,
-    request_schema,
-)
+from para_core.fleet.request import Delivery, Lora, Request, estimated_pixels, request_from
+from para_core.fleet.request_schema import LARGEST_SEED, describe_error, parameter_of, request_schema
 
 # Longest string of a request, in characters per token that the model reads (English has about 4 per token). The limit
 # exists because a tokenizer needs minutes for megabytes of text, although the model reads only the beginning.

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from para_core.fleet.failures import RequestError
+from para_core.fleet.http.errors import RequestError
 
 _MAX_FILES, _MAX_FIELDS = 32, 200
 # Values of these form fields, and of all with "prompt" in their name, are strings, but for names that begin with a word

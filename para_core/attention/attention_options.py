@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 
@@ -12,7 +11,7 @@ from para_core.attention.block_sparse import BlockMask
 from para_core.attention.schedule import KeptKeys
 from para_core.option_values import BACKENDS, EXACT_FORM, ROTATE_METHODS, Backend, RotateMethod
 
-# The values of the option comm_dtype, by the names that stand for them in the JSON form of the options.
+# The values of the option comm_dtype, by the names that commands and recipes have for them.
 COMM_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
@@ -90,39 +89,3 @@ class AttnOptions:
     def by_name(self) -> dict[str, str]:
         """The options that a user of a pipeline can set, as strings that ranks can compare."""
         return {name: str(getattr(self, name)) for name in ("rotate_method", "backend", "comm_dtype")}
-
-    def as_text(self) -> str:
-        """Return this value as JSON. Equal values give equal text on all ranks.
-
-        >>> AttnOptions.read(AttnOptions(rotate_method="2d").as_text())
-        AttnOptions(rotate_method='2d', comm_dtype=None, block_mask=None, kept_keys=None, backend=None)
-        """
-        comm_dtype = next((name for name, dtype in COMM_DTYPES.items() if dtype == self.comm_dtype), None)
-        blocks = None
-        if self.block_mask is not None:
-            blocks = self.block_mask.fields
-        kept = None
-        if self.kept_keys is not None:
-            kept = self.kept_keys.fields
-        # This is in the order of the fields.
-        text: str = _to_json(self.rotate_method, comm_dtype, blocks, kept, self.backend)
-        return text
-
-    @staticmethod
-    def read(text: str) -> AttnOptions:
-        """Return the options whose JSON form :meth:`as_text` wrote."""
-        rotate_method, comm_dtype, blocks, kept, backend = json.loads(text).values()
-        if comm_dtype is not None:
-            comm_dtype = COMM_DTYPES[comm_dtype]
-        if blocks is not None:
-            blocks = BlockMask(*blocks)
-        if kept is not None:
-            kept = KeptKeys(*kept)
-        return AttnOptions(rotate_method, comm_dtype, blocks, kept, backend)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _to_json(*values: Any) -> str:
-    # Dynamo cannot trace the JSON encoder, so it calls this function while tracing and treats the result as a
-    # constant. This is correct because the options of a graph never change.
-    return json.dumps(dict(zip([field.name for field in fields(AttnOptions)], values, strict=True)))

@@ -11,6 +11,7 @@ from para_core.attention.grid_shape import choose_grid
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling
 from para_core.attention.ulysses import Heads, UlyssesPlan
+from para_core.dataclass_json import to_json
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.runs import join_neighbours
@@ -182,7 +183,7 @@ class AttentionPlan:
         options = self.spec.options.with_gradients
         if options is self.spec.options:
             return self
-        return AttentionPlan(replace(self.spec, options=options, options_text=options.as_text()))
+        return AttentionPlan(replace(self.spec, options=options, options_text=to_json(options)))
 
     @cached_property
     def heads(self) -> Heads:

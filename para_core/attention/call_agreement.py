@@ -15,36 +15,20 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from para_core.attention.mask_checks import (
-    EQUAL,
+from para_core.attention.mask_rows import (
+    COLUMNS_SHARDED,
     HIDES,
-    LOWER,
-    SHOWS,
-    MaskReviews,
-    Review,
-    check_causal_known,
-    check_own_rows,
-    digest_of,
-    evenly_spaced_rows,
-    has_single_tokens,
-    is_causal_caller,
-    needs_review,
-    num_common_rows,
-    read_single_tokens,
+    ROWS_EQUAL,
+    ROWS_SHARDED,
+    check_rows,
+    describe_rows,
 )
 from para_core.attention.masks import MaskExtents, mask_extents
 from para_core.attention.spec import AttentionSpec
-from para_core.distributed.agree import (
-    Record,
-    Signature,
-    check_consistent,
-    exchange,
-    first_difference,
-    signature,
-)
+from para_core.distributed.agree import agree, exchange
 from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.records import Record, Signature, describe_first_difference
 from para_core.layout.sequence import SequenceLayout
-from para_core.torch_internals import innermost_transform
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +36,6 @@ EQUAL_PARTS = (
     "Lengths are taken from cp.shard(...) or an explicit SequenceLayout; where neither was used, every rank is assumed "
     "to hold an equal part. Shard with x = cp.shard(x, dim=...), or pass layout=SequenceLayout(...)."
 )
-
-
-# The largest number of tokens of query, and of key, whose values go into a digest one by one.
-_READ = 16
 
 
 def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Signature:
@@ -67,7 +47,7 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
         blocks = f"with checksum {crc32(repr(options.block_mask.fields).encode()):08x}"
     if options.kept_keys is not None:
         kept_keys = [*options.kept_keys.fields]
-    return signature(
+    return Signature.of(
         {
             **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
             "query lengths per rank": spec.query_layout.sizes(),
@@ -101,9 +81,9 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
     if field == "is_causal":
         lengths = records[0]["query lengths per rank"]
         return (
-            f"{first_difference(records)} They hold {lengths} queries. Some models (all of Hugging Face transformers) "
-            "pass is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a 4-D mask "
-            "over all tokens, sharded by rows (cp.shard(mask, dim=-2)), or use propose_plan."
+            f"{describe_first_difference(records)} They hold {lengths} queries. Some models (all of Hugging Face "
+            "transformers) pass is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a "
+            "4-D mask over all tokens, sharded by rows (cp.shard(mask, dim=-2)), or use propose_plan."
         )
     return difference_of_lengths(records)
 
@@ -112,7 +92,7 @@ def difference_of_lengths(records: list[Record]) -> str:
     """Return an error message that names the first field in which ranks differ, and for lengths says what to do."""
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if "lengths" not in field:
-        return first_difference(records)
+        return describe_first_difference(records)
     # Show only the length that each rank holds itself. Its record also contains lengths that it assumed for
     # others.
     held = [record[field][rank] for rank, record in enumerate(records)]
@@ -131,39 +111,31 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
 
 
 # Bits of OwnPart.flags, from the lowest: 7 for the dtype of the mask, 1 for its requires_grad, then one for
-# each leading dim, set if its size is not 1; from bit 48 Review.bits, which say what the rows of the mask
-# hide; bit 56, set if the calling module is causal.
+# each leading dim, set if its size is not 1; from bit 48 what describe_rows says about its rows.
 _DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_DTYPE_BITS, _REVIEW_SHIFT, _CAUSAL_CALLER = 8, 48, 1 << 56
+_DTYPE_BITS, _ROWS_SHIFT = 8, 48
 
 
 class OwnPart(NamedTuple):
-    """The information that one rank gives the others about its part of a call, as five 64-bit integers."""
+    """The information that one rank gives the others about its mask, as three 64-bit integers."""
 
     rows: int  # Number of rows of the mask; -1 without a mask.
     columns: int  # Number of columns of the mask; -1 without a mask.
     flags: int
-    digest: int  # A digest of query and key, to detect that all ranks hold the same tokens; 0 if not checked.
-    mask_digest: (
-        int  # A digest of the mask's rows, to detect that all ranks have the same rows; 0 if not checked.
-    )
 
     @property
     def mask_code(self) -> int:
         """The part of ``flags`` that describes the mask, as :func:`_mask_code` encodes it."""
-        return self.flags & (1 << _REVIEW_SHIFT) - 1
+        return self.flags & (1 << _ROWS_SHIFT) - 1
 
     @property
-    def review(self) -> Review:
-        return Review(self.flags >> _REVIEW_SHIFT, self.mask_digest)
-
-    @property
-    def is_of_causal_module(self) -> bool:
-        return self.flags & _CAUSAL_CALLER != 0
+    def row_bits(self) -> int:
+        """The bits that :func:`describe_rows` returned for the mask."""
+        return self.flags >> _ROWS_SHIFT
 
 
-# The OwnPart of a rank whose call has no mask, and which has not computed digests of its tokens.
-NO_MASK = OwnPart(-1, -1, 0, 0, 0)
+# The OwnPart of a rank whose call has no mask.
+NO_MASK = OwnPart(-1, -1, 0)
 
 
 def _mask_code(mask: Tensor, num_leading: int) -> int:
@@ -191,53 +163,6 @@ def _dtype_of(mask_code: int) -> torch.dtype | None:
     return None
 
 
-def tokens_digest(query: Tensor, key: Tensor) -> int:
-    """Return a digest of this rank's query and key, to compare with the digests of other ranks.
-
-    Return 0 if equal digests would prove nothing (there are fewer than two tokens, or all queries are equal),
-    or if the values cannot be read (meta tensors, ``torch.func`` transforms, CUDA graph capture).
-    """
-    if min(query.shape[-2], key.shape[-2]) < 2 or 0 in query.shape or query.is_meta:
-        return 0
-    if innermost_transform() is not None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return 0
-    with torch.no_grad():
-        parts = []
-        for x in (query.detach(), key.detach()):
-            wide = torch.promote_types(x.dtype, torch.float32)
-            sums = x.sum(dtype=wide), torch.linalg.vector_norm(x, dtype=wide)
-            parts += [evenly_spaced_rows(x, _READ).to(wide).flatten(), *[number.view(1) for number in sums]]
-        parts.append((query != query[..., :1, :]).any().view(1).to(wide))
-        read = torch.cat(parts).cpu()
-    if read[-1] == 0:
-        return 0
-    return digest_of(read)
-
-
-def check_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
-    """Warn if equal digests show that all ranks hold the same tokens.
-    In a causal call raise ``ValueError`` instead.
-    """
-    if len(digests) == 1 or digests[0] == 0 or any(digest != digests[0] for digest in digests):
-        return
-    if spec.is_causal:
-        raise ValueError(
-            f"every rank holds the same {spec.query_layout.sizes()[0]} tokens, and nothing was sharded: causal "
-            f"attention would take them for {spec.query_layout.total} tokens, one rank's after the other's. Shard the "
-            "inputs (x = cp.shard(x, dim=1), and position_ids with them) and gather the output; run what is not to be "
-            "parallel under UnifiedAttnMode.disable(). generate() does not shard: use propose_plan, or decode with "
-            "cp.using(...)."
-        )
-    # Only warn: the result is correct, because attention to n copies of all keys equals attention to one
-    # copy.
-    logger.warning(
-        "every rank holds the same %d tokens, and nothing was sharded: each of %d ranks computes all of them. Shard "
-        "the inputs (x = cp.shard(x, dim=1)) and gather the output (cp.gather).",
-        spec.query_layout.sizes()[0],
-        len(digests),
-    )
-
-
 def settle_call(
     spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor | None, parts: Sequence[OwnPart]
 ) -> tuple[Tensor | None, MaskExtents | None]:
@@ -248,14 +173,10 @@ def settle_call(
     own keys, this rank gets a mask that hides nothing.
 
     Raises:
-        ValueError: The masks of the ranks do not fit together, or the call would give a wrong result for
-            another reason, such as tokens that were never sharded. Raised on every rank.
+        ValueError: The masks of the ranks do not fit together, or nothing tells that the rows of a mask are
+            those of its rank. Raised on every rank.
     """
     layout = spec.query_layout
-    check_no_copies([part.digest for part in parts], spec)
-    # A mask with several columns can itself hide later keys from a causal module that passes is_causal=False.
-    if any(part.is_of_causal_module and part.columns <= 1 for part in parts):
-        check_causal_known(layout)
     codes = {part.mask_code for part in parts if part.rows >= 0}
     if not codes:
         return None, None
@@ -275,57 +196,64 @@ def settle_call(
             mask = _nothing_hidden(codes.pop(), query, sizes[mesh.rank])
     mask, sizes = _with_broadcast_rows(mask, sizes, layout, mesh.rank)
     extents = mask_extents(sizes, layout, spec.key_layout, range(mesh.ranks))
-    # A rank without tokens did not read its mask.
-    digests = {
-        part.mask_digest
-        for part, size in zip(parts, layout.sizes(), strict=True)
-        if part.rows > 0 and size > 0
-    }
-    mask, extents = read_single_tokens(mask, extents, digests, spec, mesh.rank)
+    bits = [part.row_bits for part in parts]
     if extents == MaskExtents("local", "global"):
-        is_causal = any(part.is_of_causal_module for part in parts)
-        check_own_rows([part.review for part in parts], layout, is_causal=is_causal)
+        check_rows(bits, [part.rows for part in parts], spec)
+    return _with_single_tokens(mask, extents, bits, spec, mesh.rank)
+
+
+def _with_single_tokens(
+    mask: Tensor | None, extents: MaskExtents, bits: Sequence[int], spec: AttentionSpec, rank: int
+) -> tuple[Tensor | None, MaskExtents]:
+    """Return ``mask`` and its extents, if no rank holds more than one token: then a dim of size 1 may be local.
+
+    It is if ``cp.shard`` made it, or if the other dim is global. In the latter case it may also be meant as
+    broadcast, and the result is the same, because all ranks then have the same row or column. On ranks
+    without a token its size becomes 0.
+    """
+    if mask is None:
+        return mask, extents
+    queries, keys = spec.query_layout, spec.key_layout
+    may_be_rows = extents.keys == "global" or any(of_rank & ROWS_SHARDED for of_rank in bits)
+    if may_be_rows and extents.queries == "broadcast" and _holds_single_tokens(queries):
+        return mask[..., : queries.size(rank), :], MaskExtents("local", extents.keys)
+    may_be_columns = extents.queries == "global" or any(of_rank & COLUMNS_SHARDED for of_rank in bits)
+    if may_be_columns and extents.keys == "broadcast" and _holds_single_tokens(keys):
+        return mask[..., : keys.size(rank)], MaskExtents(extents.queries, "local")
     return mask, extents
 
 
-def own_part(
-    spec: AttentionSpec,
-    mesh: SequenceMesh,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    reviews: MaskReviews,
-    *,
-    look_for_copies: bool,
-) -> OwnPart:
-    """Return what this rank sends to the others about its part of a call.
+def _holds_single_tokens(layout: SequenceLayout) -> bool:
+    """Whether the sequence has several tokens, and no rank holds more than one of them."""
+    return layout.total > 1 and max(layout.sizes()) == 1
 
-    ``reviews`` caches what the rows of a mask hide. ``look_for_copies`` adds a digest of the tokens, to
-    detect that every rank holds the same ones; the host then waits for the device.
+
+def warn_of_single_tokens(spec: AttentionSpec) -> None:
+    """Log a warning if no rank holds more than one token, and the call would be causal in some models."""
+    if spec.is_causal or spec.query_layout != spec.key_layout or not _holds_single_tokens(spec.query_layout):
+        return
+    logger.warning(
+        "each rank holds at most one of %d tokens, and attention is called with is_causal=False: models of Hugging "
+        "Face transformers call it so for a single token even if they are causal, and the result is then wrong. For "
+        "such a model use fewer ranks or longer inputs, pass it a 4-D mask over all tokens (cp.shard(mask, dim=-2)), "
+        "or use propose_plan.",
+        spec.query_layout.total,
+    )
+
+
+def own_part(spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor) -> OwnPart:
+    """Return what this rank sends to the others about its ``mask``.
 
     Raises:
         RuntimeError: The device of this rank failed. Raised on every rank.
     """
-    rows, columns = -1, -1
-    if mask is not None:
-        rows, columns = mask.shape[-2:]
-    layout, flags, mask_digest, digest = spec.query_layout, 0, 0, 0
-    shows_nothing = False
     try:
-        if mask is not None:
-            flags = _mask_code(mask, query.ndim - 2)
-            if needs_review(mask, layout, spec.key_layout, mesh.rank):
-                bits, mask_digest = reviews.of(mask, num_common_rows(layout))
-                flags |= bits << _REVIEW_SHIFT
-                shows_nothing = bits & (LOWER | SHOWS) == LOWER
-        if look_for_copies:
-            digest = tokens_digest(query, key)
+        bits = describe_rows(mask, spec.query_layout, spec.key_layout, mesh.rank)
     except RuntimeError as error:
-        check_consistent(error, mesh)
+        agree(error, mesh)
         raise
-    if not spec.is_causal and (shows_nothing or has_single_tokens(layout)) and is_causal_caller():
-        flags |= _CAUSAL_CALLER
-    return OwnPart(rows, columns, flags, digest, mask_digest)
+    rows, columns = mask.shape[-2:]
+    return OwnPart(rows, columns, _mask_code(mask, query.ndim - 2) | bits << _ROWS_SHIFT)
 
 
 def _texts(parts: Sequence[OwnPart]) -> str:
@@ -346,9 +274,9 @@ def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
     """
     held = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     return all(
-        part.rows in (-1, 1) or (part[:2] == sizes and part.review.bits & EQUAL)
+        part.rows in (-1, 1) or ((part.rows, part.columns) == sizes and part.row_bits & ROWS_EQUAL)
         for part, sizes in zip(parts, held, strict=True)
-    ) and any(part.rows > 1 and part.review.bits & HIDES for part in parts)
+    ) and any(part.rows > 1 and part.row_bits & HIDES for part in parts)
 
 
 def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:

@@ -22,17 +22,20 @@ from para_core.attention.call_agreement import (
     explain_difference,
     own_part,
     settle_call,
+    warn_of_single_tokens,
 )
 from para_core.attention.local import AttnFunc, check_attn_func, run_attn_func
-from para_core.attention.mask_checks import MaskReviews, has_single_tokens
+from para_core.attention.mask_rows import copy_mark
 from para_core.attention.masks import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
 from para_core.attention.sdpa_call import SdpaCall, check, check_kind, check_transforms
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
-from para_core.distributed.agree import Signature, check_consistent
+from para_core.dataclass_json import to_json
+from para_core.distributed.agree import agree
 from para_core.distributed.collectives import HostGroups
 from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.records import Signature
 from para_core.layout.sequence import SequenceLayout
 from para_core.torch_internals import (
     FORWARD_AD_LEVEL,
@@ -55,14 +58,12 @@ class _Prepared:
     """The cached result of validating and planning a call, for all calls with the same shapes and flags.
 
     ``signature`` is None if the ranks do not compare calls. ``extents`` is None without a mask, and if ranks
-    exchange the sizes of their masks in each call. With ``has_single_tokens`` (some rank holds a single
-    token, without ``is_causal``), each call must check whether the calling module is causal.
+    exchange the sizes of their masks in each call.
     """
 
     plan: AttentionPlan
     signature: Signature | None
     extents: MaskExtents | None
-    has_single_tokens: bool
 
 
 class MeshAttention:
@@ -92,16 +93,10 @@ class MeshAttention:
     ) -> None:
         self._mesh, self._layouts, self._options = mesh, layouts, options
         self._assume_equal, self._attn_func = assume_equal, attn_func
-        self._options_text = options.as_text()
+        self._options_text = to_json(options)
         self._host_groups = HostGroups(mesh)
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
-        # These reviews tell whether a model counted the rows of its mask from 0 on each rank, which is an
-        # error.
-        self.reviews = MaskReviews()
-        # If True, the next call checks that ranks hold different tokens. A mode sets this as long as it knows
-        # no layout and no sharded tensor, because the user may have forgotten to shard the input.
-        self.looks_for_copies = False
 
     def under(self, state: Any) -> None:
         """Switch to the cache of plans for ``state``, a hashable value that determines the results of ``layouts``."""
@@ -150,7 +145,7 @@ class MeshAttention:
             prepared = self._prepare(call, lookup_key)
         extents = prepared.extents
         if prepared.signature is not None:
-            mask, extents = self._agree(prepared, prepared.signature, query, key, mask)
+            mask, extents = self._agree(prepared.plan.spec, prepared.signature, query, mask)
         if query.ndim == 4:
             return self._compute(query, key, value, mask, prepared.plan, extents)
         leading = query.shape[:-3]
@@ -172,23 +167,19 @@ class MeshAttention:
         return learns_by_formula(query, value, mask, self._options.with_gradients.backend)
 
     def _agree(
-        self, prepared: _Prepared, expected: Signature, query: Tensor, key: Tensor, mask: Tensor | None
+        self, spec: AttentionSpec, expected: Signature, query: Tensor, mask: Tensor | None
     ) -> tuple[Tensor | None, MaskExtents | None]:
         """Compare this call with those of the other ranks, which must have the record ``expected``; raise on
         all ranks if they differ. Return the mask to use and the extents of its dims.
         """
-        look, own = self.looks_for_copies, NO_MASK
-        if mask is not None or look or prepared.has_single_tokens:
-            own = own_part(
-                prepared.plan.spec, self._mesh, query, key, mask, self.reviews, look_for_copies=look
-            )
-            # If this call could not be checked (a single token has the digest 0), check the next one.
-            self.looks_for_copies = look and own.digest == 0 and query.shape[-2] < 2
+        own = NO_MASK
+        if mask is not None:
+            own = own_part(spec, self._mesh, query, mask)
         explain = partial(explain_difference, self._mesh, mask)
-        parts = check_consistent(expected, self._host_groups, own, explain=explain, call="an attention call")
+        parts = agree(expected, self._host_groups, own, explain=explain, call="an attention call")
         if parts.count(NO_MASK) == len(parts):
             return None, None
-        return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
+        return settle_call(spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
         """Validate and plan a call by its shapes and flags.
@@ -223,14 +214,14 @@ class MeshAttention:
             options=options,
             options_text=self._options_text,
         )
-        signature, extents, single = None, None, False
+        signature, extents = None, None
         if exchanges:
             signature = call_signature(query, key, value, spec)
-            single = not call.is_causal and has_single_tokens(query_layout)
+            warn_of_single_tokens(spec)
         elif mask is not None:
             rows, columns = mask.shape[-2:]
             extents = mask_extents([(rows, columns)], query_layout, key_layout, [self._mesh.rank])
-        prepared = _Prepared(AttentionPlan(spec), signature, extents, single)
+        prepared = _Prepared(AttentionPlan(spec), signature, extents)
         if lookup_key is not None:
             if len(self._prepared) >= _MOST_SIGNATURES:
                 self._prepared.clear()
@@ -241,7 +232,7 @@ class MeshAttention:
         """Raise ``error``. In eager code every rank raises it, unless ``assume_equal`` is set."""
         if not (self._assume_equal or torch.compiler.is_compiling()):
             self._mesh.check_alive()
-            check_consistent(error, self._mesh)
+            agree(error, self._mesh)
         raise error
 
     def _compute(
@@ -298,7 +289,9 @@ def _normalize(call: SdpaCall) -> SdpaCall:
     if autocasts(query):
         # Cast here, because autocast casts the arguments of SDPA, but not those of the operators used in its
         # place.
-        query, key, value, mask = _cast(query), _cast(key), _cast(value), _cast(mask)
+        mask_in_autocast = _cast(mask)
+        copy_mark(mask, mask_in_autocast)
+        query, key, value, mask = _cast(query), _cast(key), _cast(value), mask_in_autocast
     elif (
         mask is None
         and (is_causal is False or is_causal is True)

@@ -6,18 +6,27 @@ The JSON is a constant argument of the operators in compiled graphs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.tiles import Causal, PositionalMask
+from para_core.dataclass_json import from_json, to_json
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.mesh import SequenceMesh, read_mesh
 from para_core.layout.held import Layout
 from para_core.layout.sequence import Segment, SequenceLayout
+
+
+@dataclass(frozen=True)
+class SpecRecord:
+    """The content of :attr:`AttentionSpec.text`: JSON of the mesh and the options, and the kinds of segments."""
+
+    mesh: str
+    is_causal: bool
+    query_kinds: str
+    key_kinds: str | None  # None if keys are sharded like queries
+    options: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +55,8 @@ class AttentionSpec:
         key_kinds = None
         if self.key_layout is not self.query_layout:
             key_kinds = _kinds(self.key_layout)
-        text: str = _to_json(
-            self.mesh.text, self.is_causal, _kinds(self.query_layout), key_kinds, self.options_text
-        )
-        return text
+        query_kinds = _kinds(self.query_layout)
+        return to_json(SpecRecord(self.mesh.text, self.is_causal, query_kinds, key_kinds, self.options_text))
 
     @cached_property
     def positional_masks(self) -> tuple[PositionalMask, ...]:
@@ -105,26 +112,25 @@ class AttentionSpec:
         """Return the spec with this :attr:`text`, :attr:`numbers` and scale.
         Its mesh has only names of groups.
         """
-        fields = json.loads(text)
-        mesh, ranks = read_mesh(fields["mesh"])
+        record = from_json(SpecRecord, text)
+        mesh, ranks = read_mesh(record.mesh)
         num_heads, num_kv_heads, *totals = numbers
-        query_kinds, key_kinds, options_text = fields["queries"].split(","), fields["keys"], fields["options"]
-        query_layout, of_keys = (
-            _layout(totals[: len(query_kinds)], query_kinds, ranks),
-            totals[len(query_kinds) :],
-        )
+        query_kinds = record.query_kinds.split(",")
+        query_layout = _layout(totals[: len(query_kinds)], query_kinds, ranks)
         key_layout = query_layout
-        if key_kinds is not None:
-            key_layout = _layout(of_keys, key_kinds.split(","), ranks)
-        flags = (
+        if record.key_kinds is not None:
+            key_layout = _layout(totals[len(query_kinds) :], record.key_kinds.split(","), ranks)
+        return AttentionSpec(
+            query_layout,
+            key_layout,
+            mesh,
             num_heads,
             num_kv_heads,
-            fields["is_causal"],
-            scale,
-            AttnOptions.read(options_text),
-            options_text,
+            is_causal=record.is_causal,
+            scale=scale,
+            options=from_json(AttnOptions, record.options),
+            options_text=record.options,
         )
-        return AttentionSpec(query_layout, key_layout, mesh, *flags)
 
 
 def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOptions) -> SequenceMesh:
@@ -134,15 +140,6 @@ def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOpt
     if key_layout.sharded or options.kept_keys is not None:
         return mesh
     return mesh.alone()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _to_json(mesh: str, is_causal: bool, queries: str, keys: str | None, options: str) -> str:
-    # Dynamo cannot trace the JSON encoder, so it takes the result as a constant. All arguments are constants,
-    # too.
-    return json.dumps(
-        {"mesh": mesh, "is_causal": is_causal, "queries": queries, "keys": keys, "options": options}
-    )
 
 
 def _kinds(layout: SequenceLayout) -> str:

@@ -1,1 +1,1 @@
-"""Classifier-free guidance (CFG) over ranks, for pipelines that call the model once per branch."""
+"""CFG over ranks: the rounds of model calls that ranks share, and the exchange of their outputs."""

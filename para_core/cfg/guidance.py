@@ -1,7 +1,7 @@
 """CFG parallelism: distribute the model calls of CFG branches over ranks, without changes to pipeline code.
 
 Each model call is computed only by the ranks that have a certain index along the ``batch`` mesh dim. The
-other ranks get a lazy tensor (:class:`~para_core.cfg.lazy.LazyTensor`) and continue. When the values of a
+other ranks get a lazy tensor (:class:`~para_core.lazy_tensors.LazyTensor`) and continue. When the values of a
 lazy tensor are needed, usually after the call of the next branch, one exchange gives every rank the results
 of all branches. The calls between two exchanges are a *round*.
 
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors, materialize
 from para_core.cfg.rounds import ModelCall, Round, RoundOutput
-from para_core.distributed.agree import check_consistent, signature
+from para_core.distributed.agree import agree
 from para_core.distributed.collectives import all_gather, tensor_bytes
 from para_core.distributed.mesh import MeshDim, one_guided_rank
+from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors, materialize
 from para_core.torch_internals import pytree
 
 # A function predict(model, args, kwargs) that returns the output of the call as meta tensors, or None if this
@@ -191,9 +191,7 @@ class Guidance:
                 else:
                     predicted.append(form.text)
             try:
-                check_consistent(
-                    failure or signature({"the form of a model's output": predicted}), self._mesh
-                )
+                agree(failure or {"the form of a model's output": predicted}, self._mesh)
             except Exception:
                 self._drop_unverified()
                 if failure is not None:
@@ -230,12 +228,14 @@ class Guidance:
 
     def _exchange(self, calls: list[ModelCall]) -> None:
         """Give all ranks the output tensors of each call of the round, as bytes in one all-gather."""
-        of_ranks = [[call for call in calls if call.owner == rank] for rank in range(self._dim.size)]
-        distributed = [call for of_rank in of_ranks for call in of_rank]
+        calls_by_rank = [[call for call in calls if call.owner == rank] for rank in range(self._dim.size)]
+        distributed = [call for rank_calls in calls_by_rank for call in rank_calls]
         if not distributed:
             return
-        sizes = [sum(x.num_bytes for call in of_rank for x in call.expected) for of_rank in of_ranks]
-        computed = [tensor_bytes(x) for call in of_ranks[self._dim.index] for x in call.leaves]
+        sizes = [
+            sum(x.num_bytes for call in rank_calls for x in call.expected) for rank_calls in calls_by_rank
+        ]
+        computed = [tensor_bytes(x) for call in calls_by_rank[self._dim.index] for x in call.leaves]
         empty = torch.empty(0, dtype=torch.uint8, device=distributed[0].expected[0].device)
         received = all_gather(torch.cat([empty, *computed]), sizes, 0, self._dim)
         parts = iter(received.split([x.num_bytes for call in distributed for x in call.expected]))

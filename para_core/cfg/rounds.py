@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.cfg.lazy import (
+from para_core.lazy_tensors import (
     Expected,
     LazyTensor,
     LiveTensors,

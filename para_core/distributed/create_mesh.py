@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from para_core.distributed.agree import Record, check_consistent, differing_fields, signature
+from para_core.distributed.agree import agree
 from para_core.distributed.mesh import (
     MESH_DIMS,
     PIPE_DIM,
@@ -28,6 +28,7 @@ from para_core.distributed.mesh import (
     require_process_group,
 )
 from para_core.distributed.mesh_shape import choose_mesh_shape, largest_divisor, require_maximum
+from para_core.distributed.records import Record, describe_differences
 
 
 def ranks_per_host() -> int | None:
@@ -104,7 +105,7 @@ def init_context_parallel_mesh(
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = accelerator.type if accelerator is not None else "cpu"
     on_host = ranks_per_host()
-    _require_equal_arguments(
+    _agree_on_arguments(
         device_type=device_type,
         max_batch_dim_size=max_batch_dim_size,
         max_ring_dim_size=max_ring_dim_size,
@@ -135,11 +136,11 @@ def init_context_parallel_mesh(
     return mesh
 
 
-def _require_equal_arguments(**arguments: object) -> None:
+def _agree_on_arguments(**arguments: object) -> None:
     """Raise ``ValueError`` on every rank if ``arguments`` differ between ranks, which would make different groups."""
 
     def explain(records: list[Record]) -> str:
-        fields = "; ".join(differing_fields(records))
+        fields = "; ".join(describe_differences(records))
         return f"the ranks must call init_context_parallel_mesh with equal arguments. {fields}."
 
     # Values of other types are refused later, on every rank.
@@ -147,7 +148,7 @@ def _require_equal_arguments(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None and not isinstance(value, (int, str)):
             record[name] = f"a {type(value).__name__}"
-    check_consistent(signature(record), all_ranks(), explain=explain)
+    agree(record, all_ranks(), explain=explain)
 
 
 def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from para_core.dataclass_json import from_json, to_json
 from para_core.torch_internals import (
     backend_of,
     group_devices,
@@ -191,34 +191,33 @@ class SequenceMesh:
         return SequenceMesh(ring, ulysses, self.device_type, self.alone_text, self.alone_text)
 
 
+@dataclass(frozen=True)
+class MeshRecord:
+    """The content of :attr:`SequenceMesh.text`. The dims have the names of their process groups, not the groups.
+
+    ``ranks`` is the number of ranks that share the sequence, even for the mesh of this rank alone
+    (:meth:`SequenceMesh.alone`).
+    """
+
+    ring: MeshDim
+    ulysses: MeshDim
+    device_type: str
+    ranks: int
+
+
 def _sequence_mesh(ring: MeshDim, ulysses: MeshDim, device_type: str) -> SequenceMesh:
     ranks, rank = ring.size * ulysses.size, ring.index * ulysses.size + ulysses.index
-    of_ring, of_ulysses = [(dim.size, dim.index, dim.group_name) for dim in (ring, ulysses)]
-    text: str = _to_json(of_ring, of_ulysses, device_type, ranks)
-    alone: str = _to_json((1, rank, ""), (1, 0, ""), device_type, ranks)
-    return SequenceMesh(ring, ulysses, device_type, text, alone)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _to_json(ring: tuple[int, int, str], ulysses: tuple[int, int, str], device_type: str, ranks: int) -> str:
-    # Dynamo cannot trace the JSON encoder, so treat the result of this function as a constant. That is valid
-    # because a mesh is a constant of a graph.
-    return json.dumps({"ring": ring, "ulysses": ulysses, "device_type": device_type, "ranks": ranks})
+    record = MeshRecord(replace(ring, group=None), replace(ulysses, group=None), device_type, ranks)
+    one_rank = MeshRecord(MeshDim("ring", 1, rank, "", None), dim_of_one("ulysses"), device_type, ranks)
+    return SequenceMesh(ring, ulysses, device_type, to_json(record), to_json(one_rank))
 
 
 def read_mesh(text: str) -> tuple[SequenceMesh, int]:
     """Return the mesh that ``text`` (:attr:`SequenceMesh.text`) describes, and the number of ranks that share
     a sequence.
-
-    The mesh has the names of its process groups, not the groups. The number counts all ranks that share the
-    sequence even for the mesh of this rank alone (:meth:`SequenceMesh.alone`).
     """
-    fields = json.loads(text)
-    dims = []
-    for name in ("ring", "ulysses"):
-        size, index, group_name = fields[name]
-        dims.append(MeshDim(name, size, index, group_name, None))
-    return SequenceMesh(dims[0], dims[1], fields["device_type"], text), fields["ranks"]
+    record = from_json(MeshRecord, text)
+    return SequenceMesh(record.ring, record.ulysses, record.device_type, text), record.ranks
 
 
 def _check_alive(dims: tuple[MeshDim, ...]) -> None:

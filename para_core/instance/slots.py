@@ -45,7 +45,11 @@ class Slot(IntEnum):
     STAGED_WEIGHTS = auto()
     STAGED_MERGE = auto()
     PARALLEL_DENOISER = auto()
+    # All ranks have the same arguments outside of the plan, so they check the same calls.
+    SAME_BITS = auto()
     PLAN = auto()
+    # Inside the plan, a call has this rank's tokens.
+    SAME_BITS_PRODUCTS = auto()
     ATTENTION_CHECK = auto()
     # If a submodule returns all tokens, PipeFusion takes its patch of them inside the plan, before the plan
     # shards the output.

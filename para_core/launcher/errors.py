@@ -1,4 +1,4 @@
-"""Exceptions of a launched pipeline."""
+"""Exceptions of a call on ranks that did not end by itself."""
 
 from __future__ import annotations
 

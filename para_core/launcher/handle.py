@@ -16,7 +16,7 @@ from para_core.launcher.callbacks import name_callbacks, replace_callbacks
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.messages import Call, LoadJob, PipeDescription, PipeOfRank
-from para_core.launcher.pickling import generators_in, own_module
+from para_core.launcher.pickling import generators_in, module_of_user
 from para_core.launcher.processes import Group
 from para_core.launcher.randomness import CallerSeeds
 from para_core.launcher.running_call import LOADING, RunningCall, import_early
@@ -229,7 +229,7 @@ class Launched:
     _state: State
 
     def __init__(self, options: LaunchOptions) -> None:
-        by_value = own_module(options.load)
+        by_value = module_of_user(options.load)
         vars(self)["_state"] = State(options, by_value, Body.of(options.load, by_value))
         with self._state.turn:
             self._state.ready()

@@ -199,7 +199,7 @@ def _pickled_by_value(name: str | None) -> Iterator[None]:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def own_module(function: Callable[..., Any]) -> str | None:
+def module_of_user(function: Callable[..., Any]) -> str | None:
     """Return the name of the user's module that defines ``function``; None for ``__main__`` and installed
     modules.
 

@@ -166,7 +166,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of a rank: this process's, without other launchers' variables, and those of torchrun."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    own = {
+    launcher = {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(local_rank),
@@ -176,8 +176,8 @@ def rank_environment(
         "TQDM_DISABLE": "1",
     }
     if local_ranks > 1 and "OMP_NUM_THREADS" not in inherited:
-        own["OMP_NUM_THREADS"] = "1"  # as torchrun does: ranks share the CPU cores
-    return {**inherited, **own, **env}
+        launcher["OMP_NUM_THREADS"] = "1"  # as torchrun does: ranks share the CPU cores
+    return {**inherited, **launcher, **env}
 
 
 def start_local_ranks(

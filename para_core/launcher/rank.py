@@ -129,7 +129,7 @@ def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) 
     """Run a call, and return its outcome."""
     from para_core.launcher.callbacks import Relay
     from para_core.launcher.randomness import begin_with, state_of_rank
-    from para_core.launcher.thread_state import applied
+    from para_core.launcher.thread_state import apply_state
 
     begin_with(call.random)
     kwargs = {
@@ -138,7 +138,7 @@ def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) 
     }
     if call.linked:
         kwargs["link"] = Link(connection.push, connection.is_cancelled)
-    with applied(call.thread):
+    with apply_state(call.thread):
         if call.function is None:
             result = pipe(*call.args, **kwargs)
         elif isinstance(call.function, str):

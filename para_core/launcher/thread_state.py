@@ -34,7 +34,7 @@ def current_state() -> ThreadState:
 
 
 @contextmanager
-def applied(state: ThreadState) -> Iterator[None]:
+def apply_state(state: ThreadState) -> Iterator[None]:
     """Inside this context, use the settings ``state``."""
     import torch
 

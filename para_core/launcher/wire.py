@@ -57,13 +57,13 @@ class Body:
 
     def _views(self) -> list[memoryview]:
         if isinstance(self.storage, int):
-            whole = memoryview(mmap.mmap(self.storage, 0, access=mmap.ACCESS_COPY))
+            memory = memoryview(mmap.mmap(self.storage, 0, access=mmap.ACCESS_COPY))
         else:
-            whole = memoryview(self.storage or b"")
+            memory = memoryview(self.storage or b"")
         views, start = [], 0
         for size in self.sizes:
-            views.append(whole[start : start + size])
-            start += _aligned(size)
+            views.append(memory[start : start + size])
+            start += _align(size)
         return views
 
     def __del__(self) -> None:
@@ -71,7 +71,7 @@ class Body:
             os.close(self.storage)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return size + -size % _ALIGNMENT
 
 
@@ -90,7 +90,7 @@ def _shared_memory(buffers: Sequence[memoryview]) -> int:
         view = raw
         while len(view):
             view = view[os.write(fd, view) :]
-        os.lseek(fd, _aligned(raw.nbytes) - raw.nbytes, os.SEEK_CUR)
+        os.lseek(fd, _align(raw.nbytes) - raw.nbytes, os.SEEK_CUR)
     os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
     return fd
 
@@ -144,7 +144,7 @@ class Channel:
         data = bytes(self._exactly(data_size))
         storage: int | bytearray | None = fds[0] if fds else None
         if inline:
-            storage = self._exactly(sum(map(_aligned, sizes)))
+            storage = self._exactly(sum(map(_align, sizes)))
         return head, Body(data, sizes, storage)
 
     def _exactly(self, size: int) -> bytearray:

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import SequenceMesh
-from para_core.layout.sequence import SequenceLayout
+from para_core.layout.sequence import Run, SequenceLayout
 
 
 def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
-    """Return a copy of this rank's tokens of ``x``, which contains the whole sequence of ``layout`` along ``dim``."""
-    parts = [x.narrow(dim, start, length) for start, length in layout.runs(mesh.rank)]
-    # Copy the tokens, because a view would keep the whole sequence in memory, and a graph would be
-    # specialized for the shape of the whole sequence, too.
-    return (
-        parts[0].clone(memory_format=torch.contiguous_format)
-        if len(parts) == 1
-        else torch.cat(parts, dim=dim)
-    )
+    """Return a copy of this rank's tokens of ``x``, which contains the whole sequence of ``layout`` along ``dim``.
+
+    Its dims lie in memory in the order of those of ``x``.
+    """
+    return copy_runs(x, dim, layout.runs(mesh.rank))
+
+
+def copy_runs(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
+    """Return a copy of the ``runs`` of ``x`` along ``dim``, one after the other, as its dims lie in memory.
+
+    A model may compute other bits for another order of dims in memory: a linear layer with a bias in 16 bits rounds
+    once if its input is contiguous, and twice if it is not.
+    """
+    # Copy the tokens, because a view would keep the whole sequence in memory, and a graph would be specialized for
+    # the shape of the whole sequence, too.
+    parts = [x.narrow(dim, start, length) for start, length in runs]
+    if len(parts) == 1:
+        return parts[0].clone()
+    if x.is_contiguous():
+        return torch.cat(parts, dim)
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda axis: -strides[axis])
+    joined = torch.cat([part.permute(order) for part in parts], order.index(dim % x.ndim))
+    return joined.permute([order.index(axis) for axis in range(x.ndim)])
 
 
 def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:

@@ -31,9 +31,11 @@ from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.local import add_autograd_dependency
 from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.spec import AttentionSpec, needed_mesh
-from para_core.distributed.agree import check_consistent, signature
+from para_core.dataclass_json import to_json
+from para_core.distributed.agree import agree
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.records import Signature
 from para_core.foreign_errors import mask_length_mismatch
 from para_core.instance.modules import submodules_of
 from para_core.layout.sequence import Segment, SequenceLayout
@@ -55,7 +57,7 @@ _NO_BLOCKS = 1 << 30
 _NAMES = frozenset({"flex_attention", "create_block_mask", "create_mask", "BlockMask"})
 
 _OPTIONS = AttnOptions()
-_OPTIONS_TEXT = _OPTIONS.as_text()
+_OPTIONS_TEXT = to_json(_OPTIONS)
 
 
 class _FlexCall(NamedTuple):
@@ -123,12 +125,12 @@ class FlexOverMesh:
             self._raise_everywhere(error)
         self._check_mask(call.mask, plan)
         if talk:
-            check_consistent(_signature(call, plan), self._mesh, explain=difference_of_lengths)
+            agree(_signature(call, plan), self._mesh, explain=difference_of_lengths)
         return _run_operator(operator, call, plan)
 
     def _raise_everywhere(self, error: Exception) -> NoReturn:
         if not self._assume_equal:
-            check_consistent(error, self._mesh)
+            agree(error, self._mesh)
         raise error
 
     def _check_mask(self, mask: tuple[Any, ...], plan: AttentionPlan) -> None:
@@ -323,7 +325,7 @@ def _signature(call: _FlexCall, plan: AttentionPlan) -> Any:
     block_mask: str | list[Any] = "none"
     if not _has_no_blocks(call.mask):
         block_mask = [*call.mask[:2], call.mask[-3], call.mask[-2]]
-    return signature(
+    return Signature.of(
         {
             "operator": "flex_attention",
             **{f"{name} without its length": [*x.shape[:2], x.shape[3]] for name, x in tensors.items()},

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec, Unpack
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.attention_options import AttnKeywords
 from para_core.attention.local import AttnFunc
+from para_core.attention.mask_rows import mark_part
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.distributed.mesh import sequence_mesh
-from para_core.layout.sequence import SequenceLayout
+from para_core.distributed.mesh import SequenceMesh, sequence_mesh
+from para_core.layout.sequence import SequenceLayout, even_layout
 from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
 _P = ParamSpec("_P")
@@ -44,7 +46,28 @@ def _attention(
     mode = kind(
         ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
     )
+    attn_mask = _with_rows_of_rank(attn_mask, query, key, layout, ranks)
     return mode.attend(SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+
+
+def _with_rows_of_rank(
+    mask: Tensor | None, query: Tensor, key: Tensor, layout: SequenceLayout | None, ranks: SequenceMesh
+) -> Tensor | None:
+    """Return ``mask``, marked as ``cp.shard`` would if it has a row per query of this rank and all columns.
+
+    The caller of a function passes its own part of each tensor, so the rows are those of this rank. Other
+    arguments are returned as they are, and refused later on every rank.
+    """
+    tensors = (mask, query, key)
+    if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) and x.ndim > 1 for x in tensors):
+        return mask
+    if mask is None or mask.shape[-2] != query.shape[-2] or mask.shape[-1] <= key.shape[-2]:
+        return mask
+    if layout is None:
+        layout = even_layout(query.shape[-2] * ranks.ranks, ranks.ranks)
+    rows = mask[...]
+    mark_part(rows, -2, layout, ranks.rank)
+    return rows
 
 
 def _form(

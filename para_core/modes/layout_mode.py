@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, cast, overload
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from para_core.distributed.agree import check_consistent, signature
+from para_core.distributed.agree import agree
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Segment, SequenceLayout, even_layout
 from para_core.layout.tokens import gather_tokens
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.registry import ShardMask, mask_sharder
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
+
+logger = logging.getLogger(__name__)
 
 # The layouts of queries and of keys that the user passed. None for the keys means the layout of the queries.
 ExplicitLayouts = tuple[TraceSafeLayout, TraceSafeLayout | None]
@@ -41,6 +44,7 @@ class LayoutMode(ShardingMode):
         super().__init__(mesh, assume_equal=assume_equal)
         if layout is None and key_layout is not None:
             raise ValueError("key_layout was given without layout; give both, or neither.")
+        self._warned_of_equal_parts = False
         self._explicit: ExplicitLayouts | None = None
         if layout is not None:
             self._explicit = self._explicit_layouts(layout, key_layout)
@@ -139,14 +143,14 @@ class LayoutMode(ShardingMode):
             sharded: BlockMask = shard_mask(mask, query_layout, key_layout, self._mesh)
         except (TypeError, ValueError) as error:
             if talk:
-                check_consistent(error, self._mesh)
+                agree(error, self._mesh)
             raise
         if talk:
             lengths = {
                 "query lengths per rank": query_layout.sizes(),
                 "key lengths per rank": key_layout.sizes(),
             }
-            check_consistent(signature({"block_mask": [*mask.shape], **lengths}), self._mesh)
+            agree({"block_mask": [*mask.shape], **lengths}, self._mesh)
         return sharded
 
     def _whole_layout(
@@ -261,6 +265,7 @@ class LayoutMode(ShardingMode):
                 )
             return layout
         if not self._known:
+            self._warn_of_equal_parts(held)
             return even_layout(held * mesh.ranks, mesh.ranks)
         segments = segments_of(self._known)
         if torch.compiler.is_compiling():
@@ -268,3 +273,23 @@ class LayoutMode(ShardingMode):
                 held, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered
             )
         return sequence_of_length(held, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered)
+
+    def _warn_of_equal_parts(self, held: int) -> None:
+        """Log a warning once if nothing was sharded inside this mode, which a user may have forgotten."""
+        ranks = self._mesh.ranks
+        if ranks == 1 or self._depth == 0 or self._warned_of_equal_parts or torch.compiler.is_compiling():
+            return
+        self._warned_of_equal_parts = True
+        logger.warning(
+            "nothing was sharded through this mode, and it has no layout: the %d tokens of each rank are taken for one "
+            "of %d equal parts of %d tokens. If every rank holds all tokens, each computes all of them, and a causal "
+            "result is wrong: shard the inputs (x = cp.shard(x, dim=1), and position_ids with them) and gather the "
+            "output (cp.gather); run what is not to be parallel under UnifiedAttnMode.disable(). generate() does not "
+            "shard: use propose_plan, or decode with cp.using(...). If these are parts, say so: "
+            "layout=SequenceLayout((Segment('x', %d),), %d).",
+            held,
+            ranks,
+            held * ranks,
+            held * ranks,
+            ranks,
+        )

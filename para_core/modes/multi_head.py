@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from para_core.attention.mask_rows import copy_mark
 from para_core.attention.sdpa_call import Fail, SdpaCall, SdpaHandler, raise_here
 from para_core.modes.registry import AttentionOwner, register_function
 
@@ -106,6 +107,7 @@ def multi_head_attention(
         projected = F.linear(x, weight, bias)
         # Reshape [S, B, E] or [S, E] to [B, H, S, E / H] or [H, S, E / H].
         heads.append(torch.unflatten(projected, -1, (num_heads, -1)).movedim(0, -2))
+    given_mask = attn_mask
     if attn_mask is not None and attn_mask.ndim == query.ndim == 3:
         attn_mask = torch.unflatten(attn_mask, 0, (-1, num_heads))  # to [B, H, S_q, S_k]
     if (
@@ -120,6 +122,7 @@ def multi_head_attention(
             )
         )
     mask = _merge_masks(key_padding_mask, attn_mask, query.dtype)
+    copy_mark(given_mask, mask)
     if not training:
         dropout_p = 0.0
     out = handler(SdpaCall(heads[0], heads[1], heads[2], mask, dropout_p, is_causal))

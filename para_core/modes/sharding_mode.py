@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.call_agreement import EQUAL_PARTS
-from para_core.distributed.agree import Record, Signature, check_consistent, signature
+from para_core.distributed.agree import agree
 from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.records import Record, Signature
 from para_core.layout.sequence import Segment, SequenceLayout, even_layout
 from para_core.layout.tokens import gather_tokens, shard_tokens
 
@@ -77,8 +78,8 @@ class ShardingMode(TorchFunctionMode):
     def _note_state(self) -> None:
         """Adapt to changed sequences or explicit layouts, in eager code. Does nothing unless overridden."""
 
-    def _note_sharded(self, x: Tensor, dim: int) -> None:
-        """Note in eager code on several ranks that :meth:`shard` returns ``x``.
+    def _note_sharded(self, x: Tensor, dim: int, layout: SequenceLayout) -> None:
+        """Note in eager code on several ranks that :meth:`shard` returns ``x``, sharded by ``layout``.
         Does nothing unless overridden.
         """
 
@@ -175,7 +176,7 @@ class ShardingMode(TorchFunctionMode):
             return x
         part = shard_tokens(x, dim, layout, self._mesh)
         if not torch.compiler.is_compiling():
-            self._note_sharded(part, dim)
+            self._note_sharded(part, dim, layout)
         return part
 
     def gather(self, y: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
@@ -256,12 +257,12 @@ class ShardingMode(TorchFunctionMode):
                 )
         except (TypeError, ValueError) as error:
             if talk:
-                check_consistent(error, self._mesh)
+                agree(error, self._mesh)
             raise
         if talk:
             dim %= x.ndim
             shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-            check_consistent(_signature(layout, dim, shape, x.dtype), self._mesh, explain=_difference)
+            agree(_signature(layout, dim, shape, x.dtype), self._mesh, explain=_difference)
         return layout
 
 
@@ -272,7 +273,7 @@ def _signature(layout: SequenceLayout, dim: int, shape: tuple[int, ...], dtype: 
         f"{segment.total}{' replicated' * segment.replicated}{' balanced' * segment.balanced}"
         for segment in layout.segments
     ]
-    return signature(
+    return Signature.of(
         {
             "segments": " + ".join(segments),
             "lengths per rank": layout.sizes(),

@@ -16,6 +16,7 @@ from para_core.attention.attention_options import AttnKeywords, AttnOptions
 from para_core.attention.block_sparse import read_block_mask
 from para_core.attention.libraries import require_library
 from para_core.attention.local import AttnFunc
+from para_core.attention.mask_rows import follow_parts, mark_part
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.schedule import KeptKeys
 from para_core.attention.sdpa_call import SdpaCall
@@ -143,6 +144,8 @@ class UnifiedAttnMode(LayoutMode):
             self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
         )
         self.intercepted = self._warned = False
+        # Whether a tensor that may be a mask was sharded by rows, so that masks computed from it are noted.
+        self._follows_masks = False
         # What the model computed by hand over this rank's tokens (matmul, softmax, matmul).
         self._by_hand = HandwrittenAttention()
         # Whether a wrapper made by bound() is running after the mode was left, with the layouts that it has
@@ -160,13 +163,13 @@ class UnifiedAttnMode(LayoutMode):
             else:
                 explicit.append(segments_of(layout))
         self._attention.under((tuple(explicit), segments_of(self._known)))
-        # If a user forgets to shard the inputs, every rank computes the same result. Look for this mistake
-        # only while no layout and no sharded sequence is known.
-        self._attention.looks_for_copies = self._mesh.ranks > 1 and not (layouts or self._known)
 
-    def _note_sharded(self, x: Tensor, dim: int) -> None:
-        if dim % x.ndim == x.ndim - 2:
-            self._attention.reviews.trust(x)
+    def _note_sharded(self, x: Tensor, dim: int, layout: SequenceLayout) -> None:
+        mark_part(x, dim, layout, self._mesh.rank)
+        # Follow what is computed from x only if x may be a mask, because that costs time in each function.
+        numbers = {layout.total, *[segment.total for segment in segments_of(self._known)]}
+        if dim % x.ndim == x.ndim - 2 and (x.dtype == torch.bool or x.shape[-1] in numbers):
+            self._follows_masks = True
 
     def _begin(self) -> None:
         if not (self._is_sdpa or torch.compiler.is_compiling()):
@@ -279,6 +282,8 @@ class UnifiedAttnMode(LayoutMode):
             for recomputation in RECOMPUTATION:
                 recomputation.attention_called(self, self.bound)
         output = intercept(self, self, func, args, kwargs or {})
+        if self._follows_masks and not torch.compiler.is_compiling():
+            follow_parts(func, args, (kwargs or {}).values(), output)
         if not torch.compiler.is_compiling() and may_be_scores(func):
             self._by_hand.note(func, args, kwargs or {}, output, self._numbers_of_tokens())
         return output
@@ -334,7 +339,7 @@ class UnifiedAttnMode(LayoutMode):
                 f"cond], dim={dim})."
             )
         size = x.shape[dim] // self._batch.size
-        return x.narrow(dim, self._batch.index * size, size).clone(memory_format=torch.contiguous_format)
+        return x.narrow(dim, self._batch.index * size, size).clone()
 
     def merge_branches(self, y: Tensor, dim: int = 0) -> Tensor:
         """Return the branches of all ranks of the ``batch`` mesh dim: the inverse of :meth:`split_branches`.

@@ -10,7 +10,7 @@ from torch import nn
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
-from para_core.distributed.agree import RequireEqual
+from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance.modules import submodules_of
 from para_core.instance.record import empty_slots, fill_slot
@@ -28,7 +28,7 @@ def apply_plan(
     mesh: SequenceMesh,
     *,
     batch: MeshDim | None = None,
-    require_equal: RequireEqual | None = None,
+    agree_on_inputs: AgreeOnInputs | None = None,
     options: AttnOptions | None = None,
     attn_func: AttnFunc | None = None,
     cross_backend: Backend | None = None,
@@ -41,17 +41,17 @@ def apply_plan(
 
     On a mesh of one rank nothing is applied, unless ``options.backend``, ``attn_func``, ``cross_backend`` or
     ``on_one_rank`` is given, or ``batch`` splits samples. Inside
-    :func:`~para_core.distributed.agree.inputs_verified`, neither ``require_equal`` nor ``around`` is called.
+    :func:`~para_core.distributed.agreed_inputs.assume_agreed`, neither ``agree_on_inputs`` nor ``around`` is called.
 
     Args:
         plan: A :class:`Plan`, or a ``_cp_plan`` of diffusers.
         batch: The mesh dim over which the samples of a batch are split, if ``plan.batched`` is set.
-        require_equal: Called with the arguments of each eager call; raises if they differ between ranks.
+        agree_on_inputs: Called with the arguments of each eager call; raises if they differ between ranks.
         attn_func: Computes local attention instead of SDPA.
         options, cross_backend: As in :meth:`Region.use`.
         on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other
             options later.
-        around: Returns a context manager in which each eager call runs, entered after ``require_equal``.
+        around: Returns a context manager in which each eager call runs, entered after ``agree_on_inputs``.
         written_for: The class of ``module``, or a base class of it, whose code the plan describes. Other code
             inside ``module`` then gets a :class:`ForeignCodeWarning`. None if the plan was written for this
             very module.
@@ -64,7 +64,7 @@ def apply_plan(
         plan = convert_published_plan(plan)
     options = options or AttnOptions()
     region = Region(
-        module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around, written_for
+        module, plan, mesh, batch, agree_on_inputs, options, attn_func, cross_backend, around, written_for
     )
     is_default_attention = options.backend is None and cross_backend is None and attn_func is None
     if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:

@@ -25,7 +25,7 @@ from para_core.dataclass_fields import (
 )
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Run, Segment, SequenceLayout
-from para_core.layout.tokens import gather_tokens, shard_tokens
+from para_core.layout.tokens import copy_runs, gather_tokens, shard_tokens
 from para_core.modes.registry import mask_sharder
 from para_core.plans.plan import (
     Count,
@@ -293,11 +293,7 @@ class RuleExecutor:
             self._note(segment, split.dim, name)
         if segment.replicated:
             return value
-        # Copy the tokens, because a view would keep the whole sequence in memory.
-        parts = [value.narrow(split.dim, start, length) for start, length in known.runs]
-        if len(parts) == 1:
-            return parts[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(parts, split.dim)
+        return copy_runs(value, split.dim, known.runs)
 
     def _segment_of_groups(self, value: Tensor, split: Split) -> Segment:
         """Return the segment of a tensor in which the tokens of each entry of a dim, such as a frame, stay together."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
-from para_core.distributed.agree import RequireEqual
+from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance.modules import ModuleTree, submodules_of
 from para_core.instance.private_class import is_entry
@@ -71,7 +71,7 @@ class Region:
     plan: Plan
     mesh: SequenceMesh
     batch: MeshDim | None
-    require_equal: RequireEqual | None
+    agree_on_inputs: AgreeOnInputs | None
     options: AttnOptions
     attn_func: AttnFunc | None
     cross_backend: Backend | None
@@ -82,8 +82,8 @@ class Region:
         self.attn_func = without_interception(self.attn_func)
         if self.batch is not None and (self.batch.size == 1 or not self.plan.batched):
             self.batch = None
-        # Whether the caller has verified that all ranks pass equal arguments (agree.inputs_verified).
-        self.inputs_verified = False
+        # Whether the caller has verified that all ranks pass equal arguments (agreed_inputs.assume_agreed).
+        self.inputs_agreed = False
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
         # The key is (options, cross_backend), so that nothing is compiled again if earlier options are set
@@ -177,11 +177,11 @@ class Region:
             # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a
             # graph.
             self._check_arguments(module, args, kwargs)
-            if not self.inputs_verified:
+            if not self.inputs_agreed:
                 around = self.around
-                if self.require_equal is not None:
+                if self.agree_on_inputs is not None:
                     arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-                    self.require_equal(
+                    self.agree_on_inputs(
                         {name: x for name, x in arguments.items() if name not in self._caches_by_heads}
                     )
                 self.check_new_code(module)

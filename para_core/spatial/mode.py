@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from para_core.distributed.agree import check_consistent, exchange, signature
+from para_core.distributed.agree import agree, exchange
 from para_core.distributed.mesh import (
     GuidedMesh,
     MeshDim,
@@ -126,9 +126,7 @@ class SpatialShardMode(TorchFunctionMode):
         name = name_of(func)
         if self._compare_calls and isinstance(tag, RowTag):
             ring = MeshDim("ring", 1, 0, "", None)
-            check_consistent(
-                signature({"function": name, "rows": str(tag)}), SequenceMesh(ring, self.ranks, "cpu")
-            )
+            agree({"function": name, "rows": str(tag)}, SequenceMesh(ring, self.ranks, "cpu"))
         if isinstance(tag, RowTag):
             if name not in RULES:
                 raise unknown(func, tag, "it has no rule, so it may mix rows")

@@ -5,7 +5,6 @@ own run.
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,12 +21,12 @@ from para_core.comparison.model_inputs import ModelInputs
 from para_core.comparison.tensor_parts import largest_error, tensors_in
 from para_core.comparison.tolerances import tolerance_of
 from para_core.comparison.virtual_ranks import device_of
-from para_core.distributed.agree import exchange, exchange_bytes
+from para_core.distributed.agree import exchange
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_out_of_memory
 from para_core.instance.modules import instances_in, uncompiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import Around, emptied_during
+from para_core.instance.record import emptied_during
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.plans.current_call import segments_under_way
@@ -154,11 +153,6 @@ class Verification:
             )
 
 
-def make_check() -> Around:
-    """Return the check of the calls of one parallel model, for :mod:`para_core.call_checks`."""
-    return Verification().run
-
-
 def _sizes(values: Sequence[Any]) -> Iterator[Any]:
     """Yield the shape and dtype of each tensor in nested ``values``, and the type of each other value."""
     for value in tree_leaves(values):
@@ -249,5 +243,5 @@ def _first_difference_on_mesh(
     alone = CallRecord()
     _call_unmodified(module, inputs, alone)
     parallel, segments = _record_parallel(module, inputs)
-    records = [pickle.loads(data) for data in exchange_bytes(pickle.dumps(parallel.to_cpu()), mesh)]
+    records = exchange(parallel.to_cpu(), mesh)
     return compare_records(module, alone.to_cpu(), records, segments, tolerance=tolerance)

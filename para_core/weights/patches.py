@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors, copy_ordinary_tensors, run_without_data
 from para_core.layout.sequence import Run
+from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors, copy_ordinary_tensors, run_without_data
 from para_core.torch_internals import pytree, schema_of, to_copy
 
 _aten = torch.ops.aten

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors, materialize
 from para_core.instance.modules import has_compiled_parts, is_compiled
 from para_core.instance.record import (
     empty_slot,
@@ -31,6 +30,7 @@ from para_core.instance.record import (
 )
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Run
+from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors, materialize
 from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_available
 from para_core.plans.current_call import interception_of
 from para_core.plans.module_matching import parameters_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.distributed.agree import RequireEqual
+from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
 from para_core.instance.modules import is_compiled
@@ -47,7 +47,7 @@ class Stages:
         blocks: The blocks of the model, in the order in which they run. Blocks of other stages may be freed
             already.
         dim: The mesh dim ``pipe``.
-        require_equal: Called with the arguments of each call by name, unless ``module`` has a plan, which
+        agree_on_inputs: Called with the arguments of each call by name, unless ``module`` has a plan, which
             compares them itself; raises if they differ between ranks. None skips the comparison.
         ranges: The indices of the blocks of each stage. Defaults to a split into stages of equal cost.
 
@@ -60,16 +60,16 @@ class Stages:
         module: nn.Module,
         blocks: Sequence[StackedBlock],
         dim: MeshDim,
-        require_equal: RequireEqual | None,
+        agree_on_inputs: AgreeOnInputs | None,
         ranges: Sequence[range] | None = None,
     ) -> None:
-        self.module, self.blocks, self.dim, self.require_equal = module, list(blocks), dim, require_equal
+        self.module, self.blocks, self.dim, self.agree_on_inputs = module, list(blocks), dim, agree_on_inputs
         if ranges is None:
             ranges = balanced([entry.cost for entry in blocks], dim.size)
         self.ranges = ranges
         self.own = self.ranges[dim.index]
         # True while the caller has already verified that all ranks pass equal arguments.
-        self.inputs_verified = False
+        self.inputs_agreed = False
         # Whether the output of a call is sent to every rank. PipeFusion sets this to False for calls on
         # patches.
         self.sends_output = True
@@ -122,9 +122,9 @@ class Stages:
                 "wait for another stage. Compile its blocks: "
                 "transformer.compile_repeated_blocks(fullgraph=True)."
             )
-        if not self.inputs_verified:
-            if self.require_equal is not None and region_of(module) is None:
-                self.require_equal({**dict(zip(self._parameters, args, strict=False)), **kwargs})
+        if not self.inputs_agreed:
+            if self.agree_on_inputs is not None and region_of(module) is None:
+                self.agree_on_inputs({**dict(zip(self._parameters, args, strict=False)), **kwargs})
             self.links.begin()
         if not self.sends_output:
             return call(module, *args, **kwargs)

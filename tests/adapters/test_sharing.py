@@ -98,9 +98,9 @@ def test_fingerprint_ignores_memory_layout(x):
 
 
 def exchanges_of(call):
-    with mock.patch.object(arguments, "check_consistent", wraps=arguments.check_consistent) as check_consistent:
+    with mock.patch.object(arguments, "agree", wraps=arguments.agree) as agree:
         call()
-    return check_consistent.call_count
+    return agree.call_count
 
 
 def count_exchanges(assume_equal):

@@ -68,9 +68,12 @@ class Mask:
             if extent == "local" and name in self.dims and set(layout.sizes()) != {1}
         ]
 
-    def cut(self, mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> Tensor:
+    def cut(
+        self, mask: Tensor, cp: UnifiedAttnMode, query_layout: SequenceLayout, key_layout: SequenceLayout
+    ) -> Tensor:
+        mask = mask.clone()
         for dim, layout in self.local_dims(query_layout, key_layout):
-            mask = held(mask, dim, layout, rank)
+            mask = cp.shard(mask, dim=dim, sequence=layout)
         return mask
 
 
@@ -188,18 +191,19 @@ def attend(
 ) -> list[Tensor]:
     """Return the whole result of each case, gathered on this rank."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    rank, outs = mesh.get_rank(), []
+    outs = []
     with torch.no_grad():
         for case in cases:
             heartbeat()
             query_layout, key_layout = case.layouts(ring * ulysses)
             q, k, v = case.qkv()
             mask = case.whole_mask()
-            if mask is not None:
-                mask = case.mask.cut(mask, query_layout, key_layout, rank)
+            whole_layouts = query_layout, key_layout
             key_layout = None if key_layout is query_layout else key_layout
             options = {"layout": query_layout, "key_layout": key_layout, **(mode_options or {})}
             with UnifiedAttnMode(mesh, **options) as cp:
+                if mask is not None:
+                    mask = case.mask.cut(mask, cp, *whole_layouts)
                 q = cp.shard(q, dim=-2, sequence=query_layout)
                 k, v = (cp.shard(x, dim=-2, sequence=key_layout or query_layout) for x in (k, v))
                 sdpa = compiled_sdpa(compile_with)
@@ -226,14 +230,14 @@ def gradients(
         q, k, v = case.qkv()
         weight = held(case.weight(rank), -2, query_layout, rank)
         inputs = [held(x, -2, layout, rank) for x, layout in ((q, query_layout), (k, key_layout), (v, key_layout))]
-        mask = case.whole_mask()
-        if mask is not None:
-            inputs.append(case.mask.cut(mask, query_layout, key_layout, rank).clone())
-        for x in inputs:
-            x.requires_grad_(x.is_floating_point())
+        mask, whole_layouts = case.whole_mask(), (query_layout, key_layout)
         key_layout = None if key_layout is query_layout else key_layout
         sdpa = compiled_sdpa(compile_with)
-        with UnifiedAttnMode(mesh, layout=query_layout, key_layout=key_layout, **(mode_options or {})):
+        with UnifiedAttnMode(mesh, layout=query_layout, key_layout=key_layout, **(mode_options or {})) as cp:
+            if mask is not None:
+                inputs.append(case.mask.cut(mask, cp, *whole_layouts))
+            for x in inputs:
+                x.requires_grad_(x.is_floating_point())
             out = sdpa(*inputs, **case.options)
         (out * weight).sum().backward()
         results.append(_grads(inputs))

@@ -140,9 +140,9 @@ def worst_error(call: DrawnCall, mesh: DeviceMesh, rotate_method: RotateMethod) 
     partial results are rounded before they are merged, and SDPA may be exact by chance on a few numbers.
     """
     layouts = call.layouts(mesh.size())
-    parts = _parts(call, mesh)
     mode = UnifiedAttnMode(mesh, layout=layouts[0], key_layout=_other(layouts), rotate_method=rotate_method)
     with mode, torch.set_grad_enabled(call.gradients):
+        parts = _parts(call, mesh, mode)
         out = call.attend(parts)
     positions = _positions(layouts[0], mesh.get_rank())
     errors = [_error_of_out(call, out.detach(), positions)]
@@ -153,7 +153,7 @@ def worst_error(call: DrawnCall, mesh: DeviceMesh, rotate_method: RotateMethod) 
     return max(errors)
 
 
-def _parts(call: DrawnCall, mesh: DeviceMesh) -> list[Tensor]:
+def _parts(call: DrawnCall, mesh: DeviceMesh, mode: UnifiedAttnMode) -> list[Tensor]:
     """Return this rank's parts of query, key, value and mask. They are leaves that require gradients if the call has
     gradients.
     """
@@ -162,8 +162,12 @@ def _parts(call: DrawnCall, mesh: DeviceMesh) -> list[Tensor]:
     parts = [_held(x, 2, layout, mesh) for x, layout in ((query, queries), (key, keys), (value, keys))]
     for mask in masks:
         local_dim = _local_dim(call, mesh.size())
-        parts.append(mask if local_dim is None else _held(mask, *local_dim, mesh))
-    return [x.clone().requires_grad_(call.gradients and x.is_floating_point()) for x in parts]
+        if local_dim is None:
+            parts.append(mask.clone())
+        else:
+            dim, layout = local_dim
+            parts.append(mode.shard(mask, dim=dim, sequence=layout))
+    return [x.requires_grad_(call.gradients and x.is_floating_point()) for x in parts]
 
 
 def _local_dim(call: DrawnCall, ranks: int) -> tuple[int, SequenceLayout] | None:

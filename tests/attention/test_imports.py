@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from para_core import SparseKVAttnMode, UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention.attention_options import AttnOptions
+from para_core.dataclass_json import from_json, to_json
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
 mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)
 q = torch.randn(1, 4, 8, 16, requires_grad=True)
@@ -28,7 +29,7 @@ for mode, options in ((UnifiedAttnMode, {{}}), (UnifiedAttnMode, rounded), (Spar
         with torch.no_grad():
             F.scaled_dot_product_attention(q, q, q, torch.ones(1, 1, 1, 32, dtype=torch.bool))
         F.scaled_dot_product_attention(q, q, q).sum().backward()
-    AttnOptions.read(AttnOptions(**rounded).as_text())
+    from_json(AttnOptions, to_json(AttnOptions(**rounded)))
     print(sum(name.startswith("{APPROXIMATE}") for name in sys.modules))
 """
 

@@ -75,35 +75,3 @@ def test_attention_is_part_of_the_digest():
     assert len({recipe.digest for recipe in recipes}) == len(recipes)
     assert approximations(recipes[-1]) == ("attention_schedule",)
     assert approximations(Recipe("model", backend=AttentionSchedule("cudnn"))) == ()
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--attention-schedule", "fast"], ["--attention-schedule fast", "triton-int8"]),
-        (["--attention-schedule", "keys=2:4:4"], ["--attention-schedule keys=2:4:4", "2.0"]),
-        (["--attention-schedule", "keys=half"], ["--attention-schedule keys=half"]),
-        (["--attention-schedule", "sage:4"], ["--attention-schedule sage:4", "sage:4:4"]),
-        (["--attention-schedule", "sage:a:4"], ["--attention-schedule sage:a:4", "sage:4:4"]),
-        (["--attention-schedule", "sage:4:-1"], ["--attention-schedule sage:4:-1", "sage:4:4"]),
-        (["--attention-schedule", "math", "--backend", "sage"], ["--backend sage", "flash"]),
-        (["--cross-backend", "disk"], ["--cross-backend", "'disk'", "flash"]),
-    ],
-)
-def test_bad_attention_exits_with_2(tmp_path, capsys, options, named):
-    assert run(["generate", "--prompt", "a", *options, "--out", str(tmp_path / "out")]) == 2
-    stderr = capsys.readouterr().err
-    assert [text for text in named if text not in stderr] == []
-    assert not (tmp_path / "out").exists()
-
-
-def test_patches_and_attention_by_step_exclude_each_other(tmp_path, capsys):
-    options = ["--pipefusion", "2", "--attention-schedule", "triton-int8:1:1"]
-    assert run(["generate", "--prompt", "a", *options, "--out", str(tmp_path)]) == 2
-    assert "--pipefusion is 2" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--attention-schedule", "--cross-backend"])
-def test_missing_library_is_named(tmp_path, capsys, option):
-    assert run(["generate", "--prompt", "a", option, "sage", "--out", str(tmp_path / "out")]) == 1
-    assert "sageattention" in capsys.readouterr().err

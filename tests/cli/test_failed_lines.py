@@ -134,6 +134,6 @@ def test_a_line_that_no_rank_can_encode_fails_after_the_others(rank_pool, tmp_pa
 def test_a_line_that_one_rank_cannot_encode_ends_all_ranks(rank_pool, tmp_path):
     # The first rank waits in the next line until the time-out. torchrun would end it.
     first, second = rank_pool.run(encode_lines, 2, tmp_path, (1,))
-    assert "RanksEnded: the FluxPipeline waited 20 s for rank 1" in first[1]
-    assert second[1].startswith("RanksEnded: OutOfMemoryError")
+    assert "RankDied: the FluxPipeline waited 20 s for rank 1" in first[1]
+    assert second[1].startswith("RankDied: OutOfMemoryError")
     assert not any(event == "done" for event, _ in first[0])

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -46,22 +45,13 @@ def test_help_and_version_import_neither_torch_nor_diffusers():
     assert shown.splitlines()[-1] == "[]"
 
 
-def test_help_takes_less_than_a_second():
-    def seconds():
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    # Seconds of the processor, because other processes may keep this machine busy.
-    before = seconds()
-    python("-m", "para_core", "--help")
-    assert seconds() - before < 1
-
-
-def test_flags_are_shown_without_a_value(monkeypatch, capsys):
+def test_each_help_fits_a_terminal_and_shows_flags_without_a_value(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     for command in ([], *[[name] for name in COMMANDS]):
         assert run([*command, "--help"]) == 0
-        assert "bool" not in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert any(line.strip() for line in shown.splitlines())
+        assert "bool" not in shown and "…" not in shown, f"{command}: an option's help is cut off"
     run(["generate", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert "--vae --no-vae Run the VAE on all ranks. [default: no-vae]" in shown

@@ -1,11 +1,9 @@
 """Files of options: ``--config`` of each command."""
 
 import pytest
-import typer
 
 import para_core.cli.generate
 from para_core.cli.app import app, run
-from para_core.fleet import host_server
 
 FILES = {
     "o.yaml": "steps: 3\nranks: 2\nsize: 64x48\nlora: [a/b, c/d:0.5]\nvae: true\ncompile: no\nnegative_prompt: none\n",
@@ -95,9 +93,9 @@ def test_missing_value_is_named_as_an_option(write, capsys):
         ("ranks: {a: 1}", "{'a': '1'} for ranks"),
         ("lora: [[a]]", "lora"),
         ("rank: 4", "Did you mean ranks?"),
-        ("port: 8000", "serve"),
-        ("serve: {prot: 1}", "Did you mean port?"),
-        ("serve: 1", "'1' for serve"),
+        ("runs: 3", "bench"),
+        ("bench: {rins: 1}", "Did you mean runs?"),
+        ("bench: 1", "'1' for bench"),
         ("help: true", "'help'"),
         ("ranks: 1\nranks: 2", "'ranks' is there twice"),
         ("resident-blocks: 1\nresident_blocks: 2", "'resident-blocks' is there twice"),
@@ -143,13 +141,3 @@ def test_every_command_reads_files(write, capsys, command):
 def test_a_command_without_a_model_takes_only_files_of_options(capsys):
     assert run(["doctor", "--config", "owner/name"]) == 2
     assert "owner/name" in capsys.readouterr().err
-
-
-def test_each_option_is_a_key(write, capsys, monkeypatch):
-    """Check that a file may name every option of ``serve``, with the values of the command line."""
-    calls = []
-    monkeypatch.setattr(
-        host_server, "serve", lambda *_, **rest: calls.append(rest) or (_ for _ in ()).throw(typer.Exit)
-    )
-    assert run(["serve", "--config", write("port: 8123\nout: videos\nkeep-hours: 2\n")]) == 0
-    assert calls[0]["port"] == 8123

@@ -1,15 +1,13 @@
 """The options of ``para_core serve``, without starting replicas."""
 
 import logging
-import os
-import signal
-import threading
+import re
 
 import pytest
 
 from para_core.adapters import AttentionSchedule
 from para_core.cli.app import run
-from para_core.fleet import host_server, serving
+from para_core.fleet.http import host_server
 
 
 @pytest.fixture
@@ -30,7 +28,7 @@ def started(monkeypatch):
 def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, capsys):
     config = tmp_path / "serve.yaml"
     text = "port: 8123\nmax-batch: 4\nmax_steps: 30\nwarmup: [64x64, 32x64]\ncors: https://a.example\nweights: fsdp\n"
-    text += "attention-schedule: triton-int8:1:2\n"
+    text += "attention-schedule: triton-int8:1:2\nout: videos\nkeep-hours: 2\n"
     config.write_text(text)
     assert run(["serve", "--config", str(config), "--port", "8124", "--request-log", str(tmp_path / "log")]) == 1
     (call,) = started
@@ -39,7 +37,7 @@ def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, caps
     assert call["recipe"].backend == AttentionSchedule("triton-int8", first=1, last=2)
     assert call["options"].cors == ("https://a.example",)
     assert [request.size for request in call["replica"].warmup] == ["64x64", "32x64"]
-    assert call["replica"].prompt_bytes == 10**9
+    assert (call["replica"].prompt_bytes, call["options"].keep_hours) == (10**9, 2)
     assert call["options"].request_log == tmp_path / "log"
 
 
@@ -134,38 +132,23 @@ def test_size_with_frames_is_warmed_up_with_them(started, capsys):
     assert "--warmup 64x64x9" in message and "frames" in message
 
 
-@pytest.mark.parametrize(("arguments", "address"), [(["--spread"], None), ([], "192.0.2.1:6379")])
-def test_ray_is_chosen_by_its_address_or_by_spread(started, monkeypatch, arguments, address):
-    on_ray = []
-
-    def start(*args, **rest):
-        on_ray.append(rest)
-        raise RuntimeError("stop here")
-
-    monkeypatch.setattr(serving, "start", start)
-    if address is not None:
-        monkeypatch.setenv("RAY_ADDRESS", address)
-    assert run(["serve", "--replicas", "3", "--log-level", "error", *arguments]) == 1
-    assert (on_ray[0]["replicas"], on_ray[0]["log_level"]) == (3, logging.ERROR)
-    assert not started
+def test_debug_and_spread_reach_the_server(started):
+    assert run(["serve", "--replicas", "3", "--spread"]) == 1
+    (call,) = started
+    assert (call["replicas"], call["replica"].spread, call["debug"]) == (3, True, False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("when", ["loading", "serving"])
-def test_server_on_ray_that_is_stopped_has_succeeded(monkeypatch, number, when):
-    closed = []
-
-    class Log:
-        def close(self):
-            closed.append(True)
-
-    def start(*args, **rest):
-        if when == "loading":
-            signal.raise_signal(number)
-        threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
-        return Log()
-
-    monkeypatch.setattr(serving, "start", start)
-    monkeypatch.setattr(serving, "stop", lambda: None)
-    assert run(["serve", "--spread"]) == 0
-    assert closed == [True] * (when == "serving")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--queue", "-1"], "--queue -1 .*0"),
+        (["--max-steps", "0"], "--max-steps 0 .*0"),
+        (["--request-seconds", "nan"], "--request-seconds nan.*0"),
+        (["--memory", "0"], "--memory 0.*0 GB"),
+        (["--replicas", "0"], "--replicas 0.*1"),
+    ],
+)
+def test_impossible_limits_name_their_options(options, says, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["serve", *options]) != 0
+    assert re.search(says, capsys.readouterr().err)

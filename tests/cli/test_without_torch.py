@@ -21,35 +21,69 @@ for arguments in json.load(sys.stdin):
     print(json.dumps([arguments, code, said.getvalue(), imported]))
 """
 PROMPT = ["generate", "--prompt", "a"]
-# Each with the exit code and what the message names.
+# Some commands name them.
+FILES = ("README.md", "zoo")
+# Each with the exit code and the words that the message has.
 CASES = [
     (["generate"], 2, "no prompt"),
     (["generate", "--steps", "3", "--set", "true_cfg_scale=2"], 2, "no prompt"),
     (["generate", "--model", "zoo/video/pipeline"], 2, "no prompt"),
-    ([*PROMPT, "--compile", "foo"], 2, "--compile is 'foo'"),
+    # A bad value of an option.
+    ([*PROMPT, "--compile", "foo"], 2, "--compile is 'foo'", "no, blocks, whole"),
     ([*PROMPT, "--weights", "foo"], 2, "--weights is 'foo'"),
+    ([*PROMPT, "--weights", "tensor"], 2, "--weights", "--mesh tensor=2"),
     ([*PROMPT, "--dtype", "foo"], 2, "--dtype is 'foo'"),
     ([*PROMPT, "--quantize", "foo"], 2, "--quantize is 'foo'"),
-    ([*PROMPT, "--backend", "foo"], 2, "--backend is 'foo'"),
-    ([*PROMPT, "--attention-backend", "foo"], 2, "--backend is 'foo'"),
-    ([*PROMPT, "--cross-backend", "foo"], 2, "--cross-backend is 'foo'"),
+    ([*PROMPT, "--backend", "foo"], 2, "--backend is 'foo'", "flash"),
+    ([*PROMPT, "--attention-backend=foo"], 2, "--backend is 'foo'"),
+    ([*PROMPT, "--cross-backend", "foo"], 2, "--cross-backend is 'foo'", "flash"),
     ([*PROMPT, "--attention-schedule", "foo:1:1"], 2, "'foo'"),
-    ([*PROMPT, "--mesh", "foo=2"], 2, "--mesh has 'foo=2'"),
-    ([*PROMPT, "--cache", "abc"], 2, "--cache is 'abc'"),
+    ([*PROMPT, "--attention-schedule", "fast"], 2, "--attention-schedule fast", "triton-int8"),
+    ([*PROMPT, "--attention-schedule", "keys=half"], 2, "--attention-schedule keys=half"),
+    ([*PROMPT, "--attention-schedule", "sage:4"], 2, "--attention-schedule sage:4", "sage:4:4"),
+    ([*PROMPT, "--attention-schedule", "sage:a:4"], 2, "--attention-schedule sage:a:4", "sage:4:4"),
+    ([*PROMPT, "--attention-schedule", "sage:4:-1"], 2, "--attention-schedule sage:4:-1", "sage:4:4"),
+    ([*PROMPT, "--attention-schedule", "keys=2:4:4"], 2, "--attention-schedule keys=2:4:4", "2.0"),
+    ([*PROMPT, "--attention-schedule", "math", "--backend", "sage"], 2, "--backend sage", "flash"),
+    ([*PROMPT, "--pipefusion", "2", "--attention-schedule", "triton-int8:1:1"], 2, "--pipefusion is 2"),
+    ([*PROMPT, "--mesh", "foo=2"], 2, "--mesh has 'foo=2'; ", "batch, ring, ulysses, tensor"),
+    ([*PROMPT, "--mesh", ","], 2, "--mesh has ''"),
+    ([*PROMPT, "--mesh", "ring=2,ring=3"], 2, "--mesh has two sizes for ring"),
+    *[([*PROMPT, "--cache", value], 2, "--cache", value) for value in ("abc", "-1", "inf", "nan")],
     ([*PROMPT, "--offload", "foo"], 2, "--offload is 'foo'"),
-    ([*PROMPT, "--text-encoders", "foo"], 2, "--text-encoders is 'foo'"),
-    ([*PROMPT, "--vae-placement", "foo"], 2, "--vae-placement is 'foo'"),
-    ([*PROMPT, "--rotate-method", "foo"], 2, "--rotate-method is 'foo'"),
-    ([*PROMPT, "--comm-dtype", "foo"], 2, "--comm-dtype is 'foo'"),
+    ([*PROMPT, "--resident-blocks", "4"], 2, "--resident-blocks", "'blocks'"),
+    ([*PROMPT, "--text-encoders", "foo"], 2, "--text-encoders is 'foo'", "fsdp"),
+    ([*PROMPT, "--vae-placement", "foo"], 2, "--vae-placement is 'foo'", "first"),
+    ([*PROMPT, "--vae-placement", "first", "--vae"], 2, "--vae-placement is 'first'"),
+    ([*PROMPT, "--rotate-method", "foo"], 2, "--rotate-method is 'foo'", "alltoall, allgather, 2d"),
+    ([*PROMPT, "--comm-dtype", "foo"], 2, "--comm-dtype is 'foo'", "int8"),
     ([*PROMPT, "--size", "12"], 2, "--size is '12'"),
     ([*PROMPT, "--format", "xyz"], 2, "--format is 'xyz'"),
-    ([*PROMPT, "--format", "mp4"], 2, "--format is 'mp4'"),
+    ([*PROMPT, "--format", "mp4"], 2, "--format is 'mp4'", "FluxPipeline", "png or jpg or webp"),
     ([*PROMPT, "--steps", "0"], 2, "--steps is 0"),
-    ([*PROMPT, "--set", "stepz=3"], 2, "steps?"),
+    ([*PROMPT, "--steps=0"], 2, "--steps is 0"),
+    ([*PROMPT, "--frames", "3"], 2, "FluxPipeline has no --frames"),
+    ([*PROMPT, "--guidance", "nan"], 2, "--guidance", "nan"),
+    *[([*PROMPT, "--fps", value], 2, "--fps") for value in ("0", "1001")],
+    ([*PROMPT, "--seed", "-1"], 2, "--seed"),
+    ([*PROMPT, "--replicas", "0"], 2, "--replicas 0"),
     ([*PROMPT, "--ranks", "0"], 2, "--ranks 0"),
     ([*PROMPT, "--memory", "0"], 2, "--memory 0"),
     ([*PROMPT, "--timeout", "0"], 2, "--timeout is 0"),
+    ([*PROMPT, "--timeout", "inf"], 2, "--timeout", "inf s"),
     ([*PROMPT, "--name", "a/b"], 2, "--name is 'a/b'"),
+    ([*PROMPT, "--out", ""], 2, "--out"),
+    # Arguments of the call.
+    ([*PROMPT, "--set", "stepz=3"], 2, "steps?"),
+    ([*PROMPT, "--set", "generator=3"], 2, "FluxPipeline has no --set generator"),
+    ([*PROMPT, "--set", "prompt_embeds=[1]"], 2, "FluxPipeline has no --set prompt_embeds"),
+    ([*PROMPT, "--set", "steps=3", "--steps", "4"], 2, "--set steps"),
+    ([*PROMPT, "--set", "steps=3", "--set", "steps=4"], 2, "--set steps is given twice"),
+    ([*PROMPT, "--set", "=3"], 2, "--set =3"),
+    ([*PROMPT, "--set", "height=48", "--size", "64x48"], 2, "--size and --set height"),
+    ([*PROMPT, "--prompts", "prompts.jsonl"], 2, "--prompt and --prompts"),
+    # Files, models and pipelines.
+    *[([*PROMPT, "--lora", value], 2, "--lora", f"'{value}'") for value in ("", ":0.5", "a/b:inf")],
     ([*PROMPT, "--lora", "absent.safetensors"], 1, "'absent.safetensors'"),
     ([*PROMPT, "--model", "/absent"], 1, "'/absent'"),
     ([*PROMPT, "--model", "absent"], 1, "'absent'"),
@@ -71,13 +105,20 @@ CASES = [
     (["serve", "--max-size", "big"], 2, "--max-size big: size is 'big'"),
     (["serve", "--warmup", "big"], 2, "--warmup big"),
     (["bench", "--quantize", "foo"], 2, "--quantize is 'foo'"),
+    (["bench", "--runs", "0"], 2, "--runs"),
+    (["bench", "--warmup-runs", "-1"], 2, "--warmup-runs"),
+    (["bench", "--steps", "0"], 2, "--steps"),
+    (["bench", "--frames", "3"], 2, "--frames"),
+    (["bench", "--ranks", "0"], 2, "--ranks"),
+    (["bench", "--set", "num_inference_steps=3", "--set", "num_inference_steps=4"], 2, "--set"),
     (["bench", "--model", "/absent"], 1, "'/absent'"),
     (["bench", "--out", "README.md"], 1, "README.md exists"),
     (["bench", "--out", "absent/figures.json"], 1, "absent/figures.json cannot be written"),
     (["bench", "--profile", "README.md"], 1, "--profile README.md"),
-    ([*PROMPT, "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, "--mesh is too small"),
-    (["bench", "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, "--mesh is too small"),
-    (["serve", "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, "--mesh is too small"),
+    *[
+        ([*command, "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, "--mesh is too small")
+        for command in (PROMPT, ["bench"], ["serve"])
+    ],
     (["plan", "--model", "/absent/model"], 1, "'/absent/model'"),
     (["plan", "--model", "zoo"], 1, "model_index.json"),
     (["plan", "--model", "absent.gguf"], 2, "--model is 'absent.gguf'"),
@@ -87,8 +128,10 @@ CASES = [
 ]
 
 
-def answers_to(commands, **variables):
+def answers_to(folder, commands, **variables):
     """Run the command lines in one process, and return its answers. ``variables`` are added to its environment."""
+    for name in FILES:
+        (folder / name).symlink_to(ROOT / name)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "2000", **variables}
     result = subprocess.run(
         [sys.executable, "-c", PROBE],
@@ -96,7 +139,7 @@ def answers_to(commands, **variables):
         capture_output=True,
         text=True,
         check=True,
-        cwd=ROOT,
+        cwd=folder,
         env=environment,
         timeout=120,
     )
@@ -104,31 +147,35 @@ def answers_to(commands, **variables):
 
 
 @pytest.fixture(scope="module")
-def answers():
-    return answers_to([arguments for arguments, *_ in CASES])
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("commands")
+    answers = answers_to(folder, [arguments for arguments, *_ in CASES])
+    # Nothing was written.
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    return answers
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(arguments) for arguments, *_ in CASES])
 def test_error_is_found_before_torch_is_imported(answers, number):
-    arguments, code, said = CASES[number]
+    arguments, code, *words = CASES[number]
     assert answers[number][:2] == [arguments, code], answers[number][2]
-    assert said in answers[number][2]
+    assert [word for word in words if word not in answers[number][2]] == []
     assert answers[number][3] == []
 
 
 def test_existing_traces_are_found_before_torch_is_imported(tmp_path):
     trace = tmp_path / "rank-1.json.gz"
     trace.touch()
-    ((_, code, said, imported),) = answers_to([["bench", "--ranks", "2", "--profile", str(tmp_path)]])
+    ((_, code, said, imported),) = answers_to(tmp_path, [["bench", "--ranks", "2", "--profile", str(tmp_path)]])
     assert code == 1
     assert f"{trace} exists" in said
     assert imported == []
 
 
-def test_ranks_of_torchrun_are_checked_before_torch_is_imported():
+def test_ranks_of_torchrun_are_checked_before_torch_is_imported(tmp_path):
     mesh = ["--mesh", "ring=2,ulysses=1"]
     commands = [[*PROMPT, *mesh], ["bench", *mesh], [*PROMPT, "--ranks", "3"]]
-    answers = answers_to(commands, RANK="1", WORLD_SIZE="4")
+    answers = answers_to(tmp_path, commands, RANK="1", WORLD_SIZE="4")
     for _, code, said, imported in answers:
         assert code == 2
         assert "--mesh is too small: 4 ranks" in said or "torchrun started 4 ranks" in said

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from para_core.distributed.agree import check_consistent, exchange, signature
+from para_core.distributed.agree import agree, exchange, together
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.distributed.mesh import one_rank, sequence_mesh
+from para_core.distributed.records import Signature
 
 
 class Gathered(TorchDispatchMode):
@@ -36,10 +37,10 @@ def mesh_of(ring, ulysses):
 
 def agree_on_a_mesh(ring, ulysses):
     mesh = mesh_of(ring, ulysses)
-    same = signature({"shape": [1, 2, 3], "a long value": "x" * 10_000})
+    same = Signature.of({"shape": [1, 2, 3], "a long value": "x" * 10_000})
     with Gathered() as gathered:
-        own = check_consistent(same, mesh, (10 * dist.get_rank(), -1))
-    return own, check_consistent(same, mesh), gathered.bytes
+        own = agree(same, mesh, (10 * dist.get_rank(), -1))
+    return own, agree(same, mesh), gathered.bytes
 
 
 @pytest.mark.sample(1)
@@ -54,9 +55,18 @@ def test_consistent_ranks_exchange_a_few_bytes(rank_pool, ring, ulysses):
 
 
 def raised_by(call, *args, **kwargs):
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+    with pytest.raises((TypeError, ValueError, RuntimeError, ImportError)) as error:
         call(*args, **kwargs)
     return type(error.value).__name__, str(error.value)
+
+
+def step(mesh, *errors):
+    """Run a step that raises the first of ``errors``, and a step inside it that raises the second."""
+    with together(mesh, "the step failed"):
+        if errors[0] is not None:
+            raise errors[0]
+        if errors[1:]:
+            step(mesh, *errors[1:])
 
 
 def disagree():
@@ -64,21 +74,23 @@ def disagree():
     alike = {"dtype": "float32", "shape": [1, 2]}
     long = "中" * 5000
     errors = {
-        "a value": raised_by(
-            check_consistent, signature({**alike, "dtype": "bfloat16" if rank == 2 else "float32"}), mesh
-        ),
-        "a field": raised_by(check_consistent, signature({**alike, **({"mask": True} if rank == 3 else {})}), mesh),
+        "a value": raised_by(agree, {**alike, "dtype": "bfloat16" if rank == 2 else "float32"}, mesh),
+        "a field": raised_by(agree, {**alike, **({"mask": True} if rank == 3 else {})}, mesh),
         "own words": raised_by(
-            check_consistent,
-            signature({"rank": rank}),
+            agree,
+            {"rank": rank},
             mesh,
             explain=lambda records: f"{[record['rank'] for record in records]}",
         ),
-        "one rank": raised_by(check_consistent, TypeError(long) if rank == 1 else signature(alike), mesh),
-        "all ranks": raised_by(check_consistent, RuntimeError(f"no {rank}"), mesh),
-        "all ranks alike": raised_by(check_consistent, ValueError("no"), mesh),
+        "one rank": raised_by(agree, TypeError(long) if rank == 1 else Signature.of(alike), mesh),
+        "all ranks": raised_by(agree, RuntimeError(f"no {rank}"), mesh),
+        "all ranks alike": raised_by(agree, ValueError("no"), mesh),
+        "exchange": raised_by(exchange, ImportError("no torch") if rank == 2 else {"error": None}, mesh),
+        "a step": raised_by(step, mesh, KeyError("x") if rank == 1 else None),
+        "an inner step": raised_by(step, mesh, None, TypeError("y") if rank == 3 else None),
+        "no inner step": raised_by(step, mesh, ValueError("z") if rank == 0 else None, None),
     }
-    own = check_consistent(signature({"scale": 1, "b": 2} if rank else {"b": 2, "scale": 1.0}), mesh, (rank,))
+    own = agree({"scale": 1, "b": 2} if rank else {"b": 2, "scale": 1.0}, mesh, (rank,))
     return errors, own, exchange({"rank": rank, "of its own": "é" * rank}, mesh)
 
 
@@ -92,21 +104,25 @@ def test_inconsistent_ranks_raise_same_error(rank_pool):
         assert errors["one rank"][1] == "sequence rank 1: " + "中" * 5000
         assert errors["all ranks"] == ("RuntimeError", "sequence rank 0: no 0")
         assert errors["all ranks alike"] == ("ValueError", "sequence rank 0: no")
+        assert errors["exchange"] == ("ImportError", "sequence rank 2: no torch")
+        assert errors["a step"] == ("RuntimeError", "sequence rank 1: the step failed: KeyError: 'x'")
+        assert errors["an inner step"] == ("TypeError", "sequence rank 3: the step failed: y")
+        assert errors["no inner step"] == ("ValueError", "sequence rank 0: the step failed: z")
         assert own == [(0,), (1,), (2,), (3,)]
         assert records == [{"rank": rank, "of its own": "é" * rank} for rank in range(4)]
 
 
 def test_a_signature_is_equal_for_equal_records_only():
     records = [{"a": 1}, {"a": 2}, {"a": "1"}, {"a": 1, "b": 1}, {}]
-    assert max(Counter(signature(record).digest for record in records).values()) == 1
-    assert signature({"a": (1, 2)}) == signature({"a": [1, 2]})
+    assert max(Counter(Signature.of(record).digest for record in records).values()) == 1
+    assert Signature.of({"a": (1, 2)}) == Signature.of({"a": [1, 2]})
 
 
 def test_one_rank_agrees_with_itself_and_still_raises():
     mesh = one_rank("cpu")
-    assert check_consistent(signature({"a": 1}), mesh, (7,)) == [(7,)]
+    assert agree({"a": 1}, mesh, (7,)) == [(7,)]
     with pytest.raises(ValueError, match="sequence rank 0: bad"):
-        check_consistent(ValueError("bad"), mesh)
+        agree(ValueError("bad"), mesh)
 
 
 class Devices(TorchDispatchMode):
@@ -136,7 +152,7 @@ def groups_without_a_cpu():
         for group_dim in ("ring", "ulysses"):
             mesh = sequence_mesh(group, group_dim=group_dim)
             with Devices() as devices:
-                own = check_consistent(signature({"a": 1}), mesh, (dist.get_rank(),))
+                own = agree({"a": 1}, mesh, (dist.get_rank(),))
                 first = broadcast_bytes(torch.full((3,), dist.get_rank(), dtype=torch.uint8), mesh)
             outs.append(([rank for (rank,) in own], dist.get_process_group_ranks(group), first.tolist(), devices.types))
     cpu_groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith("para_core")]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from para_core.adapters.agree.arguments import describe
-from para_core.distributed.agree import digest, fingerprints
+from para_core.distributed.fingerprints import digest, fingerprints
 from para_core.recorder.run_counter import RunCounter
 
 DTYPES = [
@@ -42,7 +42,7 @@ def test_fingerprint_covers_bytes_of_any_dtype(dtype):
 def test_many_words_are_mixed_in_parts(monkeypatch):
     tensors = [sample(shape, torch.float32) for shape in SHAPES]
     expected = fingerprints(tensors)
-    monkeypatch.setattr("para_core.distributed.agree._MAX_WORDS", 5)
+    monkeypatch.setattr("para_core.distributed.fingerprints._MAX_WORDS", 5)
     assert fingerprints(tensors) == expected
 
 
@@ -53,7 +53,7 @@ def padded(x):
 
 @pytest.mark.parametrize("chunk", [1, 4, 1 << 16])
 def test_digest_is_the_fingerprint_of_all_bytes_in_order(monkeypatch, chunk):
-    monkeypatch.setattr("para_core.distributed.agree._CHUNK_WORDS_CPU", chunk)
+    monkeypatch.setattr("para_core.distributed.fingerprints._CHUNK_WORDS_CPU", chunk)
     tensors = [sample(shape, dtype) for shape in SHAPES for dtype in DTYPES]
     # The words begin between two words of the storage.
     tensors.append(torch.arange(9, dtype=torch.float32)[1:])

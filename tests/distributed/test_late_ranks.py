@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core.adapters import parallelize_pipe
 from para_core.distributed import late_ranks
-from para_core.distributed.agree import check_consistent, signature
+from para_core.distributed.agree import agree
 from para_core.distributed.mesh import guided_mesh
 from tests.tiny import flux_call, flux_pipe
 
@@ -45,7 +45,7 @@ def arrive_late(late, seconds):
     mesh = guided_mesh(init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("ring", "ulysses")))
     if dist.get_rank() in late:
         time.sleep(seconds)
-    return logged(lambda: check_consistent(signature({}), mesh, call="the TestPipeline"))
+    return logged(lambda: agree({}, mesh, call="the TestPipeline"))
 
 
 def test_late_ranks_are_logged_by_one_rank_and_then_the_call_goes_on(rank_pool):

@@ -1,14 +1,11 @@
 """The Ray cluster to which a fleet connects, with a stand-in for Ray's own start."""
 
-import re
-
 import pytest
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
 import ray
 
-from para_core.cli.app import run
 from para_core.fleet import group
 from para_core.fleet.rank import ReplicaOptions
 
@@ -91,19 +88,3 @@ def test_replica_without_room_names_spread(monkeypatch):
         group.require_cluster(ReplicaOptions(3), 2)
     with pytest.raises(ValueError, match=r"4 replicas of 2 ranks .*8 CPUs, .*6"):
         group.require_cluster(ReplicaOptions(2, spread=True), 4)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--queue", "-1"], "--queue -1 .*0"),
-        (["--max-steps", "0"], "--max-steps 0 .*0"),
-        (["--request-seconds", "nan"], "--request-seconds nan.*0"),
-        (["--memory", "0"], "--memory 0.*0 GB"),
-        (["--replicas", "0"], "--replicas 0.*1"),
-    ],
-)
-def test_impossible_limits_name_their_options(options, says, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert run(["serve", *options]) != 0
-    assert re.search(says, capsys.readouterr().err)

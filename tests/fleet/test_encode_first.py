@@ -9,11 +9,11 @@ from torch import nn
 from para_core.cli.app import run
 from para_core.fleet.build import build
 from para_core.fleet.encode_first import EncodeFirst, encode_batches
-from para_core.fleet.failures import RanksEnded
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
+from para_core.launcher.errors import RankDied
 from tests.cli.test_generate import CAPTION, SMALL, TINY_FLUX, pixels, plain_pixels
 
 pytestmark = pytest.mark.slow
@@ -109,10 +109,10 @@ def test_ranks_that_end_while_they_encode_end_the_batches(monkeypatch):
 
     def encode(line):
         numbers.append(line.number)
-        raise RanksEnded("rank 1 ended.")
+        raise RankDied("rank 1 ended.")
 
     monkeypatch.setattr(encode_first, "encode", encode)
-    with pytest.raises(RanksEnded, match="rank 1 ended"):
+    with pytest.raises(RankDied, match="rank 1 ended"):
         list(encode_batches(lines_of(["a red circle", "a blue circle"]), encode_first))
     assert numbers == [1]
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from para_core.fleet.engine import LaunchedRanks, OwnRank, open_ranks
-from para_core.fleet.failures import RanksEnded
-from para_core.launcher.errors import Cancelled
+from para_core.launcher.errors import Cancelled, RankDied
 from para_core.launcher.handle import Ticket
 
 pytestmark = pytest.mark.slow
@@ -100,7 +99,7 @@ def test_what_all_ranks_raise_leaves_them(ranks, own, error):
 def test_what_one_rank_raises_ends_all(ranks):
     ranks.start()
     before = ranks.process_ids
-    with pytest.raises(RanksEnded, match="alike"):
+    with pytest.raises(RankDied, match="alike"):
         ranks.call("fail", ValueError, (1,))
     ranks.start()
     assert not {*before} & {*ranks.process_ids}
@@ -109,7 +108,7 @@ def test_what_one_rank_raises_ends_all(ranks):
 
 def test_rank_that_ends_is_named(ranks):
     ranks.start()
-    with pytest.raises(RanksEnded, match="rank 1 was ended by SIGTERM"):
+    with pytest.raises(RankDied, match="rank 1 was ended by SIGTERM"):
         ranks.call("end", 1)
 
 

@@ -4,13 +4,12 @@ import logging
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from para_core.fleet.last_words import Notes, describe_death
-from para_core.fleet.log_relay import Entry, LogReader, LogRelay, Position, log_entries
+from para_core.fleet.log_relay import Entry, LogRelay, Position, log_entries
 
 CHILD = """
 import signal, time
@@ -75,35 +74,27 @@ def test_notes_on_another_node_are_not_readable(tmp_path):
     assert (notes.readable, notes.read_signal()) == (False, "")
 
 
-@pytest.fixture
-def relay():
-    relay = LogRelay()
-    package = logging.getLogger("para_core")
-    level = package.level
-    relay.attach(logging.INFO)
-    yield relay
-    package.removeHandler(relay)
-    package.setLevel(level)
+def test_records_arrive_once_although_an_answer_is_lost():
+    relay, logger = LogRelay(), logging.getLogger("para_core.fleet.test")
 
+    def log(level, text, *args):
+        relay.handle(logger.makeRecord(logger.name, level, "", 0, text, args, None))
 
-def test_records_arrive_once_although_an_answer_is_lost(relay, caplog):
-    logger = logging.getLogger("para_core.fleet.test")
-    logger.info("first %d", 1)
-    logger.debug("not kept")
+    log(logging.INFO, "first %d", 1)
     relay.read(Position())  # this answer is lost
     position, entries = relay.read(Position())
     assert [(entry.level, entry.logger, entry.message) for entry in entries] == [
         (logging.INFO, "para_core.fleet.test", "first 1")
     ]
-    relay.add([Entry(5.0, logging.ERROR, "para_core.fleet.other", "second")])
+    log(logging.ERROR, "second")
     position, entries = relay.read(position)
     assert [entry.message for entry in entries] == ["second"]
     assert relay.read(position)[1] == []
-    # Another process, in which numbers begin again.
-    assert LogRelay().read(position)[1] == []
+    # A relay of another process, in which numbers begin again.
     other = LogRelay()
-    other.add(entries)
-    assert other.read(position)[1] == entries
+    assert other.read(position)[1] == []
+    other.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, "third", (), None))
+    assert [entry.message for entry in other.read(position)[1]] == ["third"]
 
 
 def test_entries_are_logged_with_their_own_time(caplog):
@@ -116,20 +107,3 @@ def test_entries_are_logged_with_their_own_time(caplog):
     (record,) = caplog.records
     assert (record.created, record.levelname, record.name) == (5.25, "ERROR", "para_core.fleet.a")
     assert record.getMessage() == "100 %s"
-
-
-def test_reader_goes_on_after_a_failure_and_reads_the_last_records(caplog):
-    source, calls = LogRelay(), []
-
-    def read(position):
-        calls.append(position)
-        if len(calls) == 1:
-            raise ConnectionError
-        return source.read(position)
-
-    reader = LogReader(read)
-    while len(calls) < 2:
-        time.sleep(0.01)
-    source.add([Entry(1.0, logging.ERROR, "para_core.fleet", "last")])
-    reader.close()
-    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == ["last"]

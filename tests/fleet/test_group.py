@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
 from para_core.fleet import group
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.rank_actor import Answer
+from para_core.launcher.errors import Cancelled, RankDied
 
 GRACE = 0.2
 
@@ -35,7 +36,7 @@ def short_grace(monkeypatch):
     monkeypatch.setattr(group, "_GRACE_SECONDS", GRACE)
 
 
-DONE, FAILED, CANCELLED = Answer(None), Answer(RequestFailed("no room")), Answer(RequestCancelled("after step 3."))
+DONE, FAILED, CANCELLED = Answer(None), Answer(RequestFailed("no room")), Answer(Cancelled("after step 3."))
 
 
 @pytest.mark.sample(1)
@@ -48,19 +49,19 @@ def test_slow_rank_is_waited_for(seconds):
 @pytest.mark.parametrize("order", [1, -1])
 def test_silent_rank_after_failure_is_dead(other, order):
     start = time.perf_counter()
-    with pytest.raises(ReplicaDied) as error:
+    with pytest.raises(RankDied) as error:
         wait_for(*[(0.0, other), (30.0, DONE)][::order])
     assert str(other.outcome) in str(error.value)
     assert time.perf_counter() - start < 10.0
 
 
 def test_late_failure_starts_grace_period():
-    with pytest.raises(ReplicaDied, match="no room"):
+    with pytest.raises(RankDied, match="no room"):
         wait_for((30.0, DONE), (0.0, DONE), (2 * GRACE, FAILED))
 
 
 def test_late_death_is_named():
-    with pytest.raises(ReplicaDied, match=r"rank 1.*killed"):
+    with pytest.raises(RankDied, match=r"rank 1.*killed"):
         wait_for((30.0, DONE), (2 * GRACE, RuntimeError("killed")), (0.0, DONE))
 
 

@@ -162,7 +162,7 @@ def test_each_request_is_one_line_of_the_log(caplog):
         ask(port, None, method="GET", path="/a%0Ab%1b[31m", X_Request_Id="forged")
     lines = {}
     for record in caplog.records:
-        if record.name == "para_core.fleet.middleware":
+        if record.name == "para_core.fleet.http.middleware":
             lines.setdefault(record.getMessage().split(":")[0].removeprefix("request "), []).append(record)
     assert {id_: len(records) for id_, records in lines.items()} == dict.fromkeys(lines, 1)
     texts = {id_: (record.levelname, record.getMessage()) for id_, (record,) in lines.items()}

@@ -9,14 +9,14 @@ from diffusers import FluxPipeline
 from peft import LoraConfig
 from PIL import Image
 
-from para_core.fleet.failures import RequestCancelled, RequestFailed
-from para_core.fleet.loras import LoraFolder
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.outputs import Result
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import RankActor
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Lora, Request, batch_key
+from para_core.launcher.errors import Cancelled
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 2}
 PROMPTS = ["a large red circle", "a blue square", "a green triangle"]
@@ -76,18 +76,21 @@ def test_prompt_with_another_seed_encodes_nothing(rank):
 
 
 def test_request_with_a_lora_changes_no_other(rank, loras):
-    folder = LoraFolder(loras)
+
+    def find(name, scale=1.0):
+        return Lora(str(loras / f"{name}.safetensors"), scale)
+
     plain = pixels(generate(rank, "plain", request()))
-    images = {name: pixels(generate(rank, name, request(lora=folder.find(name)))) for name in "abc"}
+    images = {name: pixels(generate(rank, name, request(lora=find(name)))) for name in "abc"}
     assert rank._require_joined()._loras.loads == 3
     assert len({image.tobytes() for image in (plain, *images.values())}) == 4
     # c and b are still loaded, and a was used longest ago.
-    assert np.array_equal(pixels(generate(rank, "b", request(lora=folder.find("b")))), images["b"])
+    assert np.array_equal(pixels(generate(rank, "b", request(lora=find("b")))), images["b"])
     assert rank._require_joined()._loras.loads == 3
-    assert np.array_equal(pixels(generate(rank, "a", request(lora=folder.find("a")))), images["a"])
+    assert np.array_equal(pixels(generate(rank, "a", request(lora=find("a")))), images["a"])
     assert rank._require_joined()._loras.loads == 4
     assert np.array_equal(pixels(generate(rank, "plain", request())), plain)
-    half = pixels(generate(rank, "half", request(lora=folder.find("a:0.5"))))
+    half = pixels(generate(rank, "half", request(lora=find("a", 0.5))))
     assert 0 < np.abs(half - plain).mean() < np.abs(images["a"] - plain).mean()
     pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
@@ -99,22 +102,9 @@ def test_request_with_a_lora_changes_no_other(rank, loras):
 def test_broken_lora_fails_its_request_only(rank, tmp_path):
     (tmp_path / "broken.safetensors").write_text("no weights")
     before = pixels(generate(rank, "before", request()))
-    answer = generate(rank, "a", request(lora=LoraFolder(tmp_path).find("broken")))
+    answer = generate(rank, "a", request(lora=Lora(str(tmp_path / "broken.safetensors"), 1.0)))
     assert (type(answer.outcome), "'broken.safetensors'" in str(answer.outcome)) == (RequestFailed, True)
     assert np.array_equal(pixels(generate(rank, "after", request())), before)
-
-
-def test_lora_folder_names_files_in_it_only(tmp_path):
-    folder = tmp_path / "loras"
-    folder.mkdir()
-    (folder / "style.safetensors").touch()
-    (tmp_path / "secret.safetensors").touch()
-    loras = LoraFolder(folder)
-    assert loras.names() == ["style"]
-    assert loras.find("style:0.5") == Lora(str(folder / "style.safetensors"), 0.5)
-    for name in ("../secret", "", ".", "/etc/passwd", "style:nan2", "style:inf", "secret", "a" * 500):
-        with pytest.raises(ValueError, match="expected one of style"):
-            loras.find(name)
 
 
 def test_batch_gives_each_request_its_own_image(rank):
@@ -130,11 +120,11 @@ def test_batch_gives_each_request_its_own_image(rank):
 def test_cancelled_request_of_a_batch_does_not_end_the_others(rank):
     rank.cancel("b")
     kinds = [type(answer.outcome) for answer in rank.generate_batch([("a", request()), ("b", request(seed=1))])]
-    assert kinds == [Result, RequestCancelled]
+    assert kinds == [Result, Cancelled]
     rank.cancel("a")
     rank.cancel("b")
     kinds = [type(answer.outcome) for answer in rank.generate_batch([("a", request()), ("b", request(seed=1))])]
-    assert kinds == [RequestCancelled, RequestCancelled]
+    assert kinds == [Cancelled, Cancelled]
 
 
 @pytest.mark.parametrize(

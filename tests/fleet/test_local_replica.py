@@ -15,14 +15,15 @@ import pytest
 from PIL import Image
 
 from para_core.fleet.build import build, find_model
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.outputs import Output
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.replicas import connect, generate_lines, make_replicas
+from para_core.fleet.replicas import connected, generate_lines, make_replicas
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.work import generate
+from para_core.launcher.errors import Cancelled, RankDied
 
 pytestmark = pytest.mark.slow
 MODEL = find_model(None)
@@ -108,12 +109,12 @@ def test_cancelled_request_ends_after_a_step(ranks):
         replica.cancel("another")
         replica.cancel("long")
         (outcome,) = await running
-        assert isinstance(outcome, RequestCancelled)
+        assert isinstance(outcome, Cancelled)
         # One of a batch is left out of the results, and does not end the others.
         batch = [("a", request(seed=1)), ("b", request(seed=2))]
         running = asyncio.ensure_future(replica.generate_batch(batch, lambda event: replica.cancel("a")))
         outcomes = await running
-        assert [type(outcome).__name__ for outcome in outcomes] == ["RequestCancelled", "Result"]
+        assert [type(outcome).__name__ for outcome in outcomes] == ["Cancelled", "Result"]
         assert replica.process_ids == processes
         assert len(await replica.generate_batch([("next", request())])) == 1
 
@@ -130,10 +131,10 @@ def test_rank_that_dies_costs_its_request(caplog):
             if event == 2:
                 os.kill(before[1], signal.SIGKILL)
 
-        with pytest.raises(ReplicaDied, match=r"rank 1 .*SIGKILL"):
+        with pytest.raises(RankDied, match=r"rank 1 .*SIGKILL"):
             await replica.generate_batch([("long", request(steps=200))], progress)
         assert not replica.running and not await replica.alive()
-        with pytest.raises(ReplicaDied, match="not running"):
+        with pytest.raises(RankDied, match="not running"):
             await replica.generate(request())
         await replica.start()
         assert await replica.alive() and not {*before} & {*replica.process_ids}
@@ -156,7 +157,7 @@ def test_stopped_replica_ends_its_request_and_says_nothing(caplog):
         running = asyncio.ensure_future(replica.generate(request(steps=200)))
         await asyncio.sleep(1)
         await replica.stop()
-        with pytest.raises(ReplicaDied, match="stopped"):
+        with pytest.raises(RankDied, match="stopped"):
             await running
 
     on_replicas(test, 2)
@@ -193,8 +194,9 @@ def test_lines_finish_although_a_rank_is_killed():
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     with pytest.raises(ValueError, match=r"2 replicas of 2 ranks need 4 GPUs, and this host has 3.*RAY_ADDRESS"):
-        connect(ReplicaOptions(2), 2)
-    assert not connect(ReplicaOptions(1), 3)
+        connected(ReplicaOptions(2), 2, debug=False).__enter__()
+    with connected(ReplicaOptions(1), 3, debug=False):
+        pass
 
 
 def test_devices_of_replicas_are_disjoint(monkeypatch):
@@ -208,6 +210,6 @@ def test_devices_of_replicas_are_disjoint(monkeypatch):
 
 
 def test_one_host_imports_no_ray():
-    program = "import sys, para_core.fleet.host_server, para_core.cli.generation; print('ray' in sys.modules)"
+    program = "import sys, para_core.fleet.replicas, para_core.cli.generation; print('ray' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"

@@ -19,7 +19,6 @@ from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
 from para_core.adapters import cache_report
 from para_core.fleet.build import build, find_model
 from para_core.fleet.encode_first import EncodeFirst, encode_batches
-from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.modular import call_modular, load_modular, open_modular
 from para_core.fleet.prompt_file import Line
@@ -27,6 +26,7 @@ from para_core.fleet.recipe import Recipe, check_options_of_model
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.without_weights import without_weights
 from para_core.fleet.work import Watch, call_pipe, generate, generate_batch
+from para_core.launcher.errors import Cancelled
 from tests.modular_folders import plain_modular, save_modular
 from zoo.tiny.pipelines.modular import MODULAR as TINY_MODULAR
 
@@ -215,7 +215,7 @@ def cancelled_after(folder, step):
     watch = Watch(done.append, lambda: dist.get_rank() == 0 and len(done) == step)
     before = call_pipe(pipe, [request]).images[0].tobytes()
     assert cache_report(pipe).rows
-    with pytest.raises(RequestCancelled, match=f"after step {step}"):
+    with pytest.raises(Cancelled, match=f"after step {step}"):
         generate(pipe, request, recipe, watch=watch)
     return len(done), call_pipe(pipe, [request]).images[0].tobytes() == before
 

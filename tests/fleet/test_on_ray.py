@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +17,7 @@ import pytest
 
 pytest.importorskip("ray", reason="the extra ray is not installed: make test-fleet")
 
-import ray
-import ray.serve
-
-from para_core.fleet import serving
 from para_core.fleet.build import build, find_model
-from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
@@ -38,12 +34,6 @@ SMALL = {"size": "64x48", "steps": 3}
 PROMPTS = ["a large red circle", "a blue square", "a green triangle", "a small star"]
 
 
-def end_cluster():
-    # Without shutdown, Serve would ask the controller of this cluster in the next one too.
-    ray.serve.shutdown()
-    ray.shutdown()
-
-
 @pytest.fixture(scope="module")
 def model():
     return find_model(None)
@@ -55,14 +45,14 @@ def recipe(model):
 
 
 @pytest.fixture(scope="module")
-def server(model, recipe):
-    """Serve with two replicas of two ranks on a cluster of this machine."""
-    options = ServerOptions(max_batch=2, waiting=2, seconds=300)
-    of_replica = ReplicaOptions(ranks=2, room=6e7, prompt_bytes=2**30)
-    serving.start(model, recipe, options, of_replica, replicas=2, host="127.0.0.1", port=PORT)
-    yield PORT
-    serving.stop()
-    end_cluster()
+def server():
+    """Serve with two replicas of two ranks on a cluster that the command starts."""
+    size = ["--replicas", 2, "--ranks", 2, "--mesh", "ring=2", "--max-batch", 2, "--queue", 2, "--memory", 0.06]
+    with serve(*size, "--request-seconds", 300, "--port", PORT, seconds=3600, RAY_ADDRESS="local") as command:
+        command.read_until(f":{PORT}/")
+        # Nobody reads the log, but the pipe must not become full.
+        threading.Thread(target=command.process.stderr.read, daemon=True).start()
+        yield
 
 
 def ask(body, *, method="POST", path=PATH, port=PORT, **headers):
@@ -105,10 +95,10 @@ def test_impossible_replica_ends_server_with_reason(model, tmp_path):
     broken = Path(shutil.copytree(model.name, tmp_path / "broken"))
     weights = next((broken / "transformer").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:1000])
-    model, recipe = find_model(str(broken)), Recipe(str(broken))
-    with pytest.raises(RuntimeError, match="Unable to load weights"):
-        serving.start(model, recipe, ServerOptions(), ReplicaOptions(1), host="127.0.0.1", port=PORT + 12)
-    end_cluster()
+    with serve("--model", broken, "--ranks", 1, "--port", PORT + 12, RAY_ADDRESS="local") as command:
+        lines = [*command.process.stderr]
+        assert command.process.wait(120) == 1
+    assert "Unable to load weights" in lines[-1]
 
 
 def test_the_command_ends_while_a_replica_loads():
@@ -137,19 +127,6 @@ def test_too_large_size_is_refused_by_planner(server):
     status, body = ask({"prompt": PROMPTS[0], "size": "1984x1984"})
     assert status == 400
     assert b"of each rank, which may hold 0.06 GB" in body
-
-
-def test_second_server_is_refused(server, model, recipe):
-    before = rank_processes()
-    with pytest.raises(RuntimeError, match="runs a para_core server already"):
-        serving.start(model, recipe, ServerOptions(), ReplicaOptions(ranks=1), host="127.0.0.1", port=PORT + 11)
-    assert rank_processes() == before
-    assert ask(None, method="GET", path="/health")[0] == 200
-
-
-def test_used_port_is_refused_before_replicas(server, model, recipe):
-    with pytest.raises(OSError, match=rf"port {PORT} .*127\.0\.0\.1 .*--port"):
-        serving.start(model, recipe, ServerOptions(), ReplicaOptions(ranks=2), host="127.0.0.1", port=PORT)
 
 
 @pytest.mark.parametrize("fields", [{"size": "1x1"}, {"sigmas": []}, {"true_cfg_scale": 1e400}])

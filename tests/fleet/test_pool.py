@@ -5,17 +5,17 @@ import asyncio
 import pytest
 from diffusers import FluxKontextPipeline
 
-from para_core.fleet import pool
-from para_core.fleet.failures import ReplicaDied, RequestCancelled
+from para_core.fleet.http import pool
 from para_core.fleet.http.bodies import ServerOptions
-from para_core.fleet.jobs import Job, Jobs, Metrics
+from para_core.fleet.http.jobs import Job, Jobs, Metrics
+from para_core.fleet.http.pool import Pool
+from para_core.fleet.http.server import Server
 from para_core.fleet.outputs import Result
 from para_core.fleet.pipeline_info import describe
-from para_core.fleet.pool import Pool
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.server import Server
+from para_core.launcher.errors import Cancelled, RankDied
 
 
 class StandIn:
@@ -52,7 +52,7 @@ class StandIn:
         await self.open.wait()
         if not self.running or self.dead:
             await self.stop()
-            raise ReplicaDied("rank 0 died.")
+            raise RankDied("rank 0 died.")
         return [Result((), {"id": id_}) for id_, _ in batch]
 
 
@@ -61,7 +61,6 @@ def made(monkeypatch):
     """Return the stand-ins of the pools that a test makes, in their order."""
     monkeypatch.setattr(StandIn, "made", [])
     monkeypatch.setattr(pool, "make_replicas", lambda recipe, options, count: [StandIn() for _ in range(count)])
-    monkeypatch.setattr(pool, "connect", lambda options, count: None)
     return StandIn.made
 
 
@@ -141,7 +140,7 @@ def test_busy_replica_that_dies_starts_again_once(made, quick):
         await asyncio.sleep(0.1)
         assert made[0].starts == 1
         made[0].open.set()
-        with pytest.raises(ReplicaDied):
+        with pytest.raises(RankDied):
             await answer
         assert (made[0].starts, await replicas.ready()) == (2, 1)
         await replicas.stop()
@@ -157,7 +156,7 @@ def test_replica_of_a_stopped_pool_does_not_start_again(made):
         await until(lambda: made[0].ran)
         await replicas.stop()
         made[0].open.set()
-        with pytest.raises(ReplicaDied):
+        with pytest.raises(RankDied):
             await answer
         assert (made[0].starts, made[0].running) == (1, False)
 
@@ -174,7 +173,7 @@ def test_request_that_waits_for_a_replica_is_cancelled_at_once(made):
         first = ask(jobs, "first")
         await asyncio.sleep(0.01)
         jobs.cancel("first")
-        with pytest.raises(RequestCancelled):
+        with pytest.raises(Cancelled):
             await asyncio.wait_for(asyncio.shield(first.task), 1)
         second = ask(jobs, "second")
         made[0].open.set()
@@ -200,7 +199,7 @@ def test_cancelled_request_of_a_batch_that_waits_is_left_out(made):
         replicas.cancel(batch[0])
         made[0].open.set()
         await asyncio.gather(own, running)
-        assert isinstance(batch[0].answer.exception(), RequestCancelled)
+        assert isinstance(batch[0].answer.exception(), Cancelled)
         assert batch[1].answer.result().metadata["id"] == "b"
         assert made[0].ran == [["own"], ["b"]]
         await replicas.stop()
@@ -218,7 +217,7 @@ def test_cancelled_request_is_not_retried_after_its_replica_died(made):
         jobs.cancel("a")
         made[0].dead = True
         made[0].open.set()
-        with pytest.raises(RequestCancelled):
+        with pytest.raises(Cancelled):
             await job.task
         assert made[0].ran == [["a"]]
         await replicas.stop()

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from para_core.fleet.failures import ReplicaDied, RequestCancelled
 from para_core.fleet.http.bodies import ServerOptions
-from para_core.fleet.jobs import Jobs
+from para_core.fleet.http.jobs import Jobs
 from para_core.fleet.outputs import Result
 from para_core.fleet.request import Request
+from para_core.launcher.errors import Cancelled, RankDied
 
 
 class Replicas:
@@ -22,7 +22,7 @@ class Replicas:
         self.ran.append("+".join(entry.id_ for entry in batch))
         await self.open.wait()
         if batch[0].id_ == "dies":
-            raise ReplicaDied("gone")
+            raise RankDied("gone")
         for entry in batch:
             entry.finish(Result((), {"id": entry.id_}))
 
@@ -41,7 +41,7 @@ def test_cancelled_request_leaves_the_queue_at_once():
         first, second, third = (ask(jobs, name) for name in ("first", "second", "third"))
         await asyncio.sleep(0)
         jobs.cancel("second")
-        with pytest.raises(RequestCancelled):
+        with pytest.raises(Cancelled):
             await asyncio.wait_for(second, 1)
         assert replicas.cancelled == []
         jobs.cancel("first")  # The request runs, so its replica is told.
@@ -74,7 +74,7 @@ def test_replica_that_ends_frees_its_place():
         jobs = Jobs(replicas, ServerOptions())
         dies, lives = ask(jobs, "dies"), ask(jobs, "lives")
         replicas.open.set()
-        with pytest.raises(ReplicaDied):
+        with pytest.raises(RankDied):
             await dies
         assert (await lives).metadata["id"] == "lives"
 
@@ -95,7 +95,7 @@ def test_requests_that_differ_in_prompt_and_seed_are_one_batch():
         replicas.open.set()
         results = await asyncio.gather(busy, *answers, return_exceptions=True)
         assert replicas.ran == ["busy", "a+c+d", "other", "several"]
-        assert isinstance(results[2], RequestCancelled)
+        assert isinstance(results[2], Cancelled)
         assert [result.metadata["id"] for result in results if isinstance(result, Result)][1:] == [
             *("a", "other", "c", "d", "several")
         ]
@@ -112,7 +112,7 @@ def test_retried_request_can_be_cancelled_when_its_first_replica_is_back():
         async def run(self, batch):
             if not self.ran:
                 self.ran.append("died")
-                batch[0].finish(ReplicaDied("gone"))
+                batch[0].finish(RankDied("gone"))
                 await self.restarted.wait()
             else:
                 await super().run(batch)

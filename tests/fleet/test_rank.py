@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from para_core.fleet import rank as rank_module
-from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.log_relay import Position
 from para_core.fleet.pipeline_info import find_tiny_flux
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.rank_actor import RankActor
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
+from para_core.launcher.errors import Cancelled
 from para_core.progress import logger
 
 SECONDS = 10.0
@@ -74,7 +74,7 @@ def test_failed_request_is_answered_on_busy_device(monkeypatch):
 def test_request_after_failure_releases_memory_once(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("release"))
-    outcomes = [None, ValueError("no"), RuntimeError("no"), None, RequestCancelled("no"), None]
+    outcomes = [None, ValueError("no"), RuntimeError("no"), None, Cancelled("no"), None]
     rank = make_rank(monkeypatch, outcomes)
     run = rank_module.generate_batch
 
@@ -84,7 +84,7 @@ def test_request_after_failure_releases_memory_once(monkeypatch):
 
     monkeypatch.setattr(rank_module, "generate_batch", generate)
     kinds = [outcome(rank) for _ in outcomes]
-    assert kinds == [None, ("ValueError", "no"), ("RuntimeError", "no"), None, ("RequestCancelled", "no"), None]
+    assert kinds == [None, ("ValueError", "no"), ("RuntimeError", "no"), None, ("Cancelled", "no"), None]
     first_three = ["generate", "generate", "release", "generate"]
     assert calls == [*first_three, "release", "generate", "generate", "generate"]
 

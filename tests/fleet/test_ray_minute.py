@@ -28,15 +28,11 @@ from PIL import Image
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
 import ray
-import ray.serve
 
 from para_core.cli.app import run
-from para_core.fleet import group, serving
-from para_core.fleet.build import find_model
-from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet import group
 from para_core.fleet.pipeline_info import find_tiny_flux
-from para_core.fleet.rank import ReplicaOptions
-from para_core.fleet.recipe import Recipe
+from tests.fleet.commands import messages, serve
 
 # Ray keeps sockets and threads open until the cluster ends, which raises warnings.
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
@@ -72,8 +68,6 @@ def cluster():
             group.connect(2, debug=False)
         yield
         with within(SECONDS):
-            # Without it, Serve would ask the controller of this cluster in the next one of this process too.
-            ray.serve.shutdown()
             ray.shutdown()
 
 
@@ -86,14 +80,11 @@ def time_limit(cluster):
 @pytest.fixture(scope="module")
 def server(cluster):
     """Serve with one replica of two ranks."""
-    model = find_model(None)
-    options = ServerOptions(waiting=2), ReplicaOptions(ranks=2, prompt_bytes=2**30)
-    recipe, address = Recipe(model.name, timeout=60), {"host": "127.0.0.1", "port": PORT}
-    with within(SECONDS):
-        serving.start(model, recipe, *options, **address)
-    yield
-    with within(SECONDS):
-        serving.stop()
+    address = ray.get_runtime_context().gcs_address
+    with serve("--ranks", 2, "--queue", 2, "--port", PORT, seconds=SECONDS, RAY_ADDRESS=address) as command:
+        command.read_until(f":{PORT}/")
+        yield
+        assert not [text for level, text in messages(command.end()) if level == "ERROR"]
 
 
 def ask(body=None, *, method="POST", path=PATH, **headers):

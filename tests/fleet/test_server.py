@@ -19,13 +19,14 @@ from diffusers import FluxKontextPipeline, FluxPipeline, WanPipeline
 from fastapi import FastAPI
 from PIL import Image
 
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet.http.server import Server
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.pipeline_info import describe
 from para_core.fleet.request import Delivery
-from para_core.fleet.server import Server
+from para_core.launcher.errors import Cancelled, RankDied
 
 PATH = "/v1/images/generations"
 
@@ -45,13 +46,13 @@ class StandIn:
             prompt = request.fields["prompt"]
             if prompt == "dies" and self.deaths == 0:
                 self.deaths += 1
-                raise ReplicaDied("rank 1 died.")
+                raise RankDied("rank 1 died.")
             if prompt == "refused":
                 raise RequestFailed("the pipeline says no.")
             for step in range(request.fields.get("num_inference_steps", 2)):
                 await asyncio.sleep(self.seconds)
                 if id_ in self.cancelled:
-                    raise RequestCancelled(f"cancelled after step {step + 1}.")
+                    raise Cancelled(f"cancelled after step {step + 1}.")
                 progress(step + 1)
             self.ran.append((id_, request))
             suffix = f".{request.delivery.format_}"

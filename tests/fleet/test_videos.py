@@ -9,7 +9,7 @@ import pytest
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from openai.types import Video, VideoDeleteResponse
 
-from para_core.fleet import videos as videos_module
+from para_core.fleet.http import videos as videos_module
 from para_core.fleet.request import Delivery
 from tests.fleet.test_openai import picture, strict
 from tests.fleet.test_server import StandIn, ask, serving, until

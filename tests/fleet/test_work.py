@@ -18,7 +18,6 @@ from PIL import Image
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.build import build, dtype_of, find_model
-from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
@@ -26,6 +25,7 @@ from para_core.fleet.recipe import Recipe, check_options_of_model, read_lora
 from para_core.fleet.request import Delivery, Lora, Request
 from para_core.fleet.without_weights import without_weights
 from para_core.fleet.work import Watch, generate, generate_batch
+from para_core.launcher.errors import Cancelled
 from para_core.plans.region import region_of
 from para_core.verify import verification
 
@@ -115,7 +115,7 @@ def cancel_after(step):
     # Only the first rank knows that the request was cancelled.
     watch = Watch(done.append, lambda: dist.get_rank() == 0 and len(done) == step)
     before = generate(pipe, REQUEST, recipe)
-    with pytest.raises(RequestCancelled, match=f"after step {step}"):
+    with pytest.raises(Cancelled, match=f"after step {step}"):
         generate(pipe, REQUEST, recipe, watch=watch)
     after = generate(pipe, REQUEST, recipe)
     return len(done), before and before.outputs, after and after.outputs

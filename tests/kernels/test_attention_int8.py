@@ -23,6 +23,7 @@ from para_core.attention.local import continued_attention
 from para_core.attention.merge import Merged
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.usp import usp_forward
+from para_core.dataclass_json import to_json
 from para_core.distributed.mesh import sequence_mesh
 from para_core.kernels import attention_int8_reference as reference
 from para_core.kernels.attention_int8 import attention, round_keys_kernel
@@ -236,7 +237,7 @@ def _call(tensors, backend, *, save):
     with fake_group(1), torch.no_grad():
         mesh = sequence_mesh(init_context_parallel_mesh("cpu"))
         layouts = even_layout(tensors[0].shape[2], 1), even_layout(tensors[1].shape[2], 1)
-        spec = AttentionSpec(*layouts, mesh, 2, 2, options=options, options_text=options.as_text())
+        spec = AttentionSpec(*layouts, mesh, 2, 2, options=options, options_text=to_json(options))
         return usp_forward(AttentionPlan(spec), *tensors, None, save=save)
 
 

@@ -1,7 +1,6 @@
 """The sequence that the mode infers from a length, compared with all candidates written out one by one."""
 
 import re
-from itertools import combinations
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from para_core import Segment, SequenceLayout
-from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
+from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 
 # Lengths are small, so that sums of different segments coincide.
 SEGMENTS = st.lists(
@@ -29,7 +28,8 @@ def sizes_of(segments, ranks):
 
 
 def all_choices(segments):
-    return [choice for length in range(1, len(segments) + 1) for choice in combinations(range(len(segments)), length)]
+    """Return the indices of each sequence alone, and of all of them in order."""
+    return sorted({*((index,) for index in range(len(segments))), tuple(range(len(segments)))})
 
 
 def verdict_by_hand(held, segments, rank, ranks, ordered):
@@ -82,47 +82,28 @@ def test_all_ranks_find_the_same_or_all_raise(infer, data, segments, ranks, orde
     assert len(set(verdicts)) == 1
 
 
-@pytest.mark.parametrize("chosen", [{7}, set(range(40)) - {13}, set(range(40))], ids=["one", "all but one", "all"])
-def test_forty_sequences_are_distinguished_by_length(chosen):
-    # Two segments together are longer than any single one, and each rank's part of a segment differs from its parts of
-    # the others.
-    segments = tuple(Segment("x", 2001 + 32 * i) for i in range(40))
-    expected = tuple(segments[i] for i in sorted(chosen))
-    for rank, held in enumerate(SequenceLayout(expected, 2).sizes()):
-        assert sequence_of_length(held, segments, rank, 2, kind="query", ordered=False).segments == expected
+@pytest.mark.parametrize("infer", INFER)
+def test_some_of_the_sequences_fit_nothing(infer):
+    segments = tuple(Segment("x", total) for total in (10, 200, 4000))
+    assert infer(2105, segments, 0, 2, kind="query", ordered=False).segments == segments
+    with pytest.raises(ValueError, match=r"query has 105 .*fits nothing.*all in the order.*cp\.using"):
+        infer(105, segments, 0, 2, kind="query", ordered=False)
 
 
-def test_forty_sequences_of_even_length_need_no_comparison():
-    segments = tuple(Segment("x", 8 * i) for i in range(1, 41))
-    layout = sequence_of_length(100, segments, 3, 8, kind="query", ordered=False)
-    assert layout.total == 800
-    with pytest.raises(ValueError, match=r"query of 800 .*is_causal.*cp\.using"):
-        sequence_of_length(100, segments, 3, 8, kind="query", ordered=True)
+@pytest.mark.parametrize("total", [200, 30])  # A sequence of 30 was not sharded: it has equal parts.
+def test_total_of_a_block_mask_finds_one_sequence(total):
+    assert layout_of_total(total, (Segment("x", 10), Segment("y", 200)), 2, kind="query").total == total
 
 
-def test_forty_conflicting_sequences_raise_on_every_rank():
-    segments = tuple(Segment("x", 8 * i + i % 3) for i in range(1, 41))
-    for rank, held in enumerate(SequenceLayout(segments[:20], 8).sizes()):
-        with pytest.raises(ValueError, match=rf"query (has|of) {held} .*cp\.using"):
-            sequence_of_length(held, segments, rank, 8, kind="query", ordered=False)
+@pytest.mark.parametrize(("totals", "total"), [((10, 10), 10), ((10, 20), 30)])
+def test_total_of_a_block_mask_that_fits_several_is_refused(totals, total):
+    segments = tuple(Segment("x", tokens) for tokens in totals)
+    with pytest.raises(ValueError, match=r"cp\.shard\(block_mask, sequence="):
+        layout_of_total(total, segments, 2, kind="query")
 
 
-def test_many_equal_candidates_raise():
-    # The last segment is uneven, so ranks differ. It is in no choice that sums to 3 on the first rank and 2 on the
-    # second.
-    segments = (*(Segment("x", 2 * i) for i in range(1, 40)), Segment("x", 50_001))
-    with pytest.raises(ValueError, match=r"query of 300 .*4096 .*cp\.using"):
-        sequence_of_length(150, segments, 0, 2, kind="query", ordered=False)
-
-
-def test_more_than_eight_sequences_raise_in_graph():
-    segments = tuple(Segment("x", 100 * i) for i in range(1, 10))
-    with pytest.raises(ValueError, match=r"^9 sequences .*key .*cp\.using"):
-        sequence_of_symbolic_length(50, segments, 0, 2, kind="key", ordered=False)
-
-
-def test_error_lists_sequences_but_not_all_concatenations():
+def test_error_lists_some_of_many_sequences():
     segments = tuple(Segment("x", 10 * i) for i in range(1, 41))
-    with pytest.raises(ValueError, match=r"key has 3 .*200 of 400.*cp\.using") as error:
+    with pytest.raises(ValueError, match=r"key has 3 .*40 of 80, ….*cp\.using") as error:
         sequence_of_length(3, segments, 0, 2, kind="key", ordered=False)
     assert len(str(error.value)) < 1000

@@ -8,8 +8,6 @@ import torch.distributed as dist
 from transformers import (
     BertConfig,
     BertModel,
-    CLIPTextConfig,
-    CLIPTextModel,
     GPT2Config,
     GPT2Model,
     LlamaConfig,
@@ -114,29 +112,23 @@ def test_causal_mask_of_local_length_is_refused(rank_pool, kind, name):
 
 
 def decoders_with_a_sharded_mask(kind, name, lengths, paddings):
-    """Return the outcomes with a 4-D mask over all tokens, of which each rank takes its rows by cp.shard or by its own
-    slice.
+    """Return the outcomes with a 4-D mask over all tokens: sharded by rows, computed from sharded rows, with all rows,
+    and cut by each rank itself.
     """
     mesh, model, outs = mesh_of(kind), make(name), []
     for S in lengths:
         for pads in paddings:
             for additive in (False, True):
                 whole = four_dims(padding(pads, S), additive, window=4 if name == "mistral" else S)
-                first = cp_first(S)
-                outs.append(run_parallel(mesh, model, make_ids(S), lambda cp, _, whole=whole: cp.shard(whole, dim=-2)))
-                outs.append(
-                    run_parallel(
-                        mesh,
-                        model,
-                        make_ids(S),
-                        lambda _, local, whole=whole, first=first: whole[:, :, first : first + local.shape[1]].clone(),
-                    )
-                )
+                first = 0 if dist.get_rank() == 0 else (S + 1) // 2
+                for mask in (
+                    lambda cp, _, whole=whole: cp.shard(whole, dim=-2),
+                    lambda cp, _, whole=whole: cp.shard(whole, dim=-2).clone()[:, :1].contiguous(),
+                    lambda cp, _, whole=whole: whole,
+                    lambda _, local, whole=whole, first=first: whole[:, :, first : first + local.shape[1]].clone(),
+                ):
+                    outs.append(outcome(lambda S=S, mask=mask: run_parallel(mesh, model, make_ids(S), mask)))
     return outs
-
-
-def cp_first(S):
-    return 0 if dist.get_rank() == 0 else (S + 1) // 2
 
 
 def four_dims(pads, additive, window):
@@ -158,10 +150,14 @@ def test_a_four_dimensional_mask_sharded_by_rows_is_exact(rank_pool, kind, name)
             for additive in (False, True):
                 whole = four_dims(padding(pads, S), additive, window=4 if name == "mistral" else S)
                 with torch.no_grad():
-                    expected += [model(make_ids(S), attention_mask=whole, use_cache=False).last_hidden_state] * 2
+                    out = model(make_ids(S), attention_mask=whole, use_cache=False).last_hidden_state
+                    expected += [out, out, out, None]
     for outs in rank_pool.run(decoders_with_a_sharded_mask, 2, kind, name, lengths, paddings):
         for out, whole in zip(outs, expected, strict=True):
-            assert relative_error(out, whole) < 1e-5
+            if whole is None:
+                assert out.startswith("ValueError") and "cp.shard(mask, dim=-2)" in out
+            else:
+                assert relative_error(out, whole) < 1e-5
 
 
 # -- A key mask that is expanded over rows.
@@ -216,11 +212,10 @@ def test_a_window_to_both_sides_of_local_length_is_refused(rank_pool, kind):
 
 
 def single_tokens(kind, lengths):
-    mesh, model, encoder = mesh_of(kind), make("llama"), make_encoder()
-    outs = []
+    mesh, encoder, decoder, outs = mesh_of(kind), encoder_without_cache(make_encoder()), make("llama"), []
     for S in lengths:
-        outs.append(outcome(lambda S=S: run_parallel(mesh, model, make_ids(S), None)))
-        outs.append(outcome(lambda S=S: run_parallel(mesh, encoder_without_cache(encoder), make_ids(S), None)))
+        outs += [outcome(lambda S=S, model=model: run_parallel(mesh, model, make_ids(S), None))
+                 for model in (encoder, decoder)]  # fmt: skip
     return outs
 
 
@@ -228,72 +223,63 @@ def encoder_without_cache(encoder):
     return lambda ids, attention_mask, position_ids, use_cache: encoder(ids, attention_mask, position_ids=position_ids)
 
 
-def single_tokens_with_padding(kind, paddings):
-    mesh, model, outs = mesh_of(kind), make("gpt2"), []
-    outs += [outcome(lambda pads=pads: run_parallel(mesh, model, make_ids(2), pads)) for pads in paddings]
-    # Its attention module is not causal, but is called with is_causal=True.
-    encoder = encoder_without_cache(make_text_encoder())
-    outs += [outcome(lambda pads=pads: run_parallel(mesh, encoder, make_ids(2), pads)) for pads in (None, *paddings)]
-    return outs
-
-
-def make_text_encoder():
-    torch.manual_seed(3)
-    return CLIPTextModel(CLIPTextConfig(**SIZES)).eval()
-
-
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_single_token_decoder_with_padding_is_refused(rank_pool, kind):
-    paddings = [torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1, 1], [0, 1]])]
-    for outs in rank_pool.run(single_tokens_with_padding, 2, kind, paddings):
-        assert all(isinstance(out, str) and out.startswith("ValueError") and "cp.shard" in out for out in outs), outs
-
-
-@pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_single_token_decoder_is_refused_and_encoder_exact(rank_pool, kind):
-    lengths, encoder = [2, 3], make_encoder()
+def test_encoder_of_single_tokens_is_exact_and_decoder_is_reported(rank_pool, kind):
+    lengths, encoder = [3, 2], make_encoder()
     with torch.no_grad():
         expected = [encoder(make_ids(S)).last_hidden_state for S in lengths]
-    for outs in rank_pool.run(single_tokens, 2, kind, lengths):
-        assert all(isinstance(out, str) and out.startswith("ValueError") and "is_causal" in out for out in outs[::2])
-        for out, whole in zip(outs[1::2], expected, strict=True):
+    for outs, warned in rank_pool.run(with_warnings, 2, single_tokens, kind, lengths):
+        assert "is_causal" in outs[1] and outs[1].startswith("ValueError")  # The ranks pass different flags.
+        for out, whole in zip(outs[::2], expected, strict=True):
             assert relative_error(out, whole) < 1e-5
+        # If each rank has one token, the call does not tell whether the model is causal.
+        assert len(warned) == 2 and all("at most one of 2 tokens" in text and "propose_plan" in text for text in warned)
+
+
+def with_warnings(function, *args):
+    """Return the result of ``function(*args)``, and the warnings that para_core logs meanwhile."""
+    caught, handler = [], logging.Handler()
+    handler.emit = lambda record: caught.append(record.getMessage())
+    logging.getLogger("para_core").addHandler(handler)
+    try:
+        return function(*args), caught
+    finally:
+        logging.getLogger("para_core").removeHandler(handler)
 
 
 # -- Inputs that were never sharded.
 
 
+def unsharded_encoder(mesh):
+    with torch.no_grad(), UnifiedAttnMode(mesh):
+        return make_encoder()(make_ids(8)).last_hidden_state
+
+
+def halves_of_a_decoder(mesh, **options):
+    """Take this rank's half without the mode."""
+    ids, positions = (x.chunk(2, dim=1)[dist.get_rank()] for x in (make_ids(8), torch.arange(8)[None]))
+    with torch.no_grad(), UnifiedAttnMode(mesh, **options):
+        return make("llama")(ids, position_ids=positions, use_cache=False).last_hidden_state
+
+
 def unsharded_models():
-    mesh, decoder, encoder, outs = mesh_of("ulysses"), make("llama"), make_encoder(), []
-    ids = make_ids(8)
-    with torch.no_grad(), UnifiedAttnMode(mesh):
-        outs.append(outcome(lambda: decoder(ids)))
-    caught = []
-    handler = logging.Handler()
-    handler.emit = lambda record: caught.append(record.getMessage())
-    logging.getLogger("para_core").addHandler(handler)
-    with torch.no_grad(), UnifiedAttnMode(mesh):
-        outs.append(encoder(ids).last_hidden_state)
-    logging.getLogger("para_core").removeHandler(handler)
-    outs.append(caught)
-    # Each rank takes its half without the mode.
-    own, positions = (x.chunk(2, dim=1)[dist.get_rank()] for x in (ids, torch.arange(8)[None]))
-    with torch.no_grad(), UnifiedAttnMode(mesh):
-        outs.append(decoder(own, position_ids=positions, use_cache=False).last_hidden_state)
-    return outs
+    mesh = mesh_of("ulysses")
+    layout = SequenceLayout((Segment("x", 8),), 2)
+    return (
+        with_warnings(unsharded_encoder, mesh),
+        with_warnings(halves_of_a_decoder, mesh),
+        with_warnings(lambda: halves_of_a_decoder(mesh, layout=layout)),
+    )
 
 
-def test_unsharded_decoder_is_refused(rank_pool):
-    ids, decoder, encoder = make_ids(8), make("llama"), make_encoder()
+def test_inputs_that_the_mode_did_not_shard_are_reported_once(rank_pool):
     with torch.no_grad():
-        whole, encoded = decoder(ids).last_hidden_state, encoder(ids).last_hidden_state
-    for rank, (refused, out, warned, own) in enumerate(rank_pool.run(unsharded_models, 2)):
-        assert refused.startswith("ValueError")
-        assert "cp.shard" in refused
-        assert relative_error(out, encoded) < 1e-5
-        assert len(warned) == 1
-        assert "cp.shard" in warned[0]
-        assert relative_error(own, whole.chunk(2, dim=1)[rank]) < 1e-5
+        encoded, decoded = (model(make_ids(8)).last_hidden_state for model in (make_encoder(), make("llama")))
+    for rank, outs in enumerate(rank_pool.run(unsharded_models, 2)):
+        half = decoded.chunk(2, dim=1)[rank]
+        for (out, warned), expected, times in zip(outs, (encoded, half, half), (1, 1, 0), strict=True):
+            assert relative_error(out, expected) < 1e-5
+            assert len(warned) == times and all("cp.shard" in text and "layout=" in text for text in warned)
 
 
 # -- Decoding with a cache of keys and values.

@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from para_core import ParallelWarning
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, parallelize_transformer
-from para_core.distributed.agree import inputs_verified
+from para_core.distributed.agreed_inputs import assume_agreed
 from para_core.plans.region import region_of
 from tests.adapters.test_transformers import SIZES, call
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
@@ -230,7 +230,7 @@ def frames_of_the_check():
     """Return the number of Python functions that the check runs in each of four calls with verified inputs."""
     transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
     numbers = []
-    with torch.no_grad(), inputs_verified([region_of(transformer)]):
+    with torch.no_grad(), assume_agreed([region_of(transformer)]):
         for _ in range(4):
             numbers.append(0)
 

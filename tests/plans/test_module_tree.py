@@ -6,7 +6,7 @@ from torch import nn
 
 from benchmarks.harness import calls_in_python, fake_group
 from para_core.adapters import parallelize_transformer
-from para_core.distributed.agree import inputs_verified
+from para_core.distributed.agreed_inputs import assume_agreed
 from para_core.instance.modules import ModuleTree
 from para_core.plans.region import region_of
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer, relative_error
@@ -20,7 +20,7 @@ def test_python_calls_do_not_grow_with_modules():
             transformer(**flux_inputs(12, 4))
 
         counts = []
-        with inputs_verified([region_of(transformer)]):
+        with assume_agreed([region_of(transformer)]):
             call()  # This call checks the model's attention, through a mode.
             for _ in range(2):
                 call()

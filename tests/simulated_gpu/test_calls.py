@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from benchmarks.harness import read_results
 from para_core import UnifiedAttnMode
 from para_core.adapters import parallelize_pipe
-from para_core.distributed.agree import fingerprints
+from para_core.distributed.fingerprints import fingerprints
 from tests.rank_pool import RankPoolError
 from tests.simulated_gpu.calls import KINDS, attend, call_transformer, generate, generate_alone, generate_once, mesh_of
 from tests.simulated_gpu.cases import ATTENTION, PIPELINES

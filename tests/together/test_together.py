@@ -113,7 +113,7 @@ OFF, SLIGHTLY = torch.tensor([1.0, 2.0, 3.0, 4.01]), torch.tensor([1.0, 2.0, 3.0
         ({"outs": [torch.full((4,), torch.nan)]}, "wrong"),
         ({"undone": [SLIGHTLY]}, "wrong"),
         ({"state": {"pipe": "FluxPipeline", "pipe._para_core": "dict"}}, "wrong"),
-        ({"kept": ["pipe.scheduler.model_outputs holds para_core.cfg.lazy.LazyTensor"]}, "wrong"),
+        ({"kept": ["pipe.scheduler.model_outputs holds para_core.lazy_tensors.LazyTensor"]}, "wrong"),
         (refused(), "wrong"),  # Only one rank is refused, so the other one would wait for it.
     ],
 )

@@ -72,16 +72,6 @@ def test_model_without_token_mixing_is_exact():
     assert all(weight.grad is None for weight in model.parameters())
 
 
-@pytest.mark.parametrize("wrong", [0, 2])
-def test_mean_over_tokens_is_located(wrong):
-    check = check_parallel(make(centred=[wrong]), torch.randn(1, 12, 4), ranks=2)
-    assert not check
-    assert [case.error > 1e-3 for case in check.cases] == [True] * 4
-    assert check.first_difference.module == f"blocks.{wrong}"
-    assert check.first_difference.kind == "Block"
-    assert f"blocks.{wrong} (Block)" in str(check)
-
-
 class Gathers(Model):
     """A model whose forward uses its number of tokens between two blocks."""
 
@@ -90,13 +80,6 @@ class Gathers(Model):
         for block in self.blocks:
             x = block(x * x.shape[1] ** 0.5)
         return self.head(x)
-
-
-def test_code_between_modules_is_named_with_next_module():
-    torch.manual_seed(0)
-    difference = check_parallel(Gathers(), torch.randn(1, 12, 4), ranks=2).first_difference
-    assert difference.module == ""
-    assert "blocks.0" in difference.reason
 
 
 def shard_pixels(cp, model, x):
@@ -129,26 +112,11 @@ def gather_twice(cp, model, x):
     return shard_input(cp, model, x).flip(1)
 
 
-def test_error_in_own_code_is_located():
-    difference = check_parallel(make(), torch.randn(1, 12, 4), forward=gather_twice, ranks=2).first_difference
-    assert difference.module == ""
-    assert "forward=" in difference.reason
-
-
 class Fails(Model):
     def forward(self, x):
         if x.shape[1] == 5:
             raise ArithmeticError("five tokens")
         return super().forward(x)
-
-
-def test_an_exception_on_one_rank_is_a_finding():
-    check = check_parallel(Fails(), torch.randn(1, 11, 4), ranks=2)
-    assert not check.exact
-    failed = [case for case in check.cases if case.failure is not None]
-    assert {case.tokens for case in failed} == {11, 10}
-    assert all("ArithmeticError: five tokens" in case.failure for case in failed)
-    assert "five tokens" in check.first_difference.reason
 
 
 class Short(nn.Module):
@@ -164,12 +132,6 @@ class FailsOnSecondRank(Model):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Sequential(Short(), Block()), Block()])
-
-
-def test_module_of_the_rank_that_failed_is_named():
-    check = check_parallel(FailsOnSecondRank(), torch.randn(2, 13, 4), ranks=2)
-    assert "6 tokens" in check.cases[0].failure
-    assert check.first_difference.module == "blocks.0.0"
 
 
 @dataclass(frozen=True)
@@ -199,11 +161,6 @@ def test_model_that_fails_on_one_device_raises_its_error():
 class Draws(Model):
     def forward(self, x):
         return super().forward(x + torch.randn_like(x))
-
-
-def test_random_model_is_reported():
-    check = check_parallel(Draws(), torch.randn(1, 12, 4), ranks=2)
-    assert "random numbers" in check.first_difference.reason
 
 
 def test_plans_are_checked():
@@ -267,12 +224,6 @@ class ReturnsMore(Model):
     def forward(self, x):
         y = super().forward(x)
         return (y, y.mean(dim=1)) if x.shape[1] > 6 else (y,)
-
-
-def test_an_output_that_ranks_lack_is_found():
-    check = check_parallel(ReturnsMore(), torch.randn(1, 12, 4), ranks=2)
-    assert not check
-    assert all("[1, 1]" in case.failure for case in check.cases)
 
 
 class Forbids(Model):
@@ -349,31 +300,106 @@ def tokens(length):
     return torch.randint(64, (1, length), generator=torch.Generator().manual_seed(length))
 
 
-WINDOWED = {
-    "Mistral": ({"sliding_window": 8, "num_key_value_heads": 2}, "layers.0.self_attn"),
-    "Qwen2": (
-        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "num_key_value_heads": 2},
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+GROUPED = {"num_key_value_heads": 2}
+WINDOW = {"sliding_window": 8, **GROUPED}
+
+
+def of_transformers(name, length=12, positions=True, **config):
+    """Return a model of transformers, and its inputs."""
+    inputs = {"input_ids": tokens(length)}
+    if positions:
+        inputs["position_ids"] = torch.arange(length)[None]
+    if name not in ("ModernBert", "Bert"):
+        inputs["use_cache"] = False
+    return transformers_model(name, **config), inputs
+
+
+def pixels(model, **options):
+    return model, {"x": torch.randn(1, 12, 4), **options}
+
+
+# Each row has a model with its inputs, the module that differs on two ranks, and words of the report.
+DIFFERENCES = {
+    "a mean in the first block": (lambda: pixels(make(centred=[0])), "blocks.0", "blocks.0 (Block)"),
+    "a mean in the last block": (lambda: pixels(make(centred=[2])), "blocks.2", "blocks.2 (Block)"),
+    "code between modules": (lambda: pixels(Gathers()), "", "blocks.0"),
+    "own lines with a wrong block": (lambda: pixels(make(centred=[1]), forward=shard_pixels), "blocks.1", "blocks.1"),
+    "own lines that are wrong": (lambda: pixels(make(), forward=gather_twice), "", "forward="),
+    "random numbers": (lambda: pixels(Draws()), "", "random numbers"),
+    "an exception": (
+        lambda: (Fails(), {"x": torch.randn(1, 11, 4)}),
+        "",
+        "ArithmeticError: five tokens",
+    ),
+    "an exception on the second rank": (
+        lambda: (FailsOnSecondRank(), {"x": torch.randn(2, 13, 4)}),
+        "blocks.0.0",
+        "6 tokens",
+    ),
+    "an output that ranks lack": (lambda: pixels(ReturnsMore()), "", "[1, 1]"),
+    "weights of attention": (
+        lambda: (MultiHead(needs_weights=True), {"x": torch.randn(1, 12, 8)}),
+        "",
+        "need_weights",
+    ),
+    "a mean before flex attention": (
+        lambda: (nn.Sequential(FlexAttention()), {"input": torch.randn(1, 12, 16)}),
+        "0",
+        "12 queries, 12 keys",
+    ),
+    "windows of an encoder": (
+        lambda: of_transformers("ModernBert", local_attention=16, global_attn_every_n_layers=2, **IDS),
+        "layers.1.attn",
+        "sliding_window",
+    ),
+    "windows of Mistral": (lambda: of_transformers("Mistral", **WINDOW), "layers.0.self_attn", "window"),
+    "windows of Qwen2": (
+        lambda: of_transformers("Qwen2", **WINDOW, use_sliding_window=True, max_window_layers=1),
         "layers.1.self_attn",
+        "window",
     ),
-    "Gemma3Text": (
-        {"sliding_window": 8, "num_key_value_heads": 2, "head_dim": 8, "layer_types": ["sliding_attention"] * 2},
+    "windows of Gemma3": (
+        lambda: of_transformers("Gemma3Text", **WINDOW, head_dim=8, layer_types=["sliding_attention"] * 2),
         "layers.0.self_attn",
+        "window",
     ),
+    "a rank with a single token": (
+        lambda: of_transformers("Llama", 2, **GROUPED),
+        "layers.0.self_attn",
+        "is_causal",
+    ),
+    "positions counted from zero": (lambda: of_transformers("Llama", positions=False, **GROUPED), "", "rotary_emb"),
+    "learned positions": (lambda: of_transformers("Bert", positions=False), "embeddings", "embeddings"),
+    # The pooler takes the first token, which only the first rank has.
+    "the first token": (lambda: of_transformers("Bert"), "pooler", "pooler"),
 }
 
 
-def test_an_encoder_with_windows_is_found():
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-    model = transformers_model("ModernBert", local_attention=16, global_attn_every_n_layers=2, **ids)
-    positions = torch.arange(12)[None]
-    check = check_parallel(model, input_ids=tokens(12), position_ids=positions, ranks=2)
-    assert check.first_difference.module == "layers.1.attn"
-    assert "sliding_window" in str(check)
+@pytest.mark.sample(16)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_difference_is_located(name):
+    build, module, words = DIFFERENCES[name]
+    torch.manual_seed(0)
+    model, inputs = build()
+    check = check_parallel(model, ranks=2, **inputs)
+    assert not check and not check.exact
+    assert check.first_difference.module == module
+    assert words in str(check)
+    assert all(case.error > 1e-3 for case in check.cases if case.failure is None)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["Mistral", "Llama", "Qwen2"])
+def test_decoders_without_a_window_are_exact(name):
+    model, inputs = of_transformers(name, **GROUPED)
+    check = check_parallel(model, **inputs)
+    assert check.exact, str(check)
 
 
 def test_local_decoder_mask_is_found():
-    model = transformers_model("Llama", num_key_value_heads=2)
-    inputs = {"input_ids": tokens(12), "position_ids": torch.arange(12)[None], "use_cache": False}
+    model, inputs = of_transformers("Llama", **GROUPED)
     sharded = {"input_ids": 1, "position_ids": 1}
     mask = torch.ones(1, 12, dtype=torch.long)
     for padded in (0, 3):
@@ -385,54 +411,6 @@ def test_local_decoder_mask_is_found():
     mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
     check = check_parallel(model, attention_mask=mask, dim=sharded, ranks=2, **inputs)
     assert check.exact, str(check)
-
-
-def test_a_rank_with_a_single_token_is_found():
-    model = transformers_model("Llama", num_key_value_heads=2)
-    inputs = {"input_ids": tokens(2), "position_ids": torch.arange(2)[None], "use_cache": False}
-    check = check_parallel(model, ranks=2, **inputs)
-    assert check.first_difference.module == "layers.0.self_attn"
-    assert "is_causal" in check.first_difference.reason
-    assert {case.tokens for case in check.cases} == {2}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", WINDOWED)
-def test_a_sliding_window_that_a_rank_drops_is_found(name):
-    config, module = WINDOWED[name]
-    model = transformers_model(name, **config)
-    positions = torch.arange(12)[None]
-    check = check_parallel(model, input_ids=tokens(12), position_ids=positions, use_cache=False, ranks=2)
-    assert not check.exact
-    assert check.first_difference.module == module
-    assert "window" in str(check)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["Mistral", "Llama", "Qwen2"])
-def test_decoders_without_a_window_are_exact(name):
-    model = transformers_model(name, num_key_value_heads=2)
-    positions = torch.arange(12)[None]
-    check = check_parallel(model, input_ids=tokens(12), position_ids=positions, use_cache=False)
-    assert check.exact, str(check)
-
-
-def test_positions_that_every_rank_counts_from_zero_are_found():
-    model = transformers_model("Llama", num_key_value_heads=2)
-    check = check_parallel(model, tokens(12), use_cache=False, ranks=2)
-    assert "rotary_emb" in check.first_difference.reason
-    assert check.first_difference.module == ""
-
-
-def test_learned_positions_of_encoder_are_found():
-    model = transformers_model("Bert")
-    assert check_parallel(model, tokens(12), ranks=2).first_difference.module == "embeddings"
-    positions = torch.arange(12)[None]
-    check = check_parallel(model.encoder, torch.randn(1, 12, 32), ranks=2)
-    assert check.exact, str(check)
-    with_positions = check_parallel(model, tokens(12), position_ids=positions, ranks=2)
-    # The pooler takes the first token, which only the first rank has.
-    assert with_positions.first_difference.module == "pooler"
 
 
 def patches(cp, model, pixel_values):
@@ -477,20 +455,7 @@ def test_multi_head_attention_is_checked():
     assert check_parallel(MultiHead(needs_weights=False), torch.randn(1, 12, 8), ranks=2)
 
 
-def test_attention_that_no_rank_can_compute_is_a_failure():
-    check = check_parallel(MultiHead(needs_weights=True), torch.randn(1, 12, 8), ranks=2)
-    assert not check
-    assert "need_weights" in check.first_difference.reason
-
-
 class FlexAttention(nn.Module):
     def forward(self, x):
         q = x.unflatten(-1, (2, 8)).transpose(1, 2)
         return flex_attention(q, q, q + q.mean(2, keepdim=True)).transpose(1, 2).flatten(2)
-
-
-def test_a_difference_before_flex_attention_is_found():
-    difference = check_parallel(nn.Sequential(FlexAttention()), torch.randn(1, 12, 16), ranks=2).first_difference
-    assert difference.module == "0"
-    assert "12 queries, 12 keys" in difference.facts[0] and "6 queries, 6 keys" in difference.facts[1]
-    assert difference.error > 1e-3

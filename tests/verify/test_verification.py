@@ -4,7 +4,7 @@ differs.
 
 import logging
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -65,8 +65,9 @@ def logged():
 
 
 def verify_sizes(ring, ulysses):
-    """Call a transformer twice at each of two sizes, and once more after its code has changed."""
+    """Call a transformer twice at each of two sizes, and once more after its code has changed. Then remove the plan."""
     transformer = flux_transformer()
+    classes = [type(part) for part in transformer.modules()]
     counter = Counter(transformer, 13)
     parallelize_transformer(transformer, mesh=cpu_mesh(ring, ulysses), verify=True)
     counts, outs = [], []
@@ -79,6 +80,7 @@ def verify_sizes(ring, ulysses):
         counts.append((counter.whole, counter.parts))
         unparallelize_transformer(transformer)
         outs.append(transformer(**flux_inputs(13, 5)).sample)
+    assert all(type(part) is cls for part, cls in zip(transformer.modules(), classes, strict=True))
     return counts, outs, texts
 
 
@@ -93,70 +95,6 @@ def test_each_size_costs_one_more_call_and_new_code_another(rank_pool, mesh):
         assert len(texts) == (3 if rank == 0 else 0)
 
 
-def wrong(kind):
-    """Return the error of a FLUX transformer whose code uses its number of tokens. Ignore the warnings about foreign
-    code.
-    """
-    transformer = as_class(Subclass) if kind == "subclass" else flux_transformer()
-    if kind == "subclass":
-        transformer.load_state_dict(flux_transformer().state_dict())
-    if kind == "hook":
-        transformer.transformer_blocks[0].register_forward_hook(
-            lambda module, args, output: tuple(x - x.mean(1, keepdim=True) for x in output)
-        )
-    if kind == "submodule":
-        transformer.transformer_blocks[1].ff = Mixing(transformer.transformer_blocks[1].ff)
-    if kind == "processor":
-        transformer.single_transformer_blocks[0].attn.set_processor(FirstTokens())
-    if kind == "scores by hand":
-        forward = transformer.transformer_blocks[0].ff.forward
-        transformer.transformer_blocks[0].ff.forward = lambda x: forward((0.01 * x @ x.mT).softmax(-1) @ x)
-    parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), text="shard", verify=True)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", ParallelWarning)
-        try:
-            transformer(**flux_inputs(37, 15))
-        except RuntimeError as error:
-            return str(error)
-
-
-PLACES = {
-    "subclass": "",
-    "hook": "transformer_blocks.0",
-    "submodule": "transformer_blocks.1.ff",
-    "processor": "single_transformer_blocks.0.attn",
-    "scores by hand": "transformer_blocks.0.ff",
-}
-
-
-@pytest.mark.parametrize("kind", list(PLACES))
-def test_code_that_needs_all_tokens_raises_with_the_first_module(rank_pool, kind):
-    for error in rank_pool.run(wrong, 2, kind):
-        assert error is not None and "2 ranks differs by" in error
-        assert PLACES[kind] in error
-
-
-def bypassing():
-    """Call a transformer whose attention bypasses SDPA, with that check switched off, so that only the comparison can
-    find it.
-    """
-    transformer = flux_transformer()
-    parallelize_transformer(transformer, mesh=cpu_mesh(2, 1), verify=True)
-
-    def unchecked(check, planned, run, module, args, kwargs):
-        planned.intercepted[0] = True
-        return run(module, *args, **kwargs)
-
-    transformer.transformer_blocks[1].attn.processor = Bypass()
-    with mock.patch.object(AttentionCheck, "run", unchecked), torch.no_grad():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ParallelWarning)
-                transformer(**flux_inputs(13, 5))
-        except RuntimeError as error:
-            return str(error)
-
-
 class Bypass(HandMade):
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
         tokens = torch.cat([encoder_hidden_states, hidden_states], 1)
@@ -165,20 +103,81 @@ class Bypass(HandMade):
         return out[:, text:], out[:, :text]
 
 
-def test_attention_past_sdpa_is_found_by_the_comparison_too(rank_pool):
-    for error in rank_pool.run(bypassing, 2):
-        assert error is not None and "transformer_blocks.1.attn" in error
+def unchecked(check, planned, run, module, args, kwargs):
+    """Stand for the check that attention is intercepted, which finds a bypass before the comparison."""
+    planned.intercepted[0] = True
+    return run(module, *args, **kwargs)
+
+
+def change(transformer, kind):
+    """Make the code of a transformer use its number of tokens."""
+    blocks = transformer.transformer_blocks
+    if kind == "hook":
+        blocks[0].register_forward_hook(lambda module, args, output: [x - x.mean(1, keepdim=True) for x in output])
+    if kind == "submodule":
+        blocks[1].ff = Mixing(blocks[1].ff)
+    if kind == "processor":
+        transformer.single_transformer_blocks[0].attn.set_processor(FirstTokens())
+    if kind == "scores by hand":
+        forward = blocks[0].ff.forward
+        blocks[0].ff.forward = lambda x: forward((0.01 * x @ x.mT).softmax(-1) @ x)
+    if kind == "past SDPA":
+        blocks[1].attn.processor = Bypass()
+
+
+PLACES = {
+    "subclass": "",
+    "hook": "transformer_blocks.0",
+    "submodule": "transformer_blocks.1.ff",
+    "processor": "single_transformer_blocks.0.attn",
+    "scores by hand": "transformer_blocks.0.ff",
+    "past SDPA": "transformer_blocks.1.attn",
+}
+
+
+def wrong_models():
+    """Return the error of each changed transformer. Ignore the warnings about foreign code."""
+    errors = {}
+    for kind in PLACES:
+        heartbeat()
+        transformer = as_class(Subclass) if kind == "subclass" else flux_transformer()
+        transformer.load_state_dict(flux_transformer().state_dict())
+        is_checked = kind == "past SDPA"
+        options = {"mesh": cpu_mesh(2, 1)} if is_checked else {"mesh": cpu_mesh(1, 2), "text": "shard"}
+        change(transformer, kind)
+        parallelize_transformer(transformer, verify=True, **options)
+        skipped = mock.patch.object(AttentionCheck, "run", unchecked) if is_checked else nullcontext()
+        with warnings.catch_warnings(), torch.no_grad(), skipped, pytest.raises(RuntimeError) as caught:
+            warnings.simplefilter("ignore", ParallelWarning)
+            transformer(**flux_inputs(37, 15))
+        errors[kind] = str(caught.value)
+    return errors
+
+
+def test_code_that_needs_all_tokens_raises_with_the_first_module(rank_pool):
+    for errors in rank_pool.run(wrong_models, 2):
+        for kind, error in errors.items():
+            assert "2 ranks differs by" in error, kind
+            assert PLACES[kind] in error, kind
+
+
+COMPILED_AND_CACHED = [(False, False), (False, True), (True, False), (True, True)]
+
+
+def use_cache(pipe):
+    return apply_cache_on_pipe(pipe, residual_diff_threshold=10.0, max_consecutive_hits=1)
+
+
+def verified_pipelines():
+    return [verified_pipeline(*options) for options in COMPILED_AND_CACHED]
 
 
 def verified_pipeline(compiled, cached):
-    pipe = flux_pipe()
-    counter = Counter(pipe.transformer, 63 // 3 * 3)
-    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), verify=True)
+    pipe = parallelize_pipe(flux_pipe(shared_parts=False), mesh=cpu_mesh(1, 2), verify=True)
     if cached:
-        apply_cache_on_pipe(pipe, residual_diff_threshold=10.0, max_consecutive_hits=1)
+        use_cache(pipe)
     if compiled:
         pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
-    del counter
     with logged() as texts:
         outs = [pipe(**{**flux_call(), "num_inference_steps": 4}).images for _ in range(2)]
     unparallelize_pipe(pipe)
@@ -187,19 +186,20 @@ def verified_pipeline(compiled, cached):
     return outs, texts
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_pipeline_is_verified_once_compiled_and_cached(rank_pool, compiled, cached):
-    pipe = flux_pipe()
-    if cached:
-        apply_cache_on_pipe(pipe, residual_diff_threshold=10.0, max_consecutive_hits=1)
-    expected = pipe(**{**flux_call(), "num_inference_steps": 4}).images
-    for rank, (outs, texts) in enumerate(rank_pool.run(verified_pipeline, 2, compiled, cached)):
-        assert all(relative_error(out, expected) < 1e-4 for out in outs)
-        assert len(texts) == (1 if rank == 0 else 0)
+def test_pipeline_is_verified_once_compiled_and_cached(rank_pool):
+    pipes = flux_pipe(), use_cache(flux_pipe())
+    expected = [pipe(**{**flux_call(), "num_inference_steps": 4}).images for pipe in pipes]
+    for rank, results in enumerate(rank_pool.run(verified_pipelines, 2)):
+        for (compiled, cached), (outs, texts) in zip(COMPILED_AND_CACHED, results, strict=True):
+            assert all(relative_error(out, expected[cached]) < 1e-4 for out in outs), (compiled, cached)
+            assert len(texts) == (1 if rank == 0 else 0)
 
 
-def short_of_memory(rank):
+def short_of_memory():
+    return [short_of_memory_on(rank) for rank in (0, 1)]
+
+
+def short_of_memory_on(rank):
     transformer = flux_transformer()
 
     def allocate(module, args):
@@ -215,37 +215,30 @@ def short_of_memory(rank):
         return out, transformer(**flux_inputs(13, 5)).sample
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_missing_memory_is_said_once_on_every_rank(rank_pool, rank):
+def test_missing_memory_is_said_once_on_every_rank(rank_pool):
     with torch.no_grad():
         expected = flux_transformer()(**flux_inputs(13, 5)).sample
-    for outs in rank_pool.run(short_of_memory, 2, rank):
-        assert all(relative_error(out, expected) < 1e-5 for out in outs)
+    for results in rank_pool.run(short_of_memory, 2):
+        assert all(relative_error(out, expected) < 1e-5 for outs in results for out in outs)
 
 
-def compiled_by_the_user(when):
-    transformer = flux_transformer()
-    if when == "before":
-        transformer = torch.compile(transformer, backend="eager", fullgraph=True)
-        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), verify=True)
-    else:
-        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), verify=True)
-        transformer = torch.compile(transformer, backend="eager", fullgraph=True)
+def compiled_by_the_user():
+    before = torch.compile(flux_transformer(), backend="eager", fullgraph=True)
+    parallelize_transformer(before, mesh=cpu_mesh(1, 2), verify=True)
+    after = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2), verify=True)
     with torch.no_grad(), logged() as texts:
-        try:
-            return transformer(**flux_inputs(13, 5)).sample, texts
-        except RuntimeError as error:
-            return str(error), texts
+        out = before(**flux_inputs(13, 5)).sample
+        with pytest.raises(RuntimeError, match="verify=True"):
+            torch.compile(after, backend="eager", fullgraph=True)(**flux_inputs(13, 5))
+    return out, texts
 
 
 def test_compiled_transformer_is_verified_or_refused(rank_pool):
     with torch.no_grad():
         expected = flux_transformer()(**flux_inputs(13, 5)).sample
-    for rank, (out, texts) in enumerate(rank_pool.run(compiled_by_the_user, 2, "before")):
+    for rank, (out, texts) in enumerate(rank_pool.run(compiled_by_the_user, 2)):
         assert relative_error(out, expected) < 1e-5
         assert len(texts) == (1 if rank == 0 else 0)
-    for out, texts in rank_pool.run(compiled_by_the_user, 2, "after"):
-        assert "verify=True" in out and texts == []
 
 
 def verify_models(names):
@@ -255,7 +248,7 @@ def verify_models(names):
         transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2), verify=True)
         with logged() as of_model:
             call(transformer, name, SIZES[0])
-        texts[name] = of_model
+        texts[name] = len(of_model)
     return texts
 
 
@@ -263,15 +256,10 @@ def verify_models(names):
 VERIFIED_MODELS = ["wan", "anyflow far", "sana", "hunyuan", "mochi", "ltx", "qwen-image, masked"]
 
 
-def test_models_of_other_structures_are_verified(rank_pool):
-    texts, *_ = rank_pool.run(verify_models, 2, VERIFIED_MODELS)
-    assert [len(of_model) for of_model in texts.values()] == [1] * len(VERIFIED_MODELS)
-
-
-@pytest.mark.long
-def test_every_transformer_is_verified_without_a_warning(rank_pool):
-    texts, *_ = rank_pool.run(verify_models, 2, list(MODELS))
-    assert {name for name, of_model in texts.items() if len(of_model) != 1} == set()
+@pytest.mark.parametrize("names", [VERIFIED_MODELS, pytest.param(list(MODELS), marks=pytest.mark.long)], ids=len)
+def test_models_of_other_structures_are_verified_without_a_warning(rank_pool, names):
+    texts, *_ = rank_pool.run(verify_models, 2, names)
+    assert texts == dict.fromkeys(names, 1)
 
 
 @pytest.mark.parametrize(
@@ -281,22 +269,6 @@ def test_every_transformer_is_verified_without_a_warning(rank_pool):
 def test_verify_excludes_options_that_approximate(options, named):
     with pytest.raises((ValueError, TypeError), match=named):
         parallelize_pipe(flux_pipe(), **{"verify": True, **options})
-
-
-def restore_classes(ring):
-    """Return the classes of all modules before, while and after a model is verified."""
-    transformer = flux_transformer()
-    before = [type(part) for part in transformer.modules()]
-    parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), verify=True)
-    with torch.no_grad():
-        transformer(**flux_inputs(13, 5))
-    unparallelize_transformer(transformer)
-    return [type(part) is cls for part, cls in zip(transformer.modules(), before, strict=True)]
-
-
-def test_removal_restores_every_class(rank_pool):
-    for same in rank_pool.run(restore_classes, 2, 1):
-        assert all(same)
 
 
 class Generating(nn.Module):

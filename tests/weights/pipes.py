@@ -5,9 +5,11 @@ import warnings
 
 import numpy as np
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from para_core import init_context_parallel_mesh
 from tests.tiny import flux_call, flux_pipe
 from zoo.tiny.pipelines import PIPELINES
 
@@ -30,6 +32,53 @@ def generate(pipe, name, **options):
         call = flux_call(**options) if name == "flux" else PIPELINES[name].call(**options)
         out = pipe(**call)[0]
     return out if isinstance(out, Tensor) else torch.as_tensor(np.asarray(out).astype(np.float64))
+
+
+def load_whole(cls, folder, dtype=None):
+    """Load all weights, in memory of their own: weights in a file are not aligned, so kernels sum in another order."""
+    pipe = cls.from_pretrained(folder, dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    for module in (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+    return pipe
+
+
+def mesh_of(dims):
+    """Return a mesh of all ranks with these sizes by dim."""
+    return init_context_parallel_mesh("cpu", **{f"max_{name}_dim_size": size for name, size in dims.items()})
+
+
+# The mesh and the options of each way to split the weights over two ranks.
+METHODS = {
+    "fsdp": ({}, {"weights": "fsdp"}),
+    "tensor": ({"tensor": 2}, {"weights": "tensor"}),
+    "stages": ({"pipe": 2}, {}),
+}
+
+
+def encoders(pipe):
+    return {
+        name: part for name, part in pipe.components.items() if name.startswith("text_encoder") and part is not None
+    }
+
+
+def count_encodings(pipe):
+    """Count the calls of each text encoder's first layer on this rank."""
+    calls = []
+    for part in encoders(pipe).values():
+        layer = next(x for x in part.modules() if isinstance(x, nn.Linear))
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def add_lora(pipe):
+    """Add the same LoRA on every rank, large enough to change the output measurably."""
+    pipe.transformer.add_adapter(LoraConfig(r=3, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    generator = torch.Generator().manual_seed(11)
+    for name, x in sorted(pipe.transformer.named_parameters()):
+        if "lora_" in name:
+            x.data.copy_(0.2 * torch.randn(x.shape, generator=generator))
 
 
 def bytes_of(*modules):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
@@ -37,34 +36,29 @@ def share(name, shape):
     return whole, shared, before, after
 
 
-def check_shared(rank_pool, name, shape):
+# FLUX has CLIP and T5. HunyuanVideo has Llama, whose hidden states are recorded, and no branches of guidance. Wan 2.2
+# distributes guidance over ranks, and each half of them has a copy. CogVideoX has a batch of both branches, Qwen-Image
+# has Qwen2.5-VL, FLUX.2 has Qwen3.
+FAMILIES = ("wan", "hunyuan", "qwen-image", "cogvideox", "mochi", "ltx", "flux2 klein")
+SHAPES = ((1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2))
+EVERY_FAMILY = [(name, shape) for name in FAMILIES for shape in SHAPES if (name, shape[0]) != ("hunyuan", 2)]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("flux", (1, 1, 2)),
+        ("hunyuan", (1, 2, 1)),
+        ("wan 2.2", (2, 1, 2)),
+        *[pytest.param(*case, marks=pytest.mark.long) for case in EVERY_FAMILY],
+    ],
+)
+def test_shared_weights_give_the_same_bits(rank_pool, name, shape):
     for whole, shared, before, after in rank_pool.run(share, torch.Size(shape).numel(), name, shape):
         assert all(torch.equal(whole, out) for out in shared)
         # A dim that the ranks do not divide is not padded, so one rank may hold a row more of each parameter.
         assert after < 1.1 * before / (shape[1] * shape[2])
-
-
-# FLUX has CLIP and T5. HunyuanVideo has Llama, whose hidden states are recorded. Wan 2.2 distributes guidance over
-# ranks, and each half of them has a copy.
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "shape"), [("flux", (1, 1, 2)), ("hunyuan", (1, 2, 1)), ("wan 2.2", (2, 1, 2))])
-def test_shared_weights_give_the_same_bits(rank_pool, name, shape):
-    check_shared(rank_pool, name, shape)
-
-
-# CogVideoX has T5 and a batch of both branches, Qwen-Image has Qwen2.5-VL, FLUX.2 has Qwen3.
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        (name, shape)
-        for name in ("wan", "hunyuan", "qwen-image", "cogvideox", "mochi", "ltx", "flux2 klein")
-        for shape in ((1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2))
-        if (name, shape[0]) != ("hunyuan", 2)  # It has no branches of guidance.
-    ],
-)
-def test_shared_weights_give_the_same_bits_in_every_family(rank_pool, name, shape):
-    check_shared(rank_pool, name, shape)
 
 
 def share_dit():
@@ -82,36 +76,6 @@ def test_model_that_calls_a_part_of_a_block_itself(rank_pool):
         assert relative_error(shared, alone) < 1e-5
 
 
-def in_order(order):
-    """Generate with a cache that hits, applied in the given order."""
-    pipe, outs = make("flux"), []
-    mesh = init_context_parallel_mesh("cpu")
-    does = {
-        "p": lambda: parallelize_pipe(pipe, mesh=mesh),
-        "c": lambda: apply_cache_on_pipe(pipe, residual_diff_threshold=2.0, max_consecutive_hits=1),
-        "s": lambda: shard_weights(pipe, mesh),
-    }
-    for step in order:
-        does[step]()
-    for _ in range(2):
-        outs.append(generate(pipe, "flux", num_inference_steps=5))
-    return outs, [row.hit for row in cache_report(pipe).rows]
-
-
-@pytest.fixture(scope="module")
-def expected_in_order(rank_pool):
-    return rank_pool.run(in_order, 2, "pc")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("order", ["spc", "pcs", pytest.param("cps", marks=pytest.mark.long), "pspc"])
-def test_a_cache_decides_and_skips_as_with_whole_weights(rank_pool, expected_in_order, order):
-    for result, expected in zip(rank_pool.run(in_order, 2, order), expected_in_order, strict=True):
-        assert all(map(torch.equal, result[0], expected[0]))
-        assert result[1] == expected[1]
-        assert any(result[1])
-
-
 def with_weights_argument():
     pipe = make("flux")
     mesh = init_context_parallel_mesh("cpu")
@@ -127,38 +91,19 @@ def with_weights_argument():
     # The components that are not sharded yet are added.
     parallelize_pipe(pipe, mesh=mesh, weights="fsdp")
     assert isinstance(pipe.text_encoder, FSDPModule)
-    return whole, shared, of_transformer, generate(pipe, "flux")
+    outs, cached = [whole, shared, of_transformer, generate(pipe, "flux")], []
+    for each in (parallelize_pipe(make("flux"), mesh=mesh), pipe):
+        apply_cache_on_pipe(each, residual_diff_threshold=2.0, max_consecutive_hits=1)
+        cached.append((generate(each, "flux", num_inference_steps=5), [row.hit for row in cache_report(each).rows]))
+    return outs, cached
 
 
 def test_parallelize_pipe_shards_what_is_not_sharded_yet(rank_pool):
-    for outs in rank_pool.run(with_weights_argument, 2):
+    for outs, ((whole, hits), (shared, shared_hits)) in rank_pool.run(with_weights_argument, 2):
         assert all(torch.equal(outs[0], out) for out in outs)
-
-
-def with_lora():
-    pipe = make("flux")
-    torch.manual_seed(0)
-    config = LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_out.0"], init_lora_weights=False)
-    without = generate(pipe, "flux")
-    pipe.transformer.add_adapter(config)
-    parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu"))
-    whole = generate(pipe, "flux")
-    assert not torch.equal(without, whole)
-    shard_weights(pipe)
-    shared = generate(pipe, "flux")
-    pipe.transformer.add_adapter(config, adapter_name="late")
-    late = generate(pipe, "flux")
-    pipe.transformer.delete_adapters(["default", "late"])
-    return whole, shared, late, without, generate(pipe, "flux")
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-def test_the_weights_of_a_lora_stay_on_every_rank(rank_pool):
-    for whole, shared, late, without, removed in rank_pool.run(with_lora, 2):
+        # A cache decides and skips as with whole weights.
         assert torch.equal(whole, shared)
-        assert not torch.equal(whole, late)
-        assert relative_error(removed, without) < 1e-5
+        assert hits == shared_hits and any(hits)
 
 
 def converted_late():
@@ -214,11 +159,10 @@ def over_all_ranks(kind):
     whole = generate(pipe, "flux", generator=torch.Generator().manual_seed(seed))
     shard_weights(pipe, everywhere)
     shared = generate(pipe, "flux", generator=torch.Generator().manual_seed(seed))
-    if kind == "hsdp":
-        return whole, shared
-    apply_cache_on_pipe(pipe)
-    with pytest.raises(RuntimeError, match=r"weights .*4 ranks, .*2\. .*cache"):
-        generate(pipe, "flux")
+    if kind == "fsdp":
+        apply_cache_on_pipe(pipe)
+        with pytest.raises(RuntimeError, match=r"weights .*4 ranks, .*2\. .*cache"):
+            generate(pipe, "flux")
     return whole, shared
 
 
@@ -228,14 +172,21 @@ def test_replicas_may_share_weights(rank_pool, kind):
         assert torch.equal(whole, shared)
 
 
-def nothing_to_share():
-    mesh = cpu_mesh(1, 1, batch=2)
+def meshes_that_do_not_fit():
+    pipe, of_branches = make("flux"), cpu_mesh(1, 1, batch=2)
     with pytest.raises(ValueError, match=r"mesh .*2 × 1 "):
-        shard_weights(make("flux"), mesh)
+        shard_weights(pipe, of_branches)
+    three = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(ValueError, match=r"mesh .*3 dims .*\(2, 1, 1\)"):
+        shard_weights(pipe, three)
+    other = init_device_mesh("cpu", (1,), mesh_dim_names=("alone",))
+    if of_branches.get_rank() == 1:
+        with pytest.raises(ValueError, match=r"rank 1 .*mesh of 1 "):
+            shard_weights(pipe, other)
 
 
-def test_ranks_of_guidance_alone_share_no_weights(rank_pool):
-    rank_pool.run(nothing_to_share, 2)
+def test_meshes_that_fsdp_does_not_take_are_refused(rank_pool):
+    rank_pool.run(meshes_that_do_not_fit, 2)
 
 
 @pytest.mark.parametrize("attempt", [parallelize_pipe, shard_weights])

@@ -49,98 +49,78 @@ def names(module):
     return cls.__name__, cls.__qualname__, cls.__module__
 
 
-def names_of_own_classes(own_first):
-    """Return the class names of a layer that the user sharded, before and after para_core shards its own layers, and
-    those of the latter.
+def sharded_model(layers=None, permits_copies=False):
+    """Return a sharded model. With ``layers``, its container is sharded as one block, and has a plan if they are
+    "wrapped".
     """
-    mesh, model, own = init_device_mesh("cpu", (2,)), Model(), Layer()
-    if own_first:
-        fully_shard(own, mesh=mesh)
-        before = names(own)
-    shard_blocks(model, list(model.layers), mesh)
-    if not own_first:
-        fully_shard(own, mesh=mesh)
-        before = names(own)
-    ours = {names(layer) for layer in model.layers}
-    return before, names(own), ours, len({type(layer) for layer in model.layers})
+    mesh, model = init_device_mesh("cpu", (2,)), Model()
+    wrapped = model.layers if layers else model
+    shard_blocks(model, [model.layers] if layers else list(model.layers), mesh)
+    if layers == "wrapped" or permits_copies:
+        fill_slot(wrapped, Slot.PLAN, {"forward": lambda call, *args: call(*args)}, permits_copies=permits_copies)
+    return model
 
 
-@pytest.mark.parametrize("own_first", [True, False])
-def test_sharding_renames_no_class_of_the_users_own_fsdp(rank_pool, own_first):
+def classes_of_sharded_modules():
+    """Return the class names of a layer that the user sharded, before and after para_core shards its own; and the
+    errors of copies.
+    """
+    own, mesh, errors, slices = [Layer(), Layer()], init_device_mesh("cpu", (2,)), [], []
+    fully_shard(own[0], mesh=mesh)
+    before = [names(own[0])]
+    model = sharded_model()
+    fully_shard(own[1], mesh=mesh)
+    before.append(names(own[1]))
+    ours = {names(layer) for layer in model.layers}, len({type(layer) for layer in model.layers})
+    for copied in (model, sharded_model(permits_copies=True)):
+        for way in (copy.copy, copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+            for module in (copied, copied.layers[0]):
+                with pytest.raises(TypeError, match=r"state_dict\(\)") as caught:
+                    way(module)
+                errors.append(unwrapped_class(module).__name__ in str(caught.value))
+    for layers in ("plain", "wrapped"):
+        model = sharded_model(layers)
+        part = model.layers[1:]
+        slices.append((isinstance(model.layers, FSDPModule), isinstance(part, FSDPModule), len(part)))
+        slices.append(unwrapped_class(part).__name__)
+    return before, [names(layer) for layer in own], ours, errors, slices
+
+
+def test_classes_of_sharded_modules_are_private(rank_pool):
     written = (Layer.__name__, Layer.__qualname__, Layer.__module__)
-    for before, after, ours, shared in rank_pool.run(names_of_own_classes, 2, own_first):
+    for before, after, ours, errors, slices in rank_pool.run(classes_of_sharded_modules, 2):
         assert before == after
-        assert before[0] == "FSDPLayer"
-        assert ours == {written}
-        assert shared == 1  # The layers have one class, so that they share one graph.
+        assert before[0][0] == "FSDPLayer"
+        # The layers have one class, so that they share one graph.
+        assert ours == ({written}, 1)
+        assert len(errors) == 16 and all(errors)
+        # A slice of a sharded container is plain.
+        assert slices == [(True, False, 2), "Sequential"] * 2
 
 
-def refused_copies(wrapped):
-    """Return the errors of copying and pickling sharded modules."""
-    mesh, model = init_device_mesh("cpu", (2,)), Model()
-    if wrapped:
-        fill_slot(model, Slot.PLAN, {"forward": lambda call, *args: call(*args)}, permits_copies=True)
-    shard_blocks(model, list(model.layers), mesh)
-    errors = []
-    for way in (copy.copy, copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
-        for module in (model, model.layers[0]):
-            with pytest.raises(TypeError) as caught:
-                way(module)
-            errors.append(str(caught.value))
-    return errors
+ORDERS_OF_COMPILING = [("parallelize", "shard", "compile"), ("shard", "parallelize", "compile"), ("shard", "compile")]
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_sharded_module_refuses_copies(rank_pool, wrapped):
-    for errors in rank_pool.run(refused_copies, 2, wrapped):
-        for index, error in enumerate(errors):
-            assert ("Layer" if index % 2 else "Model") in error
-            assert "state_dict()" in error
+def compiled_blocks():
+    """Return, for each order, whether each block is compiled."""
+    compiled, mesh = [], init_context_parallel_mesh("cpu")
+    for order in ORDERS_OF_COMPILING:
+        pipe = make("flux")
+        for step in order:
+            if step == "parallelize":
+                parallelize_pipe(pipe, mesh=mesh)
+            elif step == "shard":
+                shard_weights(pipe, mesh, components=["transformer"])
+            else:
+                pipe.transformer.compile_repeated_blocks(backend="eager")
+        blocks = [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]
+        compiled.append([block._compiled_call_impl is not None for block in blocks])
+    return compiled
 
 
-def slice_of_sharded_layers(wrapped):
-    mesh, model = init_device_mesh("cpu", (2,)), Model()
-    shard_blocks(model, [model.layers], mesh)
-    if wrapped:
-        fill_slot(model.layers, Slot.PLAN, {"forward": lambda call, *args: call(*args)})
-    part = model.layers[1:]
-    return isinstance(model.layers, FSDPModule), isinstance(part, FSDPModule), unwrapped_class(part).__name__, len(part)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_slice_of_sharded_container_is_plain(rank_pool, wrapped):
-    for result in rank_pool.run(slice_of_sharded_layers, 2, wrapped):
-        assert result == (True, False, "Sequential", 2)
-
-
-def compiled_blocks(order):
-    """Return how many blocks ``compile_repeated_blocks`` compiles, and how many the transformer has."""
-    pipe = make("flux")
-    mesh = init_context_parallel_mesh("cpu")
-    for step in order:
-        if step == "parallelize":
-            parallelize_pipe(pipe, mesh=mesh)
-        elif step == "shard":
-            shard_weights(pipe, mesh, components=["transformer"])
-        else:
-            pipe.transformer.compile_repeated_blocks(backend="eager")
-    blocks = [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]
-    return [block._compiled_call_impl is not None for block in blocks]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "order",
-    [
-        ("parallelize", "shard", "compile"),
-        ("shard", "parallelize", "compile"),
-        ("shard", "compile"),
-    ],
-)
-def test_compile_repeated_blocks_finds_sharded_blocks(rank_pool, order):
-    for compiled in rank_pool.run(compiled_blocks, 2, order):
-        assert all(compiled)
-        assert len(compiled) >= 2
+def test_compile_repeated_blocks_finds_sharded_blocks(rank_pool):
+    for compiled in rank_pool.run(compiled_blocks, 2):
+        assert all(len(blocks) >= 2 and all(blocks) for blocks in compiled), compiled
 
 
 # -- The user's own fully_shard, before and after parallelize_transformer.
@@ -182,29 +162,27 @@ def call_in_orders(orders):
 
 
 BEFORE, AFTER = (("blocks", "root"), "parallelize"), ("parallelize", ("blocks", "root"))
-ORDERS = {
-    "before": [BEFORE],
-    "after": [AFTER],
-    "root after": [("parallelize", ("root",))],
-    "blocks after": [("parallelize", ("blocks",))],
-    "blocks before, root after": [(("blocks",), "parallelize", ("root",))],
-    "after, undone": [(*AFTER, "unparallelize")],
-    # FSDP2 keeps the classes that it makes, so an earlier model could change a later one.
-    "after, then before": [AFTER, BEFORE, (("blocks", "root"),), AFTER],
-    "before, then after": [BEFORE, AFTER, (("blocks", "root"),)],
-}
+# FSDP2 keeps the classes that it makes, so an earlier model could change a later one.
+ORDERS = [
+    BEFORE,
+    AFTER,
+    ("parallelize", ("root",)),
+    ("parallelize", ("blocks",)),
+    (("blocks",), "parallelize", ("root",)),
+    (*AFTER, "unparallelize"),
+    BEFORE,
+    (("blocks", "root"),),
+    AFTER,
+]
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hook of this test only counts tokens.
-def test_own_fully_shard_is_parallel_and_exact_in_any_order(rank_pool, name):
+def test_own_fully_shard_is_parallel_and_exact_in_any_order(rank_pool):
     expected, all_tokens, _ = call_in_order(())
-    outs = rank_pool.run(call_in_orders, 2, ORDERS[name])
-    for rank, of_models in enumerate(outs):
-        for order, (out, tokens, classes) in zip(ORDERS[name], of_models, strict=True):
+    for rank, of_models in enumerate(rank_pool.run(call_in_orders, 2, ORDERS)):
+        for order, (out, tokens, classes) in zip(ORDERS, of_models, strict=True):
             is_parallel = "parallelize" in order and "unparallelize" not in order
-            assert tokens == ({(23, 22)[rank]} if is_parallel else all_tokens)
-            assert relative_error(out, expected) < 1e-5
+            assert tokens == ({(23, 22)[rank]} if is_parallel else all_tokens), order
+            assert relative_error(out, expected) < 1e-5, order
             sharded = any("blocks" in step for step in order if isinstance(step, tuple))
-            assert classes == {(sharded, "WanTransformerBlock")}
+            assert classes == {(sharded, "WanTransformerBlock")}, order

@@ -1,13 +1,17 @@
-"""All ranks of a node load a pipeline at once: they get the same images in the host memory of one copy, or all
-raise.
+"""All ranks of a node load a pipeline at once, from a folder or a stand-in for the Hub: they get the same images in the
+host memory of one copy, or all raise.
 """
 
 import ctypes
 import gc
 import re
+import shutil
+import socket
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +26,8 @@ from para_core.adapters import from_pretrained_sharded, parallelize_pipe
 from para_core.adapters.parallel.load_sharded import _dtypes_of, _files_in
 from tests.rank_pool import heartbeat
 from tests.tiny import flux_call, flux_pipe, flux_transformer, relative_error
+from tests.weights.hub import REPOSITORY, Hub, asking
+from tests.weights.pipes import METHODS, load_whole, mesh_of
 
 
 @pytest.fixture(scope="module")
@@ -33,50 +39,35 @@ def folder(tmp_path_factory):
 
 
 def load(folder, weights, dtype=None):
-    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2 if weights == "tensor" else None)
+    mesh = mesh_of(METHODS[weights][0])
     pipe = from_pretrained_sharded(FluxPipeline, folder, mesh=mesh, weights=weights, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     assert isinstance(pipe.text_encoder_2, FSDPModule) == (weights == "fsdp")
-    assert dtype is None or {x.dtype for x in pipe.transformer.parameters()} == {dtype}
-    shared = pipe(**flux_call())[0]
-    whole = FluxPipeline.from_pretrained(folder, dtype=dtype)
-    whole.set_progress_bar_config(disable=True)
-    for part in (whole.transformer, whole.text_encoder, whole.text_encoder_2):
-        for parameter in part.parameters():
-            # Weights in the file are not aligned, so kernels would sum in another order.
-            parameter.data = parameter.data.clone()
+    assert {x.dtype for x in pipe.transformer.parameters()} == {dtype or torch.float32}
+    assert any(x.is_meta for x in pipe.transformer.parameters()) == (weights == "stages")
+    whole = load_whole(FluxPipeline, folder, dtype)
     if weights == "fsdp":
         parallelize_pipe(whole, mesh=mesh)
-    return shared, whole(**flux_call())[0]
+    if weights == "stages":
+        with pytest.raises(ValueError, match=r"weights .*'fsdp', .*2 .*'pipe'"):
+            from_pretrained_sharded(FluxPipeline, folder, mesh=mesh)
+    return pipe(**flux_call())[0], whole(**flux_call())[0]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("weights", "dtype"), [("fsdp", None), ("fsdp", torch.bfloat16), ("tensor", None)])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [
+        ("fsdp", None),
+        ("fsdp", torch.bfloat16),
+        ("tensor", None),
+        ("stages", None),
+        pytest.param("stages", torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
 def test_pipeline_loaded_in_parts_generates_the_same(rank_pool, folder, weights, dtype):
     for shared, whole in rank_pool.run(load, 2, folder, weights, dtype):
-        assert torch.equal(shared, whole) if weights == "fsdp" else relative_error(shared, whole) < 1e-5
-
-
-def load_stages(folder, dtype):
-    mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
-    pipe = from_pretrained_sharded(FluxPipeline, folder, mesh=mesh, weights="stages", dtype=dtype)
-    pipe.set_progress_bar_config(disable=True)
-    whole = FluxPipeline.from_pretrained(folder, dtype=dtype)
-    whole.set_progress_bar_config(disable=True)
-    for part in (whole.transformer, whole.text_encoder, whole.text_encoder_2):
-        for parameter in part.parameters():
-            parameter.data = parameter.data.clone()
-    with pytest.raises(ValueError, match=r"weights .*'fsdp', .*2 .*'pipe'"):
-        from_pretrained_sharded(FluxPipeline, folder, mesh=mesh)
-    held = {x.is_meta for x in pipe.transformer.parameters()}, {x.dtype for x in pipe.transformer.parameters()}
-    return pipe(**flux_call())[0], whole(**flux_call())[0], held
-
-
-@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
-def test_pipeline_loaded_in_stages_generates_the_same(rank_pool, folder, dtype):
-    for output, whole, held in rank_pool.run(load_stages, 2, folder, dtype):
-        assert torch.equal(output, whole)
-        assert held == ({True, False}, {dtype or torch.float32})
+        assert relative_error(shared, whole) < 1e-5 if weights == "tensor" else torch.equal(shared, whole)
 
 
 def host_memory():
@@ -140,72 +131,78 @@ def test_four_loading_ranks_hold_about_one_copy(rank_pool, folder, tmp_path):
     assert most < 1.2 * results[0][1], most / results[0][1]
 
 
-def load_expecting_an_error(folder, broken_on):
-    name = folder / "broken" if dist.get_rank() in broken_on else folder / "whole"
-    with pytest.raises(RuntimeError) as error:
-        from_pretrained_sharded(FluxPipeline, name, mesh=init_context_parallel_mesh("cpu"))
-    return str(error.value)
+# -- Files that cannot be loaded.
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("broken_on", [(1,), (0, 1)])
-@pytest.mark.parametrize("how", ["interrupted", "corrupt", "missing"])
-def test_a_broken_file_is_an_error_on_every_rank(rank_pool, tmp_path, how, broken_on):
-    for kind in ("whole", "broken"):
-        flux_pipe().save_pretrained(tmp_path / kind)
-    file = tmp_path / "broken/transformer/diffusion_pytorch_model.safetensors"
-    data = file.read_bytes()
-    if how == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(data[: len(data) // 2] if how == "interrupted" else b"\xff" * 64 + data[64:])
-    for message in rank_pool.run(load_expecting_an_error, 2, tmp_path, broken_on):
-        assert message.startswith(f"sequence rank {broken_on[0]}: {tmp_path}/broken ")
+def remove(part):
+    next(part.glob("*.safetensors")).unlink()
 
 
-def load_incomplete(folder):
-    with pytest.raises(RuntimeError) as error:
-        from_pretrained_sharded(FluxPipeline, folder, mesh=init_context_parallel_mesh("cpu"))
-    return str(error.value)
+def interrupt(part):
+    file = next(part.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("no file", r"transformer .*safetensors(?!.*save_pretrained)"),
-        (
-            "pickled",
-            r"transformer .*safetensors.* diffusion_pytorch_model\.bin.*save_pretrained",
-        ),
-        (
-            "no index",
-            r"transformer .*diffusion_pytorch_model-00001-of-.* \(\*\.safetensors\.index\.json\)",
-        ),
-    ],
-)
-def test_missing_file_is_named_by_its_kind(rank_pool, tmp_path, how, message):
-    flux_pipe().save_pretrained(tmp_path, max_shard_size="300KB" if how == "no index" else "1GB")
-    part = tmp_path / "transformer"
-    if how == "no index":
-        (part / "diffusion_pytorch_model.safetensors.index.json").unlink()
-    else:
-        (part / "diffusion_pytorch_model.safetensors").unlink()
-        if how == "pickled":
-            (part / "diffusion_pytorch_model.bin").touch()
-    for error in rank_pool.run(load_incomplete, 2, tmp_path):
-        assert re.search(message, error), error
+def corrupt(part):
+    file = next(part.glob("*.safetensors"))
+    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
 
 
-def load_differing(folder):
-    message = r"ranks .*transformer.* rank 0 .* rank 1 "
-    with pytest.raises(ValueError, match=message):
-        from_pretrained_sharded(FluxPipeline, folder / str(dist.get_rank()), mesh=init_context_parallel_mesh("cpu"))
+def pickle_instead(part):
+    remove(part)
+    (part / "diffusion_pytorch_model.bin").touch()
 
 
-def test_ranks_that_load_other_models_are_told(rank_pool, tmp_path):
-    for rank in (0, 1):
-        flux_pipe(transformer=flux_transformer(num_layers=1 + rank)).save_pretrained(tmp_path / str(rank))
-    rank_pool.run(load_differing, 2, tmp_path)
+def split_without_index(part):
+    flux_transformer().save_pretrained(part, max_shard_size="300KB")
+    (part / "diffusion_pytorch_model.safetensors").unlink()
+    (part / "diffusion_pytorch_model.safetensors.index.json").unlink()
+
+
+def narrow(part):
+    flux_transformer(num_layers=1).save_pretrained(part)
+
+
+# Each row has a change of the files, the ranks that load them, and what the message of every rank has.
+BROKEN = {
+    "interrupted": (interrupt, (1,), r"^sequence rank 1: .*/interrupted "),
+    "interrupted on all": (interrupt, (0, 1), r"^sequence rank 0: .*/interrupted on all "),
+    "corrupt": (corrupt, (1,), r"^sequence rank 1: .*/corrupt "),
+    "missing": (remove, (1,), r"^sequence rank 1: .*/missing "),
+    "missing on all": (remove, (0, 1), r"transformer .*safetensors(?!.*save_pretrained)"),
+    "pickled": (
+        pickle_instead,
+        (0, 1),
+        r"transformer .*safetensors.* diffusion_pytorch_model\.bin.*save_pretrained",
+    ),
+    "no index": (
+        split_without_index,
+        (0, 1),
+        r"transformer .*diffusion_pytorch_model-00001-of-.* \(\*\.safetensors\.index\.json\)",
+    ),
+    "another model": (narrow, (1,), r"ranks .*transformer.* rank 0 .* rank 1 "),
+}
+
+
+def load_broken(whole, folder):
+    """Return the message of each row."""
+    messages, mesh = {}, init_context_parallel_mesh("cpu")
+    for name, (_, ranks, _) in BROKEN.items():
+        heartbeat()
+        path = folder / name if dist.get_rank() in ranks else whole
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            from_pretrained_sharded(FluxPipeline, path, mesh=mesh)
+        messages[name] = str(error.value)
+    return messages
+
+
+def test_files_that_cannot_be_loaded_are_an_error_on_every_rank(rank_pool, folder, tmp_path):
+    for name, (change, _, _) in BROKEN.items():
+        shutil.copytree(folder, tmp_path / name)
+        change(tmp_path / name / "transformer")
+    for messages in rank_pool.run(load_broken, 2, folder, tmp_path):
+        wrong = {name: text for name, text in messages.items() if not re.search(BROKEN[name][2], text)}
+        assert wrong == {}
 
 
 @pytest.mark.parametrize(
@@ -231,3 +228,44 @@ def test_weights_are_mapped_in_the_dtype_of_their_variant(tmp_path, variant, dty
 def test_options_that_do_not_fit_are_refused(options, message):
     with fake_group(2), pytest.raises(ValueError, match=message):
         from_pretrained_sharded(FluxPipeline, "anywhere", **options)
+
+
+# -- A stand-in for the Hub.
+
+
+def download(endpoint, folder, cache, hosts=("here", "here"), patience=None, **options):
+    mesh = init_context_parallel_mesh("cpu") if patience is None else dist.new_group(timeout=patience)
+    rank = dist.get_rank()
+    with asking(endpoint), mock.patch.object(socket, "gethostname", lambda: hosts[rank]):
+        own = cache if hosts[0] == hosts[1] else cache / str(rank)
+        pipe = from_pretrained_sharded(FluxPipeline, REPOSITORY, mesh=mesh, cache_dir=own, **options)
+    pipe.set_progress_bar_config(disable=True)
+    out = pipe(**flux_call())[0]
+    return torch.equal(out, parallelize_pipe(load_whole(FluxPipeline, folder), mesh=mesh)(**flux_call())[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", [("here", "here"), ("one", "other")])
+def test_each_node_downloads_each_file_once(rank_pool, folder, tmp_path, hosts):
+    # The download takes longer than the time-out of the group.
+    with Hub(folder, seconds=3.0 if hosts[0] == "here" else 0.0) as hub:
+        patience = timedelta(seconds=2) if hosts[0] == "here" else None
+        assert all(rank_pool.run(download, 2, hub.endpoint, folder, tmp_path, hosts, patience))
+    assert "transformer/diffusion_pytorch_model.safetensors" in hub.downloaded
+    assert all(hub.downloaded.count(name) == len(set(hosts)) for name in hub.downloaded), hub.downloaded
+    if hosts[0] == "here":
+        # The server has stopped, so only the cache can answer.
+        assert all(rank_pool.run(download, 2, hub.endpoint, folder, tmp_path))
+        assert all(rank_pool.run(download, 2, hub.endpoint, folder, tmp_path, local_files_only=True))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("options", "kind"), [({}, "OSError: "), ({"local_files_only": True}, "LocalEntryNotFoundError")]
+)
+def test_without_a_connection_every_rank_is_told(rank_pool, folder, tmp_path, options, kind):
+    with Hub(folder) as hub:
+        pass
+    for error in rank_pool.run_expecting_errors(download, 2, hub.endpoint, folder, tmp_path, **options):
+        assert isinstance(error, RuntimeError)
+        assert re.search(rf"sequence rank 0: {REPOSITORY} .*{kind}", str(error))

@@ -1,15 +1,20 @@
-"""A LoRA works with sharded weights, whichever came first."""
+"""A LoRA works with sharded weights, whichever came first, and with what else changes weights."""
+
+import copy
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers.hooks import apply_group_offloading
 from peft import LoraConfig
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from para_core import init_context_parallel_mesh
-from para_core.adapters import parallelize_pipe
+from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from tests.rank_pool import heartbeat
 from tests.tiny import relative_error
-from tests.weights.pipes import generate, make
+from tests.weights.pipes import METHODS, generate, make, mesh_of
 
 # peft warns about a second adapter, also on one device.
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
@@ -46,11 +51,6 @@ TARGETS = {
         "transformer_blocks.1.ff.net.2",
     ),
 }
-MESHES = {
-    "fsdp": ({}, "fsdp"),
-    "tensor": ({"max_tensor_dim_size": 3}, "tensor"),
-    "stages": ({"max_pipe_dim_size": 2}, None),
-}
 # FLUX has 4 heads here, and the others have 3.
 CASES = [
     (name, method, when)
@@ -60,10 +60,6 @@ CASES = [
 ]
 
 SHORT = [("flux", "fsdp", "before"), ("wan", "tensor", "after"), ("wan", "stages", "before")]
-
-
-def num_ranks(name, method):
-    return 3 if method == "tensor" and name != "flux" else 2
 
 
 def lora_weights(name, rank=3, seed=11):
@@ -79,34 +75,11 @@ def lora_weights(name, rank=3, seed=11):
     return weights
 
 
-def shared(pipe, method):
-    sizes, weights = MESHES[method]
-    return parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu", **sizes), weights=weights)
-
-
-def state_of(pipe):
-    """Return the state that undoing must restore."""
-    transformer = pipe.transformer
-    return {
-        "values": {name: x.detach().clone() for name, x in transformer.state_dict().items()},
-        "gradients": {name: x.requires_grad for name, x in transformer.named_parameters()},
-        "classes": {name: type(module).__mro__ for name, module in transformer.named_modules()},
-        "attributes": {name: set(vars(module)) for name, module in transformer.named_modules()},
-        "hooks": {
-            name: [len(hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks)]
-            for name, module in transformer.named_modules()
-        },
-    }
-
-
-def require_as(pipe, before):
-    after = state_of(pipe)
-    for what in ("gradients", "classes", "hooks", "attributes"):
-        assert after[what] == before[what], [
-            (name, after[what].get(name), x) for name, x in before[what].items() if after[what].get(name) != x
-        ][:3]
-    assert after["values"].keys() == before["values"].keys()
-    assert all(torch.equal(x, before["values"][name]) for name, x in after["values"].items())
+def share(pipe, method):
+    dims, options = METHODS[method]
+    if dist.get_world_size() == 3:
+        dims = {"tensor": 3}
+    return parallelize_pipe(pipe, mesh=mesh_of(dims), **options)
 
 
 def draw(name, method, when):
@@ -115,10 +88,10 @@ def draw(name, method, when):
     outs["plain"] = generate(pipe, name)
     weights, other = lora_weights(name), lora_weights(name, rank=2, seed=12)
     if when == "after" and method is not None:
-        shared(pipe, method)
+        share(pipe, method)
     pipe.load_lora_weights(weights, adapter_name="style")
     if when == "before" and method is not None:
-        shared(pipe, method)
+        share(pipe, method)
     outs["loaded"] = generate(pipe, name)
     pipe.load_lora_weights(other, adapter_name="other")
     pipe.set_adapters(["style", "other"], [0.7, 0.5])
@@ -151,47 +124,39 @@ def test_a_lora_is_exact_over_shared_weights(rank_pool, name, method, when):
     expected = draw(name, None, when)
     assert relative_error(expected["loaded"], expected["disabled"]) > 0.01
     assert relative_error(expected["two"], expected["loaded"]) > 0.01
-    ranks = rank_pool.run(draw, num_ranks(name, method), name, method, when)
+    ranks = rank_pool.run(draw, 3 if method == "tensor" and name != "flux" else 2, name, method, when)
     for outs in ranks:
         errors = {key: relative_error(out, expected[key]) for key, out in outs.items()}
         assert max(errors.values()) < 1e-5, errors
         assert all(torch.equal(out, ranks[0][key]) for key, out in outs.items())
 
 
-def delete_last(method):
-    """Return the outputs after the only LoRA was deleted from sharded weights, and before they were sharded."""
-    pipe = shared(make("flux"), method)
-    pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
-    pipe.delete_adapters("style")
-    deleted = generate(pipe, "flux")
-    pipe = make("flux")
-    pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
-    pipe.delete_adapters("style")
-    # The layers of peft stay in the model without a LoRA.
-    return deleted, generate(shared(pipe, method), "flux")
+def delete_last_and_refuse(methods):
+    """Return the outputs after the only LoRA was deleted from sharded weights, and before they were sharded. Try
+    LoRAs that begin from the weights.
+    """
+    outs = []
+    for method in methods:
+        heartbeat()
+        pipe = share(make("flux"), method)
+        for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+            with pytest.raises(ValueError, match=r"use_dora=True|pissa"):
+                pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], **options))
+        pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
+        pipe.delete_adapters("style")
+        outs.append(generate(pipe, "flux"))
+        pipe = make("flux")
+        pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
+        pipe.delete_adapters("style")
+        # The layers of peft stay in the model without a LoRA.
+        outs.append(generate(share(pipe, method), "flux"))
+    return outs
 
 
-@pytest.mark.parametrize("method", ["tensor", *[pytest.param(x, marks=pytest.mark.long) for x in ("fsdp", "stages")]])
-def test_deleting_the_last_lora_is_exact(rank_pool, method):
+def test_deleting_the_last_lora_is_exact_and_late_dora_is_refused(rank_pool):
     expected = generate(make("flux"), "flux")
-    for outs in rank_pool.run(delete_last, 2, method):
+    for outs in rank_pool.run(delete_last_and_refuse, 2, list(METHODS)):
         assert max(relative_error(out, expected) for out in outs) < 1e-5
-
-
-def add_late(method, options):
-    pipe = shared(make("flux"), method)
-    with pytest.raises(ValueError, match=r"use_dora=True|pissa"):
-        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], **options))
-    return generate(pipe, "flux")
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
-@pytest.mark.parametrize("method", MESHES)
-def test_late_lora_that_begins_from_the_weights_is_refused(rank_pool, method, options):
-    expected = generate(make("flux"), "flux")
-    for out in rank_pool.run(add_late, 2, method, options):
-        assert relative_error(out, expected) < 1e-5
 
 
 # -- Hotswap.
@@ -207,7 +172,7 @@ def hotswap(method):
     pipe, outs = make("flux"), {}
     pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
     if method is not None:
-        pipe = shared(pipe, method)
+        pipe = share(pipe, method)
     outs["first"] = generate(pipe, "flux")
     for name, weights in {
         "second": lora_weights("flux", seed=12),
@@ -226,37 +191,51 @@ def hotswap(method):
     return outs
 
 
-@pytest.mark.parametrize("method", MESHES)
-def test_hotswapped_lora_is_exact(rank_pool, method):
+def hotswap_by_each_method():
+    outs = {}
+    for method in METHODS:
+        heartbeat()
+        outs[method] = hotswap(method)
+    return outs
+
+
+def test_hotswapped_lora_is_exact(rank_pool):
     expected = hotswap(None)
     assert relative_error(expected["first"], expected["second"]) > 0.01
     assert relative_error(expected["part"], expected["zeros"]) > 0.01
     assert relative_error(expected["by hand"], expected["part"]) > 0.01
-    for outs in rank_pool.run(hotswap, 2, method):
-        errors = {key: relative_error(out, expected[key]) for key, out in outs.items()}
-        assert max(errors.values()) < 1e-5, errors
-
-
-def load_different(method, when, swap):
-    weights = lora_weights("flux", seed=11 + dist.get_rank())
-    pipe = make("flux")
-    if when == "before":
-        pipe.load_lora_weights(weights, adapter_name="style")
-        return generate(shared(pipe, method), "flux")
-    pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
-    shared(pipe, method)
-    pipe.load_lora_weights(weights, adapter_name="style" if swap else "other", hotswap=swap)
-    return generate(pipe, "flux")
+    for by_method in rank_pool.run(hotswap_by_each_method, 2):
+        for method, outs in by_method.items():
+            errors = {key: relative_error(out, expected[key]) for key, out in outs.items()}
+            assert max(errors.values()) < 1e-5, (method, errors)
 
 
 # Tensor parallelism keeps the first rank's values of replicated parameters, and each rank's own part of sharded ones.
-@pytest.mark.parametrize(
-    ("method", "when", "swap"),
-    [(method, "after", swap) for method in MESHES for swap in (False, True)] + [("stages", "before", False)],
-)
-def test_different_loras_raise_on_all_ranks(rank_pool, method, when, swap):
-    errors = rank_pool.run_expecting_errors(load_different, 2, method, when, swap)
-    assert all(isinstance(error, ValueError) for error in errors), errors
+DIFFERENT = [(method, "after", swap) for method in METHODS for swap in (False, True)] + [("stages", "before", False)]
+
+
+def load_different():
+    """Return the kind of error for each row, in which the ranks load different LoRAs."""
+    weights, errors = lora_weights("flux", seed=11 + dist.get_rank()), []
+    for method, when, swap in DIFFERENT:
+        heartbeat()
+        pipe = make("flux")
+        if when == "after":
+            pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
+            share(pipe, method)
+        with pytest.raises(ValueError) as caught:
+            pipe.load_lora_weights(weights, adapter_name="style" if swap else "other", hotswap=swap)
+            if when == "before":
+                share(pipe, method)
+            generate(pipe, "flux")
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_different_loras_raise_on_all_ranks(rank_pool):
+    for errors in rank_pool.run(load_different, 2):
+        assert len(errors) == len(DIFFERENT)
+        assert all("rank" in error for error in errors), errors
 
 
 def differ_in_a_stage():
@@ -276,29 +255,57 @@ def test_lora_of_one_rank_of_a_stage_raises_on_all_ranks(rank_pool):
     assert all(isinstance(error, ValueError) and "stage 1" in str(error) for error in errors), errors
 
 
-# -- Quantized weights.
+# -- Together with quantized weights, offload and text encoders.
 
 
-def draw_quantized(name, when):
-    pipe = make(name)
-    if when == "after":
-        shared(pipe, "stages")
-    pipe.load_lora_weights(lora_weights(name))
-    if when == "before":
-        shared(pipe, "stages")
+def quantize(pipe):
     quantize_(pipe.transformer, Int8WeightOnlyConfig())
-    return generate(pipe, name)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_lora_that_is_quantized_in_stages_is_exact(rank_pool, when):
-    pipe = make("wan")
-    pipe.load_lora_weights(lora_weights("wan"))
-    quantize_(pipe.transformer, Int8WeightOnlyConfig())
-    expected = generate(pipe, "wan")
-    for out in rank_pool.run(draw_quantized, 2, "wan", when):
-        assert relative_error(out, expected) < 1e-5
+def load_lora(pipe):
+    pipe.load_lora_weights(lora_weights(pipe.name))
+
+
+# Each row has the pipeline, the steps before it is parallel and those after, and the way. Without a way the ranks share
+# the tokens.
+STEPS = [
+    ("flux", (quantize,), (), "stages"),
+    ("wan", (quantize, load_lora), (), "stages"),
+    ("wan", (load_lora,), (quantize,), "stages"),
+    ("wan", (), (load_lora, quantize), "stages"),
+    ("flux", (load_lora, quantize), (), None),
+    ("wan", (load_lora, quantize), (), "stages"),
+]
+
+
+def in_steps():
+    outs = []
+    for name, before, after, method in STEPS:
+        heartbeat()
+        pipe, alone = make(name), make(name)
+        for each in (pipe, alone):
+            each.name = name
+        for step in (*before, *after):
+            step(alone)
+        for step in before:
+            step(pipe)
+        if method is None:
+            parallelize_pipe(pipe, mesh=mesh_of({}))
+        else:
+            share(pipe, method)
+        for step in after:
+            step(pipe)
+        expected = generate(alone, name)
+        outs.append(relative_error(generate(pipe, name), expected))
+        if method is None:
+            outs.append(relative_error(generate(unparallelize_pipe(pipe), name), expected))
+    return outs
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast", "ignore:TorchaoLoraLinear was instantiated")
+def test_quantized_weights_and_loras_are_exact_in_either_order(rank_pool):
+    for errors in rank_pool.run(in_steps, 2):
+        assert max(errors) < 1e-5, errors
 
 
 def encoder_weights(seed=5):
@@ -316,25 +323,63 @@ def encoder_weights(seed=5):
 
 
 def draw_with_encoder(method, when):
-    pipe, outs = make("flux"), {}
-    if when == "after" and method is not None:
-        shared(pipe, method)
+    pipe, outs, components = make("flux"), {}, ["text_encoder", "transformer"]
+    if when == "after":
+        share(pipe, method)
     pipe.load_lora_weights(encoder_weights(), adapter_name="style")
-    if when == "before" and method is not None:
-        shared(pipe, method)
+    if when == "before":
+        share(pipe, method)
     outs["loaded"] = generate(pipe, "flux")
-    pipe.fuse_lora(components=["text_encoder", "transformer"])
+    pipe.fuse_lora(components=components)
     outs["fused"] = generate(pipe, "flux")
-    pipe.unfuse_lora(components=["text_encoder", "transformer"])
+    pipe.unfuse_lora(components=components)
     pipe.unload_lora_weights()
     outs["unloaded"] = generate(pipe, "flux")
     return outs
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.long)])
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_lora_of_sharded_text_encoder_is_exact(rank_pool, when):
-    expected = draw_with_encoder(None, when)
+    expected = draw_with_encoder(None, "")
     for outs in rank_pool.run(draw_with_encoder, 2, "fsdp", when):
         errors = {key: relative_error(out, expected[key]) for key, out in outs.items()}
         assert max(errors.values()) < 1e-5, errors
+
+
+def offload_leaves(pipe):
+    apply_group_offloading(pipe.transformer, onload_device=torch.device("cpu"), offload_type="leaf_level")
+
+
+def offload_blocks(pipe):
+    options = {"offload_type": "block_level", "num_blocks_per_group": 1}
+    pipe.transformer.enable_group_offload(onload_device=torch.device("cpu"), **options)
+
+
+def refused_by_stages(folder):
+    pipe = share(make("flux"), "stages")
+    expected = generate(pipe, "flux")
+    for refused in (
+        lambda: pipe.save_pretrained(folder),
+        lambda: pipe.transformer.save_pretrained(folder),
+        lambda: pipe.to("cpu"),
+        lambda: pipe.enable_model_cpu_offload(device="cpu"),
+        lambda: offload_leaves(pipe),
+        lambda: offload_blocks(pipe),
+        lambda: pipe.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level"),
+        lambda: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
+        lambda: copy.deepcopy(pipe.transformer),
+        lambda: pickle.dumps(pipe.transformer),
+        lambda: copy.deepcopy(pipe),
+    ):
+        with pytest.raises((RuntimeError, TypeError), match=r"(FluxTransformer2DModel|FluxPipeline).* stage"):
+            refused()
+            generate(pipe, "flux")
+    assert not folder.exists() or not list(folder.iterdir())
+    return expected, generate(pipe, "flux")
+
+
+def test_options_needing_all_blocks_are_refused_with_stages(rank_pool, tmp_path):
+    expected = generate(make("flux"), "flux")
+    for outs in rank_pool.run(refused_by_stages, 2, tmp_path / "saved"):
+        assert all(torch.equal(out, expected) for out in outs)

@@ -1,13 +1,6 @@
 """Blocks in stages along ``pipe`` give the same bits as all blocks on one rank, and each rank holds only its own."""
 
 import itertools
-import os
-import re
-import subprocess
-import sys
-import time
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +13,9 @@ from benchmarks.harness import fake_group
 from benchmarks.pipelines.weights import NAMES, build, call
 from para_core import init_context_parallel_mesh, reset_cache
 from para_core.adapters import (
-    apply_cache_on_pipe,
     apply_cache_on_transformer,
-    cache_report,
     parallelize_pipe,
     parallelize_transformer,
-    unparallelize_pipe,
 )
 from para_core.adapters.inspect.components import cost_of, stack_of
 from para_core.distributed.mesh import guided_mesh
@@ -33,7 +23,6 @@ from para_core.weights.balance import balanced
 from para_core.weights.stack import StackedBlock, stages_of
 from para_core.weights.stages import Stages, free_other_blocks
 from tests.tiny import flux_pipe, flux_transformer
-from tests.weights.pipes import generate, make
 
 DIMS = ("pipe", "batch", "ring", "ulysses")
 
@@ -120,48 +109,26 @@ def in_stages(names, shape, cache=False):
     return results
 
 
-def check(rank_pool, names, shape, **options):
-    everything = rank_pool.run(in_stages, torch.Size(shape).numel(), names, shape, **options)
-    for results in everything:
+ALL = list(NAMES.values())
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("names", "shape", "cache"),
+    [
+        (["flux"], (2, 1, 1, 2), False),
+        (["hunyuan"], (2, 1, 2, 1), False),
+        (["cogvideox, rotary"], (2, 2, 1, 1), False),
+        (["flux"], (4, 1, 1, 1), False),
+        (["flux", "wan"], (2, 1, 1, 1), True),
+        *[pytest.param(ALL, (2, *rest), False, marks=pytest.mark.long) for rest in ((1, 2, 1), (2, 1, 1))],
+        *[pytest.param(ALL, (2, 1, 1, size), True, marks=pytest.mark.long) for size in (1, 2)],
+    ],
+)
+def test_stages_are_bit_exact(rank_pool, names, shape, cache):
+    for results in rank_pool.run(in_stages, torch.Size(shape).numel(), names, shape, cache=cache):
         assert all(equal for equal, _ in results.values()), results
         assert all(share < 0.9 for _, share in results.values()), results
-
-
-@pytest.mark.long
-def test_two_stages_give_the_same_bits(rank_pool):
-    check(rank_pool, list(NAMES.values()), (2, 1, 1, 1))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("names", "shape"),
-    [
-        (["flux"], (2, 1, 1, 2)),
-        (["hunyuan"], (2, 1, 2, 1)),
-        (["cogvideox, rotary"], (2, 2, 1, 1)),
-        (["flux"], (4, 1, 1, 1)),
-    ],
-)
-def test_stages_are_bit_exact(rank_pool, names, shape):
-    check(rank_pool, names, shape)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("shape", [(2, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1)])
-def test_stages_of_every_family_are_bit_exact(rank_pool, shape):
-    check(rank_pool, list(NAMES.values()), shape)
-
-
-@pytest.mark.parametrize(
-    ("names", "shape"),
-    [
-        (["flux", "wan"], (2, 1, 1, 1)),
-        pytest.param(list(NAMES.values()), (2, 1, 1, 1), marks=pytest.mark.long),
-        pytest.param(list(NAMES.values()), (2, 1, 1, 2), marks=pytest.mark.long),
-    ],
-)
-def test_a_cache_skips_over_stages_as_on_one_rank(rank_pool, names, shape):
-    check(rank_pool, names, shape, cache=True)
 
 
 def stages_without_weights():
@@ -182,43 +149,6 @@ def test_stage_without_weights_is_exact(rank_pool):
     assert rank_pool.run(stages_without_weights, 2) == [True, True]
 
 
-def whole_pipelines(name, shape):
-    """Generate without stages and in stages, with and without a cache."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
-    # The cache warns that there are so few steps.
-    warnings.filterwarnings("ignore", message=".*cache ")
-    steps = 3
-    pipe = make(name)
-    if mesh["batch", "ring", "ulysses"].size() > 1:
-        parallelize_pipe(pipe, mesh=mesh["batch", "ring", "ulysses"])
-    expected = [generate(pipe, name, num_inference_steps=steps)]
-    apply_cache_on_pipe(pipe, residual_diff_threshold=2.0, max_consecutive_hits=1)
-    expected.append(generate(pipe, name, num_inference_steps=steps))
-    pipe = parallelize_pipe(make(name), mesh=mesh)
-    outputs = [generate(pipe, name, num_inference_steps=steps)]
-    apply_cache_on_pipe(pipe, residual_diff_threshold=2.0, max_consecutive_hits=1)
-    outputs.append(generate(pipe, name, num_inference_steps=steps))
-    return expected, outputs, [row.hit for row in cache_report(pipe).rows]
-
-
-# Wan has branches over `batch`. HunyuanVideo refines its text before the blocks.
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("flux", (2, 1, 1, 1)),
-        pytest.param("hunyuan", (2, 1, 1, 1), marks=pytest.mark.long),
-        pytest.param("qwen-image", (2, 1, 1, 2), marks=pytest.mark.long),
-        pytest.param("wan", (2, 2, 1, 1), marks=pytest.mark.long),
-        pytest.param("wan 2.2", (2, 1, 1, 1), marks=pytest.mark.long),
-        pytest.param("cogvideox", (2, 2, 1, 1), marks=pytest.mark.long),
-    ],
-)
-def test_staged_pipelines_are_bit_exact(rank_pool, name, shape):
-    for expected, outputs, hits in rank_pool.run(whole_pipelines, torch.Size(shape).numel(), name, shape):
-        assert all(map(torch.equal, expected, outputs))
-        assert any(hits)
-
-
 def compiled_blocks():
     transformer, whole = build("flux"), build("flux")
     parallelize_transformer(transformer, mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2))
@@ -236,86 +166,11 @@ def test_staged_blocks_compile_and_whole_does_not(rank_pool):
         assert torch.equal(*outputs)
 
 
-# -- Errors.
-
-
-class Broken(RuntimeError):
-    """The error that a block raises."""
-
-
-def one_stage_raises():
-    pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2), timeout=3)
-    generate(pipe, "flux")
-    if dist.get_rank() == 1:
-
-        def break_down(module, args):
-            raise Broken("this block is broken")
-
-        pipe.transformer.single_transformer_blocks[-1].register_forward_pre_hook(break_down)
-    started = time.monotonic()
-    try:
-        generate(pipe, "flux")
-    except RuntimeError as error:
-        return time.monotonic() - started < 30, str(error)
-
-
-@pytest.mark.long
-def test_raising_stage_ends_all_ranks_with_cause(rank_pool):
-    first, second = rank_pool.run(one_stage_raises, 2)
-    assert first[0]
-    assert re.search(r"rank 1 .*Broken: this block is broken", first[1])
-    assert second == (True, "this block is broken")
-
-
-DIES = """
-import os, sys
-import torch.distributed as dist
-from para_core import init_context_parallel_mesh
-from para_core.adapters import parallelize_pipe
-from tests.weights.pipes import generate, make
-
-dist.init_process_group("gloo")
-pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2), timeout=20)
-if dist.get_rank() == 1:
-    pipe.transformer.single_transformer_blocks[-1].register_forward_pre_hook(lambda *_: os._exit(3))
-try:
-    generate(pipe, "flux")
-except RuntimeError as error:
-    print(error, flush=True)
-    os._exit(4)
-"""
-
-
-@pytest.mark.long
-def test_a_stage_that_dies_ends_the_others(tmp_path):
-    script, root = tmp_path / "dies.py", str(Path(__file__).parents[2])
-    script.write_text(DIES)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment = {**os.environ, **address, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    ranks = [
-        subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env={**environment, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    printed, *_ = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [4, 3]
-    assert b"rank 1 " in printed
-
-
-def change_late():
-    pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2))
-    with pytest.raises(RuntimeError, match=r"FluxTransformer2DModel .*stages.* parallelize_pipe"):
-        pipe.to("cpu")
-    with pytest.raises(ValueError, match=r"weights='fsdp' .*2 stages"):
-        parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2), weights="fsdp")
-    with pytest.raises(RuntimeError, match=r"Load the pipeline again: FluxPipeline\.from_pretrained"):
-        unparallelize_pipe(pipe)
-
-
-def test_what_comes_too_late_says_what_to_do(rank_pool):
-    rank_pool.run(change_late, 2)
-
-
-def test_more_stages_than_blocks_are_refused():
-    with fake_group(8), pytest.raises(ValueError, match=r"4 blocks, .*8 stages"):
-        parallelize_pipe(flux_pipe(), mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=8))
+def test_stages_that_do_not_fit_are_refused():
+    with fake_group(8):
+        mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=8)
+        with pytest.raises(ValueError, match=r"4 blocks, .*8 stages"):
+            parallelize_pipe(flux_pipe(), mesh=mesh)
+        mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
+        with pytest.raises(ValueError, match=r"weights='fsdp' .*2 stages"):
+            parallelize_pipe(flux_pipe(), mesh=mesh, weights="fsdp")

@@ -11,8 +11,7 @@ from para_core.adapters import AttentionSchedule, parallelize_pipe, unparalleliz
 from tests.adapters.parallel.test_undo import changes_since, failing_at_the_end, state_of
 from tests.rank_pool import heartbeat
 from tests.tiny import relative_error
-from tests.weights.pipes import generate, make
-from tests.weights.test_text_encoders import mesh_of
+from tests.weights.pipes import generate, make, mesh_of
 
 # Each kind of settings has dims of the mesh, and options. Without dims each rank has its own mesh.
 SETTINGS = {

@@ -43,12 +43,12 @@ def _attend(
         layouts = (query_layout, key_layout, key_layout)
         qkv = [held(x, -2, layout, rank).requires_grad_() for x, layout in zip(case.qkv(), layouts, strict=True)]
         mask = case.whole_mask()
-        if mask is not None:
-            mask = case.mask.cut(mask, query_layout, key_layout, rank)
         weight = held(case.weight(), -2, query_layout, rank)
         sdpa = compiled_sdpa(compile_with)
         key_layout = None if key_layout is query_layout else key_layout
         with item.make_mode(mesh, layout=query_layout, key_layout=key_layout) as cp:
+            if mask is not None:
+                mask = case.mask.cut(mask, cp, query_layout, layouts[1])
             with torch.no_grad():
                 out = sdpa(*[x.detach() for x in qkv], mask, **case.options)
                 whole = cp.gather(out, dim=-2, sequence=query_layout)

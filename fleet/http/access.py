@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request as HttpRequest
 
-from para_core.fleet.failures import RequestError
+from para_core.fleet.http.errors import RequestError
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_HEADER_BYTES = 2**16

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from para_core.adapters.parallel.cfg_output import meta_output
+from para_core.adapters.cfg.output_form import meta_output
 from tests.adapters.test_transformers import BATCHED
 from tests.tiny import flux_inputs, flux_transformer
 from zoo.tiny.transformers.registry import MODELS

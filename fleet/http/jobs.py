@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestError, RequestFailed
 from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet.http.errors import RequestError, response_to
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.request import Request, batch_key
+from para_core.launcher.errors import Cancelled, RankDied
 
 logger = logging.getLogger(__name__)
 # Interval in seconds at which a waiting request checks that its client is still connected.
@@ -54,7 +54,6 @@ class Job:
     )  # see progress; None is the end
     steps_done: int = 0
     cancelled: bool = False
-    first_rank: Any = None  # the Ray actor that runs the request and can cancel it, if any
 
     def progress(self, event: int | Output) -> None:
         """Note an event of the request: the number of finished steps, or a partial image."""
@@ -74,7 +73,7 @@ class Job:
 
 
 class Replicas(Protocol):
-    """Interface of replicas that each run one batch at a time: a ``Pool``, or on Ray Serve the ``Front``."""
+    """Interface of replicas that each run one batch at a time, such as a ``Pool``."""
 
     @property
     def count(self) -> int:
@@ -110,9 +109,6 @@ class Jobs:
         self._tasks: set[asyncio.Task[None]] = set()
         self._start: float | None = time.monotonic()  # None after the first request
         self.metrics = Metrics()
-        # Replicas are called in a copy of this context, and not in that of an HTTP request: when a client disconnects,
-        # Ray Serve cancels every Ray task started in the context of its request, even ranks in the middle of a step.
-        self._context = contextvars.copy_context()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -163,9 +159,9 @@ class Jobs:
         job.cancelled = True
         if job in self._waiting:
             self._waiting.remove(job)
-            job.finish(RequestCancelled("cancelled before its first step."))
+            job.finish(Cancelled("cancelled before its first step."))
         elif not job.answer.done():
-            self._context.copy().run(self._replicas.cancel, job)
+            self._replicas.cancel(job)
 
     async def wait(
         self,
@@ -188,13 +184,10 @@ class Jobs:
                     outcome = "cancelled"
                     raise RequestError(499, "client_left", "the client disconnected; cancelled.")
             error = job.task.exception()
-            if isinstance(error, RequestCancelled):
+            if isinstance(error, Cancelled):
                 outcome = "cancelled"
-                raise RequestError(409, "cancelled", str(error))
-            if isinstance(error, RequestFailed):
-                raise RequestError(400, "refused_by_the_pipeline", str(error))
             if error is not None:
-                raise RequestError(500, "replica_died", f"{error} The replica is being restarted.")
+                raise response_to(error)
             outcome = "done"
             return job.task.result()
         except asyncio.CancelledError:
@@ -223,7 +216,7 @@ class Jobs:
         while True:
             try:
                 return await job.answer
-            except ReplicaDied:
+            except RankDied:
                 self.metrics.deaths.inc()
                 job.steps_done = 0
                 retries -= 1
@@ -242,8 +235,7 @@ class Jobs:
             self._free -= 1
             # The batch runs in a separate task, so that it ends properly even if no client waits any more: a replica
             # that died is still restarted.
-            running = self._run_batch(self._next_batch())
-            task = asyncio.get_running_loop().create_task(running, context=self._context.copy())
+            task = asyncio.ensure_future(self._run_batch(self._next_batch()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -266,10 +258,10 @@ class Jobs:
     async def _run_batch(self, batch: Sequence[Job]) -> None:
         # A job may be retried on another replica before this one is free again, so its answer may be replaced.
         answers = [job.answer for job in batch]
-        died = ReplicaDied("the replica ended without an answer.")
+        died = RankDied("the replica ended without an answer.")
         try:
             await self._replicas.run(batch)
-        except ReplicaDied as error:
+        except RankDied as error:
             died = error
         finally:
             for answer in answers:

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from para_core.fleet.failures import RequestError
+from para_core.fleet.http.errors import RequestError
 
 logger = logging.getLogger(__name__)
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -52,7 +52,6 @@ class RequestLog:
     Args:
         app: The application.
         path: File of JSON lines. None writes none.
-        send_id: Whether to add the header ``X-Request-Id`` to responses. Ray Serve adds it by itself.
         ending: Function that returns whether the server is ending, which cuts requests: that is no error of theirs.
     """
 
@@ -61,10 +60,9 @@ class RequestLog:
         app: ASGIApp,
         path: Path | None = None,
         *,
-        send_id: bool = True,
         ending: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._app, self._path, self._send_id, self._ending = app, path, send_id, ending
+        self._app, self._path, self._ending = app, path, ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, and log the request when its response has ended or failed."""
@@ -83,8 +81,7 @@ class RequestLog:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 del headers[_ID_HEADER]
-                if self._send_id:
-                    headers[_ID_HEADER] = record.id_
+                headers[_ID_HEADER] = record.id_
             size += len(message.get("body", b""))
             await send(message)
 

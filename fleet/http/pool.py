@@ -1,21 +1,24 @@
-"""Replicas that one process holds itself, below a :class:`~para_core.fleet.server.Server` or without one."""
+"""Replicas that one process holds itself, below a :class:`~para_core.fleet.http.server.Server` or without one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
-from para_core.fleet.failures import ReplicaDied, RequestCancelled
-from para_core.fleet.jobs import Job
+from para_core.fleet.http.jobs import Job
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.replica import Replica
-from para_core.fleet.replicas import connect, make_replicas
+from para_core.fleet.replicas import connected, make_replicas
 from para_core.fleet.request import Request
+from para_core.launcher.errors import Cancelled, RankDied
 
 # Seconds between two checks that the ranks of all replicas live.
 _WATCH_SECONDS = 1.0
@@ -25,19 +28,24 @@ logger = logging.getLogger(__name__)
 class Pool:
     """Replicas that one event loop uses, each for one batch at a time. A replica that died starts again.
 
-    They are on this host, or on the Ray cluster that ``RAY_ADDRESS`` names.
+    They are on this host or on a Ray cluster, see :func:`~para_core.fleet.replicas.connected`, to which this process is
+    connected between :meth:`start` and :meth:`stop`. ``debug`` shows Ray's log messages.
 
-    It is the first argument of :class:`~para_core.fleet.server.Server`, and can generate without one. The methods are
-    called in the same event loop.
+    It is the first argument of :class:`~para_core.fleet.http.server.Server`, and can generate without one. The methods
+    are called in the same event loop.
 
     Attributes:
         count: The number of replicas.
     """
 
-    def __init__(self, recipe: Recipe, options: ReplicaOptions, replicas: int = 1) -> None:
+    def __init__(
+        self, recipe: Recipe, options: ReplicaOptions, replicas: int = 1, *, debug: bool = False
+    ) -> None:
         if replicas < 1:
             raise ValueError(f"replicas is {replicas}; expected at least 1.")
-        self._options, self.count = options, replicas
+        self._options, self.count, self._debug = options, replicas, debug
+        self._connection = ExitStack()
+        self._connecting: asyncio.Future[None] | None = None
         self._replicas = make_replicas(recipe, options, replicas)
         self._free: asyncio.Queue[Replica] = asyncio.Queue()
         self._running: dict[str, Replica] = {}
@@ -49,11 +57,18 @@ class Pool:
 
         For the exceptions see :meth:`Replica.start` and :meth:`Replica.generate`.
         """
-        connect(self._options, self.count)
+        # Ray takes seconds to start, in which the event loop must answer HTTP and see signals. A thread cannot be
+        # cancelled, so stop waits for it.
+        self._connecting = asyncio.ensure_future(asyncio.to_thread(self._connect))
+        await asyncio.shield(self._connecting)
+        _restore_sigterm()
         await asyncio.gather(*[self._start(replica) for replica in self._replicas])
         for replica in self._replicas:
             self._free.put_nowait(replica)
         self._watching = asyncio.ensure_future(self._watch())
+
+    def _connect(self) -> None:
+        self._connection.enter_context(connected(self._options, self.count, debug=self._debug))
 
     async def _start(self, replica: Replica) -> None:
         await replica.start()
@@ -76,10 +91,14 @@ class Pool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._take_free()
+        if self._connecting is not None:
+            with suppress(Exception):  # start has raised it.
+                await self._connecting
         await asyncio.gather(*[replica.stop() for replica in self._replicas])
+        self._connection.close()
 
     async def generate(self, request: Request) -> Result:
-        """Generate on the next free replica. Raise RequestFailed if the pipeline raised, ReplicaDied if a rank died."""
+        """Generate on the next free replica. Raise RequestFailed if the pipeline raised, RankDied if a rank died."""
         replica = await self._free.get()
         try:
             return await replica.generate(request)
@@ -105,7 +124,7 @@ class Pool:
                 outcomes = await replica.generate_batch([(job.id_, job.request) for job in jobs], progress)
                 for job, outcome in zip(jobs, outcomes, strict=True):
                     job.finish(outcome)
-        except ReplicaDied as error:
+        except RankDied as error:
             for job in jobs:
                 job.finish(error)
         finally:
@@ -162,5 +181,12 @@ class Pool:
         return sum(await asyncio.gather(*[replica.alive() for replica in self._replicas]))
 
 
-def _make_cancellation() -> RequestCancelled:
-    return RequestCancelled("cancelled before its first step.")
+def _restore_sigterm() -> None:
+    """Install Python's handler of SIGTERM again: Ray has replaced it below Python by one that writes a stack trace."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _make_cancellation() -> Cancelled:
+    return Cancelled("cancelled before its first step.")

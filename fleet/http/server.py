@@ -1,6 +1,7 @@
 """The HTTP server, as an ASGI application with the routes of OpenAI's images and videos API.
 
-Requests wait in :class:`para_core.fleet.jobs.Jobs`; :mod:`para_core.fleet.serving` runs the server on Ray.
+Requests wait in :class:`para_core.fleet.http.jobs.Jobs`, and run on the replicas of a
+:class:`para_core.fleet.http.pool.Pool`.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from para_core.fleet.access import Access, public_address
-from para_core.fleet.failures import RequestError
+from para_core.fleet.http.access import Access, public_address
 from para_core.fleet.http.answers import MEDIA_TYPES, answer_body, answer_events
 from para_core.fleet.http.bodies import ServerOptions, body_schema, read_content, read_request
+from para_core.fleet.http.errors import RequestError
+from para_core.fleet.http.jobs import Job, Jobs, Replicas
+from para_core.fleet.http.lora_folder import LoraFolder
+from para_core.fleet.http.middleware import ID, HeadAsGet, RequestLog, record_of
+from para_core.fleet.http.model_card import make_model_card
+from para_core.fleet.http.pages import add_pages
+from para_core.fleet.http.videos import Videos
 from para_core.fleet.image_classes import explain_refused_image
-from para_core.fleet.jobs import Job, Jobs, Replicas
-from para_core.fleet.loras import LoraFolder
 from para_core.fleet.memory import Memory
-from para_core.fleet.middleware import ID, HeadAsGet, RequestLog, record_of
-from para_core.fleet.model_card import make_model_card
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import Output, Result
-from para_core.fleet.pages import add_pages
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Request, estimated_pixels
-from para_core.fleet.videos import Videos
 
 _GENERATIONS, _EDITS = "/v1/images/generations", "/v1/images/edits"
 # Size limit of the stored results in bytes. The latest result is kept even if it is larger.
@@ -52,9 +53,7 @@ class Server:
         ending: Whether requests are being cut because the process ends. Set by the creator of the server.
     """
 
-    def __init__(
-        self, replicas: Replicas, model: Model, options: ServerOptions, *, send_id: bool = True
-    ) -> None:
+    def __init__(self, replicas: Replicas, model: Model, options: ServerOptions) -> None:
         self._replicas, self._model, self._options = replicas, model, options
         self._jobs = Jobs(replicas, options, self._fits)
         # The latest results whose requests asked for a URL instead of the data.
@@ -87,9 +86,7 @@ class Server:
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         self.app.add_middleware(HeadAsGet)
-        self.app.add_middleware(
-            RequestLog, path=options.request_log, send_id=send_id, ending=lambda: self.ending
-        )
+        self.app.add_middleware(RequestLog, path=options.request_log, ending=lambda: self.ending)
 
     def set_memory(self, memory: Memory | None) -> None:
         """Limit the pixels of results by the predicted memory of a rank. None sets no such limit."""

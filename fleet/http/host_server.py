@@ -1,4 +1,4 @@
-"""The server on one host: a web server and the replicas' owner in this process."""
+"""The server: a web server and the owner of the replicas, which may be on other hosts, in this process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import uvicorn
 
 from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet.http.pool import Pool
+from para_core.fleet.http.server import Server
 from para_core.fleet.pipeline_info import Model
-from para_core.fleet.pool import Pool
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.server import Server
 
 # Largest size of a request's head in bytes, above what the server itself accepts, so that it answers and not uvicorn.
 _HEAD_BYTES = 2**20
@@ -43,15 +43,21 @@ def serve(
     host: str,
     port: int,
     ready: Callable[[], None],
+    debug: bool = False,
 ) -> None:
     """Serve ``replicas`` replicas at this address until SIGINT or SIGTERM, which is logged. No rank remains.
 
-    Requests are answered with 503 until all replicas have loaded; then ``ready`` is called. Raise OSError if the port
-    is in use, ValueError if there are too few GPUs, and RuntimeError if a replica cannot start.
+    Requests are answered with 503 until all replicas have loaded; then ``ready`` is called. ``debug`` shows Ray's log
+    messages.
+
+    Raises:
+        OSError: The port is in use.
+        ValueError: There are too few GPUs, or the Ray cluster is too small.
+        RuntimeError: A replica cannot start.
     """
     logger.info("starting: %s, %d replicas of %d ranks", model.pipeline, replicas, replica_options.ranks)
     with bind_socket(host, port) as listener:
-        pool = Pool(recipe, replica_options, replicas)
+        pool = Pool(recipe, replica_options, replicas, debug=debug)
         server = Server(pool, model, options)
         server.loading = True
         begun = time.monotonic()

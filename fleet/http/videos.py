@@ -16,10 +16,10 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse
 
-from para_core.fleet.failures import RequestError
 from para_core.fleet.http.bodies import ServerOptions
-from para_core.fleet.jobs import Job, Jobs
-from para_core.fleet.middleware import escape_unprintable
+from para_core.fleet.http.errors import RequestError
+from para_core.fleet.http.jobs import Job, Jobs
+from para_core.fleet.http.middleware import escape_unprintable
 from para_core.fleet.outputs import write_atomically
 from para_core.fleet.request import Request
 

@@ -1,0 +1,78 @@
+"""``same_bits=True`` of parallelize_pipe: the bits of one process on any number of ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from para_core.adapters.registry import plan_for
+from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
+from para_core.distributed.mesh import GuidedMesh
+from para_core.plans.plan import LinearAttention
+from para_core.same_bits.call import SameBitsCalls
+from para_core.same_bits.device_settings import check_workspaces
+
+
+class SameBitsChange(FeatureChange):
+    """``same_bits=True`` on the transformers of one pipeline."""
+
+    name = "same_bits=True"
+
+    def __init__(self, transformers: list[nn.Module], mesh: GuidedMesh) -> None:
+        self._calls = [SameBitsCalls(module, mesh) for module in transformers]
+
+    def apply(self) -> None:
+        """Fill the slots of the transformers."""
+        for calls in self._calls:
+            calls.install()
+
+    def undo(self) -> None:
+        """Empty the slots of the transformers."""
+        for calls in self._calls:
+            calls.remove()
+
+
+def same_bits(request: ChangeRequest) -> list[SameBitsChange]:
+    """Return the change by the option ``same_bits``; none without it.
+
+    Raises:
+        ValueError: Another option, the mesh or a transformer adds up in another order than one process does.
+    """
+    if not request.options.get("same_bits"):
+        return []
+    for name, reason in _reasons(request).items():
+        raise ValueError(f"same_bits=True with {name}: {reason} Leave one out.")
+    check_workspaces()
+    return [SameBitsChange([*request.transformers.values()], request.mesh)]
+
+
+def _reasons(request: ChangeRequest) -> dict[str, str]:
+    """Return what cannot have the bits of one process, with the reason."""
+    mesh, options = request.mesh, request.options
+    reasons = {}
+    if options.get("comm_dtype") is not None:
+        reasons["comm_dtype"] = "what ranks send is rounded to 8 bits."
+    if options.get("pipefusion") is not None:
+        reasons["pipefusion"] = "it takes keys of an earlier step."
+    if mesh.tensor.size > 1 or options.get("weights") == "tensor":
+        reasons["weights='tensor'"] = "ranks add up parts of each product."
+    if mesh.sequence.ring.size > 1:
+        reasons[f"a ring of {mesh.sequence.ring.size} ranks"] = (
+            "each block of keys is added up on its own. Use the dim 'ulysses'."
+        )
+    if options.get("vae") and mesh.ranks > 1:
+        reasons["vae=True"] = (
+            "the rows of a rank have other sums in GroupNorm, and other kernels of convolution."
+        )
+    if mesh.sequence.ranks > 1:
+        for name, module in request.transformers.items():
+            plan = plan_for(module, adapter=request.adapter)
+            if plan is not None and any(
+                isinstance(kind, LinearAttention) for kind in plan.attention.values()
+            ):
+                reasons[f"pipe.{name}, a {type(module).__name__}"] = (
+                    "its linear attention is a sum over ranks."
+                )
+    return reasons
+
+
+FEATURE = Feature(option="same_bits", changes=same_bits)

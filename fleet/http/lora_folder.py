@@ -1,0 +1,48 @@
+"""The folder of LoRAs that requests may name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from para_core.fleet.recipe import read_lora
+from para_core.fleet.request import Lora
+
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class LoraFolder:
+    """The LoRAs that requests may name: ``.safetensors`` files in ``folder``, and folders there that contain any.
+
+    The folder is read at each call, so LoRAs can be added while the server runs. ``default`` is the LoRA for requests
+    that name none: a name with an optional scale, or None.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.default: str | None = None
+
+    def names(self) -> list[str]:
+        """Return the names of all LoRAs in the folder, sorted, without the suffix ``.safetensors``."""
+        if not self._folder.is_dir():
+            return []
+        paths = self._folder.iterdir()
+        return sorted(path.name.removesuffix(".safetensors") for path in paths if self._is_lora(path))
+
+    def find(self, text: str) -> Lora:
+        """Return the LoRA for a name with an optional scale, such as ``"style:0.8"``.
+
+        Raises:
+            ValueError: The folder has no LoRA of this name, or the scale is infinite.
+        """
+        name, scale = read_lora(text)
+        for path in (self._folder / f"{name}.safetensors", self._folder / name):
+            if _NAME_PATTERN.fullmatch(name) and self._is_lora(path) and abs(scale) < float("inf"):
+                return Lora(str(path.resolve()), scale)
+        raise ValueError(
+            f"no lora {text[:80]!r} is served; expected one of {', '.join(self.names()) or 'none'}."
+        )
+
+    def _is_lora(self, path: Path) -> bool:
+        is_file = path.suffix == ".safetensors" and path.is_file()
+        return is_file or (path.is_dir() and any(path.glob("*.safetensors")))

@@ -1,0 +1,79 @@
+"""Write a dataclass as JSON and read it again. In graphs, options, meshes and calls are strings of this form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import torch
+
+from para_core.dataclass_fields import fields_of
+
+Value = TypeVar("Value")
+
+
+def to_json(value: Any) -> str:
+    """Return the dataclass ``value`` as JSON, which :func:`from_json` reads. Equal values give equal text.
+
+    Its fields may be dataclasses, dtypes, and what JSON can express. Dynamo can trace this function if the fields
+    are constants of the graph.
+
+    Raises:
+        TypeError: A field is something else, such as a tensor.
+    """
+    text: str = _dump(_nested_fields(value))
+    return text
+
+
+def _nested_fields(value: Any) -> Any:
+    if is_dataclass(value):
+        return {name: _nested_fields(field) for name, field in fields_of(value).items()}
+    return value
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _dump(values: dict[str, Any]) -> str:
+    # Dynamo cannot trace the JSON encoder, so it calls this function while tracing and treats the result as a
+    # constant. This is correct because the values are constants of the graph.
+    return json.dumps(values, default=_dtype_name)
+
+
+def _dtype_name(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise TypeError(
+        f"{value!r} is a {type(value).__name__}; expected a dataclass, a dtype, or a value of JSON."
+    )
+
+
+def from_json(kind: type[Value], text: str) -> Value:
+    """Return the value of the dataclass ``kind`` that :func:`to_json` wrote as ``text``.
+
+    Raises:
+        ValueError: ``text`` is not JSON, or its fields are not those of ``kind``.
+    """
+    value: Value = _read_fields(kind, json.loads(text))
+    return value
+
+
+def _read(annotation: Any, value: Any) -> Any:
+    """Convert ``value``, read from JSON, to the type ``annotation``, which may be a union with None."""
+    if value is None:
+        return None
+    for member in get_args(annotation) or (annotation,):
+        if member is torch.dtype:
+            return getattr(torch, value)
+        if is_dataclass(member):
+            return _read_fields(member, value)
+    return value
+
+
+def _read_fields(kind: Any, values: Any) -> Any:
+    names = [field.name for field in fields(kind)]
+    if not isinstance(values, dict) or sorted(values) != sorted(names):
+        raise ValueError(
+            f"the JSON of a {kind.__name__} is {values!r}; expected an object with the fields {names}."
+        )
+    annotations = get_type_hints(kind)
+    return kind(**{name: _read(annotations[name], value) for name, value in values.items()})

@@ -1,0 +1,162 @@
+"""Fingerprints of tensors, by which ranks compare their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from para_core.distributed.collectives import tensor_bytes
+
+_WORD_BYTES = 8
+# Process at most this number of 64-bit words at a time (128 MiB, and as much again for intermediate results),
+# unless a single tensor has more.
+_MAX_WORDS = 1 << 24
+# A digest of many tensors is computed in chunks of this number of 64-bit words: few enough to stay in the
+# cache of a CPU, many enough that a GPU computes longer than it takes to launch the kernels (32 MiB).
+_CHUNK_WORDS_CPU, _CHUNK_WORDS_GPU = 1 << 16, 1 << 22
+# Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step
+# between positions, and the shifts and factors of its output function, which is Stafford's variant 13 of the
+# finalizer of MurmurHash3.
+_STEP = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT = 31
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
+    """Return the fingerprint of each tensor: 16 hexadecimal digits that depend on its bytes in C order.
+
+    The shape, dtype, strides and device of a tensor do not matter. Every 8 bytes are mixed with their
+    position to 64 random-looking bits, and these are summed. Two tensors of equal size with different bytes
+    have the same fingerprint with probability 2^-64. Since bytes are compared, 0.0 and -0.0 differ, and NaNs
+    with the same bits are equal. All devices return the same digits, because the mixing is integer
+    arithmetic.
+
+    The host waits once for each device, to read 8 bytes per tensor. To wait later, use
+    :class:`PendingFingerprints`.
+    """
+    return PendingFingerprints(tensors).wait()
+
+
+class PendingFingerprints:
+    """Fingerprints of ``tensors``, as of now, that their devices compute while the host goes on.
+
+    Later writes to the tensors do not matter, if they are queued on the current stream.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._indices: dict[torch.device, list[int]] = {}
+        for index, x in enumerate(tensors):
+            self._indices.setdefault(x.device, []).append(index)
+        # Start the computation on all devices before the host waits for the first one.
+        self._sums = {
+            device: _sums([tensors[index] for index in group]) for device, group in self._indices.items()
+        }
+        self._events: list[torch.cuda.Event] = []
+        for device, sums in self._sums.items():
+            if device.type == "cuda":
+                # Wait for this copy alone later, not for what is launched until then.
+                self._sums[device] = sums.to("cpu", non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                self._events.append(event)
+
+    def wait(self) -> list[str]:
+        """Return the fingerprints in the order of the tensors; see :func:`fingerprints`."""
+        for event in self._events:
+            event.synchronize()
+        digits = [""] * sum(map(len, self._indices.values()))
+        for device, indices in self._indices.items():
+            for index, value in zip(indices, self._sums[device].tolist(), strict=True):
+                digits[index] = f"{value % 2**64:016x}"
+        return digits
+
+
+@torch.no_grad()
+def digest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one fingerprint of all ``tensors`` together, as an int64 tensor of shape ``[1]``.
+
+    It depends on the bytes of the tensors and on their order, but not on their devices: like
+    :func:`fingerprints`, with positions that count the words of all tensors. It is much cheaper than a
+    fingerprint for each of many tensors: a hundred of them share a launch. If all tensors are on one device,
+    so is the digest, and the host does not wait.
+    """
+    start = 0
+    sums: dict[torch.device, list[Tensor]] = {}
+    for chunk in _chunks(tensors):
+        words = torch.cat(chunk)
+        positions = torch.arange(start + 1, start + words.numel() + 1, device=words.device)
+        _mix(words.add_(positions, alpha=_signed(_STEP)))
+        sums.setdefault(words.device, []).append(words.sum(dim=0, keepdim=True))
+        start += words.numel()
+    if not sums:
+        return torch.zeros(1, dtype=torch.int64)
+    totals = [torch.cat(parts).sum(dim=0, keepdim=True) for parts in sums.values()]
+    return totals[0] if len(totals) == 1 else torch.cat([x.cpu() for x in totals]).sum(dim=0, keepdim=True)
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the words of ``tensors`` as lists of int64 tensors on one device, which are mixed together."""
+    chunk: list[Tensor] = []
+    room = 0
+    for x in tensors:
+        limit = _CHUNK_WORDS_CPU if x.device.type == "cpu" else _CHUNK_WORDS_GPU
+        words = _words(x)
+        if chunk and (words.numel() > room or chunk[0].device != words.device):
+            yield chunk
+            chunk = []
+        if words.numel() > limit:
+            for part in words.split(limit):
+                yield [part]
+        elif words.numel() > 0:
+            room = (room if chunk else limit) - words.numel()
+            chunk.append(words)
+    if chunk:
+        yield chunk
+
+
+def _words(x: Tensor) -> Tensor:
+    """Return the bytes of ``x`` as int64, padded by zeros. Copies only if the bytes are not aligned to 8."""
+    row = tensor_bytes(x.detach())
+    if row.numel() % _WORD_BYTES == 0 and row.storage_offset() % _WORD_BYTES == 0:
+        return row.view(torch.int64)
+    words = torch.zeros(-(-row.numel() // _WORD_BYTES), dtype=torch.int64, device=row.device)
+    words.view(torch.uint8)[: row.numel()].copy_(row)
+    return words
+
+
+@torch.no_grad()
+def _sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the fingerprints of tensors on one device as int64, ``[len(tensors)]``."""
+    sizes = [-(-x.nbytes // _WORD_BYTES) for x in tensors]
+    if sum(sizes) > _MAX_WORDS and len(tensors) > 1:
+        half = len(tensors) // 2
+        return torch.cat([_sums(tensors[:half]), _sums(tensors[half:])])
+    rows = [tensor_bytes(x.detach()) for x in tensors]
+    words = torch.zeros(sum(sizes), dtype=torch.int64, device=tensors[0].device)
+    steps = torch.arange(1, max(sizes) + 1, device=words.device) * _signed(_STEP)
+    parts = words.split(sizes)
+    for part, row in zip(parts, rows, strict=True):
+        # Copy the bytes, because view(torch.int64) requires an aligned offset and a multiple of 8 bytes.
+        part.view(torch.uint8)[: row.numel()].copy_(row)
+        part.add_(steps[: part.numel()])
+    _mix(words)
+    return torch.stack([part.sum() for part in parts])
+
+
+def _mix(words: Tensor) -> None:
+    """Apply the output function of SplitMix64 to int64 ``words`` in place."""
+    for shift, factor in _ROUNDS:
+        words.bitwise_xor_(_shifted(words, shift)).mul_(_signed(factor))
+    words.bitwise_xor_(_shifted(words, _LAST_SHIFT))
+
+
+def _shifted(words: Tensor, shift: int) -> Tensor:
+    """Return int64 ``words`` shifted to the right as unsigned integers. torch's own shift would copy the sign bit."""
+    return (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+
+
+def _signed(value: int) -> int:
+    """Return the signed 64-bit integer with the same bits as the unsigned ``value``."""
+    return value - 2**64 if value >= 2**63 else value

@@ -1,0 +1,97 @@
+"""The ranks that the doctor examines, and the report of its checks."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from para_core.devices import Device, gpu_at_hand
+
+OK, CHANGE, BROKEN = "ok", "change", "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, which is a line of the doctor's table.
+
+    Args:
+        verdict (`str`): ``"ok"``, ``"change"`` (it works but could be better) or ``"broken"``.
+        advice (`str`): Advice on what to change; empty if there is none.
+    """
+
+    name: str
+    result: str
+    verdict: str = OK
+    advice: str = ""
+
+
+@dataclass
+class DoctorReport:
+    """The results of all checks, and the measured figures."""
+
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, result: str, advice: str = "", *, broken: bool = False) -> None:
+        """Add a finding: broken, or to be changed if there is ``advice``, or ok."""
+        verdict = OK
+        if advice:
+            verdict = CHANGE
+        if broken:
+            verdict = BROKEN
+        self.findings.append(Finding(name, result, verdict, advice))
+
+    @property
+    def broken(self) -> bool:
+        return any(finding.verdict == BROKEN for finding in self.findings)
+
+    def table(self) -> str:
+        width = max(len(finding.name) for finding in self.findings)
+        lines = [
+            f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.result}" for finding in self.findings
+        ]
+        advice = [f"- {finding.name}: {finding.advice}" for finding in self.findings if finding.advice]
+        if not advice:
+            return "\n".join([*lines, "", "Nothing to change."])
+        return "\n".join([*lines, "", "What to change:", *advice])
+
+    def write(self, path: Path) -> None:
+        content = {
+            "date": time.strftime("%Y-%m-%d"),
+            "doctor": self.figures,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The rank of this process, the number of ranks, and the device and dtype that the checks use."""
+
+    rank: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of every rank, in rank order. This is a collective call."""
+        values = [value]
+        if self.size > 1:
+            values = [None] * self.size
+            dist.all_gather_object(values, value)
+        return values
+
+    def known_device(self) -> Device | None:
+        """Return the data sheet's figures for this rank's GPU; None on a CPU, or for a GPU that the table lacks."""
+        try:
+            if self.device.type == "cuda":
+                return gpu_at_hand(self.device)
+            return None
+        except ValueError:
+            return None

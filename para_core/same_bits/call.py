@@ -1,0 +1,104 @@
+"""Run the calls of one model with the bits of one process, and check each new size of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from para_core.distributed.agree import exchange
+from para_core.distributed.mesh import GuidedMesh
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.slots import Slot
+from para_core.plans.current_call import ranks_sharing_samples
+from para_core.same_bits.device_settings import deterministic_products
+from para_core.same_bits.mode import SameBits
+from para_core.same_bits.row_check import RowCheck
+from para_core.torch_internals import tree_leaves
+
+
+class SameBitsCalls:
+    """``same_bits=True`` for the calls of one model.
+
+    Args:
+        module: The model, which has a plan on ``mesh``.
+        mesh: The ranks.
+    """
+
+    def __init__(self, module: nn.Module, mesh: GuidedMesh) -> None:
+        self.module, self._mesh = module, mesh
+        # Sizes of inputs for which ranks were found to have the bits of one process.
+        self._checked: set[tuple[Any, ...]] = set()
+        self._check: RowCheck | None = None
+        # Whether ranks along "batch" share the samples of the current call. Otherwise each makes calls of its own.
+        self._shares_samples = False
+
+    def install(self) -> None:
+        """Fill the slots of the model."""
+        fill_slot(self.module, Slot.SAME_BITS, {"__call__": self._run})
+        fill_slot(self.module, Slot.SAME_BITS_PRODUCTS, {"__call__": self._run_part})
+
+    def remove(self) -> None:
+        """Empty the slots of the model."""
+        empty_slot(self.module, Slot.SAME_BITS)
+        empty_slot(self.module, Slot.SAME_BITS_PRODUCTS)
+
+    def _run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call on all tokens.
+
+        Raises:
+            RuntimeError: On every rank: a function gives other bits for the rows of a rank than for those of one
+                process. Or the model is being compiled.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "same_bits=True runs eager models: generated code may add up in another order for another number of "
+                "tokens, which nothing checks. Leave torch.compile out, or same_bits."
+            )
+        # All ranks have the same arguments here, so they check the same calls.
+        sizes = tuple(_sizes((args, kwargs)))
+        is_new = self._mesh.ranks > 1 and sizes not in self._checked
+        self._check = RowCheck(module) if is_new else None
+        try:
+            with deterministic_products():
+                output = call(module, *args, **kwargs)
+            if self._check is not None:
+                self._conclude(self._check)
+        finally:
+            self._check = None
+        self._checked.add(sizes)
+        return output
+
+    def _run_part(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call on this rank's tokens and samples."""
+        if self._mesh.ranks == 1:
+            return call(module, *args, **kwargs)
+        self._shares_samples = ranks_sharing_samples(module) is not None
+        with SameBits(module, self._check):
+            return call(module, *args, **kwargs)
+
+    def _conclude(self, check: RowCheck) -> None:
+        findings = [str(finding) for finding in check.findings]
+        calling = self._mesh if self._shares_samples else self._mesh.sequence
+        of_ranks = exchange(findings, calling)
+        found = list(dict.fromkeys(line for lines in of_ranks for line in lines))
+        if not found:
+            return
+        lines = "\n".join(f"  {line}" for line in found)
+        raise RuntimeError(
+            f"same_bits=True: {original_class(self.module).__name__} on {self._mesh.ranks} ranks has other bits than "
+            f"in one process, because these results depend on the number of rows:\n{lines}\nChoose sizes with more "
+            "tokens on each rank, or fewer ranks. Or leave same_bits out: results then differ by rounding."
+        )
+
+
+def _sizes(values: Any) -> Iterator[Any]:
+    """Yield the shape and dtype of each tensor in nested ``values``, and the type of each other value."""
+    for value in tree_leaves(values):
+        if isinstance(value, Tensor):
+            yield tuple(value.shape), value.dtype
+        else:
+            yield type(value)

@@ -1,0 +1,148 @@
+"""The sizes that one process would have, for the tensors of a rank inside a call of a model with a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from para_core.layout.sequence import Run, Segment, SequenceLayout
+from para_core.plans.current_call import ranks_sharing_samples, segments_under_way
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank's part of a dim in that dim of one process.
+
+    Args:
+        total: The size of the dim in one process.
+        runs: The positions of the rank's part, as runs ``(start, length)`` in the order of its tensor.
+    """
+
+    total: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class OneProcess:
+    """The call of one process, of which this rank computes a part.
+
+    Args:
+        segments: The sequences of the call so far, in the order of the joint sequence.
+        rank, ranks: This rank and the number of ranks that share tokens.
+        batch_index, batch_size: The part of the samples that this rank has; ``(0, 1)`` if it has all.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    rank: int = 0
+    ranks: int = 1
+    batch_index: int = 0
+    batch_size: int = 1
+
+    @property
+    def is_this_process(self) -> bool:
+        """Whether this rank has all tokens and all samples."""
+        return self.batch_size == 1 and all(segment.replicated for segment in self.segments)
+
+    @cached_property
+    def _places(self) -> dict[int, Place]:
+        """The place of each number of tokens that neighbouring segments have on this rank."""
+        places: dict[int, Place] = {}
+        for first in range(len(self.segments)):
+            for end in range(first + 1, len(self.segments) + 1):
+                layout = SequenceLayout(self.segments[first:end], self.ranks)
+                size = sum(segment.size(self.rank, self.ranks) for segment in layout.segments)
+                total = sum(segment.total for segment in layout.segments)
+                # Of two sequences with as many tokens on this rank, the shorter one is as good, unless it has few rows.
+                if size not in places or places[size].total < total:
+                    places[size] = Place(total, tuple(layout.runs(self.rank)))
+        return places
+
+    def place_of_tokens(self, x: Tensor) -> tuple[int, Place] | None:
+        """Return the dim of ``x`` that has this rank's tokens, and their place in one process; None if no dim has.
+
+        The last dim has features. The first has samples, unless there are two dims.
+        """
+        if self.ranks == 1:
+            return None
+        for dim in range(x.ndim - 2, 0 if x.ndim > 2 else -1, -1):
+            place = self._places.get(x.shape[dim])
+            if place is not None:
+                return dim, place
+        return None
+
+
+def one_process_of(module: nn.Module) -> OneProcess:
+    """Return what one process would compute in place of the current call of ``module``."""
+    found = segments_under_way(module)
+    batch = ranks_sharing_samples(module)
+    index, size = (0, 1) if batch is None else (batch.index, batch.size)
+    if found is None:
+        return OneProcess(batch_index=index, batch_size=size)
+    mesh, segments = found
+    return OneProcess(segments, mesh.rank, mesh.ranks, index, size)
+
+
+def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return zeros of the given sizes, with the type of ``x``, its order of dims in memory, and its contiguity.
+
+    Kernels are chosen by both: a linear layer with a bias rounds once if its input is contiguous, and twice else.
+    """
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
+    in_memory = [sizes[dim] for dim in order]
+    if _is_dense(x, order, sizes):
+        zeros = x.new_zeros(in_memory)
+    else:
+        # One more element in each row keeps the tensor from being contiguous.
+        zeros = x.new_zeros([*in_memory[:-1], in_memory[-1] + 1]).narrow(-1, 0, in_memory[-1])
+    return zeros.permute([order.index(dim) for dim in range(x.ndim)])
+
+
+def _is_dense(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the elements of ``x`` follow each other in memory, and would if it had these sizes.
+
+    A dim of size 1, such as that of a single token, has the stride of the tensor that it was cut from.
+    """
+    stride = 1
+    for dim in reversed(order):
+        if sizes[dim] > 1 and x.stride(dim) != stride:
+            return False
+        stride *= x.shape[dim]
+    return True
+
+
+def put(x: Tensor, into: Tensor, one: OneProcess, tokens: tuple[int, Place] | None, samples: bool) -> None:
+    """Copy this rank's part ``x`` to its place in ``into``, which has the sizes of one process."""
+    for target, part in _parts(into, x, one, tokens, samples):
+        target.copy_(part)
+
+
+def take(y: Tensor, one: OneProcess, tokens: tuple[int, Place] | None, samples: bool) -> Tensor:
+    """Return this rank's part of a result ``y`` with the sizes of one process."""
+    if samples:
+        size = y.shape[0] // one.batch_size
+        y = y.narrow(0, one.batch_index * size, size)
+    if tokens is None:
+        return y
+    dim, place = tokens
+    return torch.cat([y.narrow(dim, start, length) for start, length in place.runs], dim)
+
+
+def _parts(
+    whole: Tensor, x: Tensor, one: OneProcess, tokens: tuple[int, Place] | None, samples: bool
+) -> list[tuple[Tensor, Tensor]]:
+    if samples:
+        size = whole.shape[0] // one.batch_size
+        whole = whole.narrow(0, one.batch_index * size, size)
+    if tokens is None:
+        return [(whole, x)]
+    dim, place = tokens
+    parts = x.split([length for _, length in place.runs], dim)
+    return [
+        (whole.narrow(dim, start, length), part)
+        for (start, length), part in zip(place.runs, parts, strict=True)
+    ]

@@ -1,0 +1,40 @@
+"""The option ``verify=True``: what does not go with it, and its check. Imports no torch before a check is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from para_core.instance.record import Around
+
+# Approximations with which transformer calls still equal those of the unmodified model: a step that a cache skips is
+# not compared, and the unmodified model has the same quantized weights.
+_COMPARABLE = frozenset({"cache", "quantize"})
+
+
+def check_options(approximations: Sequence[str], stages: int) -> None:
+    """Check that outputs can be compared, for :mod:`para_core.call_checks`.
+
+    Args:
+        approximations: Names of the options with which results differ by more than rounding.
+        stages: Number of ranks along ``pipe``.
+
+    Raises:
+        ValueError: An option approximates, or no rank has all blocks of the unmodified model.
+    """
+    obstacles = [name for name in approximations if name not in _COMPARABLE]
+    if stages > 1:
+        obstacles.append("a mesh with pipe")
+    if obstacles:
+        raise ValueError(
+            f"verify compares transformer calls with those of one rank, and {', '.join(obstacles)} leaves nothing "
+            "equal to compare with. Verify without it, then leave verify out."
+        )
+
+
+def make_check() -> Around:
+    """Return the check of the calls of one parallel model, for :mod:`para_core.call_checks`."""
+    from para_core.verify.verification import Verification
+
+    return Verification().run

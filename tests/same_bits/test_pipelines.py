@@ -1,0 +1,76 @@
+"""``same_bits=True``: pipelines on several ranks have the bytes of one process, or raise and say why not."""
+
+import pytest
+import torch
+
+from para_core import PipeFusion
+from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer
+from zoo.tiny.pipelines import PIPELINES
+
+GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
+
+
+def flux_on(mesh_sizes, dtype, options):
+    transformer = flux_transformer(attention_head_dim=64, axes_dims_rope=(16, 24, 24))
+    pipe = flux_pipe(shared_parts=False, transformer=transformer).to(dtype)
+    expected = pipe(**flux_call(**options)).images
+    parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_sizes[1:], batch=mesh_sizes[0]), same_bits=True)
+    out = pipe(**flux_call(**options)).images
+    # The check runs at the first call only, and another call computes the same.
+    again = pipe(**flux_call(**options)).images
+    unparallelize_pipe(pipe)
+    assert torch.equal(pipe(**flux_call(**options)).images, expected)
+    return torch.equal(out, expected), torch.equal(again, expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "options"),
+    [
+        ((1, 1, 2), torch.float32, {}),
+        ((1, 1, 3), torch.float32, {}),
+        ((1, 1, 2), torch.bfloat16, {}),
+        ((2, 1, 1), torch.float32, GUIDED),
+        ((2, 1, 2), torch.float32, GUIDED),
+    ],
+)
+def test_flux_has_the_bytes_of_one_process(rank_pool, mesh, dtype, options):
+    ranks = mesh[0] * mesh[1] * mesh[2]
+    for same, again in rank_pool.run(flux_on, ranks, mesh, dtype, options):
+        assert same
+        assert again
+
+
+def refused(mesh_sizes, name, options):
+    pipe = PIPELINES[name].build() if name else flux_pipe()
+    with pytest.raises(ValueError) as caught:
+        parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_sizes), same_bits=True, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name", "options", "words"),
+    [
+        ((2, 1), "", {}, "a ring of 2 ranks"),
+        ((1, 2), "", {"comm_dtype": torch.int8}, "comm_dtype"),
+        ((1, 2), "", {"pipefusion": PipeFusion()}, "pipefusion"),
+        ((1, 2), "", {"vae": True}, "vae=True"),
+        ((1, 2), "sana video", {}, "pipe.transformer, a SanaVideoTransformer3DModel"),
+    ],
+)
+def test_what_adds_up_in_another_order_is_refused(rank_pool, mesh, name, options, words):
+    for message in rank_pool.run(refused, 2, mesh, name, options):
+        assert f"same_bits=True with {words}" in message
+
+
+def compiled():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), same_bits=True)
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    with pytest.raises(RuntimeError) as caught:
+        pipe(**flux_call())
+    return str(caught.value)
+
+
+def test_compiled_model_is_refused(rank_pool):
+    for message in rank_pool.run(compiled, 2):
+        assert "same_bits=True runs eager models" in message
