@@ -420,7 +420,7 @@ LOAD = (
     *[
         f"{PARALLEL}.load_sharded.{name}"
         for name in (
-            "_cache_of", "folder_of", "_require_safetensors", "_files_in", "_dtypes_of", "_map_each_weight",
+            "_cache_of", "folder_of", "_check_safetensors", "_files_in", "_dtypes_of", "_map_each_weight",
             "_copy_from_files", "_cast",
         )
     ],
