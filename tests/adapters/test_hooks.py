@@ -3,8 +3,8 @@
 import importlib
 import inspect
 import pkgutil
-import re
 from functools import partial
+from types import SimpleNamespace
 
 import diffusers.hooks
 import pytest
@@ -29,7 +29,7 @@ from diffusers.hooks import (
 from diffusers.hooks.smoothed_energy_guidance_utils import _apply_smoothed_energy_guidance_hook
 
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.compatibility.diffusers_features import hooks_of
+from para_core.adapters.compatibility.diffusers_features import check_guider, hooks_of
 from tests.adapters.test_pipelines import generate
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from zoo.tiny.pipelines import PIPELINES
@@ -196,23 +196,11 @@ def test_user_hook_stays_and_unknown_diffusers_hook_raises(rank_pool):
         assert relative_error(image, expected) < 1e-5
 
 
-def guide_otherwise():
-    name = "hunyuan 1.5"
-    pipe, messages = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 2)), []
-    for guider in (
-        SmoothedEnergyGuidance(seg_guidance_layers=[1]),
-        AutoGuidance(auto_guidance_layers=[1], dropout=0.5),
-    ):
-        pipe.guider = guider
-        with pytest.raises(RuntimeError, match=r"pipe\.guider is a") as error:
-            generate(pipe, name)
-        messages.append(str(error.value))
-    pipe.guider = ClassifierFreeGuidance()
-    generate(pipe, name)
-    return messages
-
-
-def test_guider_with_refused_hook_raises_before_call(rank_pool):
-    for blurs, drops in rank_pool.run(guide_otherwise, 2):
-        assert re.search(r"SmoothedEnergyGuidance: .*blurs", blurs)
-        assert re.search(r"AutoGuidance: .*drops", drops)
+def test_guider_is_refused_if_its_hook_would_be():
+    with pytest.raises(RuntimeError, match=r"pipe\.guider is a AutoGuidance: .*drops"):
+        check_guider(SimpleNamespace(guider=AutoGuidance(auto_guidance_layers=[1], dropout=0.5)), 2)
+    with pytest.raises(RuntimeError, match=r"pipe\.guider is a SmoothedEnergyGuidance: .*blurs"):
+        check_guider(SimpleNamespace(guider=SmoothedEnergyGuidance(seg_guidance_layers=[1])), 2)
+    # Ranks that share guidance only have all tokens.
+    check_guider(SimpleNamespace(guider=SmoothedEnergyGuidance(seg_guidance_layers=[1])), 1)
+    check_guider(SimpleNamespace(guider=ClassifierFreeGuidance()), 2)

@@ -535,24 +535,6 @@ def test_callbacks_interruptions_and_output_types_are_exact(rank_pool, name):
         assert max(errors.values()) < 1e-5, errors
 
 
-# The text of these pipelines may be sharded or replicated.
-WITH_TEXT = ["qwen-image", "qwen-image, controlnet", "ltx", "flux2 klein"]
-
-
-def draw_with_other_text(name):
-    return [
-        generate(parallelize_pipe(build(name), mesh=cpu_mesh(2, 1), text=text), name) for text in ("shard", "replicate")
-    ]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", WITH_TEXT)
-def test_text_may_be_cut_or_whole(rank_pool, name):
-    for outs in rank_pool.run(draw_with_other_text, 2, name):
-        errors = [relative_error(out, generated_alone(name)) for out in outs]
-        assert max(errors) < 1e-5, errors
-
-
 def draw_with_noise_at_each_step(mesh_shape=None):
     """Generate with a scheduler that draws from the default generator at every step. The generator's state differs
     between ranks.

@@ -13,7 +13,6 @@ from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
 from para_core.adapters.agree import arguments
 from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
-from zoo.tiny.pipelines import PIPELINES
 
 IMAGE = Image.linear_gradient("L").convert("RGB").resize((56, 72))
 
@@ -78,26 +77,6 @@ def test_from_pipe_shares_sharded_transformer(rank_pool, weights):
     for image_to_image, text_to_image in rank_pool.run(share_sharded_weights, 2, weights):
         assert relative_error(image_to_image, expected) < 1e-5
         assert relative_error(text_to_image, plain) < 1e-5
-
-
-def denoise_by_hand(parallel):
-    """Run two steps of a user's denoising loop, with the timestep as a view of stride 0."""
-    pipe = PIPELINES["wan"].build()
-    model = parallelize_transformer(pipe.transformer, mesh=cpu_mesh(1, 2)) if parallel else pipe.transformer
-    generator = torch.Generator().manual_seed(0)
-    config = model.config
-    latents = torch.randn(1, config.in_channels, 3, 8, 6, generator=generator)
-    text = torch.randn(1, 7, config.text_dim, generator=generator)
-    with torch.no_grad():
-        for time in torch.tensor([900.0, 500.0]):
-            latents = latents - 0.5 * model(latents, time.expand(1), text, return_dict=False)[0]
-    return latents
-
-
-def test_own_loop_may_expand_its_timestep(rank_pool):
-    expected = denoise_by_hand(False)
-    for latents in rank_pool.run(denoise_by_hand, 2, True):
-        assert relative_error(latents, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
