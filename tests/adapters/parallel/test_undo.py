@@ -152,7 +152,8 @@ STEPS_OF_PIPE = (
 STEPS_OF_ALL_RANKS = (f"{PARALLEL}.resolve.prepare_sharding", f"{WEIGHTS}.fsdp_weights.weights_mesh")
 RESOLVE = (
     "models_to_parallelize", "check_parallelize", "transformers_of", "denoisers_by_kind",
-    "require_method", "text_encoders_of", "resolve_transformer", "check_shard", "changes_for", "groups_among", "weights_groups", "as_timedelta", "ParallelCall",
+    "require_method", "text_encoders_of", "resolve_transformer", "check_shard", "changes_for", "groups_among",
+    "weights_groups", "as_timedelta", "ParallelCall",
 )  # fmt: skip
 STEPS_OF_CACHE = (
     "para_core.adapters.cache.pipeline.BlockCache",
