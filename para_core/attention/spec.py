@@ -52,10 +52,12 @@ class AttentionSpec:
     @cached_property
     def text(self) -> str:
         """The JSON form of this spec without :attr:`numbers` and the scale, which may be symbolic in a graph."""
-        key_kinds = None
-        if self.key_layout is not self.query_layout:
-            key_kinds = _kinds(self.key_layout)
+        # Read both layouts before they are compared: Dynamo makes a variable of an object when it is first used, and
+        # takes a used and an unused variable of one object for different objects.
         query_kinds = _kinds(self.query_layout)
+        key_kinds: str | None = _kinds(self.key_layout)
+        if self.key_layout is self.query_layout:
+            key_kinds = None
         return to_json(SpecRecord(self.mesh.text, self.is_causal, query_kinds, key_kinds, self.options_text))
 
     @cached_property
