@@ -52,12 +52,10 @@ class AttentionSpec:
     @cached_property
     def text(self) -> str:
         """The JSON form of this spec without :attr:`numbers` and the scale, which may be symbolic in a graph."""
-        # Read both layouts before they are compared: Dynamo makes a variable of an object when it is first used, and
-        # takes a used and an unused variable of one object for different objects.
+        key_kinds = None
+        if self.key_layout is not self.query_layout:
+            key_kinds = _kinds(self.key_layout)
         query_kinds = _kinds(self.query_layout)
-        key_kinds: str | None = _kinds(self.key_layout)
-        if self.key_layout is self.query_layout:
-            key_kinds = None
         return to_json(SpecRecord(self.mesh.text, self.is_causal, query_kinds, key_kinds, self.options_text))
 
     @cached_property
@@ -117,8 +115,11 @@ class AttentionSpec:
         query_kinds = record.query_kinds.split(",")
         query_layout = _layout(totals[: len(query_kinds)], query_kinds, ranks)
         key_layout = query_layout
-        if record.key_kinds is not None:
-            key_layout = _layout(totals[len(query_kinds) :], record.key_kinds.split(","), ranks)
+        key_totals = totals[len(query_kinds) :]
+        # While Dynamo traces a call with symbolic lengths, `is` may take one layout for two. Text or numbers then name
+        # it twice, and the other one once.
+        if record.key_kinds is not None and key_totals:
+            key_layout = _layout(key_totals, record.key_kinds.split(","), ranks)
         return AttentionSpec(
             query_layout,
             key_layout,
