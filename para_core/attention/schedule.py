@@ -35,7 +35,7 @@ class AttentionSchedule:
         TypeError: If a number of steps is not an integer.
 
     Example:
-        >>> schedule = AttentionSchedule(KeptKeys(0.5), first=1, last=2)
+        >>> schedule = AttentionSchedule("math", first=1, last=2)
         >>> tuple(schedule.is_middle(step, 5) for step in range(5))
         (False, True, True, False, False)
     """
