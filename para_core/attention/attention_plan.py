@@ -66,7 +66,7 @@ class AttentionPlan:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether one call of plain SDPA, ``style.local_call``, can compute attention after the Ulysses exchange.
+        """Whether one call of plain SDPA can compute attention after the Ulysses exchange.
 
         It cannot if an option selects keys.
         """

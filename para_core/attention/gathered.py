@@ -47,17 +47,13 @@ class GatheredKeys(RingStyle):
         plan = self.plan
         return Tiling(plan.query_runs, [[(0, plan.spec.key_layout.total)]], plan.spec.positional_masks)
 
-    def local_call(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> LocalAttentionCall:
-        """Return the call that computes attention of this rank's queries to all keys. Collective."""
-        spec, is_causal = self.plan.spec, False
-        key, value = self.gather(key, value, [])
-        if spec.is_causal:
-            is_causal = self._has_all_queries
-            if not is_causal:
-                mask = self._hide_later_keys(mask, query.device)
-        return LocalAttentionCall(query, key, value, mask, is_causal, spec.scale)
+    def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
+        """Return ``call``, to this rank's keys, with all keys. Its mask has a column for each of them. Collective."""
+        key, value = self.gather(call.key, call.value, [])
+        call = call._replace(key=key, value=value)
+        if not call.is_causal or self._has_all_queries:
+            return call
+        return call._replace(mask=self._hide_later_keys(call.mask, key.device), is_causal=False)
 
     def around(self, attend: Attend) -> Attend:
         """Return attention to the keys of all ring ranks: ``attend`` for all of them at once."""

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from para_core.attention.attend import Attend, columns
+from para_core.attention.attend import Attend
 from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling
@@ -118,7 +118,7 @@ class RingStyle:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether one call of plain SDPA, :meth:`local_call`, can compute attention after the Ulysses exchange.
+        """Whether one call of plain SDPA can compute attention after the Ulysses exchange.
 
         It can if there is only one ring rank: all keys are then on this rank. In a causal call, queries and keys must
         also be the same tokens, consecutive and in the order of the sequence.
@@ -131,16 +131,9 @@ class RingStyle:
         queries, keys = join_neighbours(plan.query_runs), join_neighbours(plan.key_runs(0))
         return queries == keys and len(queries) <= 1
 
-    def local_call(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> LocalAttentionCall:
-        """Return the call that computes attention of this rank's queries to all keys, if :attr:`is_local`.
-
-        The key heads are those of ``key``. ``mask`` is as in :func:`~para_core.attention.usp.attend_block`.
-        """
-        if mask is not None:
-            mask = columns(mask, self.plan.key_runs(0))
-        return LocalAttentionCall(query, key, value, mask, self.plan.spec.is_causal, self.plan.spec.scale)
+    def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
+        """Return ``call``, to this rank's keys, with all keys, if the style :attr:`has_all_keys`. Collective."""
+        raise NotImplementedError
 
     @cached_property
     def tiling(self) -> Tiling:

@@ -12,10 +12,11 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from para_core.attention.attend import Accumulator, Attend, Mask, Saved
+from para_core.attention.attend import Accumulator, Attend, Mask, Saved, columns
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.blocks import LocalAttention, expand, expand_key_heads, local, of_function
 from para_core.attention.local import add_autograd_dependency, as_sdpa, local_attention
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.low_rows import correct_low_rows, level_low_rows
 from para_core.torch_internals import is_any_autocast_enabled
 
@@ -98,7 +99,11 @@ def attend_block(
             query.shape[1] // max(1, key.shape[1])
         )
     if not save and attn_func is None and plan.is_local:
-        call = plan.style.local_call(query, key, value, mask)
+        call = LocalAttentionCall(query, key, value, mask, plan.spec.is_causal, plan.spec.scale)
+        if plan.style.has_all_keys:
+            call = plan.style.gather_call(call)
+        elif mask is not None:
+            call = call._replace(mask=columns(mask, plan.ring.key_runs(0)))
         if key_heads is not None:
             call = call._replace(key=expand(call.key, key_heads), value=expand(call.value, key_heads))
         return local_attention(call, plan.spec.options.backend), None
