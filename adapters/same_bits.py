@@ -7,6 +7,7 @@ from torch import nn
 from para_core.adapters.registry import plan_for
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.distributed.mesh import GuidedMesh
+from para_core.option_values import METHOD_WITH_BITS
 from para_core.plans.plan import LinearAttention
 from para_core.same_bits.call import SameBitsCalls
 from para_core.same_bits.device_settings import check_workspaces
@@ -55,7 +56,12 @@ def _reasons(request: ChangeRequest) -> dict[str, str]:
         reasons["pipefusion"] = "it takes keys of an earlier step."
     if mesh.tensor.size > 1 or options.get("weights") == "tensor":
         reasons["weights='tensor'"] = "ranks add up parts of each product."
-    if mesh.sequence.ring.size > 1:
+    method = options.get("rotate_method")
+    if method not in (None, "allgather", METHOD_WITH_BITS):
+        reasons[f"rotate_method={method!r}"] = (
+            f"each block of keys is added up on its own. It takes {METHOD_WITH_BITS!r}, which gathers them first."
+        )
+    if mesh.sequence.ring.size > 1 and METHOD_WITH_BITS is None:
         reasons[f"a ring of {mesh.sequence.ring.size} ranks"] = (
             "each block of keys is added up on its own. Use the dim 'ulysses'."
         )

@@ -55,21 +55,27 @@ class RingEntry(NamedTuple):
         takes_wire: Whether it can send tensors in another format than their own.
         grid: The function that returns the shape of its grid of ring ranks, as ``"module:name"``; None if keys are
             sent to all ranks. It is called with the number of ranks, of query heads and of key heads.
+        keeps_bits: Whether one attention to all keys computes a rank's queries, as in one process.
     """
 
     path: str
     takes_wire: bool = True
     grid: str | None = None
+    keeps_bits: bool = False
 
 
-# The values of rotate_method: keys are passed on from neighbour to neighbour, or gathered at once, or the ranks form
-# a grid, in which queries are sent along rows and keys along columns. To remove one, delete its files and its line.
+# The values of rotate_method: keys are passed on from neighbour to neighbour; gathered at once, while a rank attends to
+# its own; the ranks form a grid, in which queries are sent along rows and keys along columns; or all keys are gathered
+# before one attention to them. To remove one, delete its files and its line.
 RING_STYLES: Mapping[str, RingEntry] = {
     "alltoall": RingEntry("ring:Ring"),
     "allgather": RingEntry("ring:GatheredRing"),
     "2d": RingEntry("grid_2d:Grid2D", takes_wire=False, grid="grid_shape:choose_grid"),
+    "gathered": RingEntry("gathered:GatheredKeys", takes_wire=False, keeps_bits=True),
 }
 ROTATE_METHODS = tuple(RING_STYLES)
+# The first value of rotate_method with the bits of one process; None if the features that have them were removed.
+METHOD_WITH_BITS = next((name for name, style in RING_STYLES.items() if style.keeps_bits), None)
 if TYPE_CHECKING:
     RotateMethod: TypeAlias = str
 else:

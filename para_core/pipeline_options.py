@@ -28,12 +28,13 @@ class AttentionChoices:
         RotateMethod | None,
         Option(
             200,
-            "How keys and values travel around the ring: from neighbour to neighbour; all at once; or in a"
-            " grid of ring ranks, where queries travel along rows and keys along columns. All are exact. "
+            "How keys and values travel around the ring: from neighbour to neighbour; all at once; in a "
+            "grid of ring ranks, where queries travel along rows and keys along columns; or all at once, "
+            "before one attention to them, which has the bits of one process. All are exact. "
             'Defaults to `"alltoall"`, or to the prediction of `plan_mesh` if there is no `mesh`.',
             default='`"alltoall"`, or as the planner predicts',
             needs_ranks=True,
-            command=Command("Ring: alltoall, allgather or 2d.", "HOW", RANKS),
+            command=Command("Ring: alltoall, allgather, 2d, gathered.", "HOW", RANKS),
         ),
     ] = None
     backend: Annotated[
@@ -84,9 +85,12 @@ class AttentionChoices:
             "Whether the transformers have the bits of one process, on any number of ranks: on this machine, "
             "with this torch and these settings. Matrix products with few rows are computed with the rows of "
             "one process. At the first call with each size, each kind of function is compared on this rank's "
-            "rows and on those of one process; if one differs, every rank raises and names it. What cannot "
-            'have the bits of one process is refused: rings, `weights="tensor"`, `comm_dtype`, PipeFusion, '
-            "`vae=True`, sums of linear attention, `torch.compile`.",
+            "rows and on those of one process; if one differs, every rank raises and names it. A ring gathers "
+            'all keys first, by `rotate_method="gathered"`: nothing overlaps with that, and a rank holds all '
+            "keys and values of a layer, B · H_kv / U · S · (D + D_v) elements for U Ulysses ranks. What cannot "
+            'have the bits of one process is refused: `rotate_method` `"alltoall"` and `"2d"`, '
+            '`weights="tensor"`, `comm_dtype`, PipeFusion, `vae=True`, sums of linear attention, '
+            "`torch.compile`.",
             page="same_bits.md",
             command=Command("The bits of one process on any number of ranks.", "", RANKS),
         ),

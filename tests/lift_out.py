@@ -147,6 +147,15 @@ FEATURES: dict[str, Feature] = {
         ),
         words=("2d", "grid", "plan", "foreseen"),
     ),
+    "gathered keys": Feature(
+        ("para_core/attention/gathered.py", "para_core/attention/gradients/gathered.py"),
+        line=(
+            "para_core/option_values.py",
+            '"gathered": RingEntry("gathered:GatheredKeys", takes_wire=False, keeps_bits=True),',
+        ),
+        tests=("tests/attention/test_gathered.py", "tests/same_bits/test_pipelines.py"),
+        words=("gathered", "same_bits"),
+    ),
     "block-sparse masks": Feature(
         (
             "para_core/attention/block_sparse.py",

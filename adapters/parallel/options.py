@@ -23,7 +23,7 @@ from para_core.call_checks import check_options as check_call_checks
 from para_core.declared_options import Option, check_options, values_of
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import as_timedelta
-from para_core.option_values import RotateMethod
+from para_core.option_values import METHOD_WITH_BITS, RotateMethod
 from para_core.pipeline_options import AttentionChoices, PipelineChoices
 from para_core.weights.pipefusion_options import PipeFusion
 
@@ -147,11 +147,14 @@ class TransformerOptions(AttentionChoices):
         """Return the attention options. If ``backend`` is a schedule, they contain the exact backend of the
         schedule.
 
-        ``default_method`` is the ``rotate_method``, if the user gave neither that option nor ``comm_dtype``.
+        ``default_method`` is the ``rotate_method``, if the user gave neither that option nor ``comm_dtype``. With
+        ``same_bits`` it is the one that has the bits of one process.
         """
         method = self.rotate_method
         if method is None and self.comm_dtype is None:
             method = default_method
+        if self.same_bits and self.comm_dtype is None:
+            method = METHOD_WITH_BITS
         backend = self.backend
         if isinstance(backend, AttentionSchedule):
             backend = backend.exact

@@ -11,7 +11,6 @@ from para_core.attention.ring_plan import RingPlan, RingStyle
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.ulysses import Heads, UlyssesPlan
 from para_core.distributed.cached_property import cached_property
-from para_core.layout.runs import join_neighbours
 from para_core.option_values import RING_STYLES
 
 # They are imported here and not at first use, because Dynamo cannot trace an import.
@@ -67,18 +66,11 @@ class AttentionPlan:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether plain SDPA can compute attention after the Ulysses exchange.
+        """Whether one call of plain SDPA can compute attention after the Ulysses exchange.
 
-        It can if there is only one ring rank (all keys are then on this rank) and no option selects keys. In
-        a causal call, queries and keys must also be the same tokens, consecutive and in the order of the
-        sequence.
+        It cannot if an option selects keys.
         """
-        if self.spec.options.by_position or self.spec.mesh.ring.size > 1:
-            return False
-        if not self.spec.is_causal:
-            return True
-        queries, keys = join_neighbours(self.ring.query_runs), join_neighbours(self.ring.key_runs(0))
-        return queries == keys and len(queries) <= 1
+        return not self.spec.options.by_position and self.style.is_local
 
 
 def read_plan(text: str, numbers: Sequence[int], scale: float | None) -> AttentionPlan:

@@ -62,7 +62,12 @@ class BlockMask(AttentionOption):
         return self.num_query_blocks, self.num_key_blocks, self.query_block, self.key_block, self.bits
 
     def style_of(self, chosen: type[RingStyle]) -> type[RingStyle]:
-        """Return the ring that sends a block only to ranks that see it, in place of ``chosen``."""
+        """Return the ring that sends a block only to ranks that see it, in place of ``chosen``.
+
+        A style in which every rank gets all keys stays.
+        """
+        if chosen.has_all_keys:
+            return chosen
         # It imports this module.
         from para_core.attention.direct_ring import DirectRing
 

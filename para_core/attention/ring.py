@@ -74,6 +74,23 @@ class Packing:
         keys, values = buffer.split([prod(rows) * self._width, prod(rows) * self._value_width])
         return keys.view(*rows, self._width), values.view(*rows, self._value_width)
 
+    def pad(self, buffer: Tensor) -> Tensor:
+        """Return ``buffer``, this rank's, with zeros up to the size of the largest buffer, for an all-gather."""
+        missing = max(self._numels) - buffer.numel()
+        if missing == 0:
+            return buffer
+        return torch.cat([buffer, buffer.new_zeros(missing)])
+
+    def unpack_gathered(self, buffers: Tensor, rank: int) -> Block:
+        """Return the keys and values of ring rank ``rank``, given the padded buffers of all ranks."""
+        numels = self._numels
+        return self.unpack(buffers.narrow(0, rank * max(numels), numels[rank]), rank)
+
+    @property
+    def _numels(self) -> list[int]:
+        """The number of elements of the buffer that each ring rank sends."""
+        return [self.numel(rank) for rank in range(len(self._lengths))]
+
     def _regions(self, length: int) -> list[int]:
         """Return the regions of the keys and of the values of ``length`` tokens in the buffer, as integers."""
         key, value = (self._heads * row for row in self._rows)
@@ -115,17 +132,14 @@ def gather(
     own: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block]]:
     """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first, by one all-gather."""
-    sizes = [packing.numel(rank) for rank in range(plan.dim.size)]
-    largest = max(sizes)
-    if sent.numel() < largest:
-        sent = torch.cat([sent, sent.new_zeros(largest - sent.numel())])
-    arriving = start_all_gather(sent, plan.dim)
+    arriving = start_all_gather(packing.pad(sent), plan.dim)
+    del sent
     yield OWN, own
     blocks = wait(arriving)
     if torch.is_grad_enabled():
         received.append(blocks)
     for hop in plan.hops:
-        yield hop, packing.unpack(blocks.narrow(0, hop.source * largest, sizes[hop.source]), hop.source)
+        yield hop, packing.unpack_gathered(blocks, hop.source)
 
 
 class Ring(RingStyle):

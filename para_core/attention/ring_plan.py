@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from para_core.attention.attend import Attend
+from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling
 from para_core.distributed.cached_property import cached_property
@@ -101,9 +102,11 @@ class RingStyle:
 
     Attributes:
         gradient: The function that returns its gradient, as ``"module:name"`` in ``para_core.attention``.
+        has_all_keys: Whether a rank gets the keys of all ring ranks before it attends to any.
     """
 
     gradient: ClassVar[str]
+    has_all_keys: ClassVar[bool] = False
 
     def __init__(self, plan: RingPlan) -> None:
         self.plan = plan
@@ -112,6 +115,25 @@ class RingStyle:
     def of(cls, plan: RingPlan) -> RingStyle:
         """Return this style for ``plan``, or the style to use in its place if it does not support the call."""
         return cls(plan)
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether one call of plain SDPA can compute attention after the Ulysses exchange.
+
+        It can if there is only one ring rank: all keys are then on this rank. In a causal call, queries and keys must
+        also be the same tokens, consecutive and in the order of the sequence.
+        """
+        plan = self.plan
+        if plan.spec.mesh.ring.size > 1:
+            return False
+        if not plan.spec.is_causal:
+            return True
+        queries, keys = join_neighbours(plan.query_runs), join_neighbours(plan.key_runs(0))
+        return queries == keys and len(queries) <= 1
+
+    def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
+        """Return ``call``, to this rank's keys, with all keys, if the style :attr:`has_all_keys`. Collective."""
+        raise NotImplementedError
 
     @cached_property
     def tiling(self) -> Tiling:

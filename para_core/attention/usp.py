@@ -99,11 +99,13 @@ def attend_block(
             query.shape[1] // max(1, key.shape[1])
         )
     if not save and attn_func is None and plan.is_local:
-        if key_heads is not None:
-            key, value = expand(key, key_heads), expand(value, key_heads)
-        if mask is not None:
-            mask = columns(mask, plan.ring.key_runs(0))
         call = LocalAttentionCall(query, key, value, mask, plan.spec.is_causal, plan.spec.scale)
+        if plan.style.has_all_keys:
+            call = plan.style.gather_call(call)
+        elif mask is not None:
+            call = call._replace(mask=columns(mask, plan.ring.key_runs(0)))
+        if key_heads is not None:
+            call = call._replace(key=expand(call.key, key_heads), value=expand(call.value, key_heads))
         return local_attention(call, plan.spec.options.backend), None
     attend: Callable[..., tuple[Tensor, Tensor]] = attend_all
     for option in plan.spec.options.others:

@@ -79,7 +79,9 @@ class UnifiedAttnMode(LayoutMode):
               still passes them on. ``"2d"`` arranges the ring as a grid and sends queries along its rows,
               keys and values along its columns, in the backward too. With 4 or more ranks ``"2d"`` sends
               fewer bytes, unless their number is prime or there are few key heads
-              (:mod:`para_core.attention.grid_2d`).
+              (:mod:`para_core.attention.grid_2d`). ``"gathered"`` gathers keys and values in one collective
+              before one attention to all of them, which has the bits of one process
+              (:mod:`para_core.attention.gathered`).
             - ``backend`` (`str`, *optional*): The implementation of local attention, on a single rank too:
               ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``; ``"triton"`` for the Triton kernel of
               this package; ``"flash3"`` or ``"flash4"`` for FlashAttention-3 or -4, if it is installed.

@@ -27,9 +27,10 @@ class ContextParallelConfig:
             ``mesh``.
         ulysses_degree (`int`, *optional*): Number of ranks along ``ulysses``. Defaults to 1, or the size in
             ``mesh``. Without ``mesh``, the product of both degrees must be the world size.
-        rotate_method (`"alltoall"`, `"allgather"` or `"2d"`, defaults to `"alltoall"`): ``"alltoall"`` passes
-            keys and values from rank to rank around the ring, ``"allgather"`` gathers them at once, and
-            ``"2d"`` arranges ranks in a grid, and gathers queries along its rows and keys along its columns.
+        rotate_method (`"alltoall"`, `"allgather"`, `"2d"` or `"gathered"`, defaults to `"alltoall"`):
+            ``"alltoall"`` passes keys and values from rank to rank around the ring, ``"allgather"`` gathers
+            them at once, ``"2d"`` arranges ranks in a grid, and gathers queries along its rows and keys along
+            its columns, and ``"gathered"`` gathers all before one attention, with the bits of one process.
         mesh (`DeviceMesh`, *optional*): A mesh with the dims ``ring`` and ``ulysses``. Defaults to a new mesh
             of all ranks.
     """

@@ -30,6 +30,9 @@ def flux_on(mesh_sizes, dtype, options):
         ((1, 1, 2), torch.float32, {}),
         ((1, 1, 3), torch.float32, {}),
         ((1, 1, 2), torch.bfloat16, {}),
+        ((1, 2, 1), torch.float32, {}),
+        ((1, 2, 1), torch.bfloat16, {}),
+        ((1, 2, 2), torch.float32, {}),
         ((2, 1, 1), torch.float32, GUIDED),
         ((2, 1, 2), torch.float32, GUIDED),
     ],
@@ -51,7 +54,8 @@ def refused(mesh_sizes, name, options):
 @pytest.mark.parametrize(
     ("mesh", "name", "options", "words"),
     [
-        ((2, 1), "", {}, "a ring of 2 ranks"),
+        ((2, 1), "", {"rotate_method": "2d"}, "rotate_method='2d'"),
+        ((1, 2), "", {"rotate_method": "alltoall"}, "rotate_method='alltoall'"),
         ((1, 2), "", {"comm_dtype": torch.int8}, "comm_dtype"),
         ((1, 2), "", {"pipefusion": PipeFusion()}, "pipefusion"),
         ((1, 2), "", {"vae": True}, "vae=True"),

@@ -33,6 +33,8 @@ ATTENTION: dict[str, tuple[int, Attention]] = {
     "ring 2, cuDNN": (2, Attention(2, 1, options=(("backend", "cudnn"),))),
     "ring 4": (4, Attention(4, 1)),
     "ring 2, gathered": (2, Attention(2, 1, options=(("rotate_method", "allgather"),))),
+    "ring 2, gathered first": (2, Attention(2, 1, options=(("rotate_method", "gathered"),))),
+    "ring 2, gathered first, causal": (2, Attention(2, 1, mask="causal", options=(("rotate_method", "gathered"),))),
     "ring 4 in 2-D": (4, Attention(4, 1, options=(("rotate_method", "2d"),))),
     "ring 2, 8 bits": (2, Attention(2, 1, options=(("comm_dtype", torch.int8),))),
     "Ulysses 4, 6 heads, 2 key heads": (4, Attention(1, 4, heads=6, key_heads=2)),
