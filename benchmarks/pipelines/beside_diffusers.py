@@ -78,11 +78,11 @@ def tiny(name: str, size: str) -> tuple[Build, dict[str, Any]]:
     model = MODELS[name]
     heads = {"num_attention_heads": 4}
     if name.startswith("ltx"):
-        heads["cross_attention_dim"] = 32
+        heads["cross_attention_dim"] = 128
     if name == "ltx2":
-        heads |= {"audio_num_attention_heads": 4, "audio_cross_attention_dim": 16}
+        heads |= {"cross_attention_dim": 256, "audio_num_attention_heads": 4, "audio_cross_attention_dim": 128}
     if "added_kv_proj_dim" in model.config:
-        heads["added_kv_proj_dim"] = 48
+        heads["added_kv_proj_dim"] = 128
     inputs = model.inputs(*latent_pixels(name, TINY[size]))
     if size == "even" and "image context" not in name and name != "minimax-h3":
         for key in ("encoder_hidden_states", "encoder_hidden_states_mask", "encoder_attention_mask", "txt_ids"):

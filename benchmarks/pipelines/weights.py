@@ -41,7 +41,7 @@ NAMES = {
 }
 # With these sizes, four ranks can share heads and hidden units.
 CONFIGS = {
-    "ltx": {"num_attention_heads": 4, "cross_attention_dim": 32},
+    "ltx": {"num_attention_heads": 4, "cross_attention_dim": 128},
     "z-image": {"n_heads": 4, "n_kv_heads": 4, "dim": 96, "axes_dims": (8, 8, 8)},
     "mochi": {"num_attention_heads": 12, "attention_head_dim": 8, "pooled_projection_dim": 24},
 }

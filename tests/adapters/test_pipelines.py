@@ -30,8 +30,9 @@ from tests.tiny import (
     relative_errors,
 )
 from zoo.tiny import pipelines
+from zoo.tiny.base import TEXT_WIDTH
 from zoo.tiny.pipelines.components import TinyPipeline
-from zoo.tiny.pipelines.options import TEXT_WIDTH, instead_of_text, random_image, random_video
+from zoo.tiny.pipelines.options import instead_of_text, random_image, random_video
 from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 from zoo.tiny.transformers.registry import SHELF
 

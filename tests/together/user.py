@@ -61,9 +61,9 @@ _PIPELINES = {
 _CONFIGS: dict[str, dict[str, int]] = {
     **{name: {"num_layers": 3} for name in ("wan", "wan22", "cogvideox", "mochi", "qwen")},
     **{name: {} for name in ("klein", "hunyuan")},
-    "ltx": {"num_layers": 3, "cross_attention_dim": 32},
-    "sd3": {"caption_projection_dim": 64},
-    "pixart": {"num_layers": 3, "cross_attention_dim": 64},
+    "ltx": {"num_layers": 3, "cross_attention_dim": 128},
+    "sd3": {"caption_projection_dim": 128},
+    "pixart": {"num_layers": 3, "cross_attention_dim": 128},
 }
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

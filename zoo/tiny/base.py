@@ -31,9 +31,18 @@ def fill(module: Module, seed: int) -> Module:
     return module.eval().requires_grad_(False)
 
 
-# These are small values of config fields, and a class takes those that it has. Three heads and widths of 24 or 20
-# divide by neither two nor four ranks, and two layers of each kind show how hidden states pass from one list of blocks
-# to the next.
+# Widths are multiples of 32, because a CPU computes whole vectors of an elementwise function by one algorithm and the
+# elements after the last whole vector by another one. With other widths the bits of an activation would depend on how
+# many tokens a rank has.
+HEAD_DIM = 32
+WIDTH = 3 * HEAD_DIM
+TEXT_WIDTH = 64
+# This is also the width of pooled embeddings.
+IMAGE_WIDTH = 32
+SECOND_TEXT_WIDTH = 32
+
+# These are small values of config fields, and a class takes those that it has. Three heads divide by neither two nor
+# four ranks, and two layers of each kind show how hidden states pass from one list of blocks to the next.
 _BY_VALUE: dict[Any, str] = {
     1: "num_refiner_layers n_refiner_layers num_text_blocks patch_size_t cross_attn_interval num_layerwise_text_blocks "
     "num_refiner_text_blocks perceiver_num_layers",
@@ -44,27 +53,26 @@ _BY_VALUE: dict[Any, str] = {
     "num_single_dit_layers rope_freq_dim text_num_attention_heads text_num_key_value_heads",
     3: "num_attention_heads num_heads n_heads n_kv_heads audio_num_attention_heads dit_heads min_num_gist_tokens "
     "num_memory_tokens num_text_layers sliding_window video_length",
-    4: "in_channels out_channels in_visual_dim out_visual_dim LFE_num_querie audio_acoustic_hidden_dim "
-    "audio_attention_head_dim io_channels latent_channel latent_channels latent_dim motion_dim num_experts out_dim",
-    8: "time_embed_dim condition_dim LFE_dim_head adaln_lora_dim audio_in_channels audio_out_channels "
-    "cross_attn_dim_head face_encoder_hidden_dim in_audio_dim in_dim motion_encoder_dim motion_encoder_size "
-    "motion_style_dim out_audio_dim rotary_dim",
-    12: "head_dim LFE_id_dim audio_cross_attention_dim gist_max_text_len",
-    16: "time_dim text_embed_2_dim attention_head_dim LFE_vit_dim adaln_dim approximator_num_channels cond_in_channels "
-    "cross_attention_dim_t5 fourier_embedding_dim moe_intermediate_dim multiple_of patch_latent_dim "
-    "prior_vq_quantizer_codebook_size time_proj_dim time_step_dim timestep_embed_dim timestep_features_dim",
-    18: "cross_attention_head_dim",
-    20: "pooled_projection_dim image_embed_dim in_text_dim2 global_cond_dim global_states_input_dim image_proj_dim "
-    "text_emb_dim text_embed_dim_t5 text_encoder_dim",
-    24: "joint_attention_dim text_embed_dim text_dim caption_channels cap_feat_dim context_in_dim in_text_dim "
-    "approximator_hidden_dim cond_token_dim cross_attention_input_dim dit_text_dim encoder_hidden_size "
-    "llm_features_dim text_hidden_dim text_in_dim time_embed_hidden_dim",
-    32: "freq_dim rope_max_seq_len intermediate_size vocab_size LFE_output_dim ff_inner_dim ffn_hidden_size "
-    "text_intermediate_size timestep_channels timestep_guidance_channels",
-    36: "cross_attention_dim model_dim",
-    48: "hidden_size dim embed_dim ffn_dim ff_dim caption_projection_dim",
-    (4, 4, 4): "rope_axes_dim rope_dim",
-    (4, 6, 6): "axes_dims_rope axes_dims",
+    4: "in_channels out_channels in_visual_dim out_visual_dim LFE_num_querie audio_acoustic_hidden_dim io_channels "
+    "latent_channel latent_channels latent_dim motion_dim num_experts out_dim",
+    8: "audio_in_channels audio_out_channels in_audio_dim in_dim motion_encoder_size out_audio_dim",
+    12: "gist_max_text_len",
+    16: "cond_in_channels patch_latent_dim prior_vq_quantizer_codebook_size rotary_dim",
+    32: "head_dim attention_head_dim audio_attention_head_dim LFE_dim_head LFE_id_dim LFE_vit_dim "
+    "adaln_dim adaln_lora_dim condition_dim cross_attention_dim_t5 cross_attn_dim_head "
+    "face_encoder_hidden_dim ff_inner_dim ffn_hidden_size fourier_embedding_dim freq_dim global_cond_dim "
+    "global_states_input_dim image_embed_dim image_proj_dim in_text_dim2 intermediate_size moe_intermediate_dim "
+    "motion_encoder_dim motion_style_dim multiple_of pooled_projection_dim rope_max_seq_len text_emb_dim "
+    "text_embed_2_dim text_embed_dim_t5 text_encoder_dim text_intermediate_size time_dim time_embed_dim time_proj_dim "
+    "time_step_dim timestep_channels timestep_embed_dim timestep_features_dim timestep_guidance_channels vocab_size",
+    48: "cross_attention_head_dim",
+    64: "LFE_output_dim joint_attention_dim text_embed_dim text_dim caption_channels cap_feat_dim context_in_dim "
+    "in_text_dim approximator_hidden_dim approximator_num_channels cond_token_dim cross_attention_input_dim "
+    "dit_text_dim encoder_hidden_size llm_features_dim text_hidden_dim text_in_dim time_embed_hidden_dim",
+    96: "hidden_size dim embed_dim model_dim dit_dim cross_attention_dim audio_cross_attention_dim "
+    "caption_projection_dim",
+    128: "ffn_dim ff_dim",
+    (8, 12, 12): "axes_dims_rope axes_dims rope_axes_dim rope_dim",
 }
 SMALL = {name: value for value, names in _BY_VALUE.items() for name in names.split()}
 SMALL |= dict.fromkeys(("ff_mult", "mlp_width_ratio"), 2.0)
@@ -110,7 +118,7 @@ def samples(hidden_states: Any, timestep: Any = 600, *, text: int = 9, **more: A
     if not isinstance(timestep, Tensor):
         timestep = torch.tensor([timestep, timestep])
     given = {"hidden_states": hidden_states, "timestep": timestep, **more}
-    return {"encoder_hidden_states": noise(2, text, 24), **given}
+    return {"encoder_hidden_states": noise(2, text, TEXT_WIDTH), **given}
 
 
 def inputs(hidden_states: Any, timestep: Any = 600, **more: Any) -> Callable[..., dict[str, Any]]:
@@ -155,7 +163,7 @@ def num_patches(frames: int, height: int, width: int) -> int:
 
 def rotary(frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines for patches of 2 × 2 latent pixels."""
-    angles = noise(num_patches(frames, height, width), 16)
+    angles = noise(num_patches(frames, height, width), HEAD_DIM)
     return angles.cos(), angles.sin()
 
 

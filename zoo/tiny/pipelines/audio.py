@@ -13,10 +13,10 @@ from diffusers.pipelines.stable_audio.modeling_stable_audio import StableAudioPr
 from diffusers.pipelines.stable_audio_3.modeling_stable_audio_3 import StableAudio3DurationEmbedder
 from torch import nn
 
-from zoo.tiny.base import fill
+from zoo.tiny.base import TEXT_WIDTH, fill
 from zoo.tiny.pipelines import encoders
 from zoo.tiny.pipelines.components import TinyPipeline, random_model, tiny_pipe
-from zoo.tiny.pipelines.options import TEXT, TEXT_WIDTH, masks, of_both, random_tensor
+from zoo.tiny.pipelines.options import TEXT, masks, of_both, random_tensor
 
 
 def _vae(cls: str, **config: Any) -> nn.Module:
@@ -54,14 +54,14 @@ def longcat_audio(cls: str) -> DiffusionPipeline:
 def ace_step(cls: str) -> DiffusionPipeline:
     widths = {"hidden_size": TEXT_WIDTH, "text_hidden_dim": TEXT_WIDTH, "intermediate_size": 32, "timbre_hidden_dim": 4}
     layers = dict.fromkeys(("num_lyric_encoder_hidden_layers", "num_timbre_encoder_hidden_layers"), 1)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "sliding_window": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 3}
     return tiny_pipe(
         cls,
         "ace-step",
         vae=_oobleck(),
         condition_encoder=fill(AceStepConditionEncoder(**widths, **layers, **heads), 3),
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1, shift=1.0),
-        **encoders.decoder("Qwen3Model", head_dim=12),
+        **encoders.decoder("Qwen3Model", head_dim=32),
     )
 
 

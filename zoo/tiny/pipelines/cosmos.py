@@ -8,6 +8,7 @@ from typing import Any
 from diffusers import DiffusionPipeline, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import nn
 
+from zoo.tiny.base import WIDTH
 from zoo.tiny.pipelines import encoders
 from zoo.tiny.pipelines.components import TinyPipeline, random_model, tiny_pipe, wan_vae
 from zoo.tiny.pipelines.options import FRAMES, IMAGE, SIZE, TEXT, VIDEO, random_video
@@ -52,7 +53,7 @@ def _controlnet() -> nn.Module:
     names += ("img_context_dim_in", "img_context_dim_out")
     shared = {name: MODELS["cosmos 2.5, transfer"].config[name] for name in names}
     # Latents, which the ControlNet pads to this number, and masks of given frames and of padding.
-    channels = {"in_channels": 6, "latent_channels": 6, "model_channels": 36}
+    channels = {"in_channels": 6, "latent_channels": 6, "model_channels": WIDTH}
     return random_model("CosmosControlNetModel", 8, n_controlnet_blocks=2, **channels, **shared)
 
 

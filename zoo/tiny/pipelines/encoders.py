@@ -13,15 +13,14 @@ from transformers import PreTrainedTokenizerFast
 
 from zoo.flux import scenes as grammar
 from zoo.flux.models import FluxDenoiser, Tokenizers, build_tokenizers
-from zoo.tiny.base import fill
-from zoo.tiny.pipelines.options import IMAGE_WIDTH, TEXT_WIDTH
+from zoo.tiny.base import IMAGE_WIDTH, TEXT_WIDTH, fill
 
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{{ message['content'][0]['text'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
 )
-ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]}
+ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
 
 
 def _sizes(width: int, layers: int) -> dict[str, Any]:
@@ -95,10 +94,10 @@ def decoder(cls: str, **fields: Any) -> dict[str, Any]:
     return {"text_encoder": text_encoder, "tokenizer": tokenizer}
 
 
-def qwen_vl(tokenizer: PreTrainedTokenizerFast, width: int = IMAGE_WIDTH, **fields: Any) -> nn.Module:
-    """Return a tiny Qwen2.5-VL. Its images have ``width`` channels."""
+def qwen_vl(tokenizer: PreTrainedTokenizerFast, **fields: Any) -> nn.Module:
+    """Return a tiny Qwen2.5-VL."""
     text = {key: fields.pop(key) for key in ("bos_token_id", "eos_token_id") if key in fields}
-    vision = {"depth": 1, "num_heads": 2, "hidden_size": width, "intermediate_size": width}
+    vision = {"depth": 1, "num_heads": 2, "hidden_size": IMAGE_WIDTH, "intermediate_size": IMAGE_WIDTH}
     return from_transformers(
         "Qwen2_5_VLForConditionalGeneration",
         text_config={"vocab_size": len(tokenizer), "rope_parameters": ROPE, **DECODER, **text},

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from zoo.flux.models import CLIP_WIDTH, T5_WIDTH
-from zoo.tiny.base import noise
+from zoo.tiny.base import IMAGE_WIDTH, TEXT_WIDTH, noise
 from zoo.tiny.pipelines import encoders, options
 from zoo.tiny.pipelines.components import TinyPipeline, kl_vae, random_model, small_vae, tiny_pipe, wan_vae
-from zoo.tiny.pipelines.options import IMAGE, MASK, PROMPT, SIZE, SMALL, SMALL_IMAGE, SMALL_MASK, TEXT, TEXT_WIDTH
+from zoo.tiny.pipelines.options import IMAGE, MASK, PROMPT, SIZE, SMALL, SMALL_IMAGE, SMALL_MASK, TEXT
 from zoo.tiny.torchvision_stand_in import stand_in_for_torchvision
 from zoo.tiny.transformers.registry import MODELS
 
@@ -104,7 +104,7 @@ def visual_cloze(cls: str) -> DiffusionPipeline:
 def flux2(cls: str) -> DiffusionPipeline:
     # The text encoder of FLUX.2 [dev], Mistral 3, and its processor cannot be made small in process.
     dev = cls == "Flux2Pipeline"
-    text = {} if dev else encoders.decoder("Qwen3ForCausalLM", head_dim=12)
+    text = {} if dev else encoders.decoder("Qwen3ForCausalLM", head_dim=32)
     config = {"joint_attention_dim": 3 * TEXT_WIDTH, "guidance_embeds": dev}
     return tiny_pipe(cls, "flux2", config=config, vae=kl_vae("AutoencoderKLFlux2"), **text)
 
@@ -181,7 +181,7 @@ def z_image_omni(cls: str) -> DiffusionPipeline:
     siglip = encoders.from_transformers("Siglip2VisionModel", 7, **encoders.VISION, num_patches=16)
     processor = transformers.Siglip2ImageProcessorPil(patch_size=8, max_num_patches=16)
     parts = {"vae": small_vae().bfloat16(), "siglip": siglip, "siglip_processor": processor}
-    return tiny_pipe(cls, "z-image", config={"siglip_feat_dim": options.IMAGE_WIDTH}, **parts)
+    return tiny_pipe(cls, "z-image", config={"siglip_feat_dim": IMAGE_WIDTH}, **parts)
 
 
 def _parts_of_prompts(prompt: tuple[int, ...], negative: tuple[int, ...]) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def longcat_image(cls: str, text_processor: Any = None) -> DiffusionPipeline:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]})
     ids = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
     ids |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    text = {"text_encoder": encoders.qwen_vl(tokenizer, 24, **ids), "tokenizer": tokenizer}
+    text = {"text_encoder": encoders.qwen_vl(tokenizer, **ids), "tokenizer": tokenizer}
     # The pipeline accepts no other number of channels.
     config, vae = {"in_channels": 64}, small_vae(16)
     pipe = tiny_pipe(cls, "longcat-image", config=config, vae=vae, **text, text_processor=text_processor)
@@ -257,8 +257,10 @@ def bria_fibo(cls: str) -> DiffusionPipeline:
     """Build the pipeline. Its text is the last two layers of the encoder, concatenated, and each block gets one
     layer.
     """
-    llama = encoders.decoder("LlamaModel", hidden_size=20)
-    return tiny_pipe(cls, "bria fibo", vae=wan_vae(), config={"in_channels": 4, "joint_attention_dim": 40}, **llama)
+    llama = encoders.decoder("LlamaModel", hidden_size=IMAGE_WIDTH)
+    return tiny_pipe(
+        cls, "bria fibo", vae=wan_vae(), config={"in_channels": 4, "joint_attention_dim": 2 * IMAGE_WIDTH}, **llama
+    )
 
 
 _z_image_omni = partial(TinyPipeline, z_image_omni, "ZImageOmniPipeline", SMALL)

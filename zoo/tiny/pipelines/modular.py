@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zoo.flux.models import CLIP_WIDTH, SHIFT
-from zoo.tiny.base import fill, noise
+from zoo.tiny.base import IMAGE_WIDTH, SECOND_TEXT_WIDTH, TEXT_WIDTH, fill, noise
 from zoo.tiny.pipelines import cosmos, options, unet, video
 from zoo.tiny.pipelines.components import random_model, wan_vae
-from zoo.tiny.pipelines.options import MEDIUM, SIZE, TEXT_WIDTH, VIDEO, embeddings, first, masks, of_both
+from zoo.tiny.pipelines.options import MEDIUM, SIZE, VIDEO, embeddings, first, masks, of_both
 from zoo.tiny.torchvision_stand_in import stand_in_for_torchvision
 from zoo.tiny.transformers.registry import MODELS
 
@@ -137,7 +137,7 @@ def minimax_h3() -> dict[str, Any]:
 
 
 def minimax_music() -> dict[str, Any]:
-    encoder = MiniMaxMusic3ConditionEncoder(condition_hidden_dim=8, num_condition_layers=2, out_dim=24)
+    encoder = MiniMaxMusic3ConditionEncoder(condition_hidden_dim=8, num_condition_layers=2, out_dim=TEXT_WIDTH)
     return {**model("minimax-music")(), "condition_encoder": fill(encoder, 3)}
 
 
@@ -167,7 +167,8 @@ _KREA = SIZE | of_both(
     prompt_embeds=lambda i: noise(1, 9, 3, TEXT_WIDTH, seed=i), prompt_embeds_mask=lambda i: first(9 - 4 * i)
 )
 _HUNYUAN_15 = {**VIDEO, **_MASKED, "batch_size": 1} | of_both(
-    prompt_embeds_2=lambda i: noise(1, 4, 16, seed=i), prompt_embeds_mask_2=lambda i: first(3 - i, 4).long()
+    prompt_embeds_2=lambda i: noise(1, 4, SECOND_TEXT_WIDTH, seed=i),
+    prompt_embeds_mask_2=lambda i: first(3 - i, 4).long(),
 )
 _XL = SIZE | of_both(
     prompt_embeds=lambda i: noise(1, 9, 2 * CLIP_WIDTH, seed=i),
@@ -198,7 +199,7 @@ _H3 = {**MEDIUM, "num_frames": 124, **_PROMPT, "text_token_tags": torch.ones(9).
 _WAN = {"in_channels": 16, "out_channels": 16}
 _WAN_IMAGE = {"in_channels": 36, "out_channels": 16}
 _FROM_IMAGE = {**VIDEO, "image_condition_latents": noise(1, 20, 3, 6, 10)}
-_CONTEXT = {**_FROM_IMAGE, **embeddings(512, TEXT_WIDTH), "prompt": None, "image_embeds": noise(1, 5, 20)}
+_CONTEXT = {**_FROM_IMAGE, **embeddings(512, TEXT_WIDTH), "prompt": None, "image_embeds": noise(1, 5, IMAGE_WIDTH)}
 _CONTROL = {"control_hidden_states": noise(1, 96, 3, 6, 10), "control_hidden_states_scale": torch.tensor([1.0, 0.5])}
 # There are two segments. The end of the first one is the condition of the second.
 _SEGMENTS = {

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-TEXT_WIDTH, IMAGE_WIDTH = 24, 20
+from zoo.tiny.base import IMAGE_WIDTH, TEXT_WIDTH
+
 IMAGE_TOKENS = 5  # The tokens have 8 × 8 pixels each, and one token represents the whole image.
 PROMPT = "a large red circle at the top left, on white"
 

@@ -15,19 +15,20 @@ from diffusers import CogVideoXDDIMScheduler, DDIMScheduler, DiffusionPipeline, 
 from diffusers.guiders import AdaptiveProjectedMixGuidance
 from torch import Tensor
 
+from zoo.tiny.base import SECOND_TEXT_WIDTH, TEXT_WIDTH, WIDTH
 from zoo.tiny.pipelines import options
 from zoo.tiny.pipelines.audio import AUDIO_PIPELINES
 from zoo.tiny.pipelines.components import TinyPipeline, kl_vae, random_model, small_vae, tiny_pipe, wan_vae
 from zoo.tiny.pipelines.cosmos import COSMOS_PIPELINES
 from zoo.tiny.pipelines.image import EDIT_PIPELINES
-from zoo.tiny.pipelines.options import IMAGE, MEDIUM, SIZE, SMALL, SMALL_IMAGE, SMALL_MASK, TEXT, TEXT_WIDTH, VIDEO
+from zoo.tiny.pipelines.options import IMAGE, MEDIUM, SIZE, SMALL, SMALL_IMAGE, SMALL_MASK, TEXT, VIDEO
 from zoo.tiny.transformers.registry import MODELS
 
 # -- Z-Image: lists of samples.
 
 
 def z_image_controlled(cls: str) -> DiffusionPipeline:
-    sizes = {"dim": 48, "n_refiner_layers": 1, "n_heads": 3, "n_kv_heads": 3}
+    sizes = {"dim": WIDTH, "n_refiner_layers": 1, "n_heads": 3, "n_kv_heads": 3}
     layers = {"control_layers_places": [0, 1], "control_refiner_layers_places": [0]}
     layers |= {"control_in_dim": 9 if "Inpaint" in cls else 4, "add_control_noise_refiner": "control_noise_refiner"}
     controlnet = random_model("ZImageControlNetModel", 8, **layers, **sizes)
@@ -60,14 +61,14 @@ _KANDINSKY = {
 _HUNYUAN_IMAGE = {
     **TEXT,
     **options.masks("embeds_mask", torch.int64),
-    **options.of_both(prompt_embeds_2=lambda i: options.random_tensor(1, 4, 16, seed=3 + i)),
+    **options.of_both(prompt_embeds_2=lambda i: options.random_tensor(1, 4, SECOND_TEXT_WIDTH, seed=3 + i)),
     **options.masks("embeds_mask_2", torch.int64, (3, 3), 4),
 }
 _HUNYUAN_DIT = {
     **SIZE,
     **TEXT,
     **options.masks("attention_mask"),
-    **options.of_both(prompt_embeds_2=lambda i: options.random_tensor(1, 5, 16, seed=5 + i)),
+    **options.of_both(prompt_embeds_2=lambda i: options.random_tensor(1, 5, SECOND_TEXT_WIDTH, seed=5 + i)),
     **options.masks("attention_mask_2", torch.int64, (5, 2), 5),
     "use_resolution_binning": False,
 }

@@ -15,10 +15,10 @@ from diffusers.models.controlnets.multicontrolnet import MultiControlNetModel
 from torch import Tensor, nn
 
 from zoo.flux.models import CLIP_WIDTH
-from zoo.tiny.base import fill
+from zoo.tiny.base import IMAGE_WIDTH, fill
 from zoo.tiny.pipelines import encoders
 from zoo.tiny.pipelines.components import TinyPipeline, random_model, whole_pipe
-from zoo.tiny.pipelines.options import IMAGE_WIDTH, random_image, random_mask
+from zoo.tiny.pipelines.options import random_image, random_mask
 
 _SIZES: dict[str, Any] = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
 _SD: dict[str, Any] = {

@@ -16,10 +16,10 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceConditio
 from torch import nn
 
 from zoo.flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH
-from zoo.tiny.base import fill
+from zoo.tiny.base import IMAGE_WIDTH, SECOND_TEXT_WIDTH, TEXT_WIDTH, WIDTH, fill
 from zoo.tiny.pipelines import encoders, options
 from zoo.tiny.pipelines.components import TinyPipeline, kl_vae, random_model, tiny_pipe
-from zoo.tiny.pipelines.options import FRAMES, IMAGE, IMAGE_WIDTH, MEDIUM, PROMPT, SIZE, TEXT_WIDTH, VIDEO
+from zoo.tiny.pipelines.options import FRAMES, IMAGE, MEDIUM, PROMPT, SIZE, VIDEO
 from zoo.tiny.transformers.registry import MODELS
 
 # -- HunyuanVideo.
@@ -42,7 +42,7 @@ def framepack(cls: str) -> DiffusionPipeline:
 
 
 def hunyuan_video_15(cls: str) -> DiffusionPipeline:
-    glyphs = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    glyphs = {"d_model": SECOND_TEXT_WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     sizes = {"latent_channels": 4, "block_out_channels": (16,) * 5, "layers_per_block": 1}
     pipe = tiny_pipe(
         cls,
@@ -130,7 +130,7 @@ def ltx2(cls: str, **config: Any) -> DiffusionPipeline:
     sound = {"base_channels": 4, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "latent_channels": 2, "mel_bins": 8}
     upsampling = {"upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2]}
     convolutions = {"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3]]}
-    connector = {"num_attention_heads": 3, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": 13}
+    connector = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 1, "num_learnable_registers": 13}
     connectors = LTX2TextConnectors(
         caption_channels=TEXT_WIDTH,
         text_proj_in_factor=1 + encoders.DECODER["num_hidden_layers"],
@@ -144,7 +144,7 @@ def ltx2(cls: str, **config: Any) -> DiffusionPipeline:
         audio_vae=random_model("AutoencoderKLLTX2Audio", 9, **sound),
         vocoder=fill(LTX2Vocoder(in_channels=16, hidden_channels=8, **upsampling, **convolutions), seed=10),
         connectors=fill(connectors, seed=12),
-        **encoders.decoder("Gemma3TextModel", head_dim=12),
+        **encoders.decoder("Gemma3TextModel", head_dim=32),
     )
 
 
@@ -164,7 +164,7 @@ _COGVIDEOX15 = {**_ROTARY, "patch_size_t": 2, "patch_bias": False}
 _TEMPLATE = hunyuan_image.DEFAULT_PROMPT_TEMPLATE
 _IMAGE_TOKENS = {"image_emb_end": _TEMPLATE["image_emb_start"] + 4, "image_emb_len": 4}
 _LLAVA = {**_TEXT, "prompt_template": {**_TEMPLATE, **_IMAGE_TOKENS}}
-_IMAGE_CONTEXT = {"in_channels": 36, "image_dim": IMAGE_WIDTH, "added_kv_proj_dim": 36}
+_IMAGE_CONTEXT = {"in_channels": 36, "image_dim": IMAGE_WIDTH, "added_kv_proj_dim": WIDTH}
 _SKYREELS = {"model": "skyreels v2", "inject_sample_info": False}
 _WINDOWS = {"overlap_history": 5, "base_num_frames": 9}
 # There are 3 × 3 × 5 video tokens of 32 × 32 pixels in 8 frames.
@@ -193,7 +193,7 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
     "cogvideox 1.5": _cogvideox("CogVideoXPipeline", VIDEO, parts=_COGVIDEOX15),
     "cogvideox, image": _cogvideox("CogVideoXImageToVideoPipeline", VIDEO, image=IMAGE, parts=_ROTARY),
     "cogvideox 1.5, image": _cogvideox(
-        "CogVideoXImageToVideoPipeline", VIDEO, image=IMAGE, parts={**_COGVIDEOX15, "ofs_embed_dim": 8}
+        "CogVideoXImageToVideoPipeline", VIDEO, image=IMAGE, parts={**_COGVIDEOX15, "ofs_embed_dim": 32}
     ),
     "cogvideox, video": _cogvideox("CogVideoXVideoToVideoPipeline", video=FRAMES, strength=0.9),
     "cogvideox, control": _cogvideox("CogVideoXFunControlPipeline", control_video=FRAMES),

@@ -9,7 +9,24 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from torch import Tensor
 
-from zoo.tiny.base import TinyModel, grid, image, inputs, noise, num_patches, residuals, rotary, samples, tokens, valid
+from zoo.tiny.base import (
+    HEAD_DIM,
+    IMAGE_WIDTH,
+    SECOND_TEXT_WIDTH,
+    TEXT_WIDTH,
+    WIDTH,
+    TinyModel,
+    grid,
+    image,
+    inputs,
+    noise,
+    num_patches,
+    residuals,
+    rotary,
+    samples,
+    tokens,
+    valid,
+)
 
 # -- Relatives of FLUX: packed tokens and their positions.
 
@@ -20,10 +37,10 @@ packed_inputs = partial(
     img_ids=lambda frames, height, width: grid(1, frames * height, width),
     txt_ids=torch.arange(9.0)[:, None].expand(-1, 3),
 )
-controlled_inputs = partial(packed_inputs, controlnet_block_samples=residuals(2, 48, patch=1))
+controlled_inputs = partial(packed_inputs, controlnet_block_samples=residuals(2, WIDTH, patch=1))
 PACKED = {"in_channels": 16, "out_channels": 16}
 BRIA = {"in_channels": 16, "pooled_projection_dim": None}
-FLUX3 = {"in_channels": 16, "axes_dims_rope": (4, 4, 4, 4)}
+FLUX3 = {"in_channels": 16, "axes_dims_rope": (8, 8, 8, 8)}
 
 
 def joint_mask(frames: int, height: int, width: int, dtype: torch.dtype = torch.bool) -> Tensor:
@@ -52,7 +69,7 @@ glm_inputs = inputs(
     prior_token_drop=torch.tensor([False, True]),
     **_SIZES,
 )
-COGVIEW = {"time_embed_dim": 16, "sample_size": 32, "pos_embed_max_size": 32}
+COGVIEW = {"sample_size": 32, "pos_embed_max_size": 32}
 
 
 def dit_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
@@ -69,13 +86,19 @@ hunyuan_image_inputs = partial(
     encoder_attention_mask=valid((9, 2), dtype=torch.int64),
     guidance=torch.tensor([6000.0, 6000.0]),
 )
-GLYPHS = {"encoder_hidden_states_2": noise(2, 4, 16), "encoder_attention_mask_2": valid((1, 4), 4, torch.int64)}
-HUNYUAN_IMAGE = {"attention_head_dim": 12, "guidance_embeds": True}
-_T5 = {"encoder_hidden_states_t5": noise(2, 5, 16), "text_embedding_mask_t5": valid((5, 2), 5, torch.int64)}
+GLYPHS = {
+    "encoder_hidden_states_2": noise(2, 4, SECOND_TEXT_WIDTH),
+    "encoder_attention_mask_2": valid((1, 4), 4, torch.int64),
+}
+HUNYUAN_IMAGE = {"guidance_embeds": True}
+_T5 = {
+    "encoder_hidden_states_t5": noise(2, 5, SECOND_TEXT_WIDTH),
+    "text_embedding_mask_t5": valid((5, 2), 5, torch.int64),
+}
 _META = torch.tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * 2)
 _STYLE = {"image_meta_size": _META, "style": torch.zeros(2, dtype=torch.int64)}
 hunyuan_dit_inputs = partial(inputs, image, 600.0, text_embedding_mask=_MASK, image_rotary_emb=rotary, **_T5, **_STYLE)
-HUNYUAN_DIT = {"patch_size": 2, "sample_size": 16, "num_layers": 4, "mlp_ratio": 2.0, "cross_attention_dim": 24}
+HUNYUAN_DIT = {"patch_size": 2, "sample_size": 16, "num_layers": 4, "mlp_ratio": 2.0, "cross_attention_dim": TEXT_WIDTH}
 
 
 def joyimage_plus_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
@@ -101,11 +124,11 @@ def qwen21_inputs(frames: int, height: int, width: int, *, images: int = 0, cach
     text = torch.tensor([False] * 5 + [True] * images + [False] * 4)
     cache = QwenImage21KVCache(2) if cached else None
     for layer in [] if cache is None else cache.layer_caches:
-        layer.store(noise(2, prefix, 3, 16, seed=1), noise(2, prefix, 3, 16, seed=2))
+        layer.store(noise(2, prefix, 3, HEAD_DIM, seed=1), noise(2, prefix, 3, HEAD_DIM, seed=2))
     return samples(
         noise(2, 4 * images + rows * width, 16),
         0.6,
-        encoder_hidden_states=noise(2, len(text), 24),
+        encoder_hidden_states=noise(2, len(text), TEXT_WIDTH),
         encoder_hidden_states_mask=valid((len(text), len(text) - 2), len(text)),
         img_shapes=[[*[(1, 2, 2)] * images, (1, rows, width)]] * 2,
         img_mask=torch.cat([text, torch.ones(rows * width // 4, dtype=torch.bool)]).expand(2, -1),
@@ -125,7 +148,7 @@ def sana_inputs(frames: int, height: int, width: int, *, pixels: int = 1, **more
     return inputs(latents, encoder_attention_mask=_MASK, **more)(frames, height, width)
 
 
-SANA = {"attention_head_dim": 12, "num_layers": 3, "sample_size": 8}
+SANA = {"num_layers": 3, "mlp_ratio": 2.0, "sample_size": 8}
 
 _chroma = partial(TinyModel, "ChromaTransformer2DModel", **PACKED)
 _flux3 = partial(TinyModel, "Flux3Transformer2DModel", **FLUX3)
@@ -138,7 +161,7 @@ IMAGE_MODELS = {
     # The pipeline passes a mask of numbers, which attention adds.
     "chroma": _chroma(packed_inputs(attention_mask=partial(joint_mask, dtype=torch.float32))),
     "chroma, controlnet": _chroma(
-        controlled_inputs(controlnet_single_block_samples=lambda *sizes: residuals(2, 48, patch=1)(*sizes)[::-1])
+        controlled_inputs(controlnet_single_block_samples=lambda *sizes: residuals(2, WIDTH, patch=1)(*sizes)[::-1])
     ),
     "ovis": TinyModel("OvisImageTransformer2DModel", packed_inputs(), **PACKED),
     "longcat-image": TinyModel("LongCatImageTransformer2DModel", packed_inputs(), in_channels=16),
@@ -146,40 +169,40 @@ IMAGE_MODELS = {
     "bria fibo": TinyModel(
         "BriaFiboTransformer2DModel",
         packed_inputs(
-            text_encoder_layers=[noise(2, 9, 20, seed=i) for i in range(4)], joint_attention_kwargs=fibo_mask
+            text_encoder_layers=[noise(2, 9, IMAGE_WIDTH, seed=i) for i in range(4)], joint_attention_kwargs=fibo_mask
         ),
         BRIA,
     ),
     "cogview3+": TinyModel("CogView3PlusTransformer2DModel", cogview_inputs, COGVIEW),
     "cogview4": TinyModel("CogView4Transformer2DModel", cogview_inputs, COGVIEW, rope_axes_dim=(16, 16)),
-    "glm-image": TinyModel("GlmImageTransformer2DModel", glm_inputs, time_embed_dim=16),
+    "glm-image": TinyModel("GlmImageTransformer2DModel", glm_inputs),
     "flux3": _flux3(flux3_inputs()),
     "flux3, given images": _flux3(
         flux3_inputs(image_cond_hidden_states=noise(2, 5, 16, seed=1), image_cond_ids=torch.ones(5, 4).cumsum(0))
     ),
     "dit": TinyModel("DiTTransformer2DModel", dit_inputs, out_channels=8, sample_size=8, num_embeds_ada_norm=10),
     "prx": TinyModel(
-        "PRXTransformer2DModel", inputs(image, 0.6, attention_mask=valid((9, 4))), mlp_ratio=2.0, axes_dim=[8, 8]
+        "PRXTransformer2DModel", inputs(image, 0.6, attention_mask=valid((9, 4))), mlp_ratio=2.0, axes_dim=[16, 16]
     ),
-    "hunyuanimage": _hunyuan_image(hunyuan_image_inputs(image, **GLYPHS), patch_size=(2, 2), rope_axes_dim=(6, 6)),
+    "hunyuanimage": _hunyuan_image(hunyuan_image_inputs(image, **GLYPHS), patch_size=(2, 2), rope_axes_dim=(16, 16)),
     "hunyuanimage refiner": _hunyuan_image(
         hunyuan_image_inputs(lambda *sizes: noise(2, 4, *sizes)), patch_size=(1, 1, 1), text_embed_2_dim=None
     ),
     "hunyuandit": _hunyuan_dit(hunyuan_dit_inputs()),
-    "hunyuandit, controlnet": _hunyuan_dit(hunyuan_dit_inputs(controlnet_block_samples=residuals(1, 48))),
+    "hunyuandit, controlnet": _hunyuan_dit(hunyuan_dit_inputs(controlnet_block_samples=residuals(1, WIDTH))),
     # These are the generated image and given ones.
     "joyimage": TinyModel(
         "JoyImageEditTransformer3DModel",
         inputs(lambda frames, height, width: noise(2, frames, 4, 1, height, width)),
-        {"rope_dim_list": [4, 6, 6], "rope_type": "mrope"},
+        {"rope_dim_list": [8, 12, 12], "rope_type": "mrope"},
     ),
-    "joyimage plus": TinyModel("JoyImageEditPlusTransformer3DModel", joyimage_plus_inputs, rope_dim_list=[4, 6, 6]),
+    "joyimage plus": TinyModel("JoyImageEditPlusTransformer3DModel", joyimage_plus_inputs, rope_dim_list=[8, 12, 12]),
     "nucleus": TinyModel(
         "NucleusMoEImageTransformer2DModel",
         inputs(tokens(16), 0.6, encoder_hidden_states_mask=valid((9, 4)), img_shapes=lambda *sizes: [sizes, sizes]),
         {**PACKED, "num_layers": 6, "num_attention_heads": 4, "capacity_factors": 2.0},
     ),
-    "sana": _sana(partial(sana_inputs, controlnet_block_samples=lambda f, h, w: (noise(2, f * h * w, 36),))),
+    "sana": _sana(partial(sana_inputs, controlnet_block_samples=lambda f, h, w: (noise(2, f * h * w, WIDTH),))),
     "sana sprint, positions of patches": _sana(
         partial(sana_inputs, pixels=2, guidance=torch.tensor([0.45, 0.45])),
         {"patch_size": 2, "interpolation_scale": 2, "guidance_embeds": True, "qk_norm": "rms_norm_across_heads"},
@@ -199,8 +222,8 @@ def z_image_inputs(frames: int, height: int, width: int, *, controlled: bool = F
     return {
         "x": [noise(4, 1, frames * height, width, seed=i) for i in range(2)],
         "t": torch.tensor([0.6, 0.6]),
-        "cap_feats": [noise(9, 24), noise(4, 24)],
-        **({"controlnet_block_samples": {0: noise(2, total, 48)}} if controlled else {}),
+        "cap_feats": [noise(9, TEXT_WIDTH), noise(4, TEXT_WIDTH)],
+        **({"controlnet_block_samples": {0: noise(2, total, WIDTH)}} if controlled else {}),
     }
 
 
@@ -209,18 +232,18 @@ def z_image_edit_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     return {
         "x": [[noise(4, 1, 4, 4, seed=i), noise(4, 1, frames * height, width, seed=i)] for i in range(2)],
         "t": torch.tensor([0.6, 0.6]),
-        "cap_feats": [[noise(5, 24, seed=i), noise(9, 24, seed=i), noise(3, 24, seed=i)] for i in range(2)],
+        "cap_feats": [[noise(n, TEXT_WIDTH, seed=i) for n in (5, 9, 3)] for i in range(2)],
         "siglip_feats": [None, None],
         "image_noise_mask": [[0, 1]] * 2,
     }
 
 
-Z_IMAGE = {"axes_dims": [4, 6, 6], "axes_lens": [160, 64, 64]}
+Z_IMAGE = {"axes_dims": [8, 12, 12], "axes_lens": [160, 64, 64]}
 
 # -- Bria FIBO 2: the model makes tokens of the texts, fewer of the shorter one.
 
 fibo2_inputs = partial(
-    inputs, image, 0.6, encoder_hidden_states=noise(2, 2, 9, 24), encoder_attention_mask=valid((9, 4))
+    inputs, image, 0.6, encoder_hidden_states=noise(2, 2, 9, TEXT_WIDTH), encoder_attention_mask=valid((9, 4))
 )
 FIBO2 = {"injection_layer_ids": (1,), "max_num_gist_tokens": 7, "axes_lens": (16, 64, 64)}
 
@@ -233,18 +256,18 @@ def ideogram_inputs(frames: int, height: int, width: int, *, by_token: bool = Fa
     return {
         "hidden_states": noise(2, total, 16),
         "timestep": timestep[:, None] * (torch.arange(total) >= 9) if by_token else timestep,
-        "encoder_hidden_states": noise(2, total, 24),
+        "encoder_hidden_states": noise(2, total, TEXT_WIDTH),
         "position_ids": torch.cat([torch.arange(9)[:, None].expand(-1, 3), 20 + positions]).expand(2, -1, -1),
         "segment_ids": valid((total, total - 5), total, torch.int64).flip(1),
         "indicator": torch.tensor([3] * 9 + [2] * len(positions)).expand(2, -1),
     }
 
 
-IDEOGRAM = {"in_channels": 16, "mrope_section": (4, 2, 2)}
+IDEOGRAM = {"in_channels": 16, "mrope_section": (8, 4, 4)}
 
 
 def ernie_inputs(*size: int) -> dict[str, Any]:
-    text = {"text_bth": noise(2, 9, 24), "text_lens": torch.tensor([9, 4])}
+    text = {"text_bth": noise(2, 9, TEXT_WIDTH), "text_lens": torch.tensor([9, 4])}
     return {"hidden_states": image(*size), "timestep": torch.tensor([600.0, 600.0]), **text}
 
 
@@ -264,12 +287,12 @@ def omnigen_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
-_KREA = {"encoder_hidden_states": noise(2, 9, 3, 24), "encoder_attention_mask": valid((9, 4))}
+_KREA = {"encoder_hidden_states": noise(2, 9, 3, TEXT_WIDTH), "encoder_attention_mask": valid((9, 4))}
 krea_inputs = inputs(tokens(16), 0.6, position_ids=lambda *sizes: torch.cat([torch.zeros(9, 3), grid(*sizes)]), **_KREA)
 _z_image = partial(TinyModel, "ZImageTransformer2DModel", **Z_IMAGE)
 _fibo2 = partial(TinyModel, "BriaFibo2Transformer2DModel", **FIBO2)
 _ideogram = partial(TinyModel, "Ideogram4Transformer2DModel", **IDEOGRAM)
-_ROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+_ROPE = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 
 STREAM_MODELS = {
     "z-image": _z_image(z_image_inputs),
@@ -278,7 +301,7 @@ STREAM_MODELS = {
     "bria fibo 2": _fibo2(fibo2_inputs()),
     "bria fibo 2, editing": _fibo2(fibo2_inputs(context_latents=[noise(2, 4, 4, 6, seed=i) for i in range(2)])),
     "krea 2": TinyModel("Krea2Transformer2DModel", krea_inputs, in_channels=16, num_attention_heads=4),
-    "ernie-image": TinyModel("ErnieImageTransformer2DModel", ernie_inputs, patch_size=2, rope_axes_dim=(4, 6, 6)),
+    "ernie-image": TinyModel("ErnieImageTransformer2DModel", ernie_inputs, patch_size=2),
     "ideogram 4": _ideogram(ideogram_inputs),
     "ideogram 4, a time step for each token": _ideogram(partial(ideogram_inputs, by_token=True)),
     "omnigen": TinyModel(

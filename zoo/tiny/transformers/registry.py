@@ -9,14 +9,33 @@ import torch
 from torch import Tensor
 
 from zoo.tiny import base
-from zoo.tiny.base import TinyModel, grid, image, inputs, noise, residuals, rotary, samples, tokens, valid, video
+from zoo.tiny.base import (
+    HEAD_DIM,
+    IMAGE_WIDTH,
+    TEXT_WIDTH,
+    WIDTH,
+    TinyModel,
+    grid,
+    image,
+    inputs,
+    noise,
+    residuals,
+    rotary,
+    samples,
+    tokens,
+    valid,
+    video,
+)
 from zoo.tiny.transformers.image import GLYPHS, IMAGE_MODELS, STREAM_MODELS
 from zoo.tiny.transformers.video import AUDIO_MODELS, VIDEO_MODELS
 
 # -- Wan.
 
 # The attention processor takes the last 512 tokens of the context for text.
-_IMAGE_CONTEXT = {"encoder_hidden_states": noise(2, 512, 24), "encoder_hidden_states_image": noise(2, 5, 20)}
+_IMAGE_CONTEXT = {
+    "encoder_hidden_states": noise(2, 512, TEXT_WIDTH),
+    "encoder_hidden_states_image": noise(2, 5, IMAGE_WIDTH),
+}
 
 
 def first_frame_given(frames: int, height: int, width: int) -> Tensor:
@@ -66,7 +85,7 @@ def qwen_masked_inputs(*size: int, text: int = 9) -> dict[str, Any]:
 def flux_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
     """Return an image as high as all frames together."""
     positions = {"img_ids": grid(1, frames * height, width), "txt_ids": torch.zeros(text, 3)}
-    values = {"pooled_projections": noise(2, 20), **_GUIDANCE, **positions}
+    values = {"pooled_projections": noise(2, IMAGE_WIDTH), **_GUIDANCE, **positions}
     return samples(tokens(16)(frames, height, width), 0.6, text=text, **values)
 
 
@@ -91,11 +110,13 @@ _SIZES = {"num_frames": lambda f, h, w: f, "height": lambda f, h, w: h, "width":
 ltx_inputs = partial(inputs, tokens(8), encoder_attention_mask=_MASK, **_SIZES)
 _SOUND = {
     "audio_hidden_states": noise(2, 7, 8, seed=1),
-    "audio_encoder_hidden_states": noise(2, 9, 24, seed=1),
+    "audio_encoder_hidden_states": noise(2, 9, TEXT_WIDTH, seed=1),
     "audio_timestep": torch.tensor([600.0, 600.0]),
 }
 ltx2_inputs = partial(ltx_inputs, ltx_timestep, **_SOUND, audio_encoder_attention_mask=_MASK, audio_num_frames=7)
-LTX = {"in_channels": 8, "out_channels": 8, "attention_head_dim": 8, "cross_attention_dim": 24}
+LTX = {"in_channels": 8, "out_channels": 8}
+# Video is wider than sound.
+LTX2 = {"attention_head_dim": 2 * HEAD_DIM, "cross_attention_dim": 2 * WIDTH}
 
 
 # -- Video models that see earlier frames.
@@ -115,7 +136,7 @@ def history_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 def framepack_inputs(frames: int, height: int, width: int, *, batch: int = 2) -> dict[str, Any]:
     values = hunyuan_inputs(frames, height, width) | {
-        "image_embeds": noise(2, 3, 20),
+        "image_embeds": noise(2, 3, IMAGE_WIDTH),
         "indices_latents": torch.arange(7, 7 + frames),
         "latents_clean": _past(2, height, width),
         "indices_latents_clean": torch.arange(5, 7),
@@ -136,7 +157,7 @@ def h3_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[st
     return {
         "hidden_states": noise(1, patches, 16),
         "audio_hidden_states": noise(1, sound, 8),
-        "encoder_hidden_states": noise(1, text, 24),
+        "encoder_hidden_states": noise(1, text, TEXT_WIDTH),
         "timestep": torch.tensor([0.6, 0.0]),
         "timestep_indices": (torch.arange(total) < text + 2).long(),
         "token_tags": tags,
@@ -150,9 +171,11 @@ def h3_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[st
 # -- HunyuanVideo.
 
 _FEW_VALID = {"encoder_attention_mask": valid((9, 2), dtype=torch.int64)}
-hunyuan_inputs = inputs(video, pooled_projections=noise(2, 20), guidance=torch.tensor([6000.0, 6000.0]), **_FEW_VALID)
+hunyuan_inputs = inputs(
+    video, pooled_projections=noise(2, IMAGE_WIDTH), guidance=torch.tensor([6000.0, 6000.0]), **_FEW_VALID
+)
 hunyuan15_inputs = partial(inputs, video, 600.0, **GLYPHS, **_FEW_VALID)
-HUNYUAN = {"attention_head_dim": 12, "guidance_embeds": True}
+HUNYUAN = {"guidance_embeds": True}
 FRAMEPACK = {**HUNYUAN, "has_image_proj": True, "has_clean_x_embedder": True}
 
 
@@ -167,16 +190,16 @@ def cogvideox15_rotary(frames: int, height: int, width: int) -> tuple[Tensor, Te
     return rotary(frames // 2, height, width)
 
 
-sd3_inputs = partial(inputs, image, 600.0, pooled_projections=noise(2, 20))
+sd3_inputs = partial(inputs, image, 600.0, pooled_projections=noise(2, IMAGE_WIDTH))
 
 
 def hidream_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     return {
         "hidden_states": image(frames, height, width),
         "timesteps": torch.tensor([600.0, 600.0]),
-        "encoder_hidden_states_t5": noise(2, 5, 24),
-        "encoder_hidden_states_llama3": noise(4, 2, 9, 20),
-        "pooled_embeds": noise(2, 20),
+        "encoder_hidden_states_t5": noise(2, 5, TEXT_WIDTH),
+        "encoder_hidden_states_llama3": noise(4, 2, 9, IMAGE_WIDTH),
+        "pooled_embeds": noise(2, IMAGE_WIDTH),
     }
 
 
@@ -197,19 +220,19 @@ NO_WHOLE_GRAPH = {
 # The default run of the tests runs each of these on one mesh only.
 SHELF = {**IMAGE_MODELS, **STREAM_MODELS, **VIDEO_MODELS, **AUDIO_MODELS}
 
-_wan = partial(TinyModel, "WanTransformer3DModel", attention_head_dim=12)
-_skyreels = partial(TinyModel, "SkyReelsV2Transformer3DModel", attention_head_dim=12)
+_wan = partial(TinyModel, "WanTransformer3DModel")
+_skyreels = partial(TinyModel, "SkyReelsV2Transformer3DModel")
 _qwen = partial(TinyModel, "QwenImageTransformer2DModel", in_channels=16)
 _ltx = partial(TinyModel, "LTXVideoTransformer3DModel", **LTX)
-_ltx2 = partial(TinyModel, "LTX2VideoTransformer3DModel", **LTX)
-_helios = partial(TinyModel, "HeliosTransformer3DModel", history_inputs, attention_head_dim=12, is_amplify_history=True)
+_ltx2 = partial(TinyModel, "LTX2VideoTransformer3DModel", **LTX, **LTX2)
+_helios = partial(TinyModel, "HeliosTransformer3DModel", history_inputs, is_amplify_history=True)
 _hunyuan = partial(TinyModel, "HunyuanVideoTransformer3DModel", hunyuan_inputs, **HUNYUAN)
 _framepack = partial(TinyModel, "HunyuanVideoFramepackTransformer3DModel", **FRAMEPACK)
-_hunyuan15 = partial(TinyModel, "HunyuanVideo15Transformer3DModel", attention_head_dim=12)
+_hunyuan15 = partial(TinyModel, "HunyuanVideo15Transformer3DModel")
 _cogvideox = partial(TinyModel, "CogVideoXTransformer3DModel", **COGVIDEOX)
 _sd3 = partial(TinyModel, "SD3Transformer2DModel", num_layers=3, sample_size=32, pos_embed_max_size=32)
 _RESOLUTION = {"resolution": torch.full((2, 2), 96.0), "aspect_ratio": torch.full((2, 1), 1.5)}
-_WAN_IMAGE = {"image_dim": 20, "added_kv_proj_dim": 36}
+_WAN_IMAGE = {"image_dim": IMAGE_WIDTH, "added_kv_proj_dim": WIDTH}
 
 MODELS = {
     "wan": _wan(inputs(video)),
@@ -222,25 +245,25 @@ MODELS = {
             control_hidden_states=lambda *size: noise(2, 6, *size, seed=1),
             control_hidden_states_scale=torch.tensor([1.0, 0.5]),
         ),
-        {"attention_head_dim": 12, "vace_layers": [0, 1], "vace_in_channels": 6},
+        {"vace_layers": [0, 1], "vace_in_channels": 6},
     ),
     "wan animate": TinyModel(
         "WanAnimateTransformer3DModel",
         animate_inputs,
-        {"attention_head_dim": 12, **_WAN_IMAGE, "in_channels": 12},
+        {**_WAN_IMAGE, "in_channels": 12},
         motion_encoder_channel_sizes={"4": 4, "8": 4},
     ),
     "skyreels v2": _skyreels(inputs(video, fps=[0, 1]), inject_sample_info=True),
     "skyreels v2, a time step for each frame": _skyreels(skyreels_forcing_inputs, inject_sample_info=True),
     "skyreels v2, causal": _skyreels(partial(skyreels_forcing_inputs, block=3), num_frame_per_block=3),
-    "chronoedit": TinyModel("ChronoEditTransformer3DModel", inputs(video), attention_head_dim=12),
+    "chronoedit": TinyModel("ChronoEditTransformer3DModel", inputs(video)),
     "qwen-image": _qwen(qwen_inputs()),
     "qwen-image, masked": _qwen(qwen_masked_inputs),
-    "qwen-image, controlnet": _qwen(qwen_inputs(controlnet_block_samples=residuals(2, 48, patch=1))),
+    "qwen-image, controlnet": _qwen(qwen_inputs(controlnet_block_samples=residuals(2, WIDTH, patch=1))),
     "qwen-image, editing": _qwen(qwen_inputs(), zero_cond_t=True),
     "flux": TinyModel("FluxTransformer2DModel", flux_inputs, in_channels=16, out_channels=16, guidance_embeds=True),
     "flux2": TinyModel(
-        "Flux2Transformer2DModel", flux2_inputs, in_channels=16, out_channels=16, axes_dims_rope=(4, 4, 4, 4)
+        "Flux2Transformer2DModel", flux2_inputs, in_channels=16, out_channels=16, axes_dims_rope=(8, 8, 8, 8)
     ),
     "ltx": _ltx(ltx_inputs(600.0)),
     "ltx, a time step for each token": _ltx(ltx_inputs(ltx_timestep)),
@@ -251,19 +274,18 @@ MODELS = {
     ),
     "helios": _helios(),
     "helios, no guidance of text": _helios(guidance_cross_attn=False),
-    "minimax-h3": TinyModel(
-        "MiniMaxH3Transformer3DModel", h3_inputs, hidden_size=32, ffn_dim=32, freq_dim=16, time_embed_dim=16
-    ),
+    "minimax-h3": TinyModel("MiniMaxH3Transformer3DModel", h3_inputs, hidden_size=32, ffn_dim=32),
     "hunyuan": _hunyuan(),
     "hunyuan, image by token replacement": _hunyuan(image_condition_type="token_replace"),
     "framepack": _framepack(framepack_inputs),
     "framepack, one sample": _framepack(partial(framepack_inputs, batch=1)),
-    "hunyuan 1.5": _hunyuan15(hunyuan15_inputs(image_embeds=torch.zeros(2, 3, 20))),
-    "hunyuan 1.5, image": _hunyuan15(hunyuan15_inputs(image_embeds=noise(2, 3, 20))),
+    "hunyuan 1.5": _hunyuan15(hunyuan15_inputs(image_embeds=torch.zeros(2, 3, IMAGE_WIDTH))),
+    "hunyuan 1.5, image": _hunyuan15(hunyuan15_inputs(image_embeds=noise(2, 3, IMAGE_WIDTH))),
     "mochi": TinyModel(
         "MochiTransformer3DModel",
         inputs(video, encoder_attention_mask=valid((9, 2))),
-        pooled_projection_dim=16,
+        # Feed forward layers have 8 / 3 of the width.
+        pooled_projection_dim=192,
         max_sequence_length=9,
     ),
     "cogvideox": _cogvideox(inputs(base.video_by_frame)),
@@ -273,23 +295,28 @@ MODELS = {
     ),
     "sd3": _sd3(sd3_inputs()),
     "sd3.5, controlnet": _sd3(
-        sd3_inputs(block_controlnet_hidden_states=residuals(2, 48)), dual_attention_layers=(0, 1), qk_norm="rms_norm"
+        sd3_inputs(block_controlnet_hidden_states=residuals(2, WIDTH)), dual_attention_layers=(0, 1), qk_norm="rms_norm"
     ),
     "auraflow": TinyModel("AuraFlowTransformer2DModel", inputs(image, 0.6), sample_size=16),
     "pixart": TinyModel(
         "PixArtTransformer2DModel",
         inputs(image, encoder_attention_mask=_MASK, added_cond_kwargs=_RESOLUTION),
-        {"out_channels": 8, "cross_attention_dim": 48, "sample_size": 128},
+        {"out_channels": 8, "sample_size": 128},
     ),
     "lumina2": TinyModel(
         "Lumina2Transformer2DModel",
         inputs(image, 0.6, encoder_attention_mask=valid((9, 4))),
-        {"num_attention_heads": 4, "axes_dim_rope": (4, 4, 4), "axes_lens": (64, 64, 64)},
+        {"hidden_size": 128, "num_attention_heads": 4, "axes_dim_rope": (8, 12, 12), "axes_lens": (64, 64, 64)},
     ),
     "hidream": TinyModel(
         "HiDreamImageTransformer2DModel",
         hidream_inputs,
-        {"patch_size": 2, "caption_channels": [24, 20], "max_resolution": (32, 32), "llama_layers": [0, 1, 2, 3]},
+        {
+            "patch_size": 2,
+            "caption_channels": [TEXT_WIDTH, IMAGE_WIDTH],
+            "max_resolution": (32, 32),
+            "llama_layers": [0, 1, 2, 3],
+        },
         force_inference_output=True,
     ),
     **SHELF,
