@@ -8,8 +8,6 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 
-from para_core.dataclass_fields import fields_of
-
 Value = TypeVar("Value")
 
 
@@ -26,10 +24,15 @@ def to_json(value: Any) -> str:
     return text
 
 
-def _nested_fields(value: Any) -> Any:
-    if is_dataclass(value):
-        return {name: _nested_fields(field) for name, field in fields_of(value).items()}
-    return value
+def _nested_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of the dataclass ``value`` by name, with dataclasses among them as dicts, too."""
+    values = {}
+    for field in fields(value):
+        content = getattr(value, field.name)
+        if is_dataclass(content):
+            content = _nested_fields(content)
+        values[field.name] = content
+    return values
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

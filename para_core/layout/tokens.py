@@ -28,9 +28,10 @@ def copy_runs(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
     """
     # Copy the tokens, because a view would keep the whole sequence in memory, and a graph would be specialized for
     # the shape of the whole sequence, too.
+    if len(runs) == 1:
+        start, length = runs[0]
+        return x.narrow(dim, start, length).clone()
     parts = [x.narrow(dim, start, length) for start, length in runs]
-    if len(parts) == 1:
-        return parts[0].clone()
     if x.is_contiguous():
         return torch.cat(parts, dim)
     strides = x.stride()
