@@ -86,7 +86,7 @@ class AttentionChoices:
             "one process. At the first call with each size, each kind of function is compared on this rank's "
             "rows and on those of one process; if one differs, every rank raises and names it. What cannot "
             'have the bits of one process is refused: rings, `weights="tensor"`, `comm_dtype`, PipeFusion, '
-            "`vae=True`, sums of linear attention, `torch.compile`.",
+            "sums of linear attention, `torch.compile`. With `vae=True` the autoencoder has them, too.",
             page="same_bits.md",
             command=Command("The bits of one process on any number of ranks.", "", RANKS),
         ),
