@@ -10,7 +10,6 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.closest_names import closest_cached
 from para_core.adapters.compatibility.checks import CheckedModel
 from para_core.adapters.denoisers import kind_of
-from para_core.adapters.inspect.scheduler_tracker import check_has_scheduler
 from para_core.adapters.model_checks import check_adapter_type, check_not_fsdp1, check_not_wrapped
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import adapter_for
@@ -125,4 +124,13 @@ def check_no_second_cache(called: Any, module: nn.Module, name: str) -> None:
         raise ValueError(
             f"{name} has a cache of its own (apply_cache, apply_cache_on_transformer), and two caches would skip the "
             f"same blocks. Call para_core.remove_cache({name}), or leave out apply_cache_on_pipe(pipe, ...)."
+        )
+
+
+def check_has_scheduler(pipe: Any, options: CacheOptions) -> None:
+    """Refuse a cache with options that need a schedule, if the pipeline has no scheduler."""
+    if options.needs_schedule and getattr(pipe, "scheduler", None) is None:
+        raise ValueError(
+            f"{options.needs_schedule[0]} needs a scheduler, and this {original_class(pipe).__name__} has none. Leave "
+            "it out."
         )

@@ -174,7 +174,7 @@ class PipelineCache:
         else:
             cache.batch = count_samples(samples, dim) or 0
         run = partial(call, module, *args, **kwargs)
-        return cache.run(run, arguments, self._tracker.position, self._tracker.moment())
+        return cache.run(run, arguments, self._tracker.next_position, self._tracker.note_call())
 
     def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the CFG branch of the next call of ``module``, which this rank or another one computes.
@@ -189,7 +189,7 @@ class PipelineCache:
             return
         cache = self.caches[name]
         arguments = {**dict(zip(self._parameters[name], args, strict=False)), **kwargs}
-        cache.announce(materialize(arguments), self._tracker.moment())
+        cache.announce(materialize(arguments), self._tracker.note_call())
 
     def remove(self, pipe: Any) -> None:
         """Remove the caches and their hooks from the transformers of ``pipe``."""

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from para_core.cache.options import CacheOptions
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
@@ -65,7 +64,7 @@ class SchedulerTracker:
 
     @contextmanager
     def follow(self, pipe: Any, begin: Callable[[], None], *, with_copies: bool = False) -> Iterator[None]:
-        """Make :meth:`position` available inside the ``with`` block, in which ``pipe`` runs.
+        """Make :meth:`next_position` available inside the ``with`` block, in which ``pipe`` runs.
 
         ``begin`` is called each time a schedule begins: some pipelines run one schedule per section of a
         video. ``with_copies`` says whether the pipeline may step with copies of its scheduler, so that model
@@ -83,6 +82,7 @@ class SchedulerTracker:
         self._restart()
 
         def count(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            # step(model_output, timestep, sample, …)
             if len(args) > 1:
                 time = args[1]
             else:
@@ -119,9 +119,9 @@ class SchedulerTracker:
                 empty_slot(scheduler, Slot.SCHEDULER_TRACKER, self._name)
             self.active, self._scheduler, self._pipe, self._begin = False, None, None, lambda: None
 
-    def moment(self) -> int | None:
-        """Return the number of steps that the scheduler has taken; None if that is not the step of the next
-        model call.
+    def note_call(self) -> int | None:
+        """Note that the model is called now. Return the number of steps that the scheduler has taken; None if that is
+        not the step of this call.
 
         It is not if copies of the scheduler take the steps, or if it takes a step for each tile.
         """
@@ -130,8 +130,12 @@ class SchedulerTracker:
             return None
         return self._num_taken
 
-    def position(self, branch: str) -> Position:
-        """Return the step that the next call of the model for ``branch`` belongs to."""
+    def next_position(self, branch: str) -> Position:
+        """Return the step that the next call of the model for ``branch`` belongs to.
+
+        Call it once per model call: if copies of the scheduler take the steps, it counts the calls, and begins a new
+        section of the video.
+        """
         if not self._times:
             # Leave out the timesteps that the call skips at the beginning of the schedule.
             listed = getattr(self._scheduler, "timesteps", None)
@@ -178,12 +182,3 @@ class SchedulerTracker:
         index = max(self._num_calls.get(branch, 0), latest - 1)
         self._num_calls[branch] = index + 1
         return index
-
-
-def check_has_scheduler(pipe: Any, options: CacheOptions) -> None:
-    """Refuse a cache with options that need a schedule, if the pipeline has no scheduler."""
-    if options.needs_schedule and getattr(pipe, "scheduler", None) is None:
-        raise ValueError(
-            f"{options.needs_schedule[0]} needs a scheduler, and this {original_class(pipe).__name__} has none. Leave "
-            "it out."
-        )

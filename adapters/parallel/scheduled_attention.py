@@ -101,7 +101,7 @@ class ScheduledAttention:
             if branches is not None:
                 arguments = {**dict(zip(self._parameters[id(plain)], args, strict=False)), **kwargs}
                 branch = branches.name_of(arguments) or ""
-            step, num_steps, _ = self._tracker.position(branch)
+            step, num_steps, _ = self._tracker.next_position(branch)
             if self.schedule.is_middle(step, num_steps):
                 self._use(self._middle)
             else:

@@ -1,4 +1,4 @@
-"""Properties of a plan that cannot be seen from tensor sizes, of which each combination is tried."""
+"""Properties of a plan that cannot be seen from tensor sizes, in the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class Choice:
 
 
 def all_choices() -> Iterator[Choice]:
-    """Yield all choices, the likeliest first."""
+    """Yield the choices, the likeliest first. The first one whose plan is exact is taken, so the order decides.
+
+    A mask of pairs of tokens is tried last, once: it has all tokens, so it is not split, and its text is where the mask
+    says.
+    """
     for numbers in (FirstTokens, LastTokens):
         for text_first in (True, False):
             yield Choice(text_first, split_masks=False, mask=None, numbers=numbers)

@@ -101,7 +101,7 @@ class FusedPipe(FeatureChange):
         # computed.
         if not self._tracker.active or not branch:
             return 0, FEWEST_STEPS
-        position = self._tracker.position(branch)
+        position = self._tracker.next_position(branch)
         return position.step, position.num_steps
 
     @contextmanager

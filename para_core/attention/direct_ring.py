@@ -1,6 +1,7 @@
 """A ring in which each rank sends its block directly to the ranks that see any of its keys, as a block mask says.
 
-The hop over a distance of s ranks is left out if no rank sees a key of the rank s positions before it.
+The hop over a distance of s ranks is left out if no rank sees a key of the rank s positions before it. A call with a
+block mask takes this style, whatever ``rotate_method`` is (:meth:`BlockMask.style_of`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class DirectRing(RingStyle):
 
     @cached_property
     def hops(self) -> list[DirectHop]:
-        """The exchanges in which any rank sends a block."""
+        """The exchanges in which any rank sends a block.
+
+        They have the same steps on every rank, in the same order. Otherwise ranks would wait for each other forever.
+        """
         plan = self.plan
         if not plan.rotates:
             return []
@@ -76,7 +80,12 @@ class DirectRing(RingStyle):
     def blocks(
         self, key: Tensor, value: Tensor, packing: Packing, received: list[Tensor]
     ) -> Iterator[tuple[DirectHop, Block | None]]:
-        """Yield ``(hop, block)``, this rank's own block first; the block is None if this rank receives none."""
+        """Yield ``(hop, block)``, this rank's own block first; the block is None if this rank receives none.
+
+        Each block is in flight while the caller computes with the one before; the caller must drop it before it asks
+        for the next, or one more stays in memory. ``received`` gets the buffers on which a result with gradient must
+        depend. The backward (gradients/direct_ring.py) passes through the same blocks.
+        """
         hops, own = self.hops, DirectHop(0, self.plan.dim.index, sends=False, receives=True)
         if not hops:
             yield own, (key, value)

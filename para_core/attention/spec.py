@@ -115,8 +115,11 @@ class AttentionSpec:
         query_kinds = record.query_kinds.split(",")
         query_layout = _layout(totals[: len(query_kinds)], query_kinds, ranks)
         key_layout = query_layout
-        if record.key_kinds is not None:
-            key_layout = _layout(totals[len(query_kinds) :], record.key_kinds.split(","), ranks)
+        key_totals = totals[len(query_kinds) :]
+        # While Dynamo traces a call with symbolic lengths, `is` may take one layout for two. Text or numbers then name
+        # it twice, and the other one once.
+        if record.key_kinds is not None and key_totals:
+            key_layout = _layout(key_totals, record.key_kinds.split(","), ranks)
         return AttentionSpec(
             query_layout,
             key_layout,

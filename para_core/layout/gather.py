@@ -18,7 +18,7 @@ class _SequenceOrder:
     """The order of the sequence, into which gathered tokens are brought.
 
     ``runs`` are the positions of the tokens as runs ``(start, length)``, in the order in which they were
-    gathered. Lengths must be plain numbers.
+    gathered. Lengths must be plain numbers, because they are sorted; callers run outside of a trace.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -48,7 +48,10 @@ def _order_of(layout: Layout) -> _SequenceOrder:
 
 
 def _sharded_offsets(layout: Layout, rank: int) -> list[Run]:
-    """Return where the sharded pieces lie in the tensor of ``rank``, with neighbouring ones joined."""
+    """Return where the sharded pieces lie in the tensor of ``rank``, with neighbouring ones joined.
+
+    A rank without any has one empty run, because a tensor cannot be split into no parts.
+    """
     return join_neighbours(layout.offsets(rank, replicated=False)) or [(0, 0)]
 
 
@@ -68,7 +71,8 @@ def gather(x: Tensor, dim: int, layout: Layout, ranks: MeshDim) -> Tensor:
 def gather_gradient(grad: Tensor, dim: int, layout: Layout, ranks: MeshDim) -> Tensor:
     """Return the gradient of this rank's part, from that of the tokens of all ranks: the transpose of :func:`gather`.
 
-    The gradients of a sharded token are summed over the ranks. Collective.
+    The gradients of a sharded token are summed over the ranks. Those of a replicated one are not: each rank has a copy
+    of its own, whose gradients the caller sums where it made the copies. Collective.
     """
     sizes, rank = layout.sizes(replicated=False), ranks.index
     grad = _order_of(layout).restore(grad, dim)

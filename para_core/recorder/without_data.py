@@ -1,6 +1,4 @@
-"""Run attention on tensors without data, on the meta device or fake, for its output's shape, dtype and
-strides.
-"""
+"""A stand-in for attention on meta and fake tensors: an output with the right shape, dtype and strides."""
 
 from __future__ import annotations
 
@@ -19,23 +17,23 @@ from para_core.torch_internals import FakeTensor
 def attend_without_data(call: SdpaCall) -> Tensor:
     """Return the output of ``call``, not initialized if its tensors have no data.
 
-    It has the memory layout of a fused kernel, ``[..., S_q, H, D_v]``. SDPA would allocate all scores of fake
-    tensors.
+    It has the memory layout of a fused kernel, ``[..., S_q, H, D_v]``. SDPA itself would make a tensor of all scores,
+    whose size a count of memory would take for the model's.
     """
     query = call.query
     if not query.is_meta and not isinstance(query, FakeTensor):
         return call.original()
     if query.ndim < 3:
         return query.new_empty(*query.shape[:-1], call.value.shape[-1])
-    batch = torch.broadcast_shapes(query.shape[:-3], call.key.shape[:-3])
+    batch = torch.broadcast_shapes(query.shape[:-3], call.key.shape[:-3], call.value.shape[:-3])
     heads, queries = query.shape[-3:-1]
     return query.new_empty(*batch, queries, heads, call.value.shape[-1]).transpose(-2, -3)
 
 
 @contextmanager
 def attention_without_data() -> Iterator[None]:
-    """Compute attention by :func:`attend_without_data` inside the ``with`` block, in each form that can be
-    rerouted.
+    """Compute attention by :func:`attend_without_data` inside the ``with`` block, in each form that a
+    :class:`~para_core.recorder.recorder.Recorder` reroutes.
     """
 
     def ignore(_: Event) -> None:

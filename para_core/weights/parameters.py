@@ -1,4 +1,6 @@
-"""The weights of a module: the tensors inside quantized ones, and zeros in place of missing ones."""
+"""Weights of a module, for all features that shard, offload or quantize them: find them, look inside quantized ones,
+replace them, and stand in for them while code reads their shapes only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from para_core.torch_internals import buffer_slots, parameter_slots
 
 # Parameters outside of the blocks with fewer elements than this stay on every rank. Such small parameters are
-# not worth a collective, and pipelines read some of them directly, such as the last norm of CLIP.
+# not worth a collective, and pipelines read some of them directly, such as the last norm of CLIP. The planner counts
+# with the same number.
 FEWEST_SHARDED_ELEMENTS = 2**20
 # The dicts of parameters or buffers that hold a weight, each with the name of the weight in that dict.
 Owners = list[tuple[dict[str, Any], str]]
@@ -25,7 +28,7 @@ def consists_of_tensors(x: Tensor) -> bool:
 
 
 def plain_tensors(x: Tensor) -> list[Tensor]:
-    """Return the plain tensors inside ``x``, in a fixed order; ``[x]`` if it is plain itself."""
+    """Return the tensors inside ``x`` that consist of no others, in a fixed order; ``[x]`` for one, or a DTensor."""
     if not consists_of_tensors(x):
         return [x]
     names, _ = x.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -96,19 +99,20 @@ def stand_ins(
     Use it for code that reads only shapes, dtypes and devices of the weights. On exit, each weight is
     restored, unless its zeros were replaced by another tensor, or were written to. ``writable`` are the
     ``id()`` of weights whose stand-ins may be written to: if they are floats, these hold NaN, so that written
-    zeros are seen. Other zeros are expanded scalars, which take no memory.
+    zeros are seen; zeros written to integers and 8-bit floats are not. Other zeros are expanded scalars, which
+    take no memory.
     """
 
     def zeros(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
 
     def unwritten(x: Tensor) -> Tensor:
-        if _has_nan(x):
+        if _can_be_nan(x):
             return torch.full_like(x, torch.nan)
         return x.clone()
 
     def is_written(x: Tensor) -> bool:
-        if _has_nan(x):
+        if _can_be_nan(x):
             return not bool(x.isnan().all())
         return bool(x.any())
 
@@ -134,5 +138,5 @@ def stand_ins(
                     tensors[name] = weight
 
 
-def _has_nan(x: Tensor) -> bool:
+def _can_be_nan(x: Tensor) -> bool:
     return x.is_floating_point() and not is_float8(x)

@@ -51,12 +51,11 @@ ALL = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTI
 
 def gradients(inputs, dims, options, mask, compiled=False):
     mesh = init_device_mesh("cpu", tuple(dims), mesh_dim_names=("ring", "ulysses"))
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     q, k, v = (x.clone().requires_grad_() for x in inputs)
     mask = None if mask is None else mask.clone().requires_grad_()
 
     def attend(*whole):
-        rows = None if mask is None else mask.tensor_split(ranks, dim=-2)[rank]
+        rows = None if mask is None else cp.shard(mask, dim=-2, sequence=tokens)
         parts = [cp.shard(x, dim=2, sequence=tokens) for x in whole]
         return F.scaled_dot_product_attention(*parts, attn_mask=rows)
 

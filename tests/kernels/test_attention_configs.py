@@ -95,7 +95,7 @@ def test_table_has_each_head_dim_for_each_arch():
     assert {tuple(rows) for rows in TABLE.values()} == {(64, 96, 128, 256)}
 
 
-@pytest.mark.parametrize("module", ["attention_configs", "attention"])
+@pytest.mark.parametrize("module", ["attention_configs", "attention_launch"])
 def test_the_doctests_hold(module):
     result = doctest.testmod(import_module(f"para_core.kernels.{module}"))
     assert result.attempted > 0

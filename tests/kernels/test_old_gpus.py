@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from para_core import triton_support
 from para_core.attention import merge, pack_ops, swap
-from para_core.cache import forecasts
+from para_core.cache import residual_operators
 from para_core.kernels.pack_reference import CopyRegion
 from para_core.spatial import norm as spatial_norm
 
@@ -32,8 +32,8 @@ CALLS = {
     "unpack from 8 bits": lambda: pack_ops.unpack_on_gpu(
         zeros(72, dtype=torch.uint8), ROUNDED, [1, 2, 3, 8], torch.int8, torch.bfloat16
     ),
-    "residual_change": lambda: forecasts.change_on_gpu(zeros(2, 8), zeros(2, 8)),
-    "forecast": lambda: forecasts.forecast_on_gpu(zeros(2, 8), [zeros(2, 8)], [1.0]),
+    "residual_change": lambda: residual_operators.change_on_gpu(zeros(2, 8), zeros(2, 8)),
+    "forecast": lambda: residual_operators.forecast_on_gpu(zeros(2, 8), [zeros(2, 8)], [1.0]),
     "group_moments": lambda: spatial_norm.moments_on_gpu(zeros(1, 4, 3, 3), 2),
     "group_normalized": lambda: spatial_norm.normalized_on_gpu(
         zeros(1, 4, 3, 3), zeros(2, 2, 1, 2), zeros(2), 2, zeros(4), zeros(4), 1e-5
@@ -62,7 +62,7 @@ def test_operator_falls_back_on_old_gpus(monkeypatch, name):
     def without(module, device=None):
         devices.append(device)
 
-    for module in (pack_ops, merge, forecasts, spatial_norm):
+    for module in (pack_ops, merge, residual_operators, spatial_norm):
         monkeypatch.setattr(module, "load_kernel", without)
     CALLS[name]()
     assert devices == [CPU]

@@ -78,7 +78,7 @@ def parallel_flux(has_key):
         model(**inputs)  # The first call checks the model's attention, which needs a mode.
         with (
             mock.patch.object(interceptor, "intercept", wraps=interceptor.intercept),
-            mock.patch("para_core.plans.planned_attention.intercept", wraps=interceptor.intercept) as intercept,
+            mock.patch("para_core.plans.interception.intercept", wraps=interceptor.intercept) as intercept,
         ):
             out = model(**inputs).sample
     return out, intercept.called

@@ -58,7 +58,7 @@ def test_few_rows_have_the_bits_of_one_process(dtype, text, image, ranks, rank, 
         if strided:
             x, part = x.chunk(2, dim=-1)[1], part.chunk(2, dim=-1)[1]
         else:
-            x, part = x[..., :WIDTH].clone(), part[..., :WIDTH].clone()
+            x, part = (y[..., :WIDTH].clone(memory_format=torch.contiguous_format) for y in (x, part))
         out = linear(one, part, *arguments)
         assert torch.equal(out, rank_part(F.linear(x, *arguments), one_call))
         assert out.is_contiguous()
