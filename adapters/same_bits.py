@@ -1,4 +1,4 @@
-"""``same_bits=True`` of parallelize_pipe: the bits of one process on any number of ranks."""
+"""``same_bits=True`` of parallelize_pipe and parallelize_vae: the bits of one process on any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from para_core.option_values import METHOD_WITH_BITS
 from para_core.plans.plan import LinearAttention
 from para_core.same_bits.call import SameBitsCalls
 from para_core.same_bits.device_settings import check_workspaces
+from para_core.same_bits.image_rows import SameBitsModes
 
 
 class SameBitsChange(FeatureChange):
@@ -65,10 +66,6 @@ def _reasons(request: ChangeRequest) -> dict[str, str]:
         reasons[f"a ring of {mesh.sequence.ring.size} ranks"] = (
             "each block of keys is added up on its own. Use the dim 'ulysses'."
         )
-    if options.get("vae") and mesh.ranks > 1:
-        reasons["vae=True"] = (
-            "the rows of a rank have other sums in GroupNorm, and other kernels of convolution."
-        )
     if mesh.sequence.ranks > 1:
         for name, module in request.transformers.items():
             plan = plan_for(module, adapter=request.adapter)
@@ -81,4 +78,4 @@ def _reasons(request: ChangeRequest) -> dict[str, str]:
     return reasons
 
 
-FEATURE = Feature(option="same_bits", changes=same_bits)
+FEATURE = Feature(option="same_bits", changes=same_bits, image_modes=SameBitsModes)

@@ -87,10 +87,10 @@ class AttentionChoices:
             "one process. At the first call with each size, each kind of function is compared on this rank's "
             "rows and on those of one process; if one differs, every rank raises and names it. A ring gathers "
             'all keys first, by `rotate_method="gathered"`: nothing overlaps with that, and a rank holds all '
-            "keys and values of a layer, B · H_kv / U · S · (D + D_v) elements for U Ulysses ranks. What cannot "
-            'have the bits of one process is refused: `rotate_method` `"alltoall"` and `"2d"`, '
-            '`weights="tensor"`, `comm_dtype`, PipeFusion, `vae=True`, sums of linear attention, '
-            "`torch.compile`.",
+            "keys and values of a layer, B · H_kv / U · S · (D + D_v) elements for U Ulysses ranks. With "
+            "`vae=True` the autoencoder has them, too. What cannot have the bits of one process is refused: "
+            '`rotate_method` `"alltoall"` and `"2d"`, `weights="tensor"`, `comm_dtype`, PipeFusion, sums of '
+            "linear attention, `torch.compile`.",
             page="same_bits.md",
             command=Command("The bits of one process on any number of ranks.", "", RANKS),
         ),

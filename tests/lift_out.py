@@ -198,6 +198,7 @@ FEATURES: dict[str, Feature] = {
         line=(_WEIGHTS, '"vae": "vae.pipeline",'),
         names=("parallelize_vae", "unparallelize_vae"),
         tests=(
+            "tests/same_bits/test_vaes.py",
             "tests/spatial/test_compiled_vaes.py",
             "tests/spatial/test_diffusion_decoder.py",
             "tests/spatial/test_one_group.py",

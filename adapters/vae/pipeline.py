@@ -16,15 +16,19 @@ from para_core.instance.private_class import original_class
 
 
 class ParallelVae(FeatureChange):
-    """The change that runs one autoencoder of a pipeline on all ranks of ``mesh``."""
+    """The change that runs one autoencoder of a pipeline on all ranks of ``mesh``.
+
+    Args:
+        same_bits: Whether it has the bytes of one process.
+    """
 
     name = "the VAE"
 
-    def __init__(self, vae: nn.Module, mesh: GuidedMesh) -> None:
-        self.vae, self.mesh = vae, mesh
+    def __init__(self, vae: nn.Module, mesh: GuidedMesh, *, same_bits: bool) -> None:
+        self.vae, self.mesh, self.same_bits = vae, mesh, same_bits
 
     def apply(self) -> None:
-        parallelize_vae(self.vae, mesh=self.mesh)
+        parallelize_vae(self.vae, mesh=self.mesh, same_bits=self.same_bits)
 
     def undo(self) -> None:
         unparallelize_vae(self.vae)
@@ -35,17 +39,19 @@ def parallel_vaes(request: ChangeRequest) -> list[ParallelVae]:
 
     Raises:
         TypeError: The pipeline has no autoencoder, or its class is not supported.
+        ValueError: The class cannot have the bytes of one process, and ``same_bits`` asks for them.
         RuntimeError: A method of the autoencoder was replaced on the instance.
     """
     if request.options.get("vae"):
         vaes = _parallel_vaes_of(request.owner)
     else:
         vaes = list(decoders_of(request.owner).values())
+    same_bits = bool(request.options.get("same_bits"))
     for vae in vaes:
-        require_parallel_vae(vae)
+        require_parallel_vae(vae, same_bits=same_bits)
     if request.mesh.ranks == 1:
         return []
-    return [ParallelVae(vae, request.mesh) for vae in vaes]
+    return [ParallelVae(vae, request.mesh, same_bits=same_bits) for vae in vaes]
 
 
 def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:

@@ -31,6 +31,8 @@ from para_core.adapters.vae.families import (
     vae_adapter,
 )
 from para_core.adapters.vae.vae_compile import traceable
+from para_core.adapters.weights.feature import ImageModes
+from para_core.adapters.weights.features import require_image_modes
 from para_core.distributed.agree import agree, together
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
@@ -68,6 +70,7 @@ def parallelize_vae(
     mesh: DeviceMesh | ProcessGroup | GuidedMesh | None = None,
     method: Method = "exact",
     gather: Gather = "all",
+    same_bits: bool = False,
 ) -> Vae:
     """Run one autoencoder on all ranks of a mesh. Each rank passes the same inputs to ``encode`` or
     ``decode``.
@@ -88,6 +91,14 @@ def parallelize_vae(
             distributed. The result is bitwise that of diffusers' tiling on one device, including its seams.
         gather (`"all"` or `"first"`, defaults to `"all"`): Whether all ranks get the result, or only the
             first rank of the mesh; the others then get zeros of its shape.
+        same_bits (`bool`, defaults to `False`): Whether the result has the bytes of one process with
+            ``method="exact"``, on this machine, with this torch and one thread per process. It costs time: for
+            each GroupNorm a rank sends its rows twice (``2 · n · (ranks − 1) / ranks`` bytes of the ``n`` bytes
+            of its input) to get whole groups of channels; resampling, transposed convolutions and sums over
+            rows run on gathered rows, in full on each rank; and the first call with each size takes the memory
+            of one process in each function, as it compares each new kind of function on this rank's rows and at
+            their place in zeros of one process's sizes. Functions that differ, such as small convolutions, are
+            computed at that place. A call that is compiled raises, as do functions without a rule.
 
     Returns:
         ``vae`` itself.
@@ -95,19 +106,25 @@ def parallelize_vae(
     Raises:
         TypeError: If the class is not supported.
         ValueError: If ``method`` or ``gather`` is unknown, ``method`` is ``"tiled"`` and the tiles of the
-            class cannot be distributed, or the first rank alone runs the autoencoder.
+            class cannot be distributed, or the first rank alone runs the autoencoder. If ``same_bits`` is True,
+            and the class computes rows in its own way.
         RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled
             before.
     """
     module = uncompiled(vae)
-    with agree_on_options("parallelize_vae", mesh, {"method": method, "gather": gather}):
+    with agree_on_options(
+        "parallelize_vae", mesh, {"method": method, "gather": gather, "same_bits": same_bits}
+    ):
         if method not in ("exact", "tiled") or gather not in ("all", "first"):
             raise ValueError(
                 f"method={method!r}, gather={gather!r}; expected method='exact' or 'tiled', and gather='all' or "
                 "'first'."
             )
         require_kind("model", vae, "parallelize_pipe(pipe, vae=True) takes a pipeline.")
-        require_parallel_vae(module, method)
+        require_parallel_vae(module, method, same_bits=same_bits)
+        modes: ImageModes = SpatialShardMode
+        if same_bits:
+            modes = require_image_modes("same_bits")
     if mesh is None:
         device_type = next(module.parameters()).device.type
         if dist.is_available() and dist.is_initialized():
@@ -136,11 +153,13 @@ def parallelize_vae(
                 "which goes with several ranks, or call unparallelize_pipe(...) of that pipeline first."
             )
         unparallelize_vae(vae)
-        _VaeRun(module, row_ranks, method, gather).attach(module)
+        _VaeRun(module, row_ranks, method, gather, modes).attach(module)
     return vae
 
 
-def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdapter:
+def require_parallel_vae(
+    module: nn.Module, method: Method = "exact", *, same_bits: bool = False
+) -> VaeAdapter:
     """Return the adapter of the autoencoder ``module``. Raises the errors of :func:`parallelize_vae`."""
     adapter = vae_adapter(module)
     if adapter is None:
@@ -152,6 +171,11 @@ def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdap
     if method == "tiled" and not (adapter.tiled and adapter.distributes_tiles):
         reason = adapter.why_not_tiles or "diffusers has no tiling for it"
         raise ValueError(f"the tiles of {adapter.vae} cannot be distributed: {reason}. Use method='exact'.")
+    if same_bits and adapter.rows is not None:
+        raise ValueError(
+            f"same_bits=True: {adapter.vae} computes its rows in its own way, which adds up in another order than one "
+            "process does. Leave same_bits out."
+        )
     replaced = next((name for name in adapter.methods if name in vars(module)), None)
     if replaced is not None:
         raise RuntimeError(
@@ -184,10 +208,12 @@ class _VaeRun:
     Raises as :func:`require_parallel_vae`.
     """
 
-    def __init__(self, vae: nn.Module, row_ranks: RowRanks, method: Method, gather: Gather) -> None:
+    def __init__(
+        self, vae: nn.Module, row_ranks: RowRanks, method: Method, gather: Gather, modes: ImageModes
+    ) -> None:
         self.adapter = require_parallel_vae(vae, method)
         self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh
-        self.method, self.gather = method, gather
+        self.method, self.gather, self.modes = method, gather, modes
         # Inside a function that the user compiles, these functions run in place of the wrapped encode and
         # decode.
         ways: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
@@ -280,7 +306,7 @@ class _VaeRun:
         def in_rows() -> Any:
             if workers.size == 1:
                 return call(vae, x, *args, **kwargs)
-            self.mode = SpatialShardMode(workers)
+            self.mode = self.modes(workers)
             try:
                 return on_rows(self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.sizes)})
             finally:

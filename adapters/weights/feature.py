@@ -14,7 +14,8 @@ from torch.distributed.fsdp import OffloadPolicy
 from para_core.adapters.adapter import Adapter
 from para_core.cache.options import CacheOptions
 from para_core.distributed.agreed_inputs import AgreeOnInputs
-from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.spatial.mode import SpatialShardMode
 
 Ranks = GuidedMesh | SequenceMesh
 # Names of methods of sharding, for signatures. The methods that exist are those of the features.
@@ -126,6 +127,9 @@ class FeatureChange:
         return nullcontext(kwargs)
 
 
+# Makes the mode under which the given ranks compute the rows of one call.
+ImageModes = Callable[[MeshDim], SpatialShardMode]
+
 # A check raises if a feature does not go with what the user asks for. Its docstring begins with "Refuse".
 # Called with the model, its name in messages, the mesh and the adapter that the user passed.
 ParallelizeCheck = Callable[[nn.Module, str, GuidedMesh, Adapter | None], None]
@@ -169,6 +173,8 @@ class Feature:
         parallelize_checks, call_checks, cached_call_checks: The checks before a model is parallelized, before
             a parallel call, and before a cached call.
         quantizer: The way in which it quantizes weights.
+        image_modes: Returns what makes the mode of each call of an autoencoder whose rows are sharded, in place of the
+            usual one.
     """
 
     option: str | None = None
@@ -180,3 +186,4 @@ class Feature:
     call_checks: Sequence[CallCheck] = ()
     cached_call_checks: Sequence[CachedCallCheck] = ()
     quantizer: Quantizer | None = None
+    image_modes: Callable[[], ImageModes] | None = None

@@ -9,7 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange, Quantizer, ShardMethod
+from para_core.adapters.weights.feature import (
+    ChangeRequest,
+    Feature,
+    FeatureChange,
+    ImageModes,
+    Quantizer,
+    ShardMethod,
+)
 from para_core.instance.record import (
     slot_owner,
 )
@@ -57,6 +64,20 @@ def require_quantizer() -> Quantizer:
         if feature.quantizer is not None:
             return feature.quantizer
     raise ValueError("quantize: this copy of para_core quantizes no weights. Leave quantize out.")
+
+
+def require_image_modes(option: str) -> ImageModes:
+    """Return what makes the mode of each call of an autoencoder with ``option``.
+
+    Raises:
+        ValueError: No feature with this option has one.
+    """
+    for feature in features().values():
+        if feature.option == option and feature.image_modes is not None:
+            return feature.image_modes()
+    raise ValueError(
+        f"{option}=True: this copy of para_core has no such mode for rows of images. Leave it out."
+    )
 
 
 def changes_for(request: ChangeRequest) -> list[FeatureChange]:

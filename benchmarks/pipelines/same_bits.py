@@ -2,10 +2,11 @@
 
     python -m benchmarks.pipelines.same_bits                                # every cell that the JSON has not: hours
     python -m benchmarks.pipelines.same_bits --ways "Ulysses 2" --only flux --again
+    python -m benchmarks.pipelines.same_bits --ways "VAE rows 2" "VAE rows 3" --only KL
 
 A cell is "equal", the relative error of the latents after three steps with an odd number of tokens, or the error that
 every rank raised. The expected latents are those of the unmodified pipeline in the same process. Each process has one
-thread.
+thread. Each way of VAE rows decodes and encodes by every tiny autoencoder instead, under the key "vaes" of the JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from benchmarks.harness import (
     write_results,
 )
 from benchmarks.pipelines.latents import IN_BFLOAT16, PIPELINES, generate, in_bfloat16
-from para_core.adapters import parallelize_pipe
+from para_core.adapters import parallelize_pipe, parallelize_vae
+from zoo.tiny.vaes import TINY_VAES, random_image
 
 RESULTS = "same_bits"
 # Ranks import diffusers once for so many pipelines.
@@ -66,6 +68,12 @@ WAYS = {
     "ring 2": Way({"ring": 2, "ulysses": 1}, _ON),
     "CFG 2, off": Way({"batch": 2, "ring": 1, "ulysses": 1}),
     "CFG 2": Way({"batch": 2, "ring": 1, "ulysses": 1}, _ON),
+}
+# The number of ranks that hold rows of the image, and the options of ``parallelize_vae``.
+VAE_WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "VAE rows 2, off": (2, {}),
+    "VAE rows 2": (2, _ON),
+    "VAE rows 3": (3, _ON),
 }
 DTYPES = ("float32", "bfloat16")
 
@@ -124,6 +132,62 @@ def run(ways: Iterable[str], dtypes: Iterable[str], only: Iterable[str] | None, 
                 write_results(RESULTS, results, "diffusers")
 
 
+@torch.no_grad()
+def measure_vaes(names: list[str], ways: list[str], dtype: str) -> dict[str, dict[str, str]]:
+    """Return for each autoencoder and way "equal" if both directions are, or what they are, separated by a comma."""
+    cells: dict[str, dict[str, str]] = {}
+    for name in names:
+        cells[name] = {}
+        for way in ways:
+            found = [_measure_direction(name, direction, VAE_WAYS[way][1], dtype) for direction in ("decode", "encode")]
+            cells[name][way] = found[0]
+            if found[0] != found[1]:
+                cells[name][way] = f"decode {found[0]}, encode {found[1]}"
+        if dist.get_rank() == 0:
+            print(dtype, name, cells[name], flush=True)
+    return cells
+
+
+def _measure_direction(name: str, direction: str, options: dict[str, Any], dtype: str) -> str:
+    """Return "equal", the relative error of the worst rank, or the error that every rank raised."""
+    tiny = TINY_VAES[name]
+    vae = tiny.make().to(getattr(torch, dtype))
+    shape = tiny.latents
+    if direction == "encode":
+        shape = tiny.pixels
+    image = random_image(shape).to(getattr(torch, dtype))
+    try:
+        torch.manual_seed(0)
+        expected = getattr(tiny, direction)(vae, image)
+        parallelize_vae(vae, **options)
+        torch.manual_seed(0)
+        out = getattr(tiny, direction)(vae, image)
+    except (RuntimeError, ValueError) as error:
+        # Every rank raises the same error, and some raise it in one process, too.
+        return str(error)
+    difference = largest_over_ranks(relative_error(out, expected))
+    if true_on_all_ranks(has_bits(out, expected)):
+        return "equal"
+    return f"{difference:.0e}"
+
+
+def run_vaes(ways: Iterable[str], dtypes: Iterable[str], only: Iterable[str] | None, *, again: bool) -> None:
+    """Measure the cells of autoencoders that the JSON has not, and write them batch by batch."""
+    names = [name for name in TINY_VAES if only is None or name in only]
+    for dtype in dtypes:
+        for way in ways:
+            rows = read_results(RESULTS).get("vaes", {}).get(dtype, {})
+            missing = [name for name in names if again or way not in rows.get(name, {})]
+            for start in range(0, len(missing), _BATCH):
+                batch = missing[start : start + _BATCH]
+                cells = measure_on_ranks(measure_vaes, VAE_WAYS[way][0], batch, [way], dtype)
+                results = read_results(RESULTS)
+                rows = results.setdefault("vaes", {}).setdefault(dtype, {})
+                for name, row in cells.items():
+                    rows[name] = {**rows.get(name, {}), **row}
+                write_results(RESULTS, results, "diffusers")
+
+
 def parts() -> dict[str, list[str]]:
     """Return the table of docs/measured/same_bits.md: how many pipelines have the bits of one process."""
     results = read_results(RESULTS)
@@ -134,19 +198,32 @@ def parts() -> dict[str, list[str]]:
             cells = [cells[way] for cells in results.get(dtype, {}).values() if way in cells]
             row.append(f"{cells.count('equal')} of {len(cells)}")
         table.append(row)
-    return {"same bits": markdown_table(["ranks", *DTYPES], table)}
+    return {"same bits": markdown_table(["ranks", *DTYPES], table), "same bits, vaes": _table_of_vaes(results)}
+
+
+def _table_of_vaes(results: dict[str, Any]) -> list[str]:
+    """Return which autoencoders have the bits of one process, for each way and type."""
+    of_dtypes = results.get("vaes", {})
+    columns = [(dtype, way) for dtype in DTYPES for way in VAE_WAYS]
+    names = [name for name in TINY_VAES if any(name in of_dtypes.get(dtype, {}) for dtype in DTYPES)]
+    table = [[name, *[of_dtypes.get(dtype, {}).get(name, {}).get(way, "") for dtype, way in columns]] for name in names]
+    return markdown_table(["VAE", *[f"{dtype}, {way}" for dtype, way in columns]], table)
 
 
 def main() -> None:
     """Run the named ways."""
     parser = parser_of(__doc__)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *VAE_WAYS], default=[*WAYS, *VAE_WAYS])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
-    parser.add_argument("--only", nargs="+", metavar="PIPELINE", help="these pipelines only")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these pipelines and VAEs only")
     parser.add_argument("--again", action="store_true", help="measure cells that the JSON has, too")
     options = parser.parse_args()
-    run(options.ways, options.dtypes, options.only, again=options.again)
-    print("\n".join(parts()["same bits"]))
+    ways = [way for way in options.ways if way in WAYS]
+    vae_ways = [way for way in options.ways if way in VAE_WAYS]
+    run(ways, options.dtypes, options.only, again=options.again)
+    run_vaes(vae_ways, options.dtypes, options.only, again=options.again)
+    for table in parts().values():
+        print("\n".join(table))
 
 
 if __name__ == "__main__":

@@ -99,7 +99,22 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
     else:
         # One more element in each row keeps the tensor from being contiguous.
         zeros = x.new_zeros([*in_memory[:-1], in_memory[-1] + 1]).narrow(-1, 0, in_memory[-1])
-    return zeros.permute([order.index(dim) for dim in range(x.ndim)])
+    zeros = zeros.permute([order.index(dim) for dim in range(x.ndim)])
+    # Kernels read the stride of a dim of one element, too, which a view may have from another tensor.
+    new_strides = [*zeros.stride()]
+    stride = 1
+    for dim in reversed(order):
+        if x.shape[dim] == sizes[dim] == 1 and strides[dim] != stride:
+            new_strides[dim] = strides[dim]
+        stride *= x.shape[dim]
+    return zeros.as_strided(zeros.shape, new_strides)
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether the elements of ``x`` follow each other in memory, in any order of dims."""
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
+    return _is_dense(x, order, x.shape)
 
 
 def _is_dense(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> bool:

@@ -107,17 +107,20 @@ class RowCheck:
         put(x, whole, one, tokens, samples)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             expected = take(func(whole, *args, **kwargs), one, tokens, samples)
-        if expected.shape != output.shape or not _have_equal_bytes(expected, output):
+        if expected.shape != output.shape or not have_equal_bytes(expected, output):
             name = getattr(func, "__name__", str(func))
             where = _calling_module(self.module)
             dtype = str(x.dtype).removeprefix("torch.")
             self.findings.append(Finding(where, name, tuple(x.shape), tuple(sizes), dtype))
 
 
-def _have_equal_bytes(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and torch.equal(
-        x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)
-    )
+def have_equal_bytes(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors of one shape have the same type and bytes."""
+    # A copy, because a contiguous tensor whose last dim has one element may have any stride there.
+    if x.dtype != y.dtype:
+        return False
+    copies = [z.clone(memory_format=torch.contiguous_format).view(torch.uint8) for z in (x, y)]
+    return torch.equal(*copies)
 
 
 def _calling_module(model: nn.Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,30 @@ from para_core.layout.windows import (
 )
 from para_core.spatial.fetch import fetch, start_fetch
 from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows, unknown
-from para_core.spatial.rules import bind
+from para_core.spatial.rules import bind, only_first
 
 # A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at
 # either end.
 Run = Callable[[Tensor, int], Tensor]
+
+
+class WindowedCall(NamedTuple):
+    """A call of an operator with windows, such as a convolution or a pool.
+
+    Args:
+        x: This rank's rows, sharded as ``rows`` says.
+        extent, stride: Size of a window, including dilation, and distance between windows, in rows.
+        padding: Number of rows of padding, of value ``fill``, at either end of the image.
+        run: Computes the operator on local rows.
+    """
+
+    x: Tensor
+    rows: RowTag
+    extent: int
+    stride: int
+    padding: int
+    run: Run
+    fill: float = 0.0
 
 
 def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -32,13 +51,31 @@ def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     side. With an odd kernel, an accelerator computes the output rows that need no such row during the
     exchange.
     """
+    call = read_convolution(func, args, kwargs)
+    if call is None:
+        return _run_samples(func, args, kwargs)
+    return run_windows(ranks, func, call)
+
+
+def _run_samples(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run a function whose samples are sharded on those of this rank."""
+    _, rows = only_first(func, args, kwargs)
+    return set_rows(func(*args, **kwargs), rows)
+
+
+def read_convolution(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> WindowedCall | None:
+    """Return the windows of a call of ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``; None if its samples are sharded.
+
+    Raises:
+        MixesRows: Its channels are sharded, its windows would span two frames, or ``padding="same"`` is uneven.
+    """
     x, weight, bias, stride, padding, dilation, groups = bind(
         func, args, kwargs, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
     )
     spatial = weight.ndim - 2
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
-        return set_rows(func(x, weight, bias, stride, padding, dilation, groups), rows)
+        return None
     strides, dilations = _each(stride, spatial), _each(dilation, spatial)
     extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
     if padding == "same" and any(extent % 2 == 0 for extent in extents):
@@ -66,31 +103,14 @@ def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
             out = func(part, weight, bias, strides, local_paddings, dilations, groups)
         return out
 
-    return run_windows(ranks, func, x, rows, extents[axis], strides[axis], paddings[axis], run)
+    return WindowedCall(x, rows, extents[axis], strides[axis], paddings[axis], run)
 
 
-def run_windows(
-    ranks: MeshDim,
-    func: Function,
-    x: Tensor,
-    rows: RowTag,
-    extent: int,
-    stride: int,
-    padding: int,
-    run: Run,
-    *,
-    fill: float = 0.0,
-) -> Tensor:
-    """Return this rank's output rows of an operator with windows, such as a convolution or a pool.
-
-    Args:
-        x: This rank's rows, sharded as ``rows`` says.
-        extent, stride: Size of a window, including dilation, and distance between windows, in rows.
-        padding: Number of rows of padding, of value ``fill``, at either end of the image.
-        run: Computes the operator on local rows.
-    """
+def run_windows(ranks: MeshDim, func: Function, call: WindowedCall) -> Tensor:
+    """Return this rank's output rows of an operator with windows."""
+    x, rows, extent, stride, padding, run, fill = call
     plan = plan_convolution(rows.sizes, extent, stride, padding)
-    _require_rows(func, rows, plan.sizes)
+    require_rows(func, rows, plan.sizes)
     out_rows = RowTag(rows.dim, plan.sizes)
     split = None
     if _overlaps(x.device):
@@ -116,7 +136,8 @@ def _overlaps(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _require_rows(func: Function, rows: RowTag, sizes: Sizes) -> None:
+def require_rows(func: Function, rows: RowTag, sizes: Sizes) -> None:
+    """Raise :class:`MixesRows` if a rank would get no output row of ``func``, of which ranks get ``sizes``."""
     if min(sizes) < 1:
         raise unknown(
             func, rows, f"its output would have {list(sizes)} rows on the ranks; every rank needs one"
@@ -168,7 +189,7 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     step, inset = strides[axis], paddings[axis]
     extent = dilations[axis] * (weight.shape[2 + axis] - 1) + 1
     plan = plan_transposed(rows.sizes, extent, step, inset, extras[axis])
-    _require_rows(func, rows, plan.sizes)
+    require_rows(func, rows, plan.sizes)
     part = fetch(x, rows, plan.wanted, ranks)
     paddings[axis] = extras[axis] = 0
     out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
@@ -182,6 +203,19 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
 
 def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run an average or maximum pool of 1 to 3 spatial dims on this rank's rows.
+
+    Raises:
+        MixesRows: If ``ceil_mode``, ``return_indices``, ``divisor_override`` or ``count_include_pad=False``
+            is used.
+    """
+    call = read_pool(func, args, kwargs)
+    if call is None:
+        return _run_samples(func, args, kwargs)
+    return run_windows(ranks, func, call)
+
+
+def read_pool(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> WindowedCall | None:
+    """Return the windows of a call of an average or maximum pool; None if its samples are sharded.
 
     Raises:
         MixesRows: If ``ceil_mode``, ``return_indices``, ``divisor_override`` or ``count_include_pad=False``
@@ -201,7 +235,7 @@ def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
         dilation, unsupported = 1, unsupported or (any(_each(padding, 1)) and not counts_padding)
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
-        return set_rows(func(*args, **kwargs), rows)
+        return None
     kernels, paddings, dilations = (_each(value, spatial) for value in (kernel, padding, dilation))
     strides = kernels
     if stride is not None and stride != []:
@@ -224,7 +258,7 @@ def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
 
     extent = dilations[axis] * (kernels[axis] - 1) + 1
     fill = float("-inf") if is_max else 0.0
-    return run_windows(ranks, func, x, rows, extent, strides[axis], paddings[axis], run, fill=fill)
+    return WindowedCall(x, rows, extent, strides[axis], paddings[axis], run, fill)
 
 
 def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -257,7 +291,7 @@ def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
     if hop is None:
         hop = size // 4
     plan = plan_convolution(rows.sizes, size, hop, 0)
-    _require_rows(func, rows, plan.sizes)
+    require_rows(func, rows, plan.sizes)
     part = fetch(x, rows, plan.wanted, ranks)
     return set_rows(
         func(part, size, hop, win_length, window, center, "reflect", *rest), RowTag(x.ndim, plan.sizes)

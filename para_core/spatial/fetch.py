@@ -78,12 +78,26 @@ def gather(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
     return _join_units(units, rows).contiguous()
 
 
-def part_of(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
-    """Return this rank's rows of ``x``, a tensor with all rows.
+def part_of(x: Tensor, rows: RowTag, ranks: MeshDim, *, rank: int | None = None) -> Tensor:
+    """Return this rank's rows of ``x``, a tensor with all rows; those of another ``rank`` if it is given.
     The result is a view if ``rows.outer`` is 1.
     """
-    start, stop = bounds_of(rows.sizes)[ranks.index]
-    return _join_units(_split_units(x, rows).narrow(_unit_dim(rows), start, stop - start), rows)
+    if rank is None:
+        rank = ranks.index
+    return _join_units(_units_of(x, rows, rank), rows)
+
+
+def put_part(x: Tensor, part: Tensor, rows: RowTag, ranks: MeshDim, *, rank: int | None = None) -> None:
+    """Copy ``part`` to the place of this rank's rows in ``x``, a tensor with all rows; or to that of ``rank``."""
+    if rank is None:
+        rank = ranks.index
+    _units_of(x, rows, rank).copy_(_split_units(part, rows))
+
+
+def _units_of(x: Tensor, rows: RowTag, rank: int) -> Tensor:
+    """Return a view of the units of ``rank`` in ``x``, a tensor with all rows, as :func:`_split_units` returns them."""
+    start, stop = bounds_of(rows.sizes)[rank]
+    return _split_units(x, rows).narrow(_unit_dim(rows), start, stop - start)
 
 
 def all_ranks(x: Tensor, ranks: MeshDim) -> Tensor:

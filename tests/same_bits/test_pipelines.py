@@ -58,7 +58,6 @@ def refused(mesh_sizes, name, options):
         ((1, 2), "", {"rotate_method": "alltoall"}, "rotate_method='alltoall'"),
         ((1, 2), "", {"comm_dtype": torch.int8}, "comm_dtype"),
         ((1, 2), "", {"pipefusion": PipeFusion()}, "pipefusion"),
-        ((1, 2), "", {"vae": True}, "vae=True"),
         ((1, 2), "sana video", {}, "pipe.transformer, a SanaVideoTransformer3DModel"),
     ],
 )

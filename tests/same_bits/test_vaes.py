@@ -1,0 +1,141 @@
+"""``same_bits=True``: rows of an autoencoder on several ranks have the bytes of one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from para_core.adapters import parallelize_pipe, parallelize_vae, unparallelize_vae
+from para_core.adapters.vae.vae import require_parallel_vae
+from para_core.same_bits.image_rows import SameBitsRows
+from para_core.same_bits.placed_rows import PlacedRows, has_rest
+from para_core.spatial.mode import one_group
+from para_core.spatial.row_tag import RowTag
+from tests.spatial.test_diffusion_decoder import make_decoder
+from tests.tiny import cpu_mesh, flux_call, flux_pipe
+from zoo.tiny.vaes import TINY_VAES, random_image
+
+
+def have_equal_bytes(x, y):
+    return x.dtype == y.dtype and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+@torch.no_grad()
+def equal_ways(name, dtype):
+    """Return for each call whether it has the bytes of one process: the first, and one whose functions are known."""
+    tiny = TINY_VAES[name]
+    vae = tiny.make().to(dtype)
+    equal = {}
+    for way, shape in (("decode", tiny.latents), ("encode", tiny.pixels)):
+        images = [random_image(shape, seed=seed).to(dtype) for seed in (1, 2)]
+        expected = [getattr(tiny, way)(vae, image) for image in images]
+        parallelize_vae(vae, same_bits=True)
+        outs = [getattr(tiny, way)(vae, image) for image in images]
+        unparallelize_vae(vae)
+        for call, out, reference in zip(("first", "second"), outs, expected, strict=True):
+            equal[way, call] = have_equal_bytes(out, reference)
+    return equal
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("Wan 2.1", torch.float32),
+        ("LTXVideo", torch.float32),
+        ("KL", torch.float32),
+        ("KL", torch.bfloat16),
+    ],
+)
+def test_vae_has_the_bytes_of_one_process(rank_pool, ranks, name, dtype):
+    for equal in rank_pool.run(equal_ways, ranks, name, dtype):
+        assert equal == dict.fromkeys(equal, True)
+
+
+def without_option():
+    tiny = TINY_VAES["KL"]
+    vae = tiny.make()
+    expected = tiny.decode(vae, random_image(tiny.latents))
+    parallelize_vae(vae)
+    return have_equal_bytes(tiny.decode(vae, random_image(tiny.latents)), expected)
+
+
+def test_rows_without_the_option_have_other_bytes(rank_pool):
+    # Otherwise the test above would show nothing.
+    assert rank_pool.run(without_option, 2) == [False, False]
+
+
+def functions_of_rows():
+    """Return which functions have the bytes of one process, for 13 rows on the ranks."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 12, 13, 5, generator=generator)
+    weight = torch.randn(12, 12, 3, 3, generator=generator)
+    ranks = one_group(cpu_mesh(1, torch.distributed.get_world_size()))
+    last = x.contiguous(memory_format=torch.channels_last)
+    functions = {
+        # Five groups do not divide by the ranks, and one group leaves ranks without any.
+        "five groups": (lambda y: F.group_norm(y[:, :10], 5), x),
+        "one group": (lambda y: F.group_norm(y, 1, weight[0, :, 0, 0], weight[1, :, 0, 0]), x),
+        "groups, channels last": (lambda y: F.group_norm(y, 4), last),
+        "frames of rows": (lambda y: F.group_norm(y.flatten(2), 2), x.unflatten(1, (4, 3))),
+        "convolution": (lambda y: F.conv2d(y, weight, padding=1), x),
+        "stride": (lambda y: F.conv2d(F.pad(y, (0, 1, 0, 1)), weight, stride=2), x),
+        "transposed": (lambda y: F.conv_transpose2d(y, weight, padding=1), x),
+        "pool": (lambda y: F.avg_pool2d(y, 2), x),
+        "bilinear": (lambda y: F.interpolate(y, scale_factor=2, mode="bilinear"), x),
+        "mean of rows": (lambda y: y.mean(dim=(2, 3), keepdim=True), x),
+        "mean of channels": (lambda y: torch.rsqrt(y.square().mean(dim=1, keepdim=True) + 1e-6) * y, x),
+        "in place": (lambda y: F.silu(y.clone(), inplace=True), x),
+        "attention": (lambda y: F.scaled_dot_product_attention(y, y, y), x.permute(0, 3, 2, 1)),
+        "product over rows": (lambda y: y @ (y.transpose(-1, -2) @ y), x.permute(0, 3, 2, 1)),
+    }
+    equal = {}
+    for name, (function, image) in functions.items():
+        mode = SameBitsRows(ranks, PlacedRows())
+        part = mode.shard(image)
+        with mode:
+            out = function(part)
+        equal[name] = have_equal_bytes(mode.gather(out), function(image))
+    return equal
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_function_has_the_bytes_of_one_process(rank_pool, ranks):
+    for equal in rank_pool.run(functions_of_rows, ranks):
+        assert equal == dict.fromkeys(equal, True)
+
+
+@given(rows=st.integers(1, 40), others=st.integers(1, 40), columns=st.integers(1, 70))
+def test_a_tensor_of_whole_vectors_has_no_rest(rows, others, columns):
+    x = torch.zeros(rows, columns)
+    tag = RowTag(0, (rows, others))
+    whole = rows * columns % 64 == 0 and (rows + others) * columns % 64 == 0
+    assert has_rest(x, tag) != whole
+
+
+def pipe_with_vae():
+    pipe = flux_pipe()
+    expected = pipe(**flux_call(output_type="pt")).images
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), same_bits=True, vae=True)
+    return have_equal_bytes(pipe(**flux_call(output_type="pt")).images, expected)
+
+
+def test_pipeline_with_its_vae_has_the_bytes_of_one_process(rank_pool):
+    assert rank_pool.run(pipe_with_vae, 2) == [True, True]
+
+
+def compiled():
+    vae = parallelize_vae(TINY_VAES["KL"].make(), same_bits=True)
+    decode = torch.compile(vae.decode, backend="eager")
+    with pytest.raises(Exception, match="same_bits=True runs an eager VAE"):
+        decode(random_image(TINY_VAES["KL"].latents))
+
+
+def test_compiled_vae_is_refused(rank_pool):
+    rank_pool.run(compiled, 2)
+
+
+def test_decoder_with_rows_of_its_own_is_refused():
+    with pytest.raises(ValueError, match="same_bits=True: LTX2VideoDiffusionDecoderModel"):
+        require_parallel_vae(make_decoder(), same_bits=True)
