@@ -28,7 +28,7 @@ def followed(pipe, call):
     it.
     """
     taken, positions = [], []
-    take, position_of = type(pipe.scheduler).step, SchedulerTracker.position
+    take, position_of = type(pipe.scheduler).step, SchedulerTracker.next_position
 
     def watched_take(scheduler, output, timestep, *args, **kwargs):
         # Cosmos 1 takes each step twice, without calling the model in between.
@@ -42,7 +42,7 @@ def followed(pipe, call):
 
     with (
         mock.patch.object(type(pipe.scheduler), "step", watched_take),
-        mock.patch.object(SchedulerTracker, "position", watched_position_of),
+        mock.patch.object(SchedulerTracker, "next_position", watched_position_of),
     ):
         call(pipe)
     return taken, positions

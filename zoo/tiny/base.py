@@ -71,7 +71,7 @@ _BY_VALUE: dict[Any, str] = {
     "dit_text_dim encoder_hidden_size llm_features_dim text_hidden_dim text_in_dim time_embed_hidden_dim",
     96: "hidden_size dim embed_dim model_dim dit_dim cross_attention_dim audio_cross_attention_dim "
     "caption_projection_dim",
-    128: "ffn_dim ff_dim",
+    192: "ffn_dim ff_dim",
     (8, 12, 12): "axes_dims_rope axes_dims rope_axes_dim rope_dim",
 }
 SMALL = {name: value for value, names in _BY_VALUE.items() for name in names.split()}
