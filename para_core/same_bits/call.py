@@ -85,13 +85,17 @@ class SameBitsCalls:
             return call(module, *args, **kwargs)
 
     def _conclude(self, check: RowCheck) -> None:
-        findings = [str(finding) for finding in check.findings]
         calling = self._mesh if self._shares_samples else self._mesh.sequence
-        of_ranks = exchange(findings, calling)
-        found = list(dict.fromkeys(line for lines in of_ranks for line in lines))
+        of_ranks = exchange(([str(finding) for finding in check.findings], check.unplaced), calling)
+        found = [line for findings, _ in of_ranks for line in findings]
+        if any(unplaced != of_ranks[0][1] for _, unplaced in of_ranks):
+            for _, unplaced in of_ranks:
+                found += [
+                    f"{line}: few rows, of no known sequence; other ranks have others" for line in unplaced
+                ]
         if not found:
             return
-        lines = "\n".join(f"  {line}" for line in found)
+        lines = "\n".join(f"  {line}" for line in dict.fromkeys(found))
         raise RuntimeError(
             f"same_bits=True: {original_class(self.module).__name__} on {self._mesh.ranks} ranks has other bits than "
             f"in one process, because these results depend on the number of rows:\n{lines}\nChoose sizes with more "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from para_core.same_bits.one_process import one_process_of
-from para_core.same_bits.row_check import CHECKED, Finding, RowCheck
+from para_core.same_bits.row_check import CHECKED, RowCheck
 from para_core.same_bits.rows import CONVOLUTIONS, convolution, linear
 
 
@@ -51,8 +51,3 @@ class SameBits(TorchFunctionMode):
         if self._check is not None and isinstance(output, Tensor):
             self._check.compare(func, one, x, output, args, kwargs)
         return output
-
-
-def findings_text(findings: Sequence[Finding]) -> str:
-    """Return the findings of all ranks as lines of an error message."""
-    return "\n".join(f"  {finding}" for finding in dict.fromkeys(findings))

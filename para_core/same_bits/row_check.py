@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from para_core.same_bits.one_process import OneProcess, put, resize, take
-from para_core.same_bits.rows import CONVOLUTIONS
+from para_core.same_bits.rows import CONVOLUTIONS, few_rows
 
 # Functions of one tensor with tokens, whose rows do not depend on each other.
 CHECKED: frozenset[Callable[..., Any]] = frozenset(
@@ -48,23 +49,15 @@ class Finding:
     """A function whose result for a rank's rows has other bits than in one process.
 
     Args:
-        module: The name of the module that called it; empty if none did.
-        function: The name of the function.
-        shape: The shape of the rank's tensor.
+        call: The module, the function, and the shape and type of the rank's tensor, as text.
         one_process: The shape of that tensor in one process.
-        dtype: The type of the tensor.
     """
 
-    module: str
-    function: str
-    shape: tuple[int, ...]
+    call: str
     one_process: tuple[int, ...]
-    dtype: str
 
     def __str__(self) -> str:
-        place = f"{self.module}, " if self.module else ""
-        shape, whole = (" × ".join(map(str, sizes)) for sizes in (self.shape, self.one_process))
-        return f"{place}{self.function} of {shape} in {self.dtype}: differs from {whole} in one process"
+        return f"{self.call}: differs from {_as_text(self.one_process)} in one process"
 
 
 @dataclass(eq=False)
@@ -74,10 +67,13 @@ class RowCheck:
     Args:
         module: The model, whose submodules findings name.
         findings: What differed so far.
+        unplaced: Products of few rows that are of no known sequence, in the order of the calls. If their number differs
+            between ranks, as that of the tokens of an expert does, nothing says how many one process would have.
     """
 
     module: nn.Module
     findings: list[Finding] = field(default_factory=list)
+    unplaced: list[str] = field(default_factory=list)
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
 
     def compare(
@@ -95,6 +91,8 @@ class RowCheck:
             return
         self._seen.add(key)
         tokens = None if func in CONVOLUTIONS else one.place_of_tokens(x)
+        if func is F.linear and tokens is None and prod(x.shape[:-1]) < few_rows(x):
+            self.unplaced.append(self._describe(func, x))
         samples = one.batch_size > 1 and (tokens is None or tokens[0] > 0)
         if tokens is None and not samples:
             return
@@ -108,10 +106,18 @@ class RowCheck:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             expected = take(func(whole, *args, **kwargs), one, tokens, samples)
         if expected.shape != output.shape or not have_equal_bytes(expected, output):
-            name = getattr(func, "__name__", str(func))
-            where = _calling_module(self.module)
-            dtype = str(x.dtype).removeprefix("torch.")
-            self.findings.append(Finding(where, name, tuple(x.shape), tuple(sizes), dtype))
+            self.findings.append(Finding(self._describe(func, x), tuple(sizes)))
+
+    def _describe(self, func: Callable[..., Any], x: Tensor) -> str:
+        """Return the module that calls ``func``, its name, and the shape and type of ``x``, as text."""
+        module = _calling_module(self.module)
+        name = getattr(func, "__name__", str(func))
+        place = f"{module}, " if module else ""
+        return f"{place}{name} of {_as_text(x.shape)} in {str(x.dtype).removeprefix('torch.')}"
+
+
+def _as_text(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape))
 
 
 def have_equal_bytes(x: Tensor, y: Tensor) -> bool:

@@ -118,8 +118,20 @@ def test_check_names_what_depends_on_rows():
     for _ in range(2):  # The second time it is known.
         check.compare(add_up, one, x, add_up(x), (), {})
     (finding,) = check.findings
-    assert (finding.function, finding.shape, finding.one_process) == ("add_up", (2, 6, 32), (2, 13, 32))
+    assert finding.one_process == (2, 13, 32)
     assert str(finding) == "add_up of 2 × 6 × 32 in float32: differs from 2 × 13 × 32 in one process"
+
+
+def test_products_of_few_rows_of_no_sequence_are_noted():
+    check = RowCheck(Model())
+    one = OneProcess((Segment("image", 130),), 1, 2)
+    weight = torch.ones(4, 8)
+    # These are 65 of 130 tokens, few rows, and many.
+    for rows in (65, 3, 3, 500):
+        x = torch.ones(rows, 8)
+        check.compare(F.linear, one, x, F.linear(x, weight), (weight,), {})
+    assert check.unplaced == ["linear of 3 × 8 in float32"]
+    assert check.findings == []
 
 
 def test_part_of_a_result_is_at_the_place_of_its_tokens():
