@@ -13,7 +13,6 @@ from para_core.instance.modules import has_compiled_parts
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
-from para_core.plans.current_call import ranks_sharing_samples
 from para_core.same_bits.device_settings import deterministic_products
 from para_core.same_bits.mode import SameBits
 from para_core.same_bits.row_check import RowCheck
@@ -38,8 +37,6 @@ class SameBitsCalls:
         # Sizes of inputs for which ranks were found to have the bits of one process.
         self._checked: set[tuple[Any, ...]] = set()
         self._check: RowCheck | None = None
-        # Whether ranks along "batch" share the samples of the current call. Otherwise each makes calls of its own.
-        self._shares_samples = False
 
     def install(self) -> None:
         """Fill the slots of the model."""
@@ -80,12 +77,12 @@ class SameBitsCalls:
         """Run a call on this rank's tokens and samples."""
         if self._mesh.ranks == 1:
             return call(module, *args, **kwargs)
-        self._shares_samples = ranks_sharing_samples(module) is not None
         with SameBits(module, self._check):
             return call(module, *args, **kwargs)
 
     def _conclude(self, check: RowCheck) -> None:
-        calling = self._mesh if self._shares_samples else self._mesh.sequence
+        # Ranks along "batch" share the samples of this call, or each makes calls of its own.
+        calling = self._mesh if check.shares_samples else self._mesh.sequence
         of_ranks = exchange(([str(finding) for finding in check.findings], check.unplaced), calling)
         found = [line for findings, _ in of_ranks for line in findings]
         if any(unplaced != of_ranks[0][1] for _, unplaced in of_ranks):

@@ -72,6 +72,8 @@ class RowCheck:
     """
 
     module: nn.Module
+    # Whether the ranks along "batch" share the samples of the call.
+    shares_samples: bool = False
     findings: list[Finding] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
@@ -86,6 +88,7 @@ class RowCheck:
         kwargs: dict[str, Any],
     ) -> None:
         """Note a finding if ``func`` gives other bits for ``x``, whose ``output`` is given, inside one process."""
+        self.shares_samples = self.shares_samples or one.batch_size > 1
         key = (func, x.shape, x.stride(), x.dtype, *[y.shape for y in args if isinstance(y, Tensor)])
         if key in self._seen:
             return

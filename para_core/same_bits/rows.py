@@ -37,13 +37,18 @@ def linear(one: OneProcess, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if sizes is None:
         return F.linear(x, *args, **kwargs)
     padded = resize(x, sizes)
-    _corner(padded, x).copy_(x)
+    first = 0
+    if sizes[0] == x.shape[0] * one.batch_size:
+        first = one.batch_index * x.shape[0]
+    _part(padded, x, first).copy_(x)
     # The unmodified layer returns a contiguous tensor, and the next one may round differently for another.
-    return _corner(F.linear(padded, *args, **kwargs), x).contiguous()
+    return _part(F.linear(padded, *args, **kwargs), x, first).contiguous()
 
 
-def _corner(padded: Tensor, x: Tensor) -> Tensor:
-    for dim in range(x.ndim - 1):
+def _part(padded: Tensor, x: Tensor, first: int) -> Tensor:
+    """Return the part of ``padded`` that has the sizes of ``x``, from sample ``first`` on."""
+    padded = padded.narrow(0, first, x.shape[0])
+    for dim in range(1, x.ndim - 1):
         padded = padded.narrow(dim, 0, x.shape[dim])
     return padded
 
@@ -55,7 +60,8 @@ def _sizes_of_product(one: OneProcess, x: Tensor) -> list[int] | None:
     enough = few_rows(x)
     if x.ndim < 2 or rows == 0 or rows >= enough:
         return None
-    # The position of a row does not matter, so the rank's rows stay in front.
+    # The position of a token does not matter, so a rank's tokens stay in front. That of a sample does: the second of
+    # two rows may be computed by another kernel than the first.
     found = one.place_of_tokens(x)
     if found is not None:
         dim, place = found
