@@ -189,15 +189,16 @@ def run_vaes(ways: Iterable[str], dtypes: Iterable[str], only: Iterable[str] | N
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/measured/same_bits.md: how many pipelines have the bits of one process."""
+    """Return the tables of docs/same_bits.md: how many pipelines have the bits of one process, by measured way."""
     results = read_results(RESULTS)
     table = []
     for way in WAYS:
         row = [way]
         for dtype in DTYPES:
             cells = [cells[way] for cells in results.get(dtype, {}).values() if way in cells]
-            row.append(f"{cells.count('equal')} of {len(cells)}")
-        table.append(row)
+            row.append(f"{cells.count('equal')} of {len(cells)}" if cells else "not measured")
+        if {*row[1:]} != {"not measured"}:
+            table.append(row)
     return {"same bits": markdown_table(["ranks", *DTYPES], table), "same bits, vaes": _table_of_vaes(results)}
 
 
