@@ -46,8 +46,8 @@ def places_of_all(mesh: GuidedMesh) -> Places:
     """Return the process id and host of each rank of ``mesh``, by global rank.
     A collective call with one exchange.
     """
-    place = {"rank": _own_rank(), "place": f"process {os.getpid()} on host {socket.gethostname()}"}
-    return {record["rank"]: record["place"] for record in exchange(place, mesh)}
+    process = {"rank": _own_rank(), "place": f"process {os.getpid()} on host {socket.gethostname()}"}
+    return {record["rank"]: record["place"] for record in exchange(process, mesh)}
 
 
 def leave_reason(token: str, reason: str) -> None:

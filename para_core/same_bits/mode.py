@@ -39,15 +39,15 @@ class SameBits(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _run(self, func: Callable[..., Any], x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        one = one_process_of(self._module)
-        if one.is_this_process:
+        one_process = one_process_of(self._module)
+        if one_process.is_this_process:
             return func(x, *args, **kwargs)
         if func is F.linear:
-            output = linear(one, x, *args, **kwargs)
+            output = linear(one_process, x, *args, **kwargs)
         elif func in CONVOLUTIONS:
-            output = convolution(func, one, x, *args, **kwargs)
+            output = convolution(func, one_process, x, *args, **kwargs)
         else:
             output = func(x, *args, **kwargs)
         if self._check is not None and isinstance(output, Tensor):
-            self._check.compare(func, one, x, output, args, kwargs)
+            self._check.compare(func, one_process, x, output, args, kwargs)
         return output

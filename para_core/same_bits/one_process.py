@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True)
 class OneProcess:
-    """The call of one process, of which this rank computes a part.
+    """The call of one process, whose part this rank computes.
 
     Args:
         segments: The sequences of the call so far, in the order of the joint sequence.
@@ -130,17 +130,19 @@ def _is_dense(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> bool:
     return True
 
 
-def put(x: Tensor, into: Tensor, one: OneProcess, tokens: tuple[int, Place] | None, samples: bool) -> None:
+def put(
+    x: Tensor, into: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, samples: bool
+) -> None:
     """Copy this rank's part ``x`` to its place in ``into``, which has the sizes of one process."""
-    for target, part in _parts(into, x, one, tokens, samples):
+    for target, part in _parts(into, x, one_process, tokens, samples):
         target.copy_(part)
 
 
-def take(y: Tensor, one: OneProcess, tokens: tuple[int, Place] | None, samples: bool) -> Tensor:
+def take(y: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, samples: bool) -> Tensor:
     """Return this rank's part of a result ``y`` with the sizes of one process."""
     if samples:
-        size = y.shape[0] // one.batch_size
-        y = y.narrow(0, one.batch_index * size, size)
+        size = y.shape[0] // one_process.batch_size
+        y = y.narrow(0, one_process.batch_index * size, size)
     if tokens is None:
         return y
     dim, place = tokens
@@ -148,11 +150,11 @@ def take(y: Tensor, one: OneProcess, tokens: tuple[int, Place] | None, samples: 
 
 
 def _parts(
-    whole: Tensor, x: Tensor, one: OneProcess, tokens: tuple[int, Place] | None, samples: bool
+    whole: Tensor, x: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, samples: bool
 ) -> list[tuple[Tensor, Tensor]]:
     if samples:
-        size = whole.shape[0] // one.batch_size
-        whole = whole.narrow(0, one.batch_index * size, size)
+        size = whole.shape[0] // one_process.batch_size
+        whole = whole.narrow(0, one_process.batch_index * size, size)
     if tokens is None:
         return [(whole, x)]
     dim, place = tokens

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from para_core.same_bits.one_process import OneProcess, put, resize, take
 from para_core.same_bits.rows import CONVOLUTIONS, few_rows
 
-# Functions of one tensor with tokens, whose rows do not depend on each other.
+# Functions of one tensor with tokens, whose rows do not depend on each other. Those that reduce a dim do so for a norm
+# that is composed of them.
 CHECKED: frozenset[Callable[..., Any]] = frozenset(
     {
         F.linear,
@@ -40,6 +41,14 @@ CHECKED: frozenset[Callable[..., Any]] = frozenset(
         Tensor.tanh,
         Tensor.rsqrt,
         Tensor.exp,
+        torch.mean,
+        torch.sum,
+        torch.softmax,
+        F.softmax,
+        F.normalize,
+        Tensor.mean,
+        Tensor.sum,
+        Tensor.softmax,
     }
 )
 
@@ -81,33 +90,39 @@ class RowCheck:
     def compare(
         self,
         func: Callable[..., Any],
-        one: OneProcess,
+        one_process: OneProcess,
         x: Tensor,
         output: Tensor,
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
         """Note a finding if ``func`` gives other bits for ``x``, whose ``output`` is given, inside one process."""
-        self.shares_samples = self.shares_samples or one.batch_size > 1
+        self.shares_samples = self.shares_samples or one_process.batch_size > 1
         key = (func, x.shape, x.stride(), x.dtype, *[y.shape for y in args if isinstance(y, Tensor)])
         if key in self._seen:
             return
         self._seen.add(key)
-        tokens = None if func in CONVOLUTIONS else one.place_of_tokens(x)
+        tokens = None if func in CONVOLUTIONS else one_process.place_of_tokens(x)
         if func is F.linear and tokens is None and prod(x.shape[:-1]) < few_rows(x):
             self.unplaced.append(self._describe(func, x))
-        samples = one.batch_size > 1 and (tokens is None or tokens[0] > 0)
+        samples = one_process.batch_size > 1 and (tokens is None or tokens[0] > 0)
         if tokens is None and not samples:
             return
         sizes = list(x.shape)
         if tokens is not None:
             sizes[tokens[0]] = tokens[1].total
         if samples:
-            sizes[0] *= one.batch_size
+            sizes[0] *= one_process.batch_size
         whole = resize(x, sizes)
-        put(x, whole, one, tokens, samples)
+        put(x, whole, one_process, tokens, samples)
+        if (
+            tokens is not None
+            and output.shape[tokens[0] : tokens[0] + 1] != x.shape[tokens[0] : tokens[0] + 1]
+        ):
+            # A reduction over tokens is no function of one row.
+            return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            expected = take(func(whole, *args, **kwargs), one, tokens, samples)
+            expected = take(func(whole, *args, **kwargs), one_process, tokens, samples)
         if expected.shape != output.shape or not have_equal_bytes(expected, output):
             self.findings.append(Finding(self._describe(func, x), tuple(sizes)))
 

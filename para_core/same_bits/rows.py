@@ -31,15 +31,15 @@ def few_rows(x: Tensor) -> int:
     return _ROWS_IN_16_BITS
 
 
-def linear(one: OneProcess, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def linear(one_process: OneProcess, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return ``F.linear(x, ...)``, computed with the rows of one process if ``x`` has few."""
-    sizes = _sizes_of_product(one, x)
+    sizes = _sizes_of_product(one_process, x)
     if sizes is None:
         return F.linear(x, *args, **kwargs)
     padded = resize(x, sizes)
     first = 0
-    if sizes[0] == x.shape[0] * one.batch_size:
-        first = one.batch_index * x.shape[0]
+    if sizes[0] == x.shape[0] * one_process.batch_size:
+        first = one_process.batch_index * x.shape[0]
     _part(padded, x, first).copy_(x)
     # The unmodified layer returns a contiguous tensor, and the next one may round differently for another.
     return _part(F.linear(padded, *args, **kwargs), x, first).contiguous()
@@ -53,7 +53,7 @@ def _part(padded: Tensor, x: Tensor, first: int) -> Tensor:
     return padded
 
 
-def _sizes_of_product(one: OneProcess, x: Tensor) -> list[int] | None:
+def _sizes_of_product(one_process: OneProcess, x: Tensor) -> list[int] | None:
     """Return the sizes of ``x`` with enough rows to have the bits of one process; None if it has enough."""
     sizes = list(x.shape)
     rows = prod(sizes[:-1])
@@ -62,12 +62,12 @@ def _sizes_of_product(one: OneProcess, x: Tensor) -> list[int] | None:
         return None
     # The position of a token does not matter, so a rank's tokens stay in front. That of a sample does: the second of
     # two rows may be computed by another kernel than the first.
-    found = one.place_of_tokens(x)
+    found = one_process.place_of_tokens(x)
     if found is not None:
         dim, place = found
         sizes[dim] = place.total
     if found is None or found[0] > 0:
-        sizes[0] *= one.batch_size
+        sizes[0] *= one_process.batch_size
     if found is not None and prod(sizes[:-1]) > enough:
         rest = prod(sizes[:-1]) // sizes[found[0]]
         sizes[found[0]] = max(-(-enough // rest), x.shape[found[0]])
@@ -75,10 +75,10 @@ def _sizes_of_product(one: OneProcess, x: Tensor) -> list[int] | None:
 
 
 def convolution(
-    function: Callable[..., Tensor], one: OneProcess, x: Tensor, *args: Any, **kwargs: Any
+    function: Callable[..., Tensor], one_process: OneProcess, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Return ``function(x, ...)``, a convolution, computed with the samples of one process."""
-    if one.batch_size == 1 or x.ndim != CONVOLUTIONS[function]:
+    if one_process.batch_size == 1 or x.ndim != CONVOLUTIONS[function]:
         return function(x, *args, **kwargs)
-    padded = torch.cat([x, *[torch.zeros_like(x)] * (one.batch_size - 1)])
+    padded = torch.cat([x, *[torch.zeros_like(x)] * (one_process.batch_size - 1)])
     return function(padded, *args, **kwargs)[: len(x)]

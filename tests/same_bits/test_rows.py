@@ -134,6 +134,20 @@ def test_products_of_few_rows_of_no_sequence_are_noted():
     assert check.findings == []
 
 
+def test_a_reduction_is_compared_unless_it_is_over_tokens():
+    check = RowCheck(Model())
+    one = OneProcess((Segment("image", 13),), 1, 2)
+    x = torch.randn(2, 6, 96, generator=torch.Generator().manual_seed(0))
+    for dim, expected in ((1, 0), (-1, 1)):
+
+        def change(y, dim=dim):
+            # Other sizes give other bits, as for some sums of a CPU.
+            return y.mean(dim, keepdim=True) * y.shape[1]
+
+        check.compare(change, one, x, change(x), (), {})
+        assert len(check.findings) == expected
+
+
 def test_part_of_a_result_is_at_the_place_of_its_tokens():
     one = OneProcess((Segment("text", 5), Segment("image", 8, balanced=True)), 1, 2, 1, 2)
     y = torch.arange(2 * 13).view(2, 13, 1)
