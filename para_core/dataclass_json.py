@@ -29,7 +29,8 @@ def _nested_fields(value: Any) -> dict[str, Any]:
     values = {}
     for field in fields(value):
         content = getattr(value, field.name)
-        if is_dataclass(content):
+        # Dynamo cannot trace is_dataclass of a string that comes from a process group.
+        if not isinstance(content, str) and is_dataclass(content):
             content = _nested_fields(content)
         values[field.name] = content
     return values
