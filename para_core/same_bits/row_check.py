@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from para_core.same_bits.one_process import OneProcess, put, resize, take
 from para_core.same_bits.rows import CONVOLUTIONS, few_rows
+from para_core.torch_internals import DisableTorchFunctionSubclass
 
 # Functions of one tensor with tokens, whose rows do not depend on each other. Those that reduce a dim do so for a norm
 # that is composed of them.
@@ -121,7 +122,7 @@ class RowCheck:
         ):
             # A reduction over tokens is no function of one row.
             return
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             expected = take(func(whole, *args, **kwargs), one_process, tokens, samples)
         if expected.shape != output.shape or not have_equal_bytes(expected, output):
             self.findings.append(Finding(self._describe(func, x), tuple(sizes)))
