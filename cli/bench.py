@@ -194,7 +194,12 @@ def describe_check(check: dict[str, Any]) -> list[str]:
     error = "not finite"
     if check["relative error"] is not None:
         error = f"{check['relative error']:.3g}"
-    if check["approximations"]:
+    if check["same bits required"]:
+        verdict = "WRONG: the bits differ from"
+        if check["same bits"]:
+            verdict = "the same bits as"
+        first = f"{verdict} one rank, with --same-bits: relative error {error}"
+    elif check["approximations"]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in check["approximations"])
         first = f"not exact ({names}): relative error {error} from one rank with the same options; no bound applies"
     else:
@@ -210,7 +215,17 @@ def describe_check(check: dict[str, Any]) -> list[str]:
         first,
         f"two runs: {_describe_equality(check['runs equal'])}",
         f"all ranks: {_describe_equality(check['ranks equal'])}",
+        f"one rank and all: {_describe_equality(check['same bits'])}",
+        f"SHA-256 of one rank: {check['sha256 of one rank']}",
+        *[f"SHA-256 of rank {rank}: {digest}" for rank, digest in _digests(check["sha256 of each rank"])],
     ]
+
+
+def _digests(digests: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (rank, digest) for each rank, or once for all ranks that have the same."""
+    if len(set(digests)) == 1 and len(digests) > 1:
+        return [(f"0 to {len(digests) - 1}", digests[0])]
+    return [(str(rank), digest) for rank, digest in enumerate(digests)]
 
 
 def _describe_equality(equal: bool) -> str:

@@ -38,6 +38,11 @@ class Reference:
     rounding: float | None
 
     @property
+    def digest(self) -> str:
+        """SHA-256 of the pixels."""
+        return digest_of(self.pixels)
+
+    @property
     def bound(self) -> float | None:
         """Largest relative error that another order of operations explains. None if ``rounding`` is None."""
         if self.rounding is None:
@@ -75,6 +80,9 @@ def compare(
     """Generate twice on all ranks, and return whether the runs, the ranks and the reference agree. A
     collective call.
 
+    With ``same_bits`` in the recipe, the comparison passes only if the bits of all ranks are those of the
+    reference.
+
     ``reference`` is the result of :func:`make_reference` on the first rank, None on others. ``progress`` is called
     after each generation.
     """
@@ -82,9 +90,14 @@ def compare(
     for _ in range(2):
         results.append(_generate(pipe, request))
         progress()
-    digests = [hashlib.sha256(pixels.tobytes()).hexdigest() for pixels in results]
+    digests = [digest_of(pixels) for pixels in results]
     digests_by_rank = gather(digests)
     ranks_equal = all(rank[0] == digests_by_rank[0][0] for rank in digests_by_rank)
+    reference_digest: str | None = None
+    if reference is not None:
+        reference_digest = reference.digest
+    one_rank = gather(reference_digest)[0]
+    bits_equal = all(rank[0] == one_rank for rank in digests_by_rank)
     if not ranks_equal:
         # The ranks differ, so each computes the error of its own pixels, for which it needs the reference.
         reference = from_first_rank(reference)
@@ -94,14 +107,26 @@ def compare(
         error = relative_error(results[0], reference.pixels)
         bound = reference.bound
     largest = max(float(error) for error in gather(error) if error is not None)
+    passed = bound is None or largest <= bound
+    if recipe.same_bits:
+        passed = passed and bits_equal
     return {
         "approximations": list(approximations(recipe)),
         "relative error": _replace_infinity(largest),
         "bound": bound,
         "runs equal": all(rank[0] == rank[1] for rank in digests_by_rank),
         "ranks equal": ranks_equal,
-        "passed": bound is None or largest <= bound,
+        "same bits": bits_equal,
+        "same bits required": recipe.same_bits,
+        "sha256 of one rank": one_rank,
+        "sha256 of each rank": [rank[0] for rank in digests_by_rank],
+        "passed": passed,
     }
+
+
+def digest_of(pixels: np.ndarray[Any, Any]) -> str:
+    """Return the SHA-256 of ``pixels``, row by row."""
+    return hashlib.sha256(pixels.tobytes()).hexdigest()
 
 
 def relative_error(pixels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:

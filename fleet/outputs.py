@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -34,10 +35,18 @@ _TEMPORARY_PATTERN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|
 
 @dataclass(frozen=True)
 class Output:
-    """One file of a result. ``suffix`` is ``".png"``, or ``"-1.png"`` for the second of several images."""
+    """One file of a result.
+
+    Args:
+        suffix: ``".png"``, or ``"-1.png"`` for the second of several images.
+        data: The encoded file.
+        pixels_sha256: SHA-256 of the 8-bit pixels, row by row and frame by frame, before they were encoded.
+            A PNG holds these pixels: ``hashlib.sha256(PIL.Image.open(path).tobytes()).hexdigest()``.
+    """
 
     suffix: str
     data: bytes
+    pixels_sha256: str = ""
 
     @property
     def format_(self) -> str:
@@ -222,16 +231,24 @@ def encode(samples: Sequence[Any], delivery: Delivery) -> list[Output]:
     """Encode each sample, a PIL image or a sequence of PIL frames, as one file. Equal pixels give equal
     bytes.
     """
-    files: list[bytes] = []
-    for sample in samples:
+    suffix = f".{delivery.format_}"
+    outputs: list[Output] = []
+    for index, sample in enumerate(samples):
         frames = sample
         if not isinstance(sample, Sequence):
             frames = [sample]
-        files.append(_encode(frames, delivery))
-    suffix = f".{delivery.format_}"
-    if len(files) == 1:
-        return [Output(suffix, files[0])]
-    return [Output(f"-{index}{suffix}", data) for index, data in enumerate(files)]
+        number = ""
+        if len(samples) > 1:
+            number = f"-{index}"
+        outputs.append(Output(f"{number}{suffix}", _encode(frames, delivery), _digest_pixels(frames)))
+    return outputs
+
+
+def _digest_pixels(frames: Sequence[Any]) -> str:
+    digest = hashlib.sha256()
+    for frame in frames:
+        digest.update(frame.tobytes())
+    return digest.hexdigest()
 
 
 def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
@@ -262,8 +279,9 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
 def write_result(folder: Path, line: Line, result: Result) -> None:
     """Write the files of the line's result, and a record of its metadata with the line's number and digest.
 
-    The record is ``line.name.json``, which is written last: if it exists, the other files are complete. A PNG
-    also has the record inside, in its text chunks ``prompt`` and ``para_core`` (JSON).
+    The record is ``line.name.json``, which is written last: if it exists, the other files are complete. It has
+    the SHA-256 of each file's pixels. A PNG also has the record inside, in its text chunks ``prompt`` and
+    ``para_core`` (JSON).
 
     Raises:
         FileExistsError: One of the files exists. Nothing is written then.
@@ -274,7 +292,12 @@ def write_result(folder: Path, line: Line, result: Result) -> None:
         if path.exists():
             raise FileExistsError(f"{path} exists, and is not overwritten. Use another --name or --out.")
     numbers = {"line": line.number, "digest": line.digest}
-    record = {**numbers, **result.metadata, "files": [path.name for path in paths]}
+    record = {
+        **numbers,
+        **result.metadata,
+        "files": [path.name for path in paths],
+        "pixels sha256": [output.pixels_sha256 for output in result.outputs],
+    }
     text = json.dumps(record, indent=2) + "\n"
     prompt = result.metadata.get("request", {}).get("prompt") or ""
     if not isinstance(prompt, str):

@@ -68,6 +68,8 @@ WAYS = {
     "ring 2": Way({"ring": 2, "ulysses": 1}, _ON),
     "CFG 2, off": Way({"batch": 2, "ring": 1, "ulysses": 1}),
     "CFG 2": Way({"batch": 2, "ring": 1, "ulysses": 1}, _ON),
+    "fsdp 2": Way({"ring": 1, "ulysses": 2}, {**_ON, "weights": "fsdp"}),
+    "stages 2": Way({"pipe": 2}, _ON),
 }
 # The number of ranks that hold rows of the image, and the options of ``parallelize_vae``.
 VAE_WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -93,12 +95,11 @@ def measure(names: list[str], ways: list[str], dtype: str) -> dict[str, dict[str
     }
     cells: dict[str, dict[str, str]] = {}
     for name in names:
-        pipe = PIPELINES[name].build()
-        if dtype == "bfloat16":
-            pipe = in_bfloat16(pipe)
-        expected = generate(pipe, name, bfloat16=dtype == "bfloat16")
+        expected = generate(_build(name, dtype), name, bfloat16=dtype == "bfloat16")
         cells[name] = {}
         for way in ways:
+            # Sharded weights cannot be restored, so each way gets its own.
+            pipe = _build(name, dtype)
             try:
                 parallelize_pipe(pipe, mesh=meshes[way], **WAYS[way].options)
                 out = generate(pipe, name, bfloat16=dtype == "bfloat16")
@@ -111,6 +112,13 @@ def measure(names: list[str], ways: list[str], dtype: str) -> dict[str, dict[str
         if dist.get_rank() == 0:
             print(dtype, name, cells[name], flush=True)
     return cells
+
+
+def _build(name: str, dtype: str) -> Any:
+    pipe = PIPELINES[name].build()
+    if dtype == "bfloat16":
+        return in_bfloat16(pipe)
+    return pipe
 
 
 def run(ways: Iterable[str], dtypes: Iterable[str], only: Iterable[str] | None, *, again: bool) -> None:

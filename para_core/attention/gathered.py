@@ -9,8 +9,8 @@ A causal call without a gradient gets a mask tensor of this rank's queries and a
 begins at the first key: a CPU computes the same bits with it. On a GPU another backend may compute a call with a mask
 tensor, with other bits.
 
-The libraries of a CPU compute the last queries of a call, those after the last multiple of 32 or 64, by another kernel
-than the others. They may have other bits than in one process, and those of a gradient may differ, too.
+On a CPU, queries are computed in the blocks of one process (:mod:`.query_blocks`), as the last block of a call may get
+other bits; not in compiled code, and not for a gradient.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from para_core.attention.attend import Accumulator, Attend, Block
 from para_core.attention.local_call import LocalAttentionCall
+from para_core.attention.query_blocks import QueryBlocks, blocks_of
 from para_core.attention.ring import Packing, pack_own
 from para_core.attention.ring_plan import RingStyle
 from para_core.attention.tiles import Tiling
@@ -48,12 +49,36 @@ class GatheredKeys(RingStyle):
         return Tiling(plan.query_runs, [[(0, plan.spec.key_layout.total)]], plan.spec.positional_masks)
 
     def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
-        """Return ``call``, to this rank's keys, with all keys. Its mask has a column for each of them. Collective."""
+        """Return ``call``, to this rank's keys, with all keys. Its mask has a column for each of them. Collective.
+
+        Its queries may be among others: :meth:`own_queries` takes their results.
+        """
         key, value = self.gather(call.key, call.value, [])
         call = call._replace(key=key, value=value)
-        if not call.is_causal or self._has_all_queries:
+        if self._has_all_queries:
             return call
-        return call._replace(mask=self._hide_later_keys(call.mask, key.device), is_causal=False)
+        if call.is_causal:
+            call = call._replace(mask=self._hide_later_keys(call.mask, key.device), is_causal=False)
+        if not self._uses_blocks(call.query):
+            return call
+        mask = call.mask
+        if mask is not None and mask.shape[-2] > 1:
+            mask = self._blocks.place(mask)
+        return call._replace(query=self._blocks.place(call.query), mask=mask)
+
+    def own_queries(self, out: Tensor) -> Tensor:
+        """Return the results of this rank's queries, of the result of a call that :meth:`gather_call` returned."""
+        if self._has_all_queries or not self._uses_blocks(out):
+            return out
+        return self._blocks.take(out)
+
+    def _uses_blocks(self, x: Tensor) -> bool:
+        """Whether queries are computed in the blocks of one process. Lengths in a graph may be symbolic."""
+        return x.is_cpu and self.plan.rotates and not torch.compiler.is_compiling()
+
+    @cached_property
+    def _blocks(self) -> QueryBlocks:
+        return blocks_of(self.plan.query_runs, self.plan.spec.query_layout.total)
 
     def around(self, attend: Attend) -> Attend:
         """Return attention to the keys of all ring ranks: ``attend`` for all of them at once."""

@@ -135,6 +135,10 @@ class RingStyle:
         """Return ``call``, to this rank's keys, with all keys, if the style :attr:`has_all_keys`. Collective."""
         raise NotImplementedError
 
+    def own_queries(self, out: Tensor) -> Tensor:
+        """Return the results of this rank's queries, of the result of a call that :meth:`gather_call` returned."""
+        return out
+
     @cached_property
     def tiling(self) -> Tiling:
         """The pieces of this rank's queries, and the tiles of each block of keys that they see."""

@@ -106,7 +106,10 @@ def attend_block(
             call = call._replace(mask=columns(mask, plan.ring.key_runs(0)))
         if key_heads is not None:
             call = call._replace(key=expand(call.key, key_heads), value=expand(call.value, key_heads))
-        return local_attention(call, plan.spec.options.backend), None
+        out = local_attention(call, plan.spec.options.backend)
+        if plan.style.has_all_keys:
+            out = plan.style.own_queries(out)
+        return out, None
     attend: Callable[..., tuple[Tensor, Tensor]] = attend_all
     for option in plan.spec.options.others:
         if option.attend is not None:

@@ -83,7 +83,7 @@ class SameBitsCalls:
     def _conclude(self, check: RowCheck) -> None:
         # Ranks along "batch" share the samples of this call, or each makes calls of its own.
         calling = self._mesh if check.shares_samples else self._mesh.sequence
-        of_ranks = exchange(([str(finding) for finding in check.findings], check.unplaced), calling)
+        of_ranks = exchange((check.findings, check.unplaced), calling)
         found = [line for findings, _ in of_ranks for line in findings]
         if any(unplaced != of_ranks[0][1] for _, unplaced in of_ranks):
             for _, unplaced in of_ranks:

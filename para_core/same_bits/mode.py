@@ -30,6 +30,8 @@ class SameBits(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and self._check is not None:
+            self._check.compare_splits(one_process_of(self._module), *args, **kwargs)
         if func is F.linear or func in CONVOLUTIONS or (self._check is not None and func in CHECKED):
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and x.is_floating_point():

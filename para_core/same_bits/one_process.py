@@ -33,6 +33,7 @@ class OneProcess:
     Args:
         segments: The sequences of the call so far, in the order of the joint sequence.
         rank, ranks: This rank and the number of ranks that share tokens.
+        ulysses: The number of ranks that share the heads of attention.
         batch_index, batch_size: The part of the samples that this rank has; ``(0, 1)`` if it has all.
     """
 
@@ -41,6 +42,7 @@ class OneProcess:
     ranks: int = 1
     batch_index: int = 0
     batch_size: int = 1
+    ulysses: int = 1
 
     @property
     def is_this_process(self) -> bool:
@@ -83,7 +85,7 @@ def one_process_of(module: nn.Module) -> OneProcess:
     if found is None:
         return OneProcess(batch_index=index, batch_size=size)
     mesh, segments = found
-    return OneProcess(segments, mesh.rank, mesh.ranks, index, size)
+    return OneProcess(segments, mesh.rank, mesh.ranks, index, size, mesh.ulysses.size)
 
 
 def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:

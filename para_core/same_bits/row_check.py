@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
 from para_core.same_bits.one_process import OneProcess, put, resize, take
 from para_core.same_bits.rows import CONVOLUTIONS, few_rows
 from para_core.torch_internals import DisableTorchFunctionSubclass
@@ -54,29 +55,14 @@ CHECKED: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A function whose result for a rank's rows has other bits than in one process.
-
-    Args:
-        call: The module, the function, and the shape and type of the rank's tensor, as text.
-        one_process: The shape of that tensor in one process.
-    """
-
-    call: str
-    one_process: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.call}: differs from {_as_text(self.one_process)} in one process"
-
-
 @dataclass(eq=False)
 class RowCheck:
     """Compares each new function, shape and type with what one process would compute.
 
     Args:
         module: The model, whose submodules findings name.
-        findings: What differed so far.
+        findings: What differed so far, as text: the module, the function, the shape and type of the rank's tensor, and
+            what is different.
         unplaced: Products of few rows that are of no known sequence, in the order of the calls. If their number differs
             between ranks, as that of the tokens of an expert does, nothing says how many one process would have.
     """
@@ -84,7 +70,7 @@ class RowCheck:
     module: nn.Module
     # Whether the ranks along "batch" share the samples of the call.
     shares_samples: bool = False
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
 
@@ -125,7 +111,42 @@ class RowCheck:
         with torch.no_grad(), DisableTorchFunctionSubclass():
             expected = take(func(whole, *args, **kwargs), one_process, tokens, samples)
         if expected.shape != output.shape or not have_equal_bytes(expected, output):
-            self.findings.append(Finding(self._describe(func, x), tuple(sizes)))
+            self.findings.append(f"{self._describe(func, x)}: differs from {_as_text(sizes)} in one process")
+
+    def compare_splits(
+        self,
+        one_process: OneProcess,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Note a finding if FlashAttention adds up the keys of a call in another number of parts than in one process.
+
+        The arguments are those of SDPA, with this rank's tokens and all heads.
+        """
+        if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or attn_mask is not None:
+            return
+        key_place, query_place = one_process.place_of_tokens(key), one_process.place_of_tokens(query)
+        keys, queries = key.shape[-2], query.shape[-2]
+        if key_place is not None:
+            keys = key_place[1].total
+        if query_place is not None:
+            queries = query_place[1].total
+        batch, heads, width = prod(query.shape[:-3]), query.shape[-3], query.shape[-1]
+        whole = AttentionSizes(batch * one_process.batch_size, heads, queries, keys, width)
+        ring = one_process.ranks // one_process.ulysses
+        part = AttentionSizes(batch, -(-heads // one_process.ulysses), -(-queries // ring), keys, width)
+        multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
+        splits, splits_of_rank = (flash_splits(sizes, multiprocessors) for sizes in (whole, part))
+        if splits != splits_of_rank:
+            self.findings.append(
+                f"{self._describe(F.scaled_dot_product_attention, query)}: FlashAttention adds up the keys in "
+                f"{splits_of_rank} parts for {part.heads} heads of {part.queries} queries, and in {splits} for "
+                f"{heads} heads of {queries} in one process"
+            )
 
     def _describe(self, func: Callable[..., Any], x: Tensor) -> str:
         """Return the module that calls ``func``, its name, and the shape and type of ``x``, as text."""

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from para_core import PipeFusion
-from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, unparallelize_pipe
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer
 from zoo.tiny.pipelines import PIPELINES
 
+THRESHOLD = 0.8
+CACHED = {"num_inference_steps": 6}
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
 
 
@@ -42,6 +44,26 @@ def test_flux_has_the_bytes_of_one_process(rank_pool, mesh, dtype, options):
     for same, again in rank_pool.run(flux_on, ranks, mesh, dtype, options):
         assert same
         assert again
+
+
+def cached_flux_on(mesh_sizes, options):
+    pipe = flux_pipe(shared_parts=False)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=THRESHOLD)
+    expected = pipe(**flux_call(**CACHED, **options)).images
+    skipped = [row.hit for row in cache_report(pipe).rows]
+    parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_sizes[1:], batch=mesh_sizes[0]), same_bits=True)
+    out = pipe(**flux_call(**CACHED, **options)).images
+    # With CFG on ranks, a rank has the rows of its own branch.
+    rows = [row.hit for row in cache_report(pipe).rows]
+    assert rows == skipped or mesh_sizes[0] > 1
+    return torch.equal(out, expected), skipped
+
+
+@pytest.mark.parametrize(("mesh", "options"), [((1, 1, 2), {}), ((1, 3, 1), {}), ((2, 1, 1), GUIDED)])
+def test_a_cache_skips_the_steps_of_one_process(rank_pool, mesh, options):
+    for same, skipped in rank_pool.run(cached_flux_on, mesh[0] * mesh[1] * mesh[2], mesh, options):
+        assert same
+        assert {True, False} == {*skipped}
 
 
 def refused(mesh_sizes, name, options):

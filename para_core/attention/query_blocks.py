@@ -1,0 +1,74 @@
+"""Queries at their place in the blocks of one process, for attention on a CPU.
+
+A CPU computes queries in blocks, from the first one on (FlashAttentionKernel.cpp of PyTorch, ``q_split_size``), and the
+rows of a smaller block may get other bits. So a rank that has some of the queries computes whole blocks of one process,
+with zeros in place of the queries that it does not have. On a GPU the bits of a query depend on no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from para_core.layout.sequence import Run
+
+# (From so many queries of a call on, the size of its blocks), largest first.
+_BLOCK_SIZES = ((768, 256), (192, 64), (0, 32))
+
+
+class QueryBlocks(NamedTuple):
+    """A call of whole blocks, and the place of this rank's queries in it.
+
+    Args:
+        total: The number of queries of the call.
+        runs: Where each run of this rank's queries stands, as ``(start, length)``, in their order.
+    """
+
+    total: int
+    runs: tuple[Run, ...]
+
+    def place(self, x: Tensor) -> Tensor:
+        """Return zeros with the rows ``[..., S_q, D]`` of this rank at their place."""
+        whole = x.new_zeros(*x.shape[:-2], self.total, x.shape[-1])
+        parts = x.split([length for _, length in self.runs], dim=-2)
+        for (start, length), part in zip(self.runs, parts, strict=True):
+            whole.narrow(-2, start, length).copy_(part)
+        return whole
+
+    def take(self, out: Tensor) -> Tensor:
+        """Return this rank's rows of a result."""
+        return torch.cat([out.narrow(-2, start, length) for start, length in self.runs], dim=-2)
+
+
+def blocks_of(runs: Sequence[Run], total: int) -> QueryBlocks:
+    """Return the blocks of one process, which has ``total`` queries, that have the positions ``runs``.
+
+    The call gets at least the queries from which on its blocks have the size of those of one process.
+    """
+    least, size = next(entry for entry in _BLOCK_SIZES if total >= entry[0])
+    touched = sorted({block for start, length in runs for block in _blocks_of_run(start, length, size)})
+    if not touched:
+        return QueryBlocks(0, tuple((0, 0) for _ in runs))
+    rows = sum(min(size, total - block * size) for block in touched)
+    missing = min(max(least, size), total) - rows
+    front = max(0, -(-missing // size)) * size
+    if total < size:
+        front = 0
+    starts = {block: front + index * size for index, block in enumerate(touched)}
+    placed = [(_start_of(start, length, size, starts), length) for start, length in runs]
+    return QueryBlocks(front + rows, tuple(placed))
+
+
+def _blocks_of_run(start: int, length: int, size: int) -> range:
+    if length == 0:
+        return range(0)
+    return range(start // size, (start + length - 1) // size + 1)
+
+
+def _start_of(start: int, length: int, size: int, starts: dict[int, int]) -> int:
+    if length == 0:
+        return 0
+    return starts[start // size] + start % size
