@@ -7,6 +7,7 @@
 A cell is "equal", the relative error of the latents after three steps with an odd number of tokens, or the error that
 every rank raised. The expected latents are those of the unmodified pipeline in the same process. Each process has one
 thread. Each way of VAE rows decodes and encodes by every tiny autoencoder instead, under the key "vaes" of the JSON.
+--real-widths runs one double and one single block of FLUX's real widths (3072, 12288), with 257 image tokens per rank.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ from benchmarks.harness import (
 )
 from benchmarks.pipelines.latents import IN_BFLOAT16, PIPELINES, generate, in_bfloat16
 from para_core.adapters import parallelize_pipe, parallelize_vae
+from tests.tiny import flux_inputs, flux_pipe, flux_transformer
 from zoo.tiny.vaes import TINY_VAES, random_image
 
 RESULTS = "same_bits"
 # Ranks import diffusers once for so many pipelines.
 _BATCH = 12
+# Tokens per rank of the image and of the text, for --real-widths.
+_REAL_TOKENS, _REAL_TEXT = 257, 7
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,36 @@ def run(ways: Iterable[str], dtypes: Iterable[str], only: Iterable[str] | None, 
 
 
 @torch.no_grad()
+def measure_real_widths(way: str, dtype: str) -> str:
+    """Return "equal" or the relative error of one call of two blocks of FLUX with real widths."""
+    config = {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
+    model = flux_transformer(num_layers=1, num_single_layers=1, **config).to(getattr(torch, dtype))
+    ranks = dist.get_world_size()
+    inputs = flux_inputs(_REAL_TOKENS * ranks, _REAL_TEXT * ranks)
+    inputs = {name: x.to(getattr(torch, dtype)) for name, x in inputs.items()}
+    expected = model(**inputs, return_dict=False)[0]
+    mesh = init_device_mesh("cpu", tuple(WAYS[way].mesh.values()), mesh_dim_names=tuple(WAYS[way].mesh))
+    parallelize_pipe(flux_pipe(transformer=model), mesh=mesh, **WAYS[way].options)
+    out = model(**inputs, return_dict=False)[0]
+    difference = largest_over_ranks(relative_error(out, expected))
+    if true_on_all_ranks(has_bits(out, expected)):
+        return "equal"
+    return f"{difference:.0e}"
+
+
+def run_real_widths(dtypes: Iterable[str]) -> None:
+    """Measure the cells of real widths that the JSON has not."""
+    for dtype in dtypes:
+        for way in ("Ulysses 2, off", "Ulysses 2", "ring 2", "Ulysses 4"):
+            results = read_results(RESULTS)
+            row = results.setdefault("real widths", {}).setdefault(dtype, {})
+            if way not in row:
+                row[way] = measure_on_ranks(measure_real_widths, WAYS[way].ranks, way, dtype)
+                print(dtype, way, row[way], flush=True)
+                write_results(RESULTS, results, "diffusers")
+
+
+@torch.no_grad()
 def measure_vaes(names: list[str], ways: list[str], dtype: str) -> dict[str, dict[str, str]]:
     """Return for each autoencoder and way "equal" if both directions are, or what they are, separated by a comma."""
     cells: dict[str, dict[str, str]] = {}
@@ -207,7 +241,18 @@ def parts() -> dict[str, list[str]]:
             row.append(f"{cells.count('equal')} of {len(cells)}" if cells else "not measured")
         if {*row[1:]} != {"not measured"}:
             table.append(row)
-    return {"same bits": markdown_table(["ranks", *DTYPES], table), "same bits, vaes": _table_of_vaes(results)}
+    return {
+        "same bits": markdown_table(["ranks", *DTYPES], table),
+        "same bits, real widths": _table_of_real_widths(results),
+        "same bits, vaes": _table_of_vaes(results),
+    }
+
+
+def _table_of_real_widths(results: dict[str, Any]) -> list[str]:
+    of_dtypes = results.get("real widths", {})
+    ways = [way for way in WAYS if any(way in of_dtypes.get(dtype, {}) for dtype in DTYPES)]
+    table = [[way, *[of_dtypes.get(dtype, {}).get(way, "not measured") for dtype in DTYPES]] for way in ways]
+    return markdown_table(["ranks", *DTYPES], table)
 
 
 def _table_of_vaes(results: dict[str, Any]) -> list[str]:
@@ -226,7 +271,11 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these pipelines and VAEs only")
     parser.add_argument("--again", action="store_true", help="measure cells that the JSON has, too")
+    parser.add_argument("--real-widths", action="store_true", help="blocks of FLUX's widths; minutes, 8 GB")
     options = parser.parse_args()
+    if options.real_widths:
+        run_real_widths(options.dtypes)
+        return
     ways = [way for way in options.ways if way in WAYS]
     vae_ways = [way for way in options.ways if way in VAE_WAYS]
     run(ways, options.dtypes, options.only, again=options.again)
