@@ -115,12 +115,12 @@ FEATURES: dict[str, Feature] = {
     "gradients of attention": Feature(
         ("para_core/attention/gradients",),
         line=(_ATTENTION, '"gradients.operator:differentiate",'),
-        tests=("tests/attention/test_gradients.py", "tests/attention/test_transforms.py"),
+        tests=("tests/attention/test_gradients.py",),
         words=("gradient", "learn", "backward", "grad", "train"),
     ),
     "gradient of a ring": Feature(
         ("para_core/attention/gradients/ring.py",),
-        tests=("tests/attention/test_gradients.py", "tests/attention/test_transforms.py"),
+        tests=("tests/attention/test_gradients.py",),
         words=("gradient", "learn", "backward", "grad", "train"),
     ),
     "8-bit exchange": Feature(

@@ -1,30 +1,21 @@
-"""Attention calls as one device makes them, and how ranks split them. Tests of exactness and of gradients draw from
-these.
-"""
+"""Attention calls as one device makes them, how ranks split them, and the comparison of both."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
-from tests.attention.one_device import make_qkv
+from tests.attention.one_device import make_qkv, relative_error
 from tests.rank_pool import heartbeat
 
 # Each mesh is (ring, ulysses).
 MESHES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
-# Only the long run has meshes of four ranks, because three ranks give several hops and uneven parts as well.
-ON_MOST_MESHES = [pytest.param(*mesh, marks=pytest.mark.long if 4 in mesh else ()) for mesh in MESHES]
-# For tests that cross meshes with another axis: a ring, Ulysses with parts that do not divide, and both.
-ON_FEW_MESHES = [
-    pytest.param(*mesh, marks=() if mesh in [(2, 1), (1, 3), (2, 2)] else pytest.mark.long) for mesh in MESHES
-]
-on_most_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_MOST_MESHES)
-on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
 CAUSAL = {"is_causal": True}
 GQA = {"enable_gqa": True}
 
@@ -44,6 +35,7 @@ class Mask:
     rows: str = "global"
     columns: str = "global"
     share: float = 0.3  # This share of the entries hides a key. With 1, all of them do.
+    low: tuple[float, ...] = (float("-inf"),)  # In a float mask one of these numbers hides a key.
 
     def make(self, B: int, H: int, S: int, S_k: int) -> Tensor:
         sizes = [size if dim in self.dims else 1 for dim, size in zip("bhqk", (B, H, S, S_k), strict=True)]
@@ -54,7 +46,8 @@ class Mask:
         if self.dtype == torch.bool:
             mask = ~hidden
         else:
-            mask = torch.randn(sizes, generator=generator).to(self.dtype).masked_fill(hidden, float("-inf"))
+            low = torch.tensor(self.low)[torch.randint(len(self.low), sizes, generator=generator)]
+            mask = torch.where(hidden, low, torch.randn(sizes, generator=generator)).to(self.dtype)
         return mask if set(self.dims) & {"b", "h"} else mask[0, 0]
 
     def local_dims(self, query_layout: SequenceLayout, key_layout: SequenceLayout) -> list[tuple[int, SequenceLayout]]:
@@ -97,6 +90,10 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     # lay_out describes the memory layouts.
     memory: str = "contiguous"
+    autocast: bool = False
+    # The mode, and the bool mask of the keys that it leaves.
+    mode: Callable[..., UnifiedAttnMode] = UnifiedAttnMode
+    visible: Tensor | None = None
 
     def qkv(self) -> list[Tensor]:
         S = self.S if self.segments is None else _total(self.segments)
@@ -123,12 +120,38 @@ class Case:
         mask = self.whole_mask()
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
-        return sdpa_with_both(q, k, v, mask, **self.options)
+            if q.dtype == torch.float64:
+                q, mask = _without_low_numbers(q, mask)
+        return self.attention(q, k, v, mask)
 
-    def weight(self, rank: int | None = None) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return SDPA of whole tensors. Its math backend accepts no mask with is_causal."""
+        visible, options = self.visible, dict(self.options)
+        if options.get("is_causal") and (mask is not None or visible is not None):
+            causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+            visible = causal if visible is None else visible & causal
+            options["is_causal"] = False
+        if visible is not None and mask is not None:
+            mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
+        with self.autocasting():
+            return F.scaled_dot_product_attention(q, k, v, visible if mask is None else mask, **options)
+
+    def autocasting(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
+
+    def weight(self, rank: int) -> Tensor:
         """Return the weights of the output in the loss of ``rank``, for the whole sequence."""
         S, D_v = self.qkv()[0].shape[-2], self.qkv()[2].shape[-1]
-        return make_qkv(S, self.H, D_v, B=self.B, seed=7 if rank is None else 100 + rank)[0]
+        return make_qkv(S, self.H, D_v, B=self.B, seed=100 + rank)[0]
+
+
+def _without_low_numbers(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and a mask with which float64 attends as float32 does, whose scores have no effect next to large
+    numbers.
+    """
+    highest = mask.amax(-1, keepdim=True)
+    is_low = (highest < -(2.0**24)) & (highest > float("-inf"))
+    return torch.where(is_low, 0.0, q), torch.where(is_low, mask - highest, mask)
 
 
 def _total(segments: tuple[tuple[Any, ...], ...]) -> int:
@@ -170,6 +193,20 @@ def put_together(parts: list[Tensor], dim: int, layout: SequenceLayout) -> Tenso
     return whole
 
 
+def own_attention(query, key, value, *, attn_mask, dropout_p, is_causal, scale):
+    """Attend by the formula, which gives NaN for a row that sees no key."""
+    assert 0 not in query.shape and dropout_p == 0.0 and (attn_mask is None or not is_causal)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+# -- On ranks.
+
+
 def compiled_sdpa(compile_with: str | None) -> Any:
     """Return a new function in each call, because functions with the same code would share compiled graphs."""
 
@@ -183,81 +220,36 @@ def compiled_sdpa(compile_with: str | None) -> Any:
 
 
 def attend(
-    cases: list[Case],
-    ring: int,
-    ulysses: int,
-    compile_with: str | None = None,
-    mode_options: dict[str, Any] | None = None,
-) -> list[Tensor]:
-    """Return the whole result of each case, gathered on this rank."""
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    outs = []
-    with torch.no_grad():
-        for case in cases:
-            heartbeat()
-            query_layout, key_layout = case.layouts(ring * ulysses)
-            q, k, v = case.qkv()
-            mask = case.whole_mask()
-            whole_layouts = query_layout, key_layout
-            key_layout = None if key_layout is query_layout else key_layout
-            options = {"layout": query_layout, "key_layout": key_layout, **(mode_options or {})}
-            with UnifiedAttnMode(mesh, **options) as cp:
-                if mask is not None:
-                    mask = case.mask.cut(mask, cp, *whole_layouts)
-                q = cp.shard(q, dim=-2, sequence=query_layout)
-                k, v = (cp.shard(x, dim=-2, sequence=key_layout or query_layout) for x in (k, v))
-                sdpa = compiled_sdpa(compile_with)
-                out = sdpa(q, k, v, mask, **case.options)
-                outs.append(cp.gather(out, dim=-2, sequence=query_layout))
-    return outs
-
-
-def gradients(
-    cases: list[Case],
-    ring: int,
-    ulysses: int,
-    compile_with: str | None = None,
-    mode_options: dict[str, Any] | None = None,
-) -> list[list[Tensor]]:
-    """Return, for each case, this rank's gradients of query, key, value and a float mask. Each rank has its own
-    loss.
+    cases: list[Case], ring: int, ulysses: int, learns: bool, compile_with: str | None, options: dict[str, Any]
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """Return the whole result of each case, and this rank's gradients of its inputs if it learns. Each rank has its
+    own loss.
     """
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    rank, results = mesh.get_rank(), []
+    mesh, results = make_mesh(ring, ulysses), []
     for case in cases:
         heartbeat()
-        query_layout, key_layout = case.layouts(ring * ulysses)
-        q, k, v = case.qkv()
-        weight = held(case.weight(rank), -2, query_layout, rank)
-        inputs = [held(x, -2, layout, rank) for x, layout in ((q, query_layout), (k, key_layout), (v, key_layout))]
-        mask, whole_layouts = case.whole_mask(), (query_layout, key_layout)
-        key_layout = None if key_layout is query_layout else key_layout
-        sdpa = compiled_sdpa(compile_with)
-        with UnifiedAttnMode(mesh, layout=query_layout, key_layout=key_layout, **(mode_options or {})) as cp:
-            if mask is not None:
-                inputs.append(case.mask.cut(mask, cp, *whole_layouts))
-            for x in inputs:
-                x.requires_grad_(x.is_floating_point())
-            out = sdpa(*inputs, **case.options)
-        (out * weight).sum().backward()
-        results.append(_grads(inputs))
+        layouts = case.layouts(ring * ulysses)
+        own_keys = None if layouts[1] is layouts[0] else layouts[1]
+        mode = case.mode(mesh, layout=layouts[0], key_layout=own_keys, **options)
+        with torch.set_grad_enabled(learns), mode as cp, case.autocasting():
+            parts = [
+                cp.shard(x, dim=-2, sequence=layout)
+                for x, layout in zip(case.qkv(), (*layouts, layouts[1]), strict=True)
+            ]
+            if case.mask is not None:
+                parts.append(case.mask.cut(case.whole_mask(), cp, *layouts))
+            for x in parts:
+                x.requires_grad_(learns and x.is_floating_point())
+            out = compiled_sdpa(compile_with)(*parts, **case.options)
+            whole = cp.gather(out.detach(), dim=-2, sequence=layouts[0])
+        if learns:
+            (out * held(case.weight(mesh.get_rank()), -2, layouts[0], mesh.get_rank())).sum().backward()
+        results.append((whole, _grads(parts)))
     return results
 
 
-def gradients_on_one_device(case: Case, ranks: int) -> list[Tensor]:
-    """Return the gradients of the sum of all ranks' losses, including that of a float mask."""
-    query_layout, _ = case.layouts(ranks)
-    weights = [held(case.weight(rank), -2, query_layout, rank) for rank in range(ranks)]
-    weight = put_together(weights, -2, query_layout)
-    inputs = [x.clone() for x in case.qkv()]
-    mask = case.whole_mask()
-    if mask is not None:
-        inputs.append(mask.clone())
-    for x in inputs:
-        x.requires_grad_(x.is_floating_point())
-    out = sdpa_with_both(*inputs, **case.options)
-    (out * weight).sum().backward()
-    return _grads(inputs)
+def make_mesh(ring: int, ulysses: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
 
 
 def _grads(inputs: list[Tensor]) -> list[Tensor]:
@@ -265,20 +257,62 @@ def _grads(inputs: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad]
 
 
-def sdpa_with_both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    """Call SDPA with a mask and is_causal, which its math backend does not accept together."""
-    if mask is not None and options.get("is_causal"):
-        causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
-        mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, float("-inf"))
-        options = {**options, "is_causal": False}
-    return F.scaled_dot_product_attention(q, k, v, mask, **options)
+# -- The oracle.
 
 
-def put_gradients_together(case: Case, parts_of_ranks: list[list[Tensor]]) -> list[Tensor]:
-    query_layout, key_layout = case.layouts(len(parts_of_ranks))
-    q, k, v, *masks = zip(*parts_of_ranks, strict=True)
-    whole = [put_together(list(q), -2, query_layout), *(put_together(list(x), -2, key_layout) for x in (k, v))]
+def check_all(
+    rank_pool: Any, cases: list[Case], ring: int, ulysses: int, *, learns=False, compile_with=None, **options: Any
+) -> None:
+    """Raise if the result of a case, or a gradient if it learns, differs from one device on any rank."""
+    results = rank_pool.run(attend, ring * ulysses, cases, ring, ulysses, learns, compile_with, options)
+    for case, *of_ranks in zip(cases, *results, strict=True):
+        where = f"{case} on ring {ring} × ulysses {ulysses}"
+        for out, _ in of_ranks:
+            _check_out(case, out, where)
+        if learns:
+            _check_gradients(case, [grads for _, grads in of_ranks], where)
+
+
+def _check_out(case: Case, out: Tensor, where: str) -> None:
+    expected = case.on_one_device()
+    assert out.dtype == expected.dtype, where
+    if out.dtype in (torch.float32, torch.float64):
+        assert relative_error(out, expected) < (1e-5 if out.dtype == torch.float32 else 1e-12), where
+        return
+    # In 16 bits the result must be as near to the exact one as SDPA's own. The small term allows for SDPA being exact
+    # by chance on few numbers.
+    exact = case.on_one_device(double=True)
+    bound = 2 * relative_error(expected, exact) + torch.finfo(out.dtype).eps / 4
+    assert relative_error(out, exact) <= bound, where
+
+
+def _check_gradients(case: Case, of_ranks: list[list[Tensor]], where: str) -> None:
+    whole, expected = _put_gradients_together(case, of_ranks), _gradients_on_one_device(case, len(of_ranks))
+    # If softmax is constant (one key, or the same bias for all keys), gradients are rounding errors of 0.
+    scale = expected[2].norm()
+    assert len(whole) == len(expected), where
+    for name, gradient, reference in zip(("query", "key", "value", "mask"), whole, expected, strict=False):
+        assert gradient.shape == reference.shape, where
+        error = (gradient - reference).norm() / max(scale, reference.norm())
+        assert error <= 1e-5 or not (gradient - reference).any(), f"{name} of {where}: {error}"
+
+
+def _gradients_on_one_device(case: Case, ranks: int) -> list[Tensor]:
+    """Return the gradients of the sum of all ranks' losses."""
+    layout, _ = case.layouts(ranks)
+    weights = [held(case.weight(rank), -2, layout, rank) for rank in range(ranks)]
+    inputs = [*(x.clone() for x in case.qkv()), *([] if case.mask is None else [case.whole_mask()])]
+    for x in inputs:
+        x.requires_grad_(x.is_floating_point())
+    (case.attention(*inputs) * put_together(weights, -2, layout)).sum().backward()
+    return _grads(inputs)
+
+
+def _put_gradients_together(case: Case, of_ranks: list[list[Tensor]]) -> list[Tensor]:
+    layouts = case.layouts(len(of_ranks))
+    q, k, v, *masks = zip(*of_ranks, strict=True)
+    whole = [put_together(list(q), -2, layouts[0]), *(put_together(list(x), -2, layouts[1]) for x in (k, v))]
     for parts in masks:
-        local = case.mask.local_dims(query_layout, key_layout)
+        local = case.mask.local_dims(*layouts)
         whole.append(put_together(list(parts), *local[0]) if local else torch.stack(parts).sum(0))
     return whole

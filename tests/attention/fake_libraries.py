@@ -1,6 +1,4 @@
-"""Stand-ins for FlashAttention-3, FlashAttention-4 and SageAttention, with their signatures. They compute by the
-formula.
-"""
+"""Stand-ins for FlashAttention-3, FlashAttention-4 and SageAttention, which compute by the formula."""
 
 from __future__ import annotations
 
@@ -16,26 +14,9 @@ from para_core.attention.backends import library
 from tests.kernels.attention_cases import by_formula
 
 
-# The signature is that of Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 01afd16.
-def flash_attn_3(
-    q,
-    k,
-    v,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    return_attn_probs=False,
-):
+# These are parameters of Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 01afd16. It has more, which
+# no wrapper passes.
+def flash_attn_3(q, k, v, softmax_scale=None, causal=False, return_attn_probs=False):
     """Attend over ``[B, S, H, D]``. lse is ``[B, H, S_q]``, and the diagonal ends at the last query and the last
     key.
     """
@@ -50,32 +31,9 @@ def earlier_flash_attn_3(q, k, v, softmax_scale=None, causal=False):
     return flash_attn_3(q, k, v, softmax_scale, causal, return_attn_probs=True)
 
 
-# The signature is that of PyPI's flash-attn-4 4.0.0b36, flash_attn/cute/interface.py.
-def flash_attn_4(
-    q,
-    k,
-    v,
-    qv=None,
-    gather_kv_indices=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(None, None),
-    learnable_sink=None,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    score_mod=None,
-    score_mod_bwd=None,
-    mask_mod=None,
-    aux_tensors=None,
-    aux_scalars=None,
-    block_sparse_tensors=None,
-    block_sparse_tensors_bwd=None,
-    return_lse=False,
-    gather_bwd_recompute_p=False,
-    gather_bwd_token_chunk=None,
-):
+# These are parameters of PyPI's flash-attn-4 4.0.0b36, flash_attn/cute/interface.py. It has more, which no wrapper
+# passes.
+def flash_attn_4(q, k, v, softmax_scale=None, causal=False, return_lse=False):
     """Attend as FlashAttention-3 does, but always return a pair, whose lse is None unless it is requested."""
     out, lse = flash_attn_3(q, k, v, softmax_scale, causal, return_attn_probs=True)
     return out, lse if return_lse else None

@@ -10,18 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 aten = torch.ops.aten
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition, message):
     if not condition:
         raise AssertionError(message)
 
 
-def _aligned(x: Tensor, name: str) -> None:
+def _aligned(x, name):
     """Require rows that can be loaded 16 bytes at a time: mem_eff/kernel_forward.h:573-612,
     kernel_backward.h:1182-1238.
     """
@@ -32,7 +31,7 @@ def _aligned(x: Tensor, name: str) -> None:
         _require(size == 1 or stride % step == 0, f"{name} has strides {x.stride()}, not multiples of {step}")
 
 
-def _bias_of_efficient(bias: Tensor | None, query: Tensor, key: Tensor) -> None:
+def _bias_of_efficient(bias, query, key):
     """Require a valid dtype, shape and last stride of bias: transformers/cuda/attention_backward.cu,
     _efficient_attention_backward.
     """
@@ -47,24 +46,14 @@ def _bias_of_efficient(bias: Tensor | None, query: Tensor, key: Tensor) -> None:
     _require(end <= bias.untyped_storage().nbytes(), "the last row of bias is loaded past its storage")
 
 
-def check_efficient(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any, **__: Any) -> None:
+def check_efficient(query, key, value, bias, *_, **__):
     for name, x in {"query": query, "key": key, "value": value}.items():
         _aligned(x, name)
         _require(x.shape[1] == query.shape[1], "no grouped heads: one stride of heads for all of q, k and v")
     _bias_of_efficient(bias, query, key)
 
 
-def check_efficient_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *_: Any,
-    **__: Any,
-) -> None:
+def check_efficient_backward(grad_out, query, key, value, bias, out, lse, *_, **__):
     check_efficient(query, key, value, bias)
     _require(grad_out.dtype == out.dtype == query.dtype, "grad_out, out and query have different dtypes")
     heads, num_queries, head_dim = out.shape[1:]
@@ -79,9 +68,7 @@ def check_efficient_backward(
     _require(lse.stride(1) % 8 == 0 and lse.stride(0) % 8 == 0, f"lse has strides {lse.stride()}, not multiples of 8")
 
 
-def check_flash(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
-) -> None:
+def check_flash(query, key, value, dropout_p=0.0, is_causal=False, *_, **__):
     """Check the conditions of transformers/cuda/flash_attn/flash_api.cpp, mha_fwd, and the causal diagonal of
     transformers/cuda/sdp_utils.cpp.
     """
@@ -100,21 +87,8 @@ def check_flash(
 
 
 def check_flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *_: Any,
-    **__: Any,
-) -> None:
+    grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *_, **__
+):
     """Check the conditions of transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     check_flash(query, key, value, dropout_p, is_causal)
     _require(not 192 < query.shape[-1] <= 224, "not on sm86 to sm89, nor sm120 (transformers/cuda/sdp_utils.cpp)")
@@ -132,7 +106,7 @@ def check_flash_backward(
     )
 
 
-def check_cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any, **__: Any) -> None:
+def check_cudnn(query, key, value, bias, *_, **__):
     """Check the conditions of transformers/cuda/sdp_utils.cpp, can_use_cudnn_attention, and the bias by
     cudnn/MHA.cpp, build_graph.
     """
@@ -156,21 +130,7 @@ def check_cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
         _aligned(bias, "bias")
 
 
-def check_cudnn_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    bias: Tensor | None,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    *_: Any,
-    **__: Any,
-) -> None:
+def check_cudnn_backward(grad_out, query, key, value, out, lse, seed, offset, bias, cum_seq_q, cum_seq_k, *_, **__):
     """Check the conditions of cudnn/MHA.cpp, run_cudnn_SDP_bprop, which finds a cached graph by the strides of q,
     k, v and bias only.
     """

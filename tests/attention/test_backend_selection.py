@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from para_core import UnifiedAttnMode
 from para_core.attention import local
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.backend_selection import require_backend, resolve_backend
@@ -16,97 +17,22 @@ from para_core.attention.backends import triton_backend
 from para_core.attention.local import (
     continued_attention,
     local_attention,
-    local_attention_backward,
     local_attention_with_lse,
 )
 from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.merge import Merged
 from para_core.distributed.mesh import one_rank
-from tests.attention.one_device import make_qkv, relative_error
+from tests.attention.cases import CAUSAL, Case, Mask
+from tests.attention.cases import attend as attend_over_mesh
+from tests.attention.one_device import relative_error
 from tests.kernels.attention_cases import by_formula, check_lse, error, make
 from tests.kernels.interpreted import interpreted
-
-ALL_ON = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
-
-
-class Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
 
 # -- A backend that is named.
 
 
-@pytest.mark.parametrize(("backend", "fused"), [("flash", True), ("math", False)])
-def test_the_named_backend_of_pytorch_computes_forward_and_backward(backend, fused):
-    tensors = make(5, 7)
-    with Names() as operators:
-        out, lse = local_attention_with_lse(LocalAttentionCall(*tensors), backend=backend)
-        local_attention_backward(LocalAttentionCall(*tensors), out, out, lse, backend=backend)
-        local_attention(LocalAttentionCall(*tensors), backend=backend)
-    kernels = [name for name in operators.names if "flash_attention" in name]
-    assert len(kernels) == (3 if fused else 0)
-    assert error(out, by_formula(*tensors)[0]) < 1e-6
-
-
-def test_forbidden_backend_raises():
-    query, key, value = make(5, 7)
-    with sdpa_kernel([SDPBackend.MATH]):
-        assert resolve_backend("math", query, value, masked=False) == "math"
-        for function in (local_attention, local_attention_with_lse, continued_attention):
-            so_far = (Merged(),) if function is continued_attention else ()
-            with pytest.raises(RuntimeError, match=r"flash.* sdpa_kernel\("):
-                function(*so_far, LocalAttentionCall(query, key, value), backend="flash")
-        with pytest.raises(RuntimeError, match=r"flash.* sdpa_kernel\("):
-            require_backend(query, value, backend="flash")
-
-
-def test_unknown_backend_is_an_error():
-    with pytest.raises(ValueError, match=r"xformers.*flash, .*triton"):
-        AttnOptions(backend="xformers")
-
-
-def test_triton_without_gpu_raises():
-    query, key, value = make(5, 7)
-    with pytest.raises(RuntimeError, match=r"triton.* CUDA .*CPU.*TRITON_INTERPRET=1"):
-        local_attention(LocalAttentionCall(query, key, value), backend="triton")
-    with pytest.raises(RuntimeError, match=r"triton.*float32.* 256.* torch\.float64 .*16"):
-        require_backend(query.double(), value.double(), backend="triton")
-    with pytest.raises(RuntimeError, match=r"triton.*float32.* 256.* torch\.float32 .*264"):
-        require_backend(query.new_empty(1, 1, 1, 264), value, backend="triton")
-
-
-def test_missing_triton_package_is_named(monkeypatch):
-    monkeypatch.setattr(triton_backend, "has_triton", lambda: False)
-    query, key, value = make(5, 7)
-    with pytest.raises(RuntimeError, match=r'pip install "triton>=3\.5"'):
-        local_attention(LocalAttentionCall(query, key, value), backend="triton")
-
-
-def test_flash_on_cuda_refuses_masks_and_rectangles():
-    query, key, value = (x.half().to("meta") for x in make(5, 7))  # The meta device runs the kernels of CUDA.
-    mask = torch.ones(1, 1, 1, 7, dtype=torch.bool, device="meta")
-    for function in (local_attention, local_attention_with_lse):
-        with pytest.raises(RuntimeError, match=r"flash.* attn_mask"):
-            function(LocalAttentionCall(query, key, value, mask), backend="flash")
-        with pytest.raises(RuntimeError, match=r"flash.* 5 .*7 "):
-            function(LocalAttentionCall(query, key, value, is_causal=True), backend="flash")
-    with pytest.raises(RuntimeError, match=r"flash.* attn_mask"):
-        require_backend(query, value, mask=mask, backend="flash")
-    require_backend(query, value, backend="flash")
-    out, _ = local_attention_with_lse(
-        LocalAttentionCall(query, key[:, :, :5], value[:, :, :5], is_causal=True), backend="flash"
-    )
-    assert out.shape == query.shape
-
-
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_named_backend_computes_on_one_rank_too(monkeypatch, compiled):
+def test_the_named_backend_computes_on_one_rank(monkeypatch, compiled):
     """Check a named backend on one rank with a mask, shared heads, more keys than queries, and gradients."""
     query, key, value = make(5, 7, key_heads=1)
     query.requires_grad_()
@@ -131,58 +57,82 @@ def test_the_named_backend_computes_on_one_rank_too(monkeypatch, compiled):
     assert relative_error(*grads) < 1e-5
 
 
-def test_triton_runs_on_one_rank_or_raises():
-    tensors = [x.half() for x in make(5, 7)]
-    with torch.no_grad(), UnifiedAttnMode(one_rank("cpu"), backend="triton"):
-        with pytest.raises(RuntimeError, match=r"triton.* CUDA .*CPU"):
-            F.scaled_dot_product_attention(*tensors)
-        with interpreted(), Names() as operators:
-            out = F.scaled_dot_product_attention(*tensors, is_causal=True)
-        with interpreted():
-            call = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
-            assert torch.equal(call(*tensors, is_causal=True), out)
-    assert "para_core.triton_attention.default" in operators.names
-    assert error(out, by_formula(*tensors, is_causal=True)[0]) < 1e-3
+def attend(backend, *tensors, **options):
+    with UnifiedAttnMode(one_rank("cpu"), backend=backend):
+        return F.scaled_dot_product_attention(*tensors, **options)
 
 
-@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
-@pytest.mark.parametrize("with_gradient", [False, True])
-def test_cuda_backends_raise_on_cpu(backend, with_gradient):
-    query, key, value = make(5, 7)
-    query.requires_grad_(with_gradient)
-    with (
-        UnifiedAttnMode(one_rank("cpu"), backend=backend),
-        pytest.raises(RuntimeError, match=rf"{backend}.* CUDA .*CPU"),
-    ):
-        F.scaled_dot_product_attention(query, key, value)
+def with_math_alone(function, *args):
+    with sdpa_kernel([SDPBackend.MATH]):
+        assert resolve_backend("math", X[0], X[2], masked=False) == "math"
+        return function(*args, backend="flash")
+
+
+X = make(5, 7)
+ON_GPU = [x.half().to("meta") for x in X]  # The meta device runs the kernels of CUDA.
+GPU_MASK = torch.ones(1, 1, 1, 7, dtype=torch.bool, device="meta")
+REFUSED = {
+    "unknown": (lambda: AttnOptions(backend="xformers"), r"xformers.*flash, .*triton"),
+    "unknown option": (lambda: AttnOptions.of(is_causal=True), "no option 'is_causal'; expected one of rotate_method"),
+    "triton on a CPU": (lambda: attend("triton", *X), r"triton.* CUDA .*CPU.*TRITON_INTERPRET=1"),
+    "triton in float64": (
+        lambda: require_backend(X[0].double(), X[2].double(), backend="triton"),
+        r"triton.*float32.* 256.* torch\.float64 .*16",
+    ),
+    "triton of wide heads": (
+        lambda: require_backend(X[0].new_empty(1, 1, 1, 264), X[2], backend="triton"),
+        r"triton.*float32.* 256.* torch\.float32 .*264",
+    ),
+    "efficient on a CPU": (lambda: attend("efficient", *X), r"efficient.* CUDA .*CPU"),
+    "cudnn on a CPU": (lambda: attend("cudnn", X[0].clone().requires_grad_(), *X[1:]), r"cudnn.* CUDA .*CPU"),
+    **{
+        f"forbidden {function.__name__}": (partial(with_math_alone, function, *args), r"flash.* sdpa_kernel\(")
+        for function, *args in [
+            (local_attention, LocalAttentionCall(*X)),
+            (local_attention_with_lse, LocalAttentionCall(*X)),
+            (continued_attention, Merged(), LocalAttentionCall(*X)),
+            (require_backend, X[0], X[2]),
+        ]
+    },
+    "flash with a mask": (
+        lambda: local_attention(LocalAttentionCall(*ON_GPU, GPU_MASK), backend="flash"),
+        r"flash.* attn_mask",
+    ),
+    "flash of a rectangle": (
+        lambda: local_attention_with_lse(LocalAttentionCall(*ON_GPU, is_causal=True), backend="flash"),
+        r"flash.* 5 .*7 ",
+    ),
+    "flash with a mask, at the start": (
+        lambda: require_backend(ON_GPU[0], ON_GPU[2], mask=GPU_MASK, backend="flash"),
+        r"flash.* attn_mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_backend_refuses_what_it_cannot_compute(name):
+    call, message = REFUSED[name]
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
+        call()
+
+
+def test_missing_triton_package_is_named(monkeypatch):
+    monkeypatch.setattr(triton_backend, "has_triton", lambda: False)
+    with pytest.raises(RuntimeError, match=r'pip install "triton>=3\.5"'):
+        attend("triton", *X)
 
 
 # -- The Triton kernel behind the functions of this package.
 
 
-@pytest.mark.parametrize("kind", ["none", "keys", "rows"])
-def test_triton_out_and_lse_fit_pytorch_backward(kind):
-    tensors = make(5, 20, key_heads=1)
-    mask = None
-    if kind != "none":
-        mask = torch.rand(2, 1, 1 if kind == "keys" else 5, 20, generator=torch.Generator().manual_seed(1)) > 0.4
-        mask[0, ..., 12:] = False
-        mask[1] = mask[1] & (kind == "rows")  # With a mask of keys the second sample sees no key.
-    with interpreted():
-        out, lse = local_attention_with_lse(LocalAttentionCall(*tensors, mask=mask), backend="triton")
-        assert torch.equal(local_attention(LocalAttentionCall(*tensors, mask=mask), backend="triton"), out)
-    leaves = [x.detach().double().requires_grad_() for x in tensors]
-    exact_out, exact_lse = by_formula(*leaves, mask=mask)
-    assert error(out, exact_out.detach()) < 1e-6
-    check_lse(lse, exact_lse.detach(), 1e-5)
-    grad_out = torch.ones_like(out)
-    if kind != "keys":
-        exact = torch.autograd.grad(exact_out, leaves, grad_out.double())
-        gradients = local_attention_backward(
-            LocalAttentionCall(*tensors, mask=mask), grad_out, out, lse, backend="triton"
-        )
-        for grad, expected in zip(gradients[:3], exact, strict=True):
-            assert error(grad, expected) < 1e-5
+def test_triton_runs_on_one_rank_eager_and_in_a_graph():
+    tensors = [x.half() for x in X]
+    with torch.no_grad(), interpreted():
+        out = attend("triton", *tensors, **CAUSAL)
+        with UnifiedAttnMode(one_rank("cpu"), backend="triton"):
+            call = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+            assert torch.equal(call(*tensors, is_causal=True), out)
+    assert error(out, by_formula(*tensors, **CAUSAL)[0]) < 1e-3
 
 
 def test_continued_triton_equals_merged_pytorch():
@@ -200,21 +150,13 @@ def test_continued_triton_equals_merged_pytorch():
     check_lse(so_far.lse, exact_lse, 1e-5)
 
 
-def ring(is_causal, masked):
-    query, key, value = make_qkv(13, 2, seed=0)
-    mask = torch.rand(1, 1, 1, 13, generator=torch.Generator().manual_seed(2)) > 0.3 if masked else None
-    mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)
-    with interpreted(), torch.no_grad(), UnifiedAttnMode(mesh, backend="triton") as cp:
-        shards = [cp.shard(x, dim=2) for x in (query, key, value)]
-        options = {"attn_mask": mask, "is_causal": is_causal}
-        return cp.gather(F.scaled_dot_product_attention(*shards, **options), dim=2)
+def ring_of_triton(cases):
+    with interpreted():
+        return attend_over_mesh(cases, 2, 1, False, None, {"backend": "triton"})
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("is_causal", "masked"), [(False, False), (True, False), (False, True)])
-def test_a_ring_of_triton_kernels_equals_one_device(rank_pool, is_causal, masked):
-    query, key, value = make_qkv(13, 2, seed=0)
-    mask = torch.rand(1, 1, 1, 13, generator=torch.Generator().manual_seed(2)) > 0.3 if masked else None
-    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
-    for rank, out in enumerate(rank_pool.run(ring, 2, is_causal=is_causal, masked=masked)):
-        assert relative_error(out, expected) < 1e-5, f"rank {rank}"
+def test_a_ring_of_triton_kernels_equals_one_device(rank_pool):
+    cases = [Case(13, 2), Case(13, 2, options=CAUSAL), Case(13, 2, mask=Mask("k"))]
+    for outs in rank_pool.run(ring_of_triton, 2, cases):
+        for case, (out, _) in zip(cases, outs, strict=True):
+            assert relative_error(out, case.on_one_device()) < 1e-5, case

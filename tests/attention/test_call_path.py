@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import para_core
-from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from para_core import UnifiedAttnMode
+from tests.attention.cases import make_mesh
 
 ROOT = Path(para_core.__file__).parent
 
@@ -21,7 +22,6 @@ MOST_PYTHON_CALLS = {"ulysses": 78, "ring": 92}
 
 def trace_call(kind, assume_equal):
     """Return the files of para_core in which a call runs, and its number of Python calls, after two calls like it."""
-    mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2 if kind == "ring" else 1)
     files, num_calls = set(), 0
 
     def note(frame, event, _):
@@ -32,6 +32,7 @@ def trace_call(kind, assume_equal):
             if path.is_relative_to(ROOT):
                 files.add(str(path.relative_to(ROOT)))
 
+    mesh = make_mesh(2, 1) if kind == "ring" else make_mesh(1, 2)
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as cp:
         q = cp.shard(torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(0)), dim=2)
         for _ in range(2):
@@ -44,16 +45,10 @@ def trace_call(kind, assume_equal):
     return sorted(files), num_calls
 
 
-@pytest.mark.parametrize("kind", ["ulysses", "ring"])
-def test_a_call_passes_few_files_and_python_calls(rank_pool, kind):
-    for files, num_calls in rank_pool.run(trace_call, 2, kind, False):
+@pytest.mark.parametrize(("kind", "assume_equal"), [("ulysses", False), ("ring", False), ("ring", True)])
+def test_a_call_passes_few_files_and_python_calls(rank_pool, kind, assume_equal):
+    for files, num_calls in rank_pool.run(trace_call, 2, kind, assume_equal):
         assert "modes/unified.py" in files and "attention/mesh_attention.py" in files
-        assert len(files) <= MOST_FILES[kind], files
+        assert len(files) <= MOST_FILES[kind] - assume_equal, files
         assert num_calls <= MOST_PYTHON_CALLS[kind]
-
-
-@pytest.mark.parametrize("kind", ["ulysses", "ring"])
-def test_a_call_without_the_exchange_does_not_run_it(rank_pool, kind):
-    for files, _ in rank_pool.run(trace_call, 2, kind, True):
-        assert "distributed/agree.py" not in files
-        assert len(files) <= MOST_FILES[kind] - 1, files
+        assert ("distributed/agree.py" in files) == (not assume_equal)

@@ -1,151 +1,136 @@
-"""Gradients over every mesh, compared with those of unmodified SDPA on one device, for the sum of all ranks' losses."""
+"""Gradients over every mesh and transport, compared with those of unmodified SDPA on one device for the sum of all
+ranks' losses, and what has no gradient.
+"""
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import fake_group
-from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from para_core import UnifiedAttnMode, init_context_parallel_mesh, unified_attention
 from para_core.attention import operator
 from para_core.attention.ring import Ring
-from tests.attention.cases import (
-    BALANCED,
-    CAUSAL,
-    GQA,
-    IMAGE_FIRST,
-    MESHES,
-    TEXT_FIRST,
-    Case,
-    Mask,
-    gradients,
-    gradients_on_one_device,
-    on_few_meshes,
-    on_most_meshes,
-    put_gradients_together,
-)
-from tests.attention.test_exactness import drawn_cases
-from tests.pairwise import pairwise
+from tests.attention.cases import check_all, make_mesh, own_attention
+from tests.attention.one_device import make_qkv, relative_error
+from tests.attention.test_exactness import CALLS, is_fit, ways
 
 
-def check_all(rank_pool, cases, ring, ulysses, compile_with=None, mode_options=None):
-    ranks = ring * ulysses
-    of_ranks = zip(*rank_pool.run(gradients, ranks, cases, ring, ulysses, compile_with, mode_options), strict=True)
-    for case, parts_of_ranks in zip(cases, of_ranks, strict=True):
-        expected = gradients_on_one_device(case, ranks)
-        whole = put_gradients_together(case, parts_of_ranks)
-        # If softmax is constant (one key, or the same bias for all keys), gradients are rounding errors of 0.
-        scale = expected[2].norm()
-        assert len(whole) == len(expected)
-        for name, gradient, reference in zip(("query", "key", "value", "mask"), whole, expected, strict=False):
-            where = f"{name} of {case} on ring {ring} × ulysses {ulysses}"
-            assert gradient.shape == reference.shape, where
-            assert (gradient - reference).norm() <= 1e-5 * max(scale, reference.norm()), where
+@ways
+def test_gradients_equal_those_of_one_device(rank_pool, ring, ulysses, options):
+    cases = [case for case in CALLS if is_fit(case, ring * ulysses, options, learns=True)]
+    assert len(cases) > 30
+    check_all(rank_pool, cases, ring, ulysses, learns=True, **options)
 
 
-@pytest.mark.sample(3)
-@on_most_meshes
-def test_self_attention(rank_pool, ring, ulysses):
-    cases = [
-        Case(S, H, D, options=options)
-        for S, H, D in [(13, 6, 8), (3, 3, 5), (16, 1, 16), (1, 2, 8)]
-        for options in ({}, CAUSAL, {"scale": 0.4})
-    ]
-    check_all(rank_pool, cases, ring, ulysses)
+# -- Sixteen bits.
 
 
-@pytest.mark.sample(3)
-@on_most_meshes
-def test_grouped_heads_other_lengths_and_other_widths(rank_pool, ring, ulysses):
-    cases = [
-        *[
-            Case(13, H, H_kv=H_kv, options=GQA | causal)
-            for H, H_kv in [(6, 2), (4, 1), (6, 3)]
-            for causal in ({}, CAUSAL)
-        ],
-        *[
-            Case(13, 3, S_k=S_k, D_v=D_v, options=causal)
-            for S_k in (5, 20)
-            for D_v in (None, 3)
-            for causal in ({}, CAUSAL)
-        ],
-    ]
-    check_all(rank_pool, cases, ring, ulysses)
+def cancelling_gradients(inputs, dims, options, compiled):
+    """Return the gradients of a sum, whose parts nearly cancel."""
+    *qkv, mask = (None if x is None else x.clone().requires_grad_() for x in inputs)
+
+    def attend(*whole):
+        rows = None if mask is None else cp.shard(mask, dim=-2, sequence=tokens)
+        parts = [cp.shard(x, dim=2, sequence=tokens) for x in whole]
+        return F.scaled_dot_product_attention(*parts, attn_mask=rows)
+
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    backends = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    with sdpa_kernel(backends[: 1 if mask is None else None]), UnifiedAttnMode(make_mesh(*dims), **options) as cp:
+        tokens = cp.sequence(qkv[0].shape[2])
+        attend(*qkv).sum().backward()
+    return [x.grad for x in (*qkv, mask) if x is not None]
 
 
-@pytest.mark.sample(3)
-@on_most_meshes
-def test_replicated_and_balanced_segments(rank_pool, ring, ulysses):
-    layouts = [TEXT_FIRST, IMAGE_FIRST, BALANCED, (("text", 3, True), ("image", 9, False), ("more", 2, True))]
-    cases = [
-        Case(H=H, segments=segments, options=causal) for segments in layouts for H in (4, 3) for causal in ({}, CAUSAL)
-    ]
-    cases += [
-        Case(H=3, segments=IMAGE_FIRST, key_segments=(("text", 5, True),), options=causal) for causal in ({}, CAUSAL)
-    ]
-    check_all(rank_pool, cases, ring, ulysses)
-
-
-@pytest.mark.sample(3)
-@on_few_meshes
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
-def test_masks_and_the_gradient_of_additive_ones(rank_pool, ring, ulysses, dtype):
-    extents = [("global", "global"), ("local", "global"), ("global", "local")]
-    cases = [
-        Case(13, 4, segments=segments, mask=Mask(dims, dtype, *extent), options=causal)
-        for dims, extent, segments, causal in pairwise(
-            ("qk", "bk", "bhqk", "hqk", ""), extents, (None, IMAGE_FIRST), ({}, CAUSAL)
-        )
-    ]
-    check_all(rank_pool, cases, ring, ulysses)
-
-
-def test_rows_that_see_no_key_have_no_gradient(rank_pool):
-    cases = [Case(13, 3, mask=Mask("qk", dtype, share=1.0)) for dtype in (torch.bool, torch.float32)]
-    for ring, ulysses in ((2, 1), (1, 2)):
-        for results in rank_pool.run(gradients, 2, cases, ring, ulysses):
-            assert all(not grad.any() for grads in results for grad in grads)
-
-
-float32_cases = drawn_cases().filter(lambda case: case.dtype == torch.float32)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(mesh=st.sampled_from(MESHES), cases=st.lists(float32_cases, min_size=1, max_size=5))
-def test_any_attention_on_any_mesh(rank_pool, mesh, cases):
-    check_all(rank_pool, cases, *mesh)
-
-
-COMPILED = [
-    Case(13, 4),
-    Case(13, 3, options=CAUSAL),
-    Case(5, 1, options=CAUSAL),  # One rank has no heads, and one has a single token.
-    Case(1, 2),  # One rank has no tokens.
-    Case(13, 6, H_kv=2, options=GQA),
-    Case(H=4, segments=TEXT_FIRST, mask=Mask("bk", torch.float32)),
-    Case(H=3, segments=BALANCED, mask=Mask("bhqk", torch.float32, "local"), options=CAUSAL),
-    Case(13, 3, S_k=9, mask=Mask("qk", torch.bool, "global", "local")),
-]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("ring", "ulysses", "cases"),
+    ("dims", "options", "dtype", "learned_mask", "compiled"),
     [
-        (2, 2, COMPILED),
-        (2, 1, COMPILED),
-        (1, 3, COMPILED),
+        ((1, 2), {}, torch.bfloat16, True, False),
+        ((2, 1), {}, torch.float16, False, False),
+        ((2, 1), {}, torch.bfloat16, False, True),
+        ((3, 1), {"rotate_method": "allgather"}, torch.bfloat16, False, False),
+        ((4, 1), {"rotate_method": "2d"}, torch.float16, True, False),
     ],
 )
-def test_in_one_compiled_graph(rank_pool, ring, ulysses, cases):
-    check_all(rank_pool, cases, ring, ulysses, "aot_eager")
+def test_cancelling_gradient_is_as_exact_as_one_device(rank_pool, dims, options, dtype, learned_mask, compiled):
+    shapes = [(1, 4, 33, 16)] * 3 + [(1, 1, 33, 33)] * learned_mask
+    inputs = [torch.rand(s, generator=torch.Generator().manual_seed(i)).to(dtype) for i, s in enumerate(shapes)]
+    exact, alone = ([x.to(wide, copy=True).requires_grad_() for x in inputs] for wide in (torch.float64, dtype))
+    with sdpa_kernel([SDPBackend.MATH]):
+        for tensors in (exact, alone):
+            F.scaled_dot_product_attention(*tensors).sum().backward()
+    arguments = ([*inputs, None][:4], dims, options, compiled)
+    of_ranks = rank_pool.run(cancelling_gradients, dims[0] * dims[1], *arguments)
+    # The gradient of a mask is a sum over heads, and each Ulysses rank rounds the sum over its own heads.
+    for x, y, factor, *parts in zip(exact, alone, [1.2, 1.2, 1.2, 2.0], *of_ranks, strict=False):
+        error = relative_error(sum(grad.double() for grad in parts), x.grad)
+        assert error <= factor * relative_error(y.grad.double(), x.grad)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
-def test_with_inductor(rank_pool, ring, ulysses):
-    check_all(rank_pool, COMPILED[2:4], ring, ulysses, "inductor")
+# -- What is captured, or differentiated otherwise.
+
+
+def learn_scale(ring, ulysses):
+    scale = torch.tensor(0.7, requires_grad=True)
+
+    def with_own_scale(query, key, value, **options):
+        return own_attention(query * scale, key, value, **options)
+
+    mesh = make_mesh(ring, ulysses)
+    qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(12, 4)]
+    with UnifiedAttnMode(mesh, attn_func=with_own_scale):
+        F.scaled_dot_product_attention(*qkv).square().sum().backward()
+    return scale.grad
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_what_the_users_function_captures_gets_its_gradient(rank_pool, ring, ulysses):
+    scale, (query, key, value) = torch.tensor(0.7, requires_grad=True), make_qkv(12, 4)
+    F.scaled_dot_product_attention(query * scale, key, value).square().sum().backward()
+    assert relative_error(sum(rank_pool.run(learn_scale, 2, ring, ulysses)), scale.grad) < 1e-4
+
+
+def transform(ring, ulysses, assume_equal):
+    """Return the gradient that torch.func takes. Other transforms, and second derivatives, raise."""
+    mesh = make_mesh(ring, ulysses)
+    q, k, v = (x.chunk(2, dim=2)[mesh.get_rank()].clone() for x in make_qkv(12, 4))
+
+    def attend(q):
+        return unified_attention(q, k, v, mesh=mesh, assume_equal=assume_equal)
+
+    def linear(q):  # The gradient of this loss needs no grad_out that requires a gradient.
+        return attend(q).sum()
+
+    forward_mode = pytest.raises(RuntimeError, match="forward-mode AD")
+    with forward_mode:
+        torch.func.jvp(attend, (q,), (torch.ones_like(q),))
+    with fwAD.dual_level(), forward_mode:
+        attend(fwAD.make_dual(q, torch.ones_like(q)))
+    with pytest.raises(Exception, match="forward-mode AD"):
+        torch.compile(lambda q: torch.func.jvp(attend, (q,), (torch.ones_like(q),)), backend="aot_eager")(q)
+    with pytest.raises(RuntimeError, match=r"torch\.func\.vmap"):
+        torch.func.vmap(attend)(q[:, None])
+    leaf = q.clone().requires_grad_()
+    second = pytest.raises(RuntimeError, match=r"second derivative.*create_graph=True")
+    for loss in (linear, lambda q: attend(q).square().sum()):
+        with second:
+            torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    with second:
+        torch.func.grad(lambda q: torch.func.grad(linear)(q).sum())(q)
+    with second:
+        torch.func.grad(linear)(leaf)  # It also requires a gradient outside the transform.
+    return torch.func.grad(linear)(q)
+
+
+@pytest.mark.parametrize(("ring", "ulysses", "assume_equal"), [(2, 1, False), (1, 2, True)])
+def test_transforms_and_second_gradients_raise_or_are_right(rank_pool, ring, ulysses, assume_equal):
+    q, k, v = make_qkv(12, 4)
+    whole = torch.func.grad(lambda q: F.scaled_dot_product_attention(q, k, v).sum())(q)
+    for rank, grad in enumerate(rank_pool.run(transform, 2, ring, ulysses, assume_equal)):
+        torch.testing.assert_close(grad, whole.chunk(2, dim=2)[rank], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("missing", ["all", "that of the ring"])

@@ -1,168 +1,74 @@
-"""Masks that are known to have a rank's rows: those that were sharded, and those whose rows are equal. These tests
-need no ranks.
-"""
+"""Masks that are known to have a rank's rows: those that were sharded, and those whose rows are equal. Others raise."""
 
 import io
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from para_core.attention.mask_rows import (
-    COLUMNS_SHARDED,
-    HIDES,
-    ROWS_EQUAL,
-    ROWS_SHARDED,
-    check_rows,
-    copy_mark,
-    describe_rows,
-    follow_parts,
-    mark_of,
-    mark_part,
-)
-from para_core.attention.spec import AttentionSpec
-from para_core.distributed.mesh import one_rank
-from para_core.layout.sequence import Segment, SequenceLayout, even_layout
+from para_core import UnifiedAttnMode
+from para_core.layout.sequence import even_layout
+from tests.attention.cases import make_mesh
+from tests.attention.one_device import make_qkv, relative_error
 
-LAYOUT = even_layout(8, 2)
-BALANCED = even_layout(8, 2, balanced=True)
-TOGETHER = SequenceLayout((Segment("text", 4), Segment("image", 4)), 2)
+CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()
+KEYS = torch.arange(8) < 5
+LOW = torch.zeros(8).masked_fill(~KEYS, -1e4)
 
-
-def causal_rows(dtype=torch.bool):
-    return torch.ones(4, 8, dtype=dtype).tril()
-
-
-def sharded_rows(dtype=torch.bool, layout=LAYOUT):
-    mask = causal_rows(dtype)
-    mark_part(mask, 0, layout, 0)
-    return mask
-
-
-def bits_of(mask, layout=LAYOUT, rank=0):
-    return describe_rows(mask, layout, layout, rank)
-
-
-@pytest.mark.parametrize(("made_by", "used_by", "known"), [(x, y, x is y) for x in (LAYOUT, BALANCED, TOGETHER)
-                                                           for y in (LAYOUT, BALANCED, TOGETHER)])  # fmt: skip
-def test_rows_are_known_by_the_layout_that_made_them(made_by, used_by, known):
-    assert bits_of(sharded_rows(layout=made_by), used_by) == (ROWS_SHARDED if known else HIDES)
-
-
-VIEWS = {
+# What is computed row by row from a mask or a sharded part of it.
+FOLLOWED = {
     "itself": lambda mask: mask,
-    "a batch": lambda mask: mask[None, None].expand(2, 3, -1, -1),
-    "some columns": lambda mask: mask[:, :6],
-    "reshaped": lambda mask: mask.view(1, 4, 8),
-    "written to": lambda mask: mask.fill_(0),
+    "a batch": lambda mask: mask[None, None].expand(2, 4, -1, -1),
+    "another view": lambda mask: mask.view(1, *mask.shape),
+    "written to": lambda mask: mask.logical_or_(KEYS[None]),
+    "a copy": lambda mask: mask.clone(),
+    "logical_not": lambda mask: ~mask,
+    "a cast": lambda mask: mask.to(torch.float32),
+    "a product": lambda mask: mask & KEYS[None],
+    "where": lambda mask: torch.where(mask, torch.zeros(()), torch.tensor(-torch.inf)),
+}
+# Rows of a rank with 4 of 8 tokens that no one knows to be its own.
+UNKNOWN = {
+    "new values": lambda part: torch.tensor(part.tolist()),
+    "of the length": lambda part: torch.ones_like(part).tril(),
+    "new_ones": lambda part: part.new_ones(4, 8).tril(),
+    "all hidden": lambda _: torch.zeros(4, 8, dtype=torch.bool),  # As a causal mask whose first tokens are padding.
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_views_of_sharded_rows_are_known(view):
-    assert mark_of(VIEWS[view](sharded_rows())) == (-2, ((0, 4),))
+def attend(inference):
+    """Return the result of each mask that is followed or has equal rows. Check that others raise."""
+    outs = {}
+    with torch.inference_mode(inference), UnifiedAttnMode(make_mesh(1, 2)) as cp:
+        qkv = [cp.shard(x, dim=2) for x in make_qkv(8, 4)]
+
+        def run(mask):
+            with cp.using(cp.sequence(8)):
+                return cp.gather(F.scaled_dot_product_attention(*qkv, mask), dim=2)
+
+        for name, change in FOLLOWED.items():
+            outs[name] = run(change(cp.shard(CAUSAL.clone(), dim=-2)))
+        keys = KEYS.repeat(4, 1)
+        outs["keys"], outs["low numbers"] = run(keys), run(LOW.repeat(4, 1))
+        keys[2] = False  # It was read before.
+        file = io.BytesIO()
+        torch.save(cp.shard(CAUSAL, dim=-2), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        balanced = cp.shard(CAUSAL.clone(), dim=-2, sequence=even_layout(8, 2, balanced=True))
+        for mask in [keys, balanced, *[change(cp.shard(CAUSAL.clone(), dim=-2)) for change in UNKNOWN.values()]]:
+            message = r"4, 4 of 8.*on rank [01] .*cp\.shard\(mask, dim=-2\).*all rows.*propose_plan"
+            with pytest.raises(ValueError, match=message):
+                run(mask)
+    return outs, saved
 
 
-OTHERS = {
-    "fewer rows": lambda mask: mask[:3],
-    "transposed": lambda mask: mask.mT,
-    "a copy": lambda mask: mask.clone(),  # A mode follows it, and here is none.
-    "flat": lambda mask: mask.view(-1),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_other_tensors_are_not_known(other):
-    assert mark_of(OTHERS[other](sharded_rows())) is None
-
-
-FUNCTIONS = {
-    torch.logical_not: ((), True),
-    torch.Tensor.to: ((torch.float16,), True),
-    torch.Tensor.__getitem__: (((slice(None), slice(6)),), True),
-    torch.logical_and: ((torch.ones(1, 8, dtype=torch.bool),), True),
-    torch.where: ((torch.zeros(()), torch.tensor(-torch.inf)), True),
-    torch.zeros_like: ((), False),
-    torch.Tensor.new_ones: (((4, 8),), False),
-    torch.Tensor.flatten: ((), False),
-    torch.Tensor.any: ((), False),
-}
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_what_is_computed_row_by_row_is_followed(function):
-    arguments, follows = FUNCTIONS[function]
-    mask = sharded_rows()
-    with torch.inference_mode():  # There a view does not know its base.
-        mask = mask.clone()
-        mark_part(mask, 0, LAYOUT, 0)
-        output = function(mask, *arguments)
-        follow_parts(function, (mask, *arguments), (), output)
-    assert (mark_of(output) is not None) == follows
-
-
-def test_copy_has_the_mark_of_its_source():
-    mask, wide = sharded_rows(), torch.zeros(2, 1, 4, 8)
-    copy_mark(mask, wide)
-    assert mark_of(wide) == mark_of(mask)
-    copy_mark(mask, other := torch.zeros(5, 8))
-    copy_mark(None, other)
-    assert mark_of(other) is None
-
-
-def test_marked_tensor_can_be_saved():
-    file = io.BytesIO()
-    torch.save(sharded_rows(), file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True), causal_rows())
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_values_tell_equal_rows_only(dtype):
-    keys = torch.arange(8) < 5 if dtype == torch.bool else torch.zeros(8).masked_fill(torch.arange(8) > 4, -1e4)
-    rows = keys.repeat(4, 1)
-    assert bits_of(rows) == ROWS_EQUAL | HIDES
-    assert bits_of(torch.ones_like(rows)) == ROWS_EQUAL
-    hidden = keys[7].expand(4, 8).clone()
-    assert bits_of(hidden) == HIDES  # As those of a causal mask whose first tokens are padding.
-    assert bits_of(hidden[:, :4]) == ROWS_EQUAL | HIDES  # This rank's keys are padding.
-    rows[2, 0] = keys[7]
-    assert bits_of(rows) == HIDES  # It is read again after it was written to.
-    assert bits_of(torch.ones(1, 8, dtype=dtype)) == ROWS_EQUAL
-    assert bits_of(torch.ones(8, 8, dtype=dtype)) == 0  # All rows need no provenance.
-    with torch.inference_mode():
-        mask = rows.clone()
-        assert bits_of(mask) == HIDES
-        mask[2] = keys
-        assert bits_of(mask) == ROWS_EQUAL | HIDES
-
-
-def test_sharded_columns_are_known():
-    mask = torch.ones(1, 4)
-    mark_part(mask, 1, LAYOUT, 0)
-    assert bits_of(mask) == COLUMNS_SHARDED | ROWS_EQUAL
-
-
-def test_masks_that_cannot_be_read_pass():
-    assert bits_of(causal_rows().to("meta")) == ROWS_SHARDED
-    assert torch.func.vmap(lambda mask: torch.tensor(bits_of(mask)))(causal_rows()[None])[0] == ROWS_SHARDED
-
-
-@pytest.mark.parametrize(
-    ("bits", "rows", "refused"),
-    [
-        ([ROWS_SHARDED, ROWS_SHARDED], [4, 4], False),
-        ([ROWS_EQUAL | HIDES, ROWS_SHARDED], [4, 4], False),
-        ([ROWS_SHARDED, HIDES], [4, 4], True),
-        ([0, 0], [8, 0], False),  # One rank holds all rows.
-        ([0, 0], [4, 4], True),
-    ],
-)
-def test_unknown_rows_are_refused_on_all_ranks(bits, rows, refused):
-    spec = AttentionSpec(LAYOUT, LAYOUT, one_rank("cpu"), 1, 1, is_causal=False, scale=None)
-    if not refused:
-        check_rows(bits, rows, spec)
-        return
-    with pytest.raises(
-        ValueError, match=r"4, 4 of 8.*on rank [01] .*cp\.shard\(mask, dim=-2\).*all rows.*propose_plan"
-    ):
-        check_rows(bits, rows, spec)
+@pytest.mark.parametrize("inference", [False, True])
+def test_rows_are_those_of_a_rank_or_raise(rank_pool, inference):
+    masks = {name: change(CAUSAL.clone()) for name, change in FOLLOWED.items()}
+    masks |= {"keys": KEYS.expand(8, 8), "low numbers": LOW.expand(8, 8)}
+    for rank, (outs, saved) in enumerate(rank_pool.run(attend, 2, inference)):
+        assert torch.equal(saved, CAUSAL.chunk(2)[rank])
+        for name, mask in masks.items():
+            expected = F.scaled_dot_product_attention(*make_qkv(8, 4), mask)
+            assert relative_error(outs[name], expected) < 1e-5, (name, rank)

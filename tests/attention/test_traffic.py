@@ -1,16 +1,20 @@
-"""Collectives and bytes of an attention call, compared with the formulas in the docstrings."""
+"""Collectives, bytes, copies and buffers of an attention call, compared with the formulas in the docstrings."""
+
+import time
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
+from tests.attention.cases import CAUSAL, make_mesh
 from tests.attention.one_device import make_qkv
 
 B, H, D = 2, 5, 8
+TEXT, IMAGE = ("text", 3, True), ("image", 13)
 
 
 class Traffic(TorchDispatchMode):
@@ -36,33 +40,10 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(ring, ulysses, S, segments=None, assume_equal=True, **options):
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    ranks, rank = ring * ulysses, mesh.get_rank()
-    layout = SequenceLayout(tuple(Segment(*segment) for segment in segments or [("tokens", S, False)]), ranks)
-    q, k, v = make_qkv(layout.size(rank), H, D, B=B)
-    with torch.no_grad(), UnifiedAttnMode(mesh, layout=layout, assume_equal=assume_equal), Traffic() as traffic:
-        F.scaled_dot_product_attention(q, k, v, **options)
-    return traffic.sent, traffic.others
-
-
-def count_training(ring, ulysses, S, **options):
-    """Return the bytes sent per collective, forward and backward, and the elements that the eager forward copied."""
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    qkv = [x.tensor_split(ring * ulysses, dim=2)[mesh.get_rank()].requires_grad_() for x in make_qkv(S, H, D, B=B)]
-    with UnifiedAttnMode(mesh, assume_equal=True) as cp, cp.using(cp.sequence(S)):
-        with Traffic() as forward:
-            out = F.scaled_dot_product_attention(*qkv, **options)
-        grad = torch.ones_like(out)
-        with Traffic() as backward:
-            out.backward(grad)
-    return forward.sent, backward.sent, forward.others + backward.others
-
-
 class Copies(TorchDispatchMode):
-    """A counter of the elements that each copying operator moved."""
+    """A counter of the elements that each copying operator wrote."""
 
-    MOVES = ("copy_", "clone", "cat", "_to_copy", "contiguous", "index_select", "repeat_interleave", "stack")
+    MOVES = ("copy_", "clone", "cat", "_to_copy", "contiguous", "index_select", "repeat", "repeat_interleave", "stack")
 
     def __init__(self):
         super().__init__()
@@ -76,120 +57,176 @@ class Copies(TorchDispatchMode):
         return out
 
 
-def count_copies(ring, ulysses):
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    # Models pass [B, S, H, D] with heads and tokens swapped.
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(6, 4, D, B=B))
-    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True), Copies() as copies:
-        F.scaled_dot_product_attention(q, k, v)
-    return copies.elements, q.numel()
-
-
 def sizes(total, ranks):
     return [len(part) for part in torch.arange(total).tensor_split(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("num_text", [0, 3])
-def test_ulysses_is_two_all_to_all(rank_pool, ranks, num_text):
-    heads, tokens = sizes(H, ranks), sizes(13, ranks)
-    segments = [("text", num_text, True), ("image", 13, False)] if num_text else None
-    for rank, (sent, others) in enumerate(rank_pool.run(count, ranks, 1, ranks, 13, segments)):
-        peers = [peer for peer in range(ranks) if peer != rank]
-        way_in = B * 4 * sum(tokens[rank] * (heads[peer] * D + heads[peer] * 2 * D) for peer in peers)
-        way_out = B * 4 * D * heads[rank] * sum(tokens[peer] + num_text for peer in peers)
-        assert sent == [way_in, way_out], f"rank {rank}"
-        assert others == []
+def ulysses(rank, ranks, num_text=0):
+    """Return the bytes of an exchange for heads of one tensor, and of the exchange back."""
+    tokens, heads = sizes(13, ranks), sizes(H, ranks)
+    to_heads = B * 4 * D * tokens[rank] * (H - heads[rank])
+    return to_heads, B * 4 * D * heads[rank] * (13 - tokens[rank] + num_text * (ranks - 1))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
-def test_ring_hops_are_ranks_minus_one(rank_pool, ranks, options):
-    tokens = sizes(13, ranks)
-    for rank, (sent, others) in enumerate(rank_pool.run(count, ranks, ranks, 1, 13, **options)):
-        # At step i a rank passes on the block that started i ranks before it.
-        assert sent == [B * H * tokens[(rank - step) % ranks] * 2 * D * 4 for step in range(ranks - 1)], f"rank {rank}"
-        assert others == []
+def hops(rank, ranks, steps):
+    """Return the bytes of keys and values that started ``step`` ranks before this one."""
+    return [B * H * 2 * D * 4 * sizes(13, ranks)[(rank - step) % ranks] for step in steps]
 
 
-def count_gathered():
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("ring", "ulysses"))
-    q, k, v = (x.tensor_split(4, dim=2)[mesh.get_rank()] for x in make_qkv(13, H, D, B=B))
-    mode = UnifiedAttnMode(mesh, assume_equal=True, rotate_method="allgather")
-    with torch.no_grad(), mode as cp, cp.using(cp.sequence(13)), Traffic() as traffic:
+def of_ulysses(rank, ranks):
+    to_heads, to_tokens = ulysses(rank, ranks)
+    return [3 * to_heads, to_tokens], [to_heads, 3 * to_tokens]
+
+
+def of_text(rank, ranks):
+    to_heads, to_tokens = ulysses(rank, ranks, num_text=3)
+    return [3 * to_heads, to_tokens], None
+
+
+def of_ring(rank, ranks):
+    # At step i a rank passes on the block that started i ranks before it. A block that arrived at step i passes its
+    # gradient on, from the first step in which it is not the rank's own.
+    passed = hops(rank, ranks, range(ranks - 1))
+    return passed, passed + hops(rank, ranks, range(1, ranks))
+
+
+def forward_of_ring(rank, ranks):
+    return of_ring(rank, ranks)[0], None
+
+
+def nothing(rank, ranks):
+    return [], None
+
+
+# (ring, ulysses): segments, options of the call, options of the mode, and a function that returns the bytes of each
+# all-to-all, forward and backward. Of a row without the latter, calls have no gradient.
+ROWS = [
+    ((1, 2), [IMAGE], {}, {}, of_ulysses),
+    ((1, 4), [IMAGE], {}, {}, of_ulysses),
+    ((1, 4), [TEXT, IMAGE], {}, {}, of_text),
+    ((2, 1), [IMAGE], {}, {}, of_ring),
+    ((4, 1), [IMAGE], {}, {}, of_ring),
+    ((4, 1), [IMAGE], CAUSAL, {}, of_ring),
+    ((2, 1), [TEXT, IMAGE], {}, {}, forward_of_ring),
+    ((4, 1), [IMAGE], {}, {"rotate_method": "allgather"}, nothing),
+    ((4, 1), [IMAGE], {}, {"rotate_method": "gathered"}, nothing),
+    *[(mesh, [TEXT], {}, {}, nothing) for mesh in [(1, 1), (2, 1), (1, 2), (2, 2)]],
+]
+
+
+def count(rows, backward):
+    counted = []
+    for dims, segments, options, of_mode, _ in rows:
+        mesh = make_mesh(*dims)
+        layout = SequenceLayout(tuple(Segment(*segment) for segment in segments), mesh.size())
+        qkv = [x.requires_grad_(backward) for x in make_qkv(layout.size(mesh.get_rank()), H, D, B=B)]
+        mode = UnifiedAttnMode(mesh, layout=layout, assume_equal=True, **of_mode)
+        with mode, torch.set_grad_enabled(backward), Traffic() as forward:
+            out = F.scaled_dot_product_attention(*qkv, **options)
+        grad = torch.ones_like(out)
+        with Traffic() as back:
+            if backward:
+                out.backward(grad)
+        counted.append((forward.sent, forward.gathered, back.sent, forward.others + back.others))
+    return counted
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_call_sends_the_documented_bytes(rank_pool, ranks, backward):
+    rows = [row for row in ROWS if row[0][0] * row[0][1] == ranks]
+    rows = [row for row in rows if not backward or row[-1](0, ranks)[1] is not None]
+    for rank, counted in enumerate(rank_pool.run(count, ranks, rows, backward)):
+        for row, (forward, gathered, back, others) in zip(rows, counted, strict=True):
+            sent, sent_back = row[-1](rank, ranks)
+            assert forward == sent, (row, rank)
+            assert gathered == ([3 * B * H * max(sizes(13, 4)) * 2 * D * 4] if row[3] else []), (row, rank)
+            assert sorted(back) == sorted(sent_back if backward else []), (row, rank)
+            assert others == [], row
+
+
+def count_exchanges(ring, ulysses):
+    mesh, counts = make_mesh(ring, ulysses), []
+    qkv = [x.chunk(mesh.size(), dim=2)[mesh.get_rank()] for x in make_qkv(16, H, D, B=B)]
+    for assume_equal in (False, True):
+        with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal), Traffic() as traffic:
+            F.scaled_dot_product_attention(*qkv)
+        counts.append((len(traffic.sent), len(traffic.others)))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "sent", "exchanged"), [(1, 1, 0, 0), (2, 1, 1, 1), (1, 2, 2, 1), (2, 2, 3, 2)]
+)
+def test_eager_call_exchanges_once_per_mesh_dim(rank_pool, ring, ulysses, sent, exchanged):
+    for counts in rank_pool.run(count_exchanges, ring * ulysses, ring, ulysses):
+        assert counts == [(sent, exchanged), (sent, 0)]
+
+
+# -- Copies and buffers.
+
+
+def count_copies(ring, ulysses):
+    mesh = make_mesh(ring, ulysses)
+    # Models pass [B, S, H, D] with heads and tokens swapped.
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(6, 4, D, B=B))
+    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True), Copies() as copies:
         F.scaled_dot_product_attention(q, k, v)
-    return traffic.sent, traffic.gathered, traffic.others
+    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True) as cp:
+        cp.intercepted = True
+        part = cp.shard(q, dim=2)
+        with Copies() as of_gather:
+            whole = cp.gather(part, dim=2)
+    assert torch.equal(whole, q) and whole.is_contiguous()
+    # Merging computes in 32 bits, which is a copy to another dtype.
+    attention = {name: number / q.numel() for name, number in copies.elements.items() if name != "_to_copy"}
+    return attention, sum(of_gather.elements.values()) / q.numel()
 
 
-def test_gathering_ring_is_one_collective(rank_pool):
-    for traffic in rank_pool.run(count_gathered, 4):
-        assert traffic == ([], [3 * B * H * max(sizes(13, 4)) * 2 * D * 4], [])
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "expected"), [(1, 2, {"cat": 3, "clone": 1}), (2, 1, {"stack": 2})], ids=["Ulysses", "ring"]
+)
+def test_each_element_moves_once_into_each_buffer(rank_pool, ring, ulysses, expected):
+    for attention, of_gather in rank_pool.run(count_copies, 2, ring, ulysses):
+        assert attention == expected
+        assert of_gather <= 1.5  # The part and the whole.
 
 
-def test_replicated_text_does_not_travel_around_ring(rank_pool):
-    segments = [("text", 100, True), ("image", 4, False)]
-    for sent, _ in rank_pool.run(count, 2, 2, 1, 104, segments):
-        assert sent == [B * H * 2 * 2 * D * 4]
+class Buffers(TorchDispatchMode):
+    """A recorder of the most collective buffers alive at once, sampled when attention is computed or a collective
+    begins.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d.alltoall_base_.default:
+            known = {id(reference()) for reference in self.alive}
+            storages = [x.untyped_storage() for x in args[:2]]
+            self.alive += [weakref.ref(x) for x in storages if id(x) not in known]
+        if func is torch.ops.c10d.alltoall_base_.default or "attention" in func.__name__:
+            # gloo's thread frees the buffers of a finished collective shortly after the waiting rank continues.
+            deadline = time.monotonic() + 1
+            while self.count() > 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self.most = max(self.most, self.count())
+        return func(*args, **(kwargs or {}))
+
+    def count(self):
+        return len({x.data_ptr() for reference in self.alive if (x := reference()) is not None and x.nbytes()})
 
 
-def test_hybrid_mesh_is_all_to_all_around_hops(rank_pool):
-    for sent, others in rank_pool.run(count, 4, 2, 2, 16):
-        assert len(sent) == 2 + 1
-        assert others == []
+def count_blocks():
+    mesh, most = make_mesh(4, 1), []
+    for backward in (False, True):
+        qkv = [x.chunk(4, dim=2)[mesh.get_rank()].clone().requires_grad_(backward) for x in make_qkv(16, 2)]
+        with torch.set_grad_enabled(backward), UnifiedAttnMode(mesh, assume_equal=True), Buffers() as buffers:
+            F.scaled_dot_product_attention(*qkv)
+        most.append(buffers.most)
+    return most
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
-def test_keys_that_every_rank_holds_need_no_communication(rank_pool, ring, ulysses):
-    for sent, others in rank_pool.run(count, ring * ulysses, ring, ulysses, 5, [("text", 5, True)]):
-        assert (sent, others) == ([], [])
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("ring", "ulysses", "num_dims"), [(2, 1, 1), (1, 2, 1), (2, 2, 2)])
-def test_eager_call_exchanges_once_per_mesh_dim(rank_pool, ring, ulysses, num_dims):
-    for _, others in rank_pool.run(count, ring * ulysses, ring, ulysses, 13, assume_equal=False):
-        assert len(others) == num_dims
-        assert all("gather" in name for name in others)
-
-
-def test_one_rank_sends_nothing(rank_pool):
-    assert rank_pool.run(count, 1, 1, 1, 13, assume_equal=False) == [([], [])]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gradient_of_ulysses_is_two_all_to_all(rank_pool, ranks):
-    heads, tokens = sizes(H, ranks), sizes(13, ranks)
-    for rank, (forward, backward, others) in enumerate(rank_pool.run(count_training, ranks, 1, ranks, 13)):
-        peers = [peer for peer in range(ranks) if peer != rank]
-        to_heads = B * 4 * D * sum(tokens[rank] * heads[peer] for peer in peers)
-        to_tokens = B * 4 * D * heads[rank] * sum(tokens[peer] for peer in peers)
-        assert forward == [3 * to_heads, to_tokens], f"rank {rank}"
-        assert backward == [to_heads, 3 * to_tokens], f"rank {rank}"
-        assert others == []
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
-def test_gradient_of_ring_sends_blocks_and_sums(rank_pool, ranks, options):
-    tokens = sizes(13, ranks)
-    for rank, (forward, backward, others) in enumerate(rank_pool.run(count_training, ranks, ranks, 1, 13, **options)):
-        per_token = B * H * 2 * D * 4
-        hops = [per_token * tokens[(rank - step) % ranks] for step in range(ranks - 1)]
-        # A block that arrived at step i passes its gradient on, from the first step in which it is not the rank's own.
-        gradients = [per_token * tokens[(rank - step) % ranks] for step in range(1, ranks)]
-        assert forward == hops, f"rank {rank}"
-        assert sorted(backward) == sorted(hops + gradients), f"rank {rank}"
-        assert others == []
-
-
-def test_ulysses_moves_each_element_once_into_each_buffer(rank_pool):
-    for elements, numel in rank_pool.run(count_copies, 2, 1, 2):
-        assert elements == {"cat": 3 * numel, "clone": numel}
-
-
-def test_a_ring_moves_keys_and_values_once(rank_pool):
-    for elements, numel in rank_pool.run(count_copies, 2, 2, 1):
-        assert elements.pop("stack") == 2 * numel
-        assert set(elements) <= {"_to_copy"}  # Merging computes in 32 bits.
+def test_rotating_ring_holds_two_more_blocks(rank_pool):
+    assert rank_pool.run(count_blocks, 4) == [[2, 2]] * 4

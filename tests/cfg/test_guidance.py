@@ -18,15 +18,15 @@ class Model:
     def __init__(self):
         self.calls = 0
 
-    def __call__(self, x, branch, as_dict=False, parts=False, mode=None):
+    def __call__(self, x, branch, form="tuple"):
         self.calls += 1
-        if parts:
-            return [x.sin() * (branch + 1)], None, (x[:1] + branch,)
-        if mode == "twice":
-            return (torch.cat([x.sin() * (branch + 1)] * 2),)
-        if as_dict:
-            return {"sample": x.sin() * (branch + 1)}
-        return (x.sin() * (branch + 1), (x[:1] + branch).double())
+        out = x.sin() * (branch + 1)
+        outputs = {
+            "parts": ([out], None, (x[:1] + branch,)),
+            "twice": (torch.cat([out] * 2),),
+            "dict": {"sample": out},
+        }
+        return outputs.get(form, (out, (x[:1] + branch).double()))
 
 
 def combine_at_once(model, x):
@@ -42,18 +42,12 @@ def cut_first(model, x):
     return torch.cat([cond.float() + first, second], dim=1)
 
 
-def scaled_first(model, x):
-    """Combine each result with the latents, as the pipelines of Cosmos 2 and LTX-2 do."""
-    cond = x - 0.5 * model(x, 0)[0].float()
-    return cond - model(x, 1)[0]
-
-
 def between_latents_changed_in_place(model, x):
     """Mix results with latents that are changed in place between the calls, as the pipelines of Cosmos do."""
     x = x.clone()
     cond = torch.where(x > 0, x * (1 - torch.tensor(0.5)), model(x, 0)[0])
     x.add_(1.0)
-    uncond = x - model(x, 1)[0]
+    uncond = x - 0.5 * model(x, 1)[0].float()
     x.mul_(0.5)
     return cond - uncond + x
 
@@ -98,23 +92,22 @@ def between_random_numbers(model, x):
 
 
 def in_another_form(model, x):
-    cond = model(x, 0, True)["sample"]
-    return cond - model(x, 1, False)[0]
+    cond = model(x, 0, "dict")["sample"]
+    return cond - model(x, 1)[0]
 
 
 def with_parts_that_are_not_there(model, x):
     """Combine outputs with lists and None among them, like the videos, sounds and actions of Cosmos 3."""
-    (cond,), nothing, (extra,) = model(x, 0, False, True)
-    (uncond,), also_nothing, _ = model(x, 1, False, True)
-    assert nothing is None
-    assert also_nothing is None
+    (cond,), nothing, (extra,) = model(x, 0, "parts")
+    (uncond,), also_nothing, _ = model(x, 1, "parts")
+    assert nothing is None and also_nothing is None
     return uncond - cond + extra
 
 
 def of_another_size(model, x):
     """Combine outputs whose size depends on a string, such as ``kv_cache_mode`` of Qwen-Image 2.1."""
-    cond = model(x, 0, False, False, "twice")[0][:2]
-    return cond - model(x, 1, False, False, "once")[0]
+    cond = model(x, 0, "twice")[0][:2]
+    return cond - model(x, 1)[0]
 
 
 def seen_by_numpy(model, x):
@@ -127,7 +120,6 @@ def seen_by_numpy(model, x):
 BODIES = {
     combine_at_once: (1, 1),
     cut_first: (1, 1),
-    scaled_first: (1, 1),
     between_latents_changed_in_place: (1, 1),
     between_random_numbers: (2, 0),
     through_weights: (2, 0),
@@ -158,29 +150,30 @@ def on_meta(model, args, kwargs):
     return Model()(*[x.to("meta") if isinstance(x, torch.Tensor) else x for x in args], **kwargs)
 
 
-def shared_by_two(foresee=None):
+def shared_by_two(foresee):
     return Guidance(guided_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("batch",))).batch, foresee)
 
 
-def run_shared(name, foresee):
-    guidance, model = shared_by_two(foresee), Model()
-    with guidance.generation():
-        return run(
-            {body.__name__: body for body in BODIES}[name], model, lambda *args: guidance.call(model, model, args, {})
-        )
+def run_shared(foresee):
+    results = {}
+    for body in BODIES:
+        guidance, model = shared_by_two(foresee), Model()
+        with guidance.generation():
+            call = lambda *args, guidance=guidance, model=model: guidance.call(model, model, args, {})  # noqa: E731
+            results[body.__name__] = run(body, model, call)
+    return results
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("foresee", [None, on_meta], ids=["seen once", "foreseen"])
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_code_on_lazy_results_is_exact(rank_pool, body, foresee):
-    model = Model()
-    expected = run(body, model, model)
-    for rank, outs in enumerate(rank_pool.run(run_shared, 2, body.__name__, foresee)):
-        for (out, _), (alone, _) in zip(outs, expected, strict=True):
-            assert torch.equal(out, alone)
-        # A shape that was not foreseen is known after all ranks have computed it.
-        assert [calls for _, calls in outs[0 if foresee else 2 :]] == [BODIES[body][rank]] * (3 if foresee else 1)
+def test_code_on_lazy_results_is_exact(rank_pool, foresee):
+    for rank, results in enumerate(rank_pool.run(run_shared, 2, foresee)):
+        for body, calls in BODIES.items():
+            model, outs = Model(), results[body.__name__]
+            for (out, _), (alone, _) in zip(outs, run(body, model, model), strict=True):
+                assert torch.equal(out, alone), body
+            # A shape that was not foreseen is known after all ranks have computed it.
+            counts = [count for _, count in outs[0 if foresee else 2 :]]
+            assert counts == [calls[rank]] * len(counts), body
 
 
 def run_with_pauses():
@@ -199,6 +192,9 @@ def test_a_pause_in_guidance_costs_no_call_more(rank_pool):
     assert rank_pool.run(run_with_pauses, 2) == [[1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 0, 1]]
 
 
+# -- Errors.
+
+
 def wrong_dtype(model, args, kwargs):
     output = on_meta(model, args, kwargs)
     return (output[0].double(), *output[1:])
@@ -208,8 +204,9 @@ def not_on_the_last(model, args, kwargs):
     return None if dist.get_rank() == 1 else on_meta(model, args, kwargs)
 
 
-def run_after_an_error(foresee, broken):
-    guidance, model, errors = shared_by_two(foresee), Model(), []
+def run_twice(foresee, broken):
+    """Return the errors of two generations, the first of which may break on rank 1, and the last result."""
+    guidance, model, errors, out = shared_by_two(foresee), Model(), [], None
 
     def compute(*args):
         if broken and not errors and dist.get_rank() == 1:
@@ -230,23 +227,13 @@ def run_after_an_error(foresee, broken):
     [
         (wrong_dtype, False, ["RuntimeError: .*Model"] * 2),
         (on_meta, True, ["ValueError: sequence rank 1: this rank's own", "IndexError: this rank's own"]),
+        (not_on_the_last, False, ["ValueError: .*output.* rank 0 .*rank 1 "] * 2),
     ],
-    ids=["another dtype", "an error of one rank"],
+    ids=["another dtype", "an error of one rank", "foreseen on one rank"],
 )
-def test_unforeseen_output_raises_once_on_every_rank(rank_pool, foresee, broken, messages):
-    expected = combine_at_once(Model(), torch.ones(2, 6))
-    for (errors, out), message in zip(rank_pool.run(run_after_an_error, 2, foresee, broken), messages, strict=True):
-        assert len(errors) == 1, errors
+def test_unforeseen_output_raises_on_every_rank_and_the_next_call_is_right(rank_pool, foresee, broken, messages):
+    for (errors, out), message in zip(rank_pool.run(run_twice, 2, foresee, broken), messages, strict=True):
         assert re.match(message, errors[0])
-        assert torch.equal(out, expected)
-
-
-def disagree():
-    guidance, model = shared_by_two(not_on_the_last), Model()
-    with pytest.raises(ValueError, match=r"output.* rank 0 .*rank 1 "), guidance.generation():
-        combine_at_once(lambda *args: guidance.call(model, model, args, {}), torch.ones(2, 6))
-    return True
-
-
-def test_ranks_that_foresee_something_else_raise_on_every_rank(rank_pool):
-    assert all(rank_pool.run(disagree, 2))
+        if foresee is not not_on_the_last:
+            assert len(errors) == 1, errors
+            assert torch.equal(out, combine_at_once(Model(), torch.ones(2, 6)))

@@ -1,4 +1,6 @@
-"""The tokens of each rank, compared with torch.tensor_split and with tokens written out one by one."""
+"""The tokens of ranks and of groups of ranks, compared with torch.tensor_split and with tokens written out one by
+one.
+"""
 
 import doctest
 from importlib import import_module
@@ -10,22 +12,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from para_core import Segment, SequenceLayout
+from para_core.layout.fetch import plan_fetch
+from para_core.layout.held import Layout
 from para_core.layout.sequence import even_layout
+from para_core.layout.tokens import copy_runs
 
 RANKS = st.integers(1, 9)
 SEGMENTS = st.lists(
-    st.builds(Segment, name=st.sampled_from(["text", "image"]), total=st.integers(0, 40), replicated=st.booleans()),
+    st.builds(
+        lambda total, kind: Segment("", total, *kind),
+        st.integers(0, 40),
+        st.sampled_from([(False, False), (True, False), (False, True)]),
+    ),
     min_size=1,
     max_size=4,
 ).map(tuple)
 
 
-def positions(layout: SequenceLayout, rank: int) -> list[int]:
+def tokens(runs):
+    return [position for start, length in runs for position in range(start, start + length)]
+
+
+def positions(layout, rank):
     """Return the positions in the whole sequence that ``rank`` holds, in local order."""
     held, before = [], 0
     for segment in layout.segments:
-        tokens = torch.arange(before, before + segment.total)
-        held += (tokens if segment.replicated else torch.tensor_split(tokens, layout.ranks)[rank]).tolist()
+        part = torch.arange(before, before + segment.total)
+        if segment.balanced:  # An early and a late part.
+            parts = torch.tensor_split(part, 2 * layout.ranks)
+            part = torch.cat([parts[rank], parts[2 * layout.ranks - 1 - rank]])
+        elif not segment.replicated:
+            part = torch.tensor_split(part, layout.ranks)[rank]
+        held += part.tolist()
         before += segment.total
     return held
 
@@ -37,71 +55,104 @@ def test_the_docstrings_are_right(name):
     assert results.failed == 0
 
 
-@given(total=st.integers(0, 200), ranks=RANKS)
-def test_a_sharded_segment_is_cut_as_tensor_split_cuts(total, ranks):
-    segment = Segment("image", total)
-    parts = torch.tensor_split(torch.arange(total), ranks)
-    assert segment.sizes(ranks) == tuple(len(part) for part in parts)
-    for rank, part in enumerate(parts):
-        ((start, length),) = segment.runs(rank, ranks)
-        assert list(range(start, start + length)) == part.tolist()
-
-
-@given(total=st.integers(0, 200), ranks=RANKS)
-def test_balanced_segment_pairs_early_and_late_parts(total, ranks):
-    segment = Segment("video", total, balanced=True)
-    parts = torch.tensor_split(torch.arange(total), 2 * ranks)
-    for rank in range(ranks):
-        held = [start + i for start, length in segment.runs(rank, ranks) for i in range(length)]
-        assert held == [*parts[rank].tolist(), *parts[2 * ranks - 1 - rank].tolist()]
-        assert segment.size(rank, ranks) == len(held)
-
-
-def test_a_segment_is_not_replicated_and_balanced():
-    with pytest.raises(ValueError, match="replicated and balanced"):
-        Segment("text", 3, replicated=True, balanced=True)
-
-
 @given(segments=SEGMENTS, ranks=RANKS)
-def test_local_lengths_equal_the_tokens_of_each_rank(segments, ranks):
+def test_ranks_hold_the_parts_of_tensor_split(segments, ranks):
     layout = SequenceLayout(segments, ranks)
     assert layout.sizes() == tuple(len(positions(layout, rank)) for rank in range(ranks))
-
-
-@given(segments=SEGMENTS, ranks=RANKS)
-def test_each_sharded_token_is_held_once(segments, ranks):
-    layout = SequenceLayout(segments, ranks)
-    sharded, replicated = [
-        [
-            [start + i for start, length in layout.runs(rank, replicated=kind) for i in range(length)]
-            for rank in range(ranks)
-        ]
-        for kind in (False, True)
-    ]
-    assert all(tokens == replicated[0] for tokens in replicated)
-    assert sorted([*chain(*sharded), *replicated[0]]) == list(range(layout.total))
     for rank in range(ranks):
-        assert sorted(sharded[rank] + replicated[rank]) == positions(layout, rank)
-        assert layout.sharded_size(rank) == len(sharded[rank])
+        assert tokens(layout.runs(rank)) == positions(layout, rank)
+        sharded, replicated = (tokens(layout.runs(rank, replicated=kind)) for kind in (False, True))
+        assert sorted(sharded + replicated) == sorted(positions(layout, rank))
+        assert layout.sharded_size(rank) == len(sharded)
+        assert replicated == tokens(layout.runs(0, replicated=True))
+        assert [segment.size(rank, ranks) for segment in segments] == [s.sizes(ranks)[rank] for s in segments]
+    everything = chain(*[tokens(layout.runs(rank, replicated=False)) for rank in range(ranks)], replicated)
+    assert sorted(everything) == list(range(layout.total))
+    some = range(0, ranks, 2)
+    expected = [run for rank in some for run in Layout.of(layout).runs(rank, replicated=False)]
+    assert Layout.of(layout).only(*some, replicated=False).runs() == expected
 
 
-def test_last_ranks_hold_no_tokens_if_few():
+@given(segments=SEGMENTS, groups=st.integers(1, 4), width=st.integers(1, 4))
+def test_a_group_holds_the_tokens_of_its_ranks_once(segments, groups, width):
+    sequence = SequenceLayout(segments, groups * width)
+    layout = Layout.of(sequence).grouped(width)
+    assert len(layout.held) == groups
+    for group in range(groups):
+        ranks = range(group * width, (group + 1) * width)
+        sharded = sorted(chain.from_iterable(tokens(sequence.runs(rank, replicated=False)) for rank in ranks))
+        replicated, held = tokens(sequence.runs(0, replicated=True)), tokens(layout.runs(group))
+        assert sorted(tokens(layout.runs(group, replicated=False))) == sharded
+        assert tokens(layout.runs(group, replicated=True)) == replicated
+        assert sorted(held) == sorted(sharded + replicated)
+        assert layout.size(group) == layout.sizes()[group] == len(held)
+        for kind in (False, True):
+            at = tokens(layout.offsets(group, replicated=kind))
+            assert [held[offset] for offset in at] == tokens(layout.runs(group, replicated=kind))
+
+
+def test_layouts_are_values_and_last_ranks_hold_no_tokens_if_few():
     assert even_layout(2, 5).sizes() == (1, 1, 0, 0, 0)
-    assert even_layout(0, 3).sizes() == (0, 0, 0)
-
-
-def test_layouts_are_values():
     assert even_layout(7, 2) == even_layout(7, 2)
     assert hash(even_layout(7, 2)) == hash(even_layout(7, 2))
     assert SequenceLayout((Segment("text", 3, replicated=True),), 2) != SequenceLayout((Segment("text", 3),), 2)
 
 
-def test_a_layout_without_segments_is_an_error():
-    with pytest.raises(ValueError, match="Segment"):
-        SequenceLayout((), ranks=2)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Segment("text", 3, replicated=True, balanced=True), "replicated and balanced"),
+        (lambda: SequenceLayout((), ranks=2), "Segment"),
+        (lambda: SequenceLayout((Segment("image", 4),), ranks=0), "ranks >= 1, got 0"),
+        (lambda: SequenceLayout((Segment("image", 4),), ranks=-3), "ranks >= 1, got -3"),
+    ],
+)
+def test_what_is_no_layout_is_an_error(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
-@pytest.mark.parametrize("ranks", [0, -3])
-def test_a_layout_without_ranks_is_an_error(ranks):
-    with pytest.raises(ValueError, match=f"ranks >= 1, got {ranks}"):
-        SequenceLayout((Segment("image", 4),), ranks=ranks)
+@given(
+    order=st.permutations(range(4)),
+    dim=st.integers(-4, 3),
+    cuts=st.lists(st.integers(0, 6), min_size=2, max_size=6),
+)
+def test_a_copy_of_runs_lies_in_memory_as_the_tensor_does(order, dim, cuts):
+    cuts = sorted(cuts)
+    runs = [(start, end - start) for start, end in zip(cuts[0::2], cuts[1::2], strict=False)]
+    sizes = [2, 3, 4, 5]
+    sizes[dim] = 6
+    inverse = [order.index(axis) for axis in range(4)]
+    x = torch.arange(6 * 120 // [2, 3, 4, 5][dim]).view([sizes[axis] for axis in order]).permute(inverse)
+    part = copy_runs(x, dim, runs)
+    assert torch.equal(part, x.index_select(dim, torch.tensor(tokens(runs), dtype=torch.int64)))
+    assert part.permute(order).is_contiguous()
+    assert part.untyped_storage().nbytes() == part.nbytes
+
+
+RUNS = st.lists(st.tuples(st.integers(-2, 60), st.integers(0, 20)), max_size=3).map(tuple)
+
+
+@given(segments=SEGMENTS, ranks=st.integers(1, 4), wanted=st.lists(RUNS, min_size=4, max_size=4))
+def test_ranks_fetch_the_runs_that_they_want(segments, ranks, wanted):
+    sequence, wanted = SequenceLayout(segments, ranks), tuple(wanted[:ranks])
+    layout = Layout.of(sequence)
+    held = [tokens(layout.runs(rank)) for rank in range(ranks)]
+    replicated = set(tokens(layout.runs(0, replicated=True)))
+    plans = [plan_fetch(layout, wanted, rank) for rank in range(ranks)]
+    for receiver, plan in enumerate(plans):
+        arriving = {sender: [] for sender in range(ranks) if sender != receiver}
+        for run, spans in zip(wanted[receiver], plan.runs, strict=True):
+            fetched = []
+            for span in spans:
+                part = [None] * span.length
+                if span.sender is not None:
+                    part = held[span.sender][span.start : span.start + span.length]
+                    assert span.sender == receiver or not replicated & {*part}
+                arriving.get(span.sender, []).extend(part)
+                fetched += part
+            assert fetched == [position if 0 <= position < sequence.total else None for position in tokens([run])]
+        for sender, part in arriving.items():
+            sent = [held[sender][offset] for offset in tokens(plans[sender].sends[receiver])]
+            assert sent == part and plan.receives[sender] == len(part)
+    assert all(plan.is_local == (not any(sum(plan.receives) for plan in plans)) for plan in plans)
