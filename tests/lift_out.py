@@ -61,6 +61,10 @@ _SERVER_TESTS = [
     )
 ]
 _CACHE = "para_core/cache/__init__.py"
+# Each of these imports several kernels.
+_KERNEL_TESTS = tuple(
+    f"tests/kernels/test_{name}.py" for name in ("attention", "compiled", "device_tables", "pack", "small_kernels")
+)
 FEATURES: dict[str, Feature] = {
     "FlashAttention's operators": Feature(
         ("para_core/modes/flash_attention.py",),
@@ -238,11 +242,7 @@ FEATURES: dict[str, Feature] = {
     "exact Triton attention": Feature(
         ("para_core/attention/backends/triton_exact.py", "kernels/attention.py"),
         (_BACKENDS, '"triton": AddedBackend("triton_exact"),'),
-        tests=(
-            "tests/kernels/test_attention.py",
-            "tests/kernels/test_attention_int8.py",
-            "tests/attention/test_backend_selection.py",
-        ),
+        tests=(*_KERNEL_TESTS, "tests/attention/test_backend_selection.py"),
         words=("triton", "attention_benchmark", "old_gpus", "cuda_graphs", "signatures", "compiled", "gpu_check"),
     ),
     "int8 attention": Feature(
@@ -252,23 +252,15 @@ FEATURES: dict[str, Feature] = {
             "kernels/attention_int8_reference.py",
         ),
         (_BACKENDS, '"triton-int8": AddedBackend("triton_int8", is_exact=False, exact_form="triton"),'),
-        tests=("tests/kernels/test_attention_int8.py",),
+        tests=_KERNEL_TESTS,
         words=("int8", "schedule", "approximat", "old_gpus", "signatures", "compiled", "gpu_check", "lossy"),
     ),
-    "merge kernel": Feature(
-        ("kernels/merge.py",), tests=("tests/kernels/test_merge.py",), words=("merge", "compiled", "old_gpus")
-    ),
-    "pack kernel": Feature(
-        ("kernels/pack.py",),
-        tests=("tests/kernels/test_pack.py", "tests/kernels/test_rounded_pack.py"),
-        words=("pack", "compiled", "old_gpus"),
-    ),
+    "merge kernel": Feature(("kernels/merge.py",), tests=_KERNEL_TESTS, words=("merge", "old_gpus")),
+    "pack kernel": Feature(("kernels/pack.py",), tests=_KERNEL_TESTS, words=("pack", "old_gpus")),
     "residual kernel": Feature(
-        ("kernels/residual.py",),
-        tests=("tests/kernels/test_residual.py",),
-        words=("residual", "forecast", "compiled", "old_gpus"),
+        ("kernels/residual.py",), tests=_KERNEL_TESTS, words=("residual", "forecast", "old_gpus")
     ),
-    "norm kernel": Feature(("kernels/norm.py",), tests=("tests/kernels/test_norm.py",), words=("norm",)),
+    "norm kernel": Feature(("kernels/norm.py",), tests=_KERNEL_TESTS, words=("norm",)),
     "fsdp": Feature(
         ("adapters/weights/fsdp_weights.py", "para_core/weights/fsdp.py"),
         line=(_WEIGHTS, '"fsdp": "weights.fsdp_weights",'),

@@ -1,15 +1,13 @@
-"""The process in which Triton's kernels are interpreted."""
+"""Triton's kernels run on the CPU in every test of this folder."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.kernels.interpreter import Interpreter
+from tests.kernels.interpreted import interpreted
 
 
-@pytest.fixture(scope="session")
-def interpreter() -> Iterator[Interpreter]:
-    """Return ``interpreter(function, *args)``, which runs kernels on the CPU."""
-    process = Interpreter()
-    yield process
-    process.close()
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with interpreted():
+        yield

@@ -1,5 +1,7 @@
 """Tables on a device are kept, but not those in the memory pool of a CUDA graph."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,85 +15,47 @@ BICUBIC = resample._Resampling("bicubic", 7, 18, 7 / 18, False, 5, 12)
 CPU = torch.device("cpu")
 
 
-class Capture:
-    """A stand-in for the capture of a CUDA graph, which captures while ``on`` is set."""
-
-    on = False
-
-    def __call__(self):
-        return self.on
-
-
 @pytest.fixture
 def capture(monkeypatch):
-    stub = Capture()
-    monkeypatch.setattr(device_tables, "is_capturing", stub)
+    """Return a stand-in for the capture of a CUDA graph, which captures while ``on`` is set."""
+    stub = SimpleNamespace(on=False)
+    monkeypatch.setattr(device_tables, "is_capturing", lambda: stub.on)
     return stub
 
 
-@pytest.fixture
-def table():
-    """Return a cached function. Its ``keys`` are the arguments for which it made a tensor."""
-    keys = []
+def test_table_that_a_graph_reads_is_never_dropped(capture):
+    made = []
 
     @kept_outside_graphs
-    def table_of(numbers, device):
-        keys.append(numbers)
-        return new_table(numbers, torch.float32, device)
+    def table(number, device):
+        made.append(number)
+        return new_table([number], torch.float32, device)
 
-    table_of.keys = keys
-    return table_of
-
-
-def test_a_table_is_made_once(table):
-    assert table((1, 2), CPU) is table((1, 2), CPU)
-    assert table.keys == [(1, 2)]
-    assert torch.equal(table((1, 2), CPU), torch.tensor([1.0, 2.0]))
-
-
-def test_a_table_made_in_a_capture_is_not_kept(table, capture):
-    capture.on = True
-    first, second = table((1, 2), CPU), table((1, 2), CPU)
-    assert first.data_ptr() != second.data_ptr()
-    capture.on = False
-    kept = table((1, 2), CPU)
-    assert kept.data_ptr() not in (first.data_ptr(), second.data_ptr())
-    capture.on = True
-    # A table outside the pool serves graphs too.
-    assert table((1, 2), CPU) is kept
-
-
-def test_a_table_that_a_graph_reads_is_never_dropped(table, capture):
-    kept = table((0,), CPU)
-    capture.on = True
-    assert table((0,), CPU) is kept
-    capture.on = False
-    for number in range(1, MOST_TABLES + 2):
-        table((number,), CPU)
-    misses = len(table.keys)
-    assert table((0,), CPU) is kept
-    # The oldest of the other tables is evicted.
-    table((1,), CPU)
-    assert len(table.keys) == misses + 1
-
-
-def test_table_from_inference_mode_is_saved_for_backward(table):
     with torch.inference_mode():
-        table((2, 3), CPU)
-    x = torch.ones(2, requires_grad=True)
-    (x * table((2, 3), CPU)).sum().backward()
-    assert torch.equal(x.grad, torch.tensor([2.0, 3.0]))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
-def test_graph_records_a_table_without_host_copy(capture, dtype):
-    numbers = [3, 2**40, 7] if dtype == torch.int64 else [0.1, 1 / 3, 7.0]
-    expected = new_table(numbers, dtype, CPU)
+        kept = table(0, CPU)
+    # Autograd may save it.
+    x = torch.ones(1, requires_grad=True)
+    (x * table(0, CPU)).sum().backward()
     capture.on = True
-    with RunCounter() as counter:
-        recorded = new_table(numbers, dtype, CPU)
-    assert torch.equal(recorded, expected) and recorded.dtype == dtype
-    assert dict(counter.by_operator) == {"full": 3, "stack": 1}
+    assert table(0, CPU) is kept
+    capture.on = False
+    for number in range(1, MOST_TABLES + 1):
+        table(number, CPU)
+    assert table(0, CPU) is kept and table(1, CPU) is table(1, CPU)
+    assert made == [*range(MOST_TABLES + 1)]
+    # The oldest of the other tables is evicted: that of 2, since that of 1 was used again.
+    table(MOST_TABLES + 1, CPU)
+    assert [table(number, CPU).item() for number in (1, 2)] == [1, 2]
+    assert made[MOST_TABLES + 1 :] == [MOST_TABLES + 1, 2]
+
+
+def test_graph_records_a_table_without_host_copy(capture):
+    capture.on = True
+    for numbers, dtype in (([3, 2**40, 7], torch.int64), ([0.1, 1 / 3, 7.0], torch.float64)):
+        with RunCounter() as counter:
+            recorded = new_table(numbers, dtype, CPU)
+        assert torch.equal(recorded, torch.tensor(numbers, dtype=dtype)) and recorded.dtype == dtype
+        assert dict(counter.by_operator) == {"full": 3, "stack": 1}
 
 
 @pytest.mark.parametrize(
