@@ -74,7 +74,7 @@ REPORTS = (
         "komikndr/raylight#66",
         "Wan 2.2 with two transformers: lines on two GPUs",
         "exact",
-        "tests/adapters/test_second_transformer.py::test_second_transformer_is_exact_and_restored",
+        _PIPELINES,
     ),
     Report(PICTURE, "intel/llm-scaler#290", "HunyuanVideo 1.5: black frames on two devices", "exact", _MODELS),
     Report(PICTURE, "huggingface/diffusers#12660", "ChronoEdit: a length that changes in the call", "exact", _MODELS),
@@ -309,7 +309,7 @@ REPORTS = (
         "sgl-project/sglang#16510",
         "Wan's VAE with its cache of frames on ranks",
         "exact",
-        "tests/adapters/test_pipelines.py::test_every_decoded_video_is_exact",
+        _CALLS,
     ),
     Report(
         OWN,

@@ -329,7 +329,7 @@ FEATURES: dict[str, Feature] = {
     "CFG over ranks": Feature(
         ("adapters/cfg", "para_core/cfg"),
         line=(_WEIGHTS, '"cfg": "cfg.guided_calls",'),
-        tests=("tests/cfg", "tests/adapters/test_guidance.py", "tests/adapters/test_output_form.py"),
+        tests=("tests/cfg", "tests/adapters/test_guidance.py"),
         words=("guidance", "cfg"),
     ),
     "server": Feature(

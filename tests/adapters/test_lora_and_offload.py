@@ -1,63 +1,37 @@
-"""LoRA and offload can be added to a parallel pipe and removed in any order."""
+"""LoRA, IP adapters, offload and hooks of diffusers on a parallel pipeline, in any order."""
 
 import itertools
-from functools import cache, partial
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
-from accelerate import cpu_offload
-from accelerate.hooks import remove_hook_from_submodules
-from diffusers.hooks import apply_group_offloading
-from peft import LoraConfig
+from diffusers.hooks import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    HookRegistry,
+    LayerSkipConfig,
+    ModelHook,
+    SmoothedEnergyGuidanceConfig,
+    apply_layer_skip,
+    apply_layerwise_casting,
+)
+from diffusers.hooks.smoothed_energy_guidance_utils import _apply_smoothed_energy_guidance_hook
 from torch import nn
 
-from para_core.adapters import (
-    parallelize_pipe,
-    parallelize_transformer,
-    unparallelize_pipe,
-    unparallelize_transformer,
-)
-from tests.adapters import test_pipelines
+from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from tests.adapters.test_pipelines import build, generate, long_but, meshes_of
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
-from zoo.tiny.transformers.registry import MODELS
 
 CPU = torch.device("cpu")
-VIDEOS = ["hunyuan", "mochi", "cogvideox", "wan 2.2"]
-NAMES = ["flux", *[pytest.param(name, marks=pytest.mark.long) for name in VIDEOS]]
 
 
-def build(name):
-    heartbeat()
-    return flux_pipe(shared_parts=False) if name == "flux" else test_pipelines.build(name)
-
-
-def generate(pipe, name, **options):
-    if name == "flux":
-        return pipe(**flux_call(**options)).images
-    return test_pipelines.generate(pipe, name, **options)
-
-
-@cache
-def generated_alone(name):
-    return generate(build(name), name)
-
-
-def transformers_of(pipe):
-    return [part for part in (pipe.transformer, getattr(pipe, "transformer_2", None)) if part is not None]
-
-
-# -- LoRA.
-
-
-def lora_weights(name):
-    """Return LoRA weights in file format, for linear layers of the first block and for layers after which tokens are
-    gathered. They are large enough to change the output measurably.
-    """
+def lora_weights(transformer):
+    """Return LoRA weights in file format, large enough to change the output, also where tokens are gathered."""
     generator = torch.Generator().manual_seed(11)
-    transformer = build(name).transformer
     linears = [path for path, part in transformer.named_modules() if isinstance(part, nn.Linear)]
-    blocks = [path for path in linears if "blocks.0.attn" in path and not path.endswith("proj_out")]
+    blocks = [path for path in linears if "blocks.0.attn" in path]
     # peft takes the last part of a name to mean all layers with that name.
     last = [path for path in linears if path.endswith("proj_out")]
     weights = {}
@@ -68,145 +42,216 @@ def lora_weights(name):
     return weights
 
 
-def draw_with_lora(name, mesh_shape=None, when="alone"):
-    """Return the output at each stage. Without a mesh, return those of the unmodified pipe."""
-    pipe, outs = build(name), {}
+def draw_with_lora(when="alone"):
+    """Return the output at each stage."""
+    pipe, outs = flux_pipe(shared_parts=False), {}
+
+    def draw(stage, **options):
+        heartbeat()
+        outs[stage] = pipe(**flux_call(**options)).images
+
     if when == "before":
-        parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_shape))
-    pipe.load_lora_weights(lora_weights(name))
-    if name == "wan 2.2":
-        pipe.load_lora_weights(lora_weights(name), load_into_transformer_2=True)
+        parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    pipe.load_lora_weights(lora_weights(pipe.transformer))
     if when == "after":
-        parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_shape))
-    outs["loaded"] = generate(pipe, name)
-    if name == "flux":
-        outs["scaled by the call"] = generate(pipe, name, joint_attention_kwargs={"scale": 0.5})
-        pipe.disable_lora()
-        outs["disabled"] = generate(pipe, name)
-        pipe.enable_lora()
+        parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    draw("loaded")
+    draw("scaled by the call", joint_attention_kwargs={"scale": 0.5})
+    pipe.disable_lora()
+    draw("disabled")
+    pipe.enable_lora()
     pipe.fuse_lora(components=["transformer"])
-    outs["fused"] = generate(pipe, name)
+    draw("fused")
     pipe.unfuse_lora(components=["transformer"])
-    outs["unfused"] = generate(pipe, name)
     if when == "after":
         unparallelize_pipe(pipe)
+    draw("unfused")
     pipe.unload_lora_weights()
-    outs["unloaded"] = generate(pipe, name)
+    draw("unloaded")
     return outs
 
 
-def draw_in_both_orders(name):
-    return {when: draw_with_lora(name, (1, 2), when) for when in ("before", "after")}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_lora_is_exact_at_every_stage(rank_pool, name):
-    expected = draw_with_lora(name)
-    for other in expected.keys() & {"scaled by the call", "disabled", "unloaded"}:
+def draw_in_every_order():
+    expected = draw_with_lora()
+    for other in ("scaled by the call", "disabled", "unloaded"):
         assert relative_error(expected["loaded"], expected[other]) > 0.01
-    for by_order in rank_pool.run(draw_in_both_orders, 2, name):
-        for when, outs in by_order.items():
-            errors = {stage: relative_error(outs[stage], out) for stage, out in expected.items()}
-            assert max(errors.values()) < 1e-5, (when, errors)
+    for when in ("before", "after"):
+        for stage, out in draw_with_lora(when).items():
+            assert relative_error(out, expected[stage]) < 1e-5, (when, stage)
 
 
-def add_lora(transformer, targets=("proj_out", "attn1.to_q", "attn2.to_v")):
-    """Add a LoRA to layers in the middle of the model, and to the layer after which tokens are gathered."""
-    transformer.add_adapter(LoraConfig(r=3, target_modules=[*targets], init_lora_weights=False))
-    generator = torch.Generator().manual_seed(11)
-    for name, parameter in sorted(transformer.named_parameters()):
-        if "lora_" in name:
-            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+def test_lora_is_exact_at_every_stage(rank_pool):
+    rank_pool.run(draw_in_every_order, 2)
 
 
-@torch.no_grad()
-def call_wan_with_lora():
-    """Return outputs with a LoRA from before parallelizing until after it, then with one that comes and goes."""
-    model = MODELS["wan"]
-    inputs, mesh, outs = model.inputs(3, 6, 10), cpu_mesh(1, 2), []
-    transformer = model.build()
-    add_lora(transformer)
-    parallelize_transformer(transformer, mesh=mesh)
-    outs.append(transformer(**inputs).sample)
-    unparallelize_transformer(transformer)
-    outs.append(transformer(**inputs).sample)
-    transformer = parallelize_transformer(model.build(), mesh=mesh)
-    outs.append(transformer(**inputs).sample)
-    add_lora(transformer)
-    outs.append(transformer(**inputs).sample)
-    transformer.delete_adapters("default")
-    outs.append(transformer(**inputs).sample)
-    unparallelize_transformer(transformer)
-    return [*outs, transformer(**inputs).sample]
+# Each way to offload has functions of the pipeline that switch it on and off.
 
 
-@torch.no_grad()
-def test_lora_may_replace_layer_before_gather(rank_pool):
-    model = MODELS["wan"]
-    inputs, transformer = model.inputs(3, 6, 10), model.build()
-    plain = transformer(**inputs).sample
-    add_lora(transformer)
-    with_lora = transformer(**inputs).sample
-    assert relative_error(with_lora, plain) > 0.01
-    expected = [with_lora, with_lora, plain, with_lora, plain, plain]
-    for outs in rank_pool.run(call_wan_with_lora, 2):
-        assert max(relative_error(out, wanted) for out, wanted in zip(outs, expected, strict=True)) < 1e-5
+def remove_groups(pipe):
+    for module in pipe.transformer.modules():
+        for hook in ("group_offloading", "lazy_prefetch_group_offloading"):
+            if hasattr(module, "_diffusers_hook"):
+                module._diffusers_hook.remove_hook(hook, recurse=False)
 
 
-# -- Offload.
+OFFLOAD = {
+    "model": (lambda pipe: pipe.enable_model_cpu_offload(device="cpu"), lambda pipe: pipe.remove_all_hooks()),
+    "groups": (
+        lambda pipe: pipe.transformer.enable_group_offload(CPU, offload_type="block_level", num_blocks_per_group=1),
+        remove_groups,
+    ),
+}
 
 
-def offload_model(pipe):
-    pipe.enable_model_cpu_offload(device="cpu")
-
-
-def offload_sequentially(pipe):
-    # enable_sequential_cpu_offload does this for each model. For text encoders it fails on a CPU, also without ranks.
-    for transformer in transformers_of(pipe):
-        cpu_offload(transformer, execution_device=CPU)
-
-
-def offload_groups(pipe):
-    for transformer in transformers_of(pipe):
-        transformer.enable_group_offload(onload_device=CPU, offload_type="block_level", num_blocks_per_group=1)
-
-
-def offload_leaves(pipe):
-    for transformer in transformers_of(pipe):
-        apply_group_offloading(transformer, onload_device=CPU, offload_type="leaf_level")
-
-
-def undo_offload(pipe, offload):
-    if offload is offload_model:
-        pipe.remove_all_hooks()
-    for transformer in transformers_of(pipe):
-        if offload is offload_sequentially:
-            remove_hook_from_submodules(transformer)
-        for module in transformer.modules():
-            for hook in ("group_offloading", "lazy_prefetch_group_offloading"):
-                if hasattr(module, "_diffusers_hook"):
-                    module._diffusers_hook.remove_hook(hook, recurse=False)
-
-
-def draw_offloaded(name, offload):
-    outs = {}
+def draw_offloaded(way):
+    expected = flux_pipe(shared_parts=False)(**flux_call()).images
     for first_on, first_off in itertools.product(("offload", "parallel"), repeat=2):
-        pipe = build(name)
-        on = {"offload": partial(offload, pipe), "parallel": partial(parallelize_pipe, pipe, mesh=cpu_mesh(1, 2))}
-        off = {"offload": partial(undo_offload, pipe, offload), "parallel": partial(unparallelize_pipe, pipe)}
+        heartbeat()
+        pipe = flux_pipe(shared_parts=False)
+        on = {"offload": OFFLOAD[way][0], "parallel": partial(parallelize_pipe, mesh=cpu_mesh(1, 2))}
+        off = {"offload": OFFLOAD[way][1], "parallel": unparallelize_pipe}
         for key in sorted(on, key=lambda key: key != first_on):
-            on[key]()
-        outs[f"{first_on} on first"] = generate(pipe, name)
-        for key in sorted(off, key=lambda key: key != first_off):
-            off[key]()
-            outs[f"{first_on} on first, {first_off} off first, after {key} off"] = generate(pipe, name)
-    return outs
+            on[key](pipe)
+        for key in ("", *sorted(off, key=lambda key: key != first_off)):
+            if key:
+                off[key](pipe)
+            assert relative_error(pipe(**flux_call()).images, expected) < 1e-5, (first_on, first_off, key)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("offload", [offload_model, offload_sequentially, offload_groups, offload_leaves])
-@pytest.mark.parametrize("name", NAMES)
-def test_offload_goes_on_and_off_in_every_order(rank_pool, name, offload):
-    for outs in rank_pool.run(draw_offloaded, 2, name, offload):
-        errors = {order: relative_error(out, generated_alone(name)) for order, out in outs.items()}
-        assert max(errors.values()) < 1e-5, errors
+@pytest.mark.parametrize("way", OFFLOAD)
+def test_offload_goes_on_and_off_in_every_order(rank_pool, way):
+    rank_pool.run(draw_offloaded, 2, way)
+
+
+def attach_ip_adapters(transformer):
+    """Attach two IP adapters for images of 20 features."""
+    generator = torch.Generator().manual_seed(11)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    width, text_width = transformer.inner_dim, transformer.config.joint_attention_dim
+    of_images = {"proj": (4 * text_width, 20), "norm": (text_width,)}
+    of_blocks = {"to_k_ip": (width, text_width), "to_v_ip": (width, text_width)}
+
+    def weights(shapes, prefix=""):
+        return {
+            f"{prefix}{name}.{part}": noise(*(shape if part == "weight" else shape[:1]))
+            for name, shape in shapes.items()
+            for part in ("weight", "bias")
+        }
+
+    states = [
+        {"image_proj": weights(of_images), "ip_adapter": weights(of_blocks, "0.") | weights(of_blocks, "1.")}
+        for _ in range(2)
+    ]
+    transformer._load_ip_adapter_weights(states)
+
+
+IMAGES = {
+    "ip_adapter_image_embeds": [torch.linspace(-1, 1, 20)[None, None], torch.linspace(1, 2, 20)[None, None]],
+    "negative_ip_adapter_image_embeds": [torch.zeros(1, 1, 20), torch.zeros(1, 1, 20)],
+}
+
+
+def draw_with_ip_adapters():
+    pipe = build("flux")
+    plain = generate(pipe, "flux")
+    attach_ip_adapters(pipe.transformer)
+    expected = generate(pipe, "flux", **IMAGES)
+    assert relative_error(expected, plain) > 1e-3
+    for shape, mesh in meshes_of([(1, 1, 2), (1, 2, 1), (2, 1, 1)]).items():
+        assert relative_error(generate(parallelize_pipe(pipe, mesh=mesh), "flux", **IMAGES), expected) < 1e-5, shape
+    assert torch.equal(generate(unparallelize_pipe(pipe), "flux", **IMAGES), expected)
+
+
+def test_ip_adapters_are_exact(rank_pool):
+    rank_pool.run(draw_with_ip_adapters, 2)
+
+
+def _skip(**config):
+    return lambda model: apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn="transformer_blocks", **config))
+
+
+def _blur(model):
+    config = SmoothedEnergyGuidanceConfig(indices=[1], fqn="transformer_blocks")
+    _apply_smoothed_energy_guidance_hook(model, config, 1.0)
+
+
+def _cache(config):
+    return lambda model: model.enable_cache(config)
+
+
+_STEP = {"spatial_attention_block_skip_range": 2, "current_timestep_callback": lambda: 500}
+_REFUSED = r"pipe\.transformer has"
+# Each function puts a hook on a transformer as a user does. The calls are exact, or refused with these words.
+HOOKS = {
+    "layerwise casting": (
+        partial(apply_layerwise_casting, storage_dtype=torch.bfloat16, compute_dtype=torch.float32),
+        "",
+    ),
+    "layer skip, whole blocks": (_skip(), ""),
+    "layer skip, attention": (_skip(skip_ff=False), ""),
+    "layer skip, feed-forward": (_skip(skip_attention=False), ""),
+    "layer skip, scores": (_skip(skip_attention=False, skip_attention_scores=True, skip_ff=False), ""),
+    "layer skip, dropout": (_skip(dropout=0.5), _REFUSED),
+    # On a batch mesh each rank has whole images, so the blur is exact.
+    "smoothed energy guidance": (_blur, "blurs"),
+    "FasterCache": (_cache(FasterCacheConfig(**_STEP, is_guidance_distilled=True, tensor_format="BFCHW")), _REFUSED),
+    "First Block Cache of diffusers": (_cache(FirstBlockCacheConfig(threshold=0.5)), _REFUSED),
+}
+SOME = ("layer skip, whole blocks", "layer skip, dropout", "smoothed energy guidance", "FasterCache")
+
+
+def build_hooked(hook):
+    """Return the pipeline with that hook. diffusers fails to skip layers of Qwen-Image, also on one device."""
+    name = "pixart" if hook.startswith("layer skip") else "qwen-image"
+    pipe = build(name)
+    HOOKS[hook][0](pipe.transformer)
+    return pipe, name
+
+
+def call_with_hook(hook):
+    expected, words = None, HOOKS[hook][1]
+    for batch, ring, ulysses in ((1, 1, 2), (1, 2, 1), (2, 1, 1)):
+        pipe, name = build_hooked(hook)
+        parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses, batch=batch))
+        if words and not (words == "blurs" and batch == 2):
+            with pytest.raises(RuntimeError, match=words):
+                generate(pipe, name)
+        else:
+            expected = generate(*build_hooked(hook)) if expected is None else expected
+            assert relative_error(generate(pipe, name), expected) < 1e-5, (batch, ring, ulysses)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hook", long_but(SOME, HOOKS))
+def test_each_hook_is_exact_or_refused_before_the_call(rank_pool, hook):
+    rank_pool.run(call_with_hook, 2, hook)
+
+
+class Doubles(ModelHook):
+    def post_forward(self, module, output):
+        return output * 2
+
+
+def call_with_hooks_of_others():
+    pipe = flux_pipe()
+    plain = pipe(**flux_call()).images
+    HookRegistry.check_if_exists_or_initialize(pipe.transformer.x_embedder).register_hook(Doubles(), "mine")
+    expected = pipe(**flux_call()).images
+    assert relative_error(expected, plain) > 1e-3
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
+    assert relative_error(pipe(**flux_call()).images, expected) < 1e-5
+    # A later version of diffusers could bring such a hook.
+    with (
+        mock.patch.object(Doubles, "__module__", "diffusers.hooks.of_tomorrow"),
+        pytest.raises(RuntimeError, match="Doubles at 'x_embedder'"),
+    ):
+        pipe(**flux_call())
+
+
+def test_user_hook_stays_and_unknown_diffusers_hook_raises(rank_pool):
+    rank_pool.run(call_with_hooks_of_others, 2)

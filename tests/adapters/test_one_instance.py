@@ -1,79 +1,42 @@
-"""parallelize_pipe changes one instance only, and can be undone."""
+"""parallelize_pipe changes one instance only, also one that shares its transformer, and compares what ranks give it."""
 
 import copy
 import io
-import logging
 import pickle
 import re
 import tempfile
+import unittest
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import FluxPipeline, FluxTransformer2DModel
+from diffusers import FluxImg2ImgPipeline, FluxPipeline, FluxTransformer2DModel
+from PIL import Image
 from torch.overrides import _get_current_function_mode_stack
 
-from para_core.adapters import (
-    apply_cache_on_pipe,
-    parallelize_pipe,
-    parallelize_transformer,
-    remove_cache_from_pipe,
-    unparallelize_pipe,
-    unparallelize_transformer,
-)
+from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe, unparallelize_transformer
+from para_core.adapters.agree import arguments
 from para_core.plans.region import mesh_of_plan
-from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
+from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 
 
 def live_beside_each_other():
-    other = flux_pipe()
+    other, pipe = flux_pipe(shared_parts=False), flux_pipe(shared_parts=False)
     alone = other(**flux_call()).images
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
-    parallel = pipe(**flux_call()).images
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=True)
+    assert relative_error(pipe(**flux_call()).images, alone) < 1e-5
     assert torch.equal(other(**flux_call()).images, alone)
-    assert type(other) is FluxPipeline
-    assert type(other.transformer) is FluxTransformer2DModel
-    assert relative_error(parallel, alone) < 1e-5
-
-    assert type(pipe).__name__ == "FluxPipeline"
-    assert type(pipe.transformer).__name__ == "FluxTransformer2DModel"
-    assert repr(pipe) == repr(other)
-    assert dict(pipe.config) == dict(other.config)
+    assert (type(other), type(other.transformer)) == (FluxPipeline, FluxTransformer2DModel)
+    for mine, plain in ((pipe, other), (pipe.transformer, other.transformer)):
+        assert (type(mine).__name__, repr(mine)) == (type(plain).__name__, repr(plain))
+        assert (dict(mine.config), mine.dtype) == (dict(plain.config), plain.dtype)
     assert pipe.components.keys() == other.components.keys()
     assert pipe.transformer.state_dict().keys() == other.transformer.state_dict().keys()
-    assert pipe.transformer.config == other.transformer.config
-    assert pipe.dtype == other.dtype
-
-    unparallelize_pipe(pipe)
-    assert type(pipe) is FluxPipeline
-    assert type(pipe.transformer) is FluxTransformer2DModel
-    assert vars(pipe).keys() == vars(other).keys()
-    assert vars(pipe.transformer).keys() == vars(other.transformer).keys()
-    assert torch.equal(pipe(**flux_call()).images, alone)
-    unparallelize_pipe(pipe)  # Nothing is left to undo.
-    assert not _get_current_function_mode_stack()
-
-
-def test_other_pipe_of_same_class_is_untouched(rank_pool):
-    rank_pool.run(live_beside_each_other, 2)
-
-
-def save(x):
-    torch.save(x, io.BytesIO())
-
-
-def refuse_copies(x):
-    for way in (copy.deepcopy, copy.copy, pickle.dumps, save):
-        with pytest.raises(TypeError, match=r"unparallelize_pipe.*remove_cache_from_pipe"):
-            way(x)
-
-
-def copy_a_parallel_pipe():
-    plain = flux_pipe(shared_parts=False)
-    alone = plain(**flux_call()).images
-    pipe = parallelize_pipe(plain, mesh=cpu_mesh(1, 2), vae=True)
     for part in (pipe, pipe.transformer, pipe.vae):
-        refuse_copies(part)
+        for way in (copy.deepcopy, copy.copy, pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
+            with pytest.raises(TypeError, match=r"unparallelize_pipe.*remove_cache_from_pipe"):
+                way(part)
     with pytest.raises(TypeError, match="FluxTransformer2DModel"):
         copy.deepcopy(torch.compile(pipe.transformer, backend="eager"))
     with tempfile.TemporaryDirectory() as folder:  # transformers itself saves on the first rank only.
@@ -83,70 +46,35 @@ def copy_a_parallel_pipe():
             loaded.set_progress_bar_config(disable=True)
             # Loaded parameters have other addresses in memory, which changes the last bits, also without para_core.
             assert relative_error(loaded(**flux_call()).images, alone) < 1e-6
-    # A refused copy leaves the pipe parallel.
-    assert mesh_of_plan(pipe.transformer) is not None
+    # A refused copy leaves the pipe parallel, on another mesh too, with one private class and not one for each call.
+    parallelize_pipe(pipe, mesh=cpu_mesh(2, 1))
+    assert mesh_of_plan(pipe.transformer).ring.size == 2
     assert relative_error(pipe(**flux_call()).images, alone) < 1e-5
+    assert type(pipe).__mro__[1] is FluxPipeline
     unparallelize_pipe(pipe)
-    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-        assert type(other) is FluxPipeline
-        assert torch.equal(other(**flux_call()).images, alone)
-
-
-def test_parallel_pipe_refuses_copies_until_undone(rank_pool):
-    rank_pool.run(copy_a_parallel_pipe, 2)
-
-
-def test_cached_pipe_refuses_copies_until_removed():
-    pipe = apply_cache_on_pipe(flux_pipe(), residual_diff_threshold=0.1)
-    refuse_copies(pipe)
-    remove_cache_from_pipe(pipe)
-    expected = pipe(**flux_call()).images
-    assert torch.equal(copy.deepcopy(pipe)(**flux_call()).images, expected)
-
-
-def change_mesh():
-    pipe = flux_pipe()
-    alone = pipe(**flux_call()).images
-    for ring, ulysses in ((1, 4), (4, 1), (2, 2)):
-        parallelize_pipe(pipe, mesh=cpu_mesh(ring, ulysses))
-        mesh = mesh_of_plan(pipe.transformer)
-        assert (mesh.ring.size, mesh.ulysses.size) == (ring, ulysses)
-        assert relative_error(pipe(**flux_call()).images, alone) < 1e-5
-        assert type(pipe).__mro__[1] is FluxPipeline  # There is one private class, not one for each call.
-
-
-def test_parallelizing_again_takes_effect(rank_pool):
-    rank_pool.run(change_mesh, 4)
+    for each in (pipe, copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert (type(each), type(each.transformer)) == (FluxPipeline, FluxTransformer2DModel)
+        assert vars(each).keys() == vars(other).keys()
+        assert torch.equal(each(**flux_call()).images, alone)
+    unparallelize_pipe(pipe)  # Nothing is left to undo.
+    assert not _get_current_function_mode_stack()
 
 
 def parallelize_without_mesh():
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("para_core")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        pipe = parallelize_pipe(flux_pipe())
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    out = pipe(**flux_call()).images
-    mesh = mesh_of_plan(pipe.transformer)
-    group = parallelize_pipe(flux_pipe(), mesh=dist.group.WORLD)(**flux_call()).images
-    return out, group, mesh.ranks, records
-
-
-def test_without_mesh_all_ranks_work_and_log_once(rank_pool):
+    case = unittest.TestCase()
+    if dist.get_rank() == 0:
+        with case.assertLogs("para_core", "INFO") as logs:
+            pipe = parallelize_pipe(flux_pipe())
+        (text,) = logs.output
+        assert re.search(r"batch × ring × ulysses = 1 × 1 × 2 .*4 heads", text)
+        assert "init_context_parallel_mesh('cpu', max_batch_dim_size=1, max_ring_dim_size=1)" in text
+    else:
+        with case.assertNoLogs("para_core", "INFO"):
+            pipe = parallelize_pipe(flux_pipe())
+    assert mesh_of_plan(pipe.transformer).ranks == 2
     expected = flux_pipe()(**flux_call()).images
-    for rank, (out, group, ranks, records) in enumerate(rank_pool.run(parallelize_without_mesh, 2)):
-        assert relative_error(out, expected) < 1e-5
-        assert relative_error(group, expected) < 1e-5
-        assert ranks == 2
-        assert len(records) == (1 if rank == 0 else 0)
-        for record in records:
-            assert re.search(r"batch × ring × ulysses = 1 × 1 × 2 .*4 heads", record)
-            assert "init_context_parallel_mesh('cpu', max_batch_dim_size=1, max_ring_dim_size=1)" in record
+    for each in (pipe, parallelize_pipe(flux_pipe(), mesh=dist.group.WORLD)):
+        assert relative_error(each(**flux_call()).images, expected) < 1e-5
 
 
 @pytest.mark.parametrize("world_size", [None, "1"])
@@ -189,5 +117,115 @@ def use_transformer_alone():
     assert torch.equal(transformer(**inputs).sample, alone)
 
 
-def test_a_transformer_alone_takes_its_arguments_in_every_form(rank_pool):
-    rank_pool.run(use_transformer_alone, 2)
+IMAGE = Image.linear_gradient("L").convert("RGB").resize((56, 72))
+
+
+def raised(call):
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        call()
+    return str(error.value)
+
+
+def share_transformer():
+    """Share a transformer with a second pipeline, which is not parallel until it gets its mesh."""
+    options = {"image": IMAGE, "strength": 0.9}
+    plain, of_image = flux_pipe()(**flux_call()).images, flux_pipe(FluxImg2ImgPipeline)
+    alone = of_image(**flux_call(**options)).images
+    torch.manual_seed(0)
+    drawn = of_image(**flux_call(**options, generator=None)).images
+    mesh, rank = cpu_mesh(1, 2), dist.get_rank()
+    pipe = parallelize_pipe(flux_pipe(), mesh=mesh)
+    other = FluxImg2ImgPipeline.from_pipe(pipe)
+    assert other.transformer is pipe.transformer and type(other) is FluxImg2ImgPipeline
+    assert relative_error(other(**flux_call(**options)).images, alone) < 1e-5
+    torch.manual_seed(rank)
+    error = raised(lambda: other(**flux_call(**options, generator=None)))
+    assert re.search(rf"hidden_states: rank 0 .*tensor\[1, 63, {FLUX_CHANNELS}\]", error)
+    assert "parallelize_pipe(the_other_pipe, mesh=mesh)" in error
+    parallelize_pipe(other, mesh=mesh)
+    torch.manual_seed(rank)
+    assert relative_error(other(**flux_call(**options, generator=None)).images, drawn) < 1e-5
+    assert relative_error(pipe(**flux_call()).images, plain) < 1e-5
+    unparallelize_pipe(other)
+    assert "parallelize_pipe(pipe, mesh=...)" in raised(lambda: pipe(**flux_call()))
+    assert torch.equal(unparallelize_pipe(pipe)(**flux_call()).images, plain)
+    # Sharded weights are shared, too.
+    pipe = parallelize_pipe(flux_pipe(), mesh=mesh, weights="fsdp")
+    other = parallelize_pipe(FluxImg2ImgPipeline.from_pipe(pipe), mesh=mesh)
+    assert other.transformer is pipe.transformer
+    assert relative_error(other(**flux_call(**options)).images, alone) < 1e-5
+    assert relative_error(pipe(**flux_call()).images, plain) < 1e-5
+
+
+def exchanges_of(call):
+    with mock.patch.object(arguments, "agree", wraps=arguments.agree) as agree:
+        call()
+    return agree.call_count
+
+
+def call_without_comparing():
+    """Call a pipe that compares nothing between ranks. It still draws equally, and checks itself."""
+    pipe = flux_pipe()
+    torch.manual_seed(0)
+    expected = pipe(**flux_call(generator=None)).images
+    for assume_equal in (False, True):
+        pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), assume_equal=assume_equal)
+        assert exchanges_of(lambda pipe=pipe: pipe(**flux_call())) == (not assume_equal)
+        assert exchanges_of(lambda pipe=pipe: pipe.transformer(**flux_inputs(10, 3))) == (not assume_equal)
+    torch.manual_seed(dist.get_rank())
+    assert relative_error(pipe(**flux_call(generator=None)).images, expected) < 1e-5
+    pipe.transformer = flux_transformer()
+    assert re.search(r"pipe\.transformer .*another .*parallelized", raised(lambda: pipe(**flux_call())))
+
+
+def last_changed(x, change):
+    """Return a copy of ``x`` in which the last element is changed."""
+    x = x.clone()
+    x.view(-1)[-1:] = change(x.view(-1)[-1:])
+    return x
+
+
+def with_another_bit(x):
+    return (x.view(torch.int64 if x.dtype == torch.int64 else torch.int32) ^ 1).view(x.dtype)
+
+
+DIFFERENT_INPUTS = {
+    "hidden_states": lambda x: x * torch.nan,
+    "encoder_hidden_states": with_another_bit,
+    "pooled_projections": torch.neg,
+    "timestep": with_another_bit,
+    "img_ids": with_another_bit,
+    "txt_ids": torch.neg,
+}
+
+
+@torch.no_grad()
+def call_with_another_bit():
+    """Call a transformer with inputs that differ, then with equal ones, also with NaNs."""
+    transformer, is_last = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2)), dist.get_rank() == 1
+    inputs = flux_inputs(37, 7)
+    inputs["pooled_projections"].view(-1)[-1] = 0.0
+    inputs["img_ids"] = inputs["img_ids"].to(torch.int64)
+    others = {name: last_changed(inputs[name], change) for name, change in DIFFERENT_INPUTS.items()}
+    for name, other in [*others.items(), ("hidden_states", inputs["hidden_states"][:, :-1])]:
+        with pytest.raises(ValueError, match=rf"{name}: rank 0 .*tensor.*, rank 1 ") as error:
+            transformer(**(inputs | ({name: other} if is_last else {})))
+        assert str(error.value).count(": rank 0 ") == str(error.value).count(", rank 1 ") == 1, name
+    inputs["timestep"] = inputs["timestep"].expand(1)
+    assert relative_error(transformer(**inputs)[0], flux_transformer()(**inputs)[0]) < 1e-5
+    assert transformer(**{**inputs, "timestep": torch.full((1,), torch.nan)})[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        live_beside_each_other,
+        parallelize_without_mesh,
+        use_transformer_alone,
+        share_transformer,
+        call_without_comparing,
+        call_with_another_bit,
+    ],
+)
+def test_on_two_ranks(rank_pool, job):
+    rank_pool.run(job, 2)

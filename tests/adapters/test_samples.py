@@ -2,103 +2,81 @@
 
 import inspect
 import re
+import warnings
 from dataclasses import replace
 
 import diffusers
 import pytest
 import torch
-from torch import Tensor
 
-from para_core.adapters import parallelize_transformer
+from benchmarks.harness import fake_group
+from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.models import ADAPTERS
+from para_core.adapters.parallel.call import parallel_call
+from para_core.adapters.parallel.transformer import TransformerPart
 from para_core.plans.samples import holds_tensor
 from tests.tiny import cpu_mesh, relative_error
+from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 
-BATCHED = [adapter for adapter in ADAPTERS if adapter.plan is not None and adapter.plan.batched]
+BATCHED = {adapter.transformer: adapter for adapter in ADAPTERS if adapter.plan is not None and adapter.plan.batched}
 # A parameter that is annotated with only these types holds no tensor.
 PLAIN = r"(int|float|bool|str|None|list|tuple|typing|Union|Optional|class|[\[\],|<>'. ])+"
 
 
-@pytest.mark.parametrize("adapter", BATCHED, ids=lambda adapter: adapter.transformer)
-def test_tensor_parameters_are_batched_or_declared_common(adapter):
-    parameters = inspect.signature(getattr(diffusers, adapter.transformer).forward).parameters
-    may_hold = {name for name, p in parameters.items() if not re.fullmatch(PLAIN, str(p.annotation))}
-    may_hold -= {"self", "return_dict"}
-    declared = {*adapter.plan.batched, *adapter.plan.common, *adapter.plan.unshared, *adapter.plan.refused}
-    assert may_hold <= declared <= set(parameters)
+@pytest.mark.parametrize("name", BATCHED)
+def test_tensor_parameters_are_batched_or_declared_common(name):
+    plan, parameters = BATCHED[name].plan, inspect.signature(getattr(diffusers, name).forward).parameters
+    may_hold = {key for key, p in parameters.items() if not re.fullmatch(PLAIN, str(p.annotation))}
+    for model in MODELS.values():
+        if model.cls == name:
+            may_hold |= {key for key, value in model.inputs(3, 6, 10).items() if holds_tensor(value)}
+    declared = {*plan.batched, *plan.common, *plan.unshared, *plan.refused}
+    assert may_hold - {"self", "return_dict"} <= declared <= set(parameters)
 
 
-def test_the_tensors_of_every_tiny_model_are_among_them():
-    for name, model in MODELS.items():
-        for adapter in BATCHED:
-            if adapter.transformer == model.cls:
-                names = {key for key, value in model.inputs(3, 6, 10).items() if holds_tensor(value)}
-                assert names <= {*adapter.plan.batched, *adapter.plan.common, *adapter.plan.unshared}, name
+@pytest.mark.parametrize(("name", "shares"), [("pixart", True), ("pixart, perturbed", False)])
+def test_perturbed_attention_shares_no_samples(name, shares):
+    with fake_group(2):
+        pipe = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 1, batch=2))
+        (part,) = [part for part in parallel_call(pipe).session.parts if isinstance(part, TransformerPart)]
+    assert bool(part.plan.batched) == shares
 
 
-SD3 = next(adapter for adapter in BATCHED if adapter.transformer == "SD3Transformer2DModel")
-
-
-def call_with_more():
-    """Return the error or the output of each way to call."""
-    model = MODELS["sd3"]
-    transformer, inputs = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 1, batch=2)), model.inputs(3, 6, 10)
+@torch.no_grad()
+def call_on_batch_mesh():
+    model, mesh = MODELS["sd3"], cpu_mesh(1, 1, batch=2)
+    transformer, inputs = parallelize_transformer(model.build(), mesh=mesh), model.inputs(3, 6, 10)
+    expected = model.build()(**inputs).sample
+    num_samples = []
+    transformer.transformer_blocks[0].register_forward_pre_hook(
+        lambda module, args, kwargs: num_samples.append(len(kwargs["hidden_states"])), with_kwargs=True
+    )
     tokens = inputs.pop("hidden_states")
-
-    def attempt(*args, **kwargs):
-        try:
-            return transformer(*args, **kwargs).sample
-        except (TypeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-
-    results = {
-        "positional": attempt(tokens, **inputs),
-        "unknown": attempt(tokens, **inputs, guidance=3.0),
-        "doubled": attempt(tokens, **inputs, hidden_states=tokens),
-        "too many": attempt(tokens, *inputs.values(), *[None] * 5),
-        "no tokens": attempt(**inputs),
-    }
-    plan = replace(SD3.plan, batched={"hidden_states": 0, "timestep": 0})
-    parallelize_transformer(transformer, mesh=cpu_mesh(1, 1, batch=2), adapter=replace(SD3, plan=plan))
-    return {**results, "undeclared": attempt(tokens, **inputs)}
-
-
-def test_bad_arguments_raise_on_every_rank_of_batch_mesh(rank_pool):
-    model = MODELS["sd3"]
-    with torch.no_grad():
-        expected = model.build()(**model.inputs(3, 6, 10)).sample
-    for results in rank_pool.run(call_with_more, 2):
-        assert relative_error(results.pop("positional"), expected) < 1e-5
-        assert not any(isinstance(value, Tensor) for value in results.values()), results
-        assert "'guidance'" in results["unknown"]
-        assert re.search(r"multiple .*'hidden_states'", results["doubled"])
-        assert "positional" in results["too many"]
-        assert re.search(r"missing .*'hidden_states'", results["no tokens"])
-        assert re.search(r"encoder_hidden_states, pooled_projections .*Plan\.batched", results["undeclared"])
+    assert relative_error(transformer(tokens, **inputs).sample, expected) < 1e-5
+    for args, kwargs, message in (
+        ((tokens,), {**inputs, "guidance": 3.0}, "'guidance'"),
+        ((tokens,), {**inputs, "hidden_states": tokens}, "multiple .*'hidden_states'"),
+        ((tokens, *inputs.values(), *[None] * 5), {}, "positional"),
+        ((), inputs, "missing .*'hidden_states'"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            transformer(*args, **kwargs)
+    # The ranks cannot share a single sample.
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        outs = [transformer(tokens[:1], **{key: x[:1] for key, x in inputs.items()}).sample for _ in range(2)]
+    assert max(relative_error(out, expected[:1]) for out in outs) < 1e-5
+    assert num_samples == [1, 1, 1]
+    (warning,) = warned
+    assert re.search(r"1 sample.* 2 ranks .*'batch'", str(warning.message))
+    adapter = BATCHED["SD3Transformer2DModel"]
+    plan = replace(adapter.plan, batched={"hidden_states": 0, "timestep": 0})
+    parallelize_transformer(transformer, mesh=mesh, adapter=replace(adapter, plan=plan))
+    with pytest.raises(ValueError, match=r"encoder_hidden_states, pooled_projections .*Plan\.batched"):
+        transformer(tokens, **inputs)
 
 
-def call_with_lists():
-    """Run Z-Image on captions of two lengths, with and without a ControlNet's samples. Return the latents, and the
-    number of samples that this rank computed.
-    """
-    model, computed = MODELS["z-image"], []
-    transformer, inputs = model.build(), model.inputs(2, 6, 10)
-    width = inputs["cap_feats"][0].shape[-1]
-    inputs["cap_feats"] = [torch.linspace(-1, 1, n * width).view(n, width) for n in (5, 70)]
-    tokens = []
-    transformer.layers[0].register_forward_hook(lambda *args: tokens.append(args[-1]) or computed.append(len(args[-1])))
-    outs = [transformer(**inputs).sample]
-    more = {0: torch.full_like(tokens[0], 0.1)}
-    outs.append(transformer(**inputs, controlnet_block_samples=more).sample)
-    parallelize_transformer(transformer, mesh=cpu_mesh(1, 1, batch=2))
-    outs.append(transformer(**inputs).sample)
-    outs.append(transformer(**inputs, controlnet_block_samples=more).sample)
-    return outs, computed
-
-
-def test_lists_per_sample_are_distributed(rank_pool):
-    for (alone, controlled, shared, whole), computed in rank_pool.run(call_with_lists, 2):
-        assert computed == [2, 2, 1, 2]
-        for out, expected in [*zip(shared, alone, strict=True), *zip(whole, controlled, strict=True)]:
-            assert relative_error(out, expected) < 1e-5
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hook of this test only observes.
+def test_calls_on_a_batch_mesh_are_exact_or_raise_on_every_rank(rank_pool):
+    rank_pool.run(call_on_batch_mesh, 2)

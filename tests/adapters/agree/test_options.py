@@ -1,4 +1,4 @@
-"""Invalid options, or options that differ between ranks, raise on every rank before anything is sent or changed."""
+"""Options that differ between ranks, or are invalid on one, raise on every rank before anything is sent or changed."""
 
 import re
 from datetime import timedelta
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import (
+    AttentionSchedule,
     parallelize_pipe,
     parallelize_transformer,
     parallelize_unet,
@@ -56,6 +57,7 @@ def differ():
     with same_pipe(pipe):
         for name, values in OF_PIPE.items():
             refuse(name, parallelize_pipe, pipe, mesh=meshes[0], **{name: values[rank]})
+        refuse("backend", parallelize_pipe, pipe, mesh=meshes[0], backend=AttentionSchedule("math", last=rank))
         refuse("mesh", parallelize_pipe, pipe, mesh=meshes[rank])
         refuse("mesh", parallelize_pipe, pipe, mesh=[None, meshes[1]][rank])
         refuse("weights", parallelize_pipe, pipe, weights=[None, "fsdp"][rank])
@@ -82,68 +84,38 @@ def test_options_that_differ_raise_on_every_rank(rank_pool):
 
 
 def refuse_on_one_rank():
-    pipe, mesh = flux_pipe(), cpu_mesh(1, 2)
+    pipe, mesh, is_last = flux_pipe(), cpu_mesh(1, 2), dist.get_rank() == 1
     with same_pipe(pipe):
         with mock.patch("para_core.adapters.parallel.options.require_library") as require:
-            require.side_effect = ImportError("library 17") if dist.get_rank() == 1 else None
+            require.side_effect = ImportError("library 17") if is_last else None
             with pytest.raises(ImportError, match="17"):
                 parallelize_pipe(pipe, mesh=mesh)
-        with pytest.raises(TypeError, match="AutoencoderKL"):
-            parallelize_transformer(pipe.vae if dist.get_rank() == 1 else pipe.transformer)
-        with pytest.raises(TypeError, match="Linear"):
-            parallelize_vae(torch.nn.Linear(1, 1) if dist.get_rank() == 1 else pipe.vae)
-        refused = {"method": "zero"}, {"offload_policy": 17}, {"components": ["unet"]}
-        for options, error in zip(refused, (ValueError, TypeError, ValueError), strict=True):
-            with pytest.raises(error, match=r"zero|17|unet"):
-                shard_weights(pipe, mesh, **(options if dist.get_rank() == 1 else {}))
-        with pytest.raises(TypeError, match="FluxTransformer2DModel"):
-            shard_weights(pipe.transformer if dist.get_rank() == 1 else pipe, mesh)
-
-
-def use_group_of_first_rank():
-    group, pipe = dist.new_group([0]), flux_pipe()
-    if dist.get_rank() == 0:
+        for function, bad, good, named in (
+            (parallelize_transformer, pipe.vae, pipe.transformer, "AutoencoderKL"),
+            (parallelize_vae, torch.nn.Linear(1, 1), pipe.vae, "Linear"),
+            (lambda model: shard_weights(model, mesh), pipe.transformer, pipe, "FluxTransformer2DModel"),
+        ):
+            with pytest.raises(TypeError, match=named):
+                function(bad if is_last else good)
+        for options in ({"method": "zero"}, {"offload_policy": 17}, {"components": ["unet"]}):
+            with pytest.raises((TypeError, ValueError), match=r"zero|17|unet"):
+                shard_weights(pipe, mesh, **(options if is_last else {}))
+        # Invalid on both: the mesh has no tensor ranks, or is of another device.
+        with pytest.raises(ValueError, match="tensor"):
+            parallelize_pipe(pipe, mesh=mesh, weights="tensor")
+        meta = init_device_mesh("meta", (2,), mesh_dim_names=("tensor",))
+        for function, options in ((parallelize_pipe, {"weights": "tensor"}), (shard_weights, {"method": "tensor"})):
+            with pytest.raises(ValueError, match=r"meta.*cpu"):
+                function(pipe, mesh=meta, **options)
+        group = dist.new_group([0])
+        if is_last:
+            uses = (parallelize_pipe, pipe), (parallelize_transformer, pipe.transformer), (parallelize_vae, pipe.vae)
+            for function, model in uses:
+                with pytest.raises(ValueError, match="rank 1"):
+                    function(model, mesh=group)
+    if not is_last:
         parallelize_pipe(pipe, mesh=group)
-        return
-    uses = ((parallelize_pipe, pipe), (parallelize_transformer, pipe.transformer), (parallelize_vae, pipe.vae))
-    for function, model in uses:
-        with same_pipe(pipe), pytest.raises(ValueError, match="rank 1"):
-            function(model, mesh=group)
 
 
-def use_meta_mesh():
-    mesh = init_device_mesh("meta", (2,), mesh_dim_names=("tensor",))
-    pipe = flux_pipe(shared_parts=False)
-    for function, options in ((parallelize_pipe, {"weights": "tensor"}), (shard_weights, {"method": "tensor"})):
-        with same_pipe(pipe), pytest.raises(ValueError, match=r"meta.*cpu"):
-            function(pipe, mesh=mesh, **options)
-
-
-@pytest.mark.parametrize("use", [refuse_on_one_rank, use_group_of_first_rank, use_meta_mesh])
-def test_refused_options_and_meshes_raise_and_change_nothing(rank_pool, use):
-    rank_pool.run(use, 2)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "error"),
-    [
-        ("assume_equal", "no", TypeError),
-        ("vae", "yes", TypeError),
-        ("attn_func", 5, TypeError),
-        ("rotate_method", "", ValueError),
-        ("timeout", 0, ValueError),
-        ("timeout", float("nan"), ValueError),
-        ("timeout", float("inf"), ValueError),
-        ("timeout", 1e300, ValueError),
-    ],
-)
-def test_invalid_options_raise_with_name_and_value(option, value, error):
-    pipe = flux_pipe()
-    with same_pipe(pipe), pytest.raises(error, match=f"{option} is .*{re.escape(str(value))}"):
-        parallelize_pipe(pipe, **{option: value})
-
-
-def test_invalid_options_of_a_unet_raise_with_name_and_value():
-    for option in ("assume_equal", "batched"):
-        with pytest.raises(TypeError, match=f"{option} is 'no'"):
-            parallelize_unet(UNET_PIPELINES["sd"].build().unet, **{option: "no"})
+def test_refused_options_and_meshes_raise_on_every_rank_and_change_nothing(rank_pool):
+    rank_pool.run(refuse_on_one_rank, 2)

@@ -1,10 +1,25 @@
-"""Models written by hand, with their own names for modules and arguments."""
+"""Models whose blocks are arranged, and take tokens, in many ways, with their own names for modules and arguments."""
 
-from __future__ import annotations
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from para_core.plans.plan import Gather, Plan, Split
+
+
+def module(name, forward, **parts):
+    """Return an instance of a new class with this name, this method, and these parts. A list becomes a module list."""
+    made = type(name, (nn.Module,), {"forward": forward})()
+    for key, part in parts.items():
+        setattr(made, key, nn.ModuleList(part) if isinstance(part, list) else part)
+    return made
+
+
+def noise(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -13,153 +28,390 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate ``x`` ``[B, S, 16]`` by ``angles`` ``[S, 8]``."""
-    first, second = x.chunk(2, dim=2)
-    return torch.cat(
-        [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], dim=2
-    )
+def turned(x, angles):
+    """Rotate ``x`` ``[..., S, 2 × D]`` by ``angles`` ``[S, D]``."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.mlp = nn.Linear(16, 48), nn.Linear(16, 16)
+# -- Two streams, joined with text first.
 
-    def forward(self, latents: Tensor, caption: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+
+def layer(of_words=False):
+    """Return a layer of image and text. ``of_words`` scales the text by weights ``[B, text]`` and has no positions."""
+
+    def forward(self, latents, caption, positions):
         q, k, v = self.qkv(torch.cat([caption, latents], dim=1)).chunk(3, dim=2)
-        out = attend(rotate(q, positions), rotate(k, positions), v)
+        out = attend(turned(q, positions), turned(k, positions), v)
         text, image = out[:, : caption.shape[1]], out[:, caption.shape[1] :]
         return caption + self.mlp(text), latents + self.mlp(image)
 
+    def forward_words(self, latents, caption, words):
+        positions = torch.zeros(caption.shape[1] + latents.shape[1], 8)
+        return forward(self, latents, caption * words[:, :, None], positions)
 
-class Painter(nn.Module):
-    """A model of two streams, joined with text first. Positions of text and image are one argument."""
+    parts = {"qkv": nn.Linear(16, 48), "mlp": nn.Linear(16, 16)}
+    return module("Layer", forward_words if of_words else forward, **parts)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers, self.out = (
-            nn.Linear(4, 16),
-            nn.ModuleList([Layer(), Layer(), Layer()]),
-            nn.Linear(16, 4),
-        )
 
-    def forward(self, latents: Tensor, caption: Tensor, positions: Tensor) -> Tensor:
-        latents = self.embed(latents)
-        for layer in self.layers:
+def paint(self, latents, caption, positions, residuals=None, left_out=None):
+    """Add a ControlNet's residuals between the layers, and leave one out."""
+    latents = self.embed(latents)
+    for index, layer in enumerate(self.layers):
+        if index != left_out:
             caption, latents = layer(latents, caption, positions)
-        return self.out(latents)
+        if residuals is not None:
+            latents = latents + residuals[index]
+    return self.out(latents)
 
 
-class Centred(Painter):
-    """A model that subtracts the mean of all tokens between blocks, which no plan can express."""
-
-    def forward(self, latents: Tensor, caption: Tensor, positions: Tensor) -> Tensor:
-        latents = self.embed(latents)
-        for layer in self.layers:
-            caption, latents = layer(latents, caption, positions)
-            latents = latents - latents.mean(dim=1, keepdim=True)
-        return self.out(latents)
+def painter(forward=paint, name="Painter", of_words=False):
+    layers = [layer(of_words) for _ in range(3)]
+    return module(name, forward, embed=nn.Linear(4, 16), layers=layers, out=nn.Linear(16, 4))
 
 
-def painter_inputs(tokens: int, text: int = 5) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(tokens)
-    return {
-        "latents": torch.randn(2, tokens, 4, generator=generator),
-        "caption": torch.randn(2, text, 16, generator=generator),
-        "positions": torch.randn(text + tokens, 8, generator=generator),
-    }
+def painter_of_words():
+    """Return a model that has a weight for each word and no positions."""
+
+    def forward(self, latents, caption, words):
+        return paint(self, latents, caption, words)
+
+    return painter(forward, "Weighted", True)
 
 
-class Chosen(nn.Module):
-    """A model that scales tokens by the largest of all. The module that does so has weights and must see all tokens."""
+def comparing_painter():
+    """Return a model in which each sample depends on the other samples of its batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weigh = nn.Linear(16, 16)
+    def forward(self, latents, caption, positions):
+        out = paint(self, latents, caption, positions)
+        return out - out.mean(dim=0, keepdim=True)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens / (1 + self.weigh(tokens).abs().amax(dim=1, keepdim=True))
-
-
-class ChoosingLayer(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen = Chosen()
-
-    def forward(self, latents: Tensor, caption: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        caption, latents = super().forward(latents, caption, positions)
-        return caption, self.chosen(latents)
+    return painter(forward)
 
 
-class Choosing(Painter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([ChoosingLayer(), ChoosingLayer()])
+def painter_of_two():
+    """Return a model that accepts batches of two samples only."""
+
+    def forward(self, latents, caption, words):
+        if latents.shape[0] != 2:
+            raise RuntimeError("two")
+        return paint(self, latents, caption, words)
+
+    return painter(forward, "OfTwo", True)
 
 
-class UnplacedLayer(Layer):
-    def forward(self, latents: Tensor, caption: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale the caption by ``words`` ``[B, text]``, which has a weight for each word, and paint with it."""
-        return super().forward(
-            latents, caption * words[:, :, None], torch.zeros(caption.shape[1] + latents.shape[1], 8)
-        )
+def painter_inputs(tokens, *, controlled=False, **more):
+    inputs = {"latents": noise(2, tokens, 4), "caption": noise(2, 5, 16), "positions": noise(5 + tokens, 8)}
+    if controlled:
+        more["residuals"] = [noise(2, tokens, 16) * scale for scale in (1, 2, 3)]
+    return {**inputs, **more}
 
 
-class Weighted(Painter):
-    """A model that has a weight for each word and no positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([UnplacedLayer(), UnplacedLayer()])
-
-    def forward(self, latents: Tensor, caption: Tensor, words: Tensor) -> Tensor:
-        return super().forward(latents, caption, words)
-
-
-def weighted_inputs(tokens: int) -> dict[str, Tensor]:
+def inputs_of_words(tokens):
     inputs = painter_inputs(tokens)
     return {"latents": inputs["latents"], "caption": inputs["caption"], "words": inputs["caption"][:, :, 0]}
 
 
-class Controlled(Painter):
-    """A model that adds a ControlNet's residuals between its layers and may leave layers out."""
-
-    def forward(
-        self,
-        latents: Tensor,
-        caption: Tensor,
-        positions: Tensor,
-        residuals: list[Tensor] | None = None,
-        left_out: int | None = None,
-    ) -> Tensor:
-        latents = self.embed(latents)
-        for index, layer in enumerate(self.layers):
-            if index != left_out:
-                caption, latents = layer(latents, caption, positions)
-            if residuals is not None:
-                latents = latents + residuals[index]
-        return self.out(latents)
+# -- Blocks of tokens [B, S, 24] with three heads.
 
 
-def controlled_inputs(tokens: int, **more: object) -> dict[str, object]:
-    generator = torch.Generator().manual_seed(tokens)
-    residuals = [torch.randn(2, tokens, 16, generator=generator) for _ in range(3)]
-    return {**painter_inputs(tokens), "residuals": residuals, **more}
+def heads_of(x, parts):
+    """Return ``parts`` tensors ``[B, 3, S, 8]`` of three heads, from ``[B, S, parts * 24]``."""
+    return x.unflatten(-1, (parts, 3, 8)).permute(2, 0, 3, 1, 4).unbind()
 
 
-class Compared(Painter):
-    """A model in which each sample depends on the other samples of its batch."""
-
-    def forward(self, latents: Tensor, caption: Tensor, positions: Tensor) -> Tensor:
-        out = super().forward(latents, caption, positions)
-        return out - out.mean(dim=0, keepdim=True)
+def mix(self, x, turn=lambda t: t, attention=F.scaled_dot_product_attention, **options):
+    """Add self-attention to ``x``, with queries and keys that ``turn`` changes."""
+    q, k, v = heads_of(self.qkv(x), 3)
+    return x + self.out(attention(turn(q), turn(k), v, **options).transpose(1, 2).flatten(2))
 
 
-class OfTwo(Weighted):
-    """A model that accepts batches of two samples only."""
+def mix_tokens(self, x):
+    return mix(self, x)
 
-    def forward(self, latents: Tensor, caption: Tensor, words: Tensor) -> Tensor:
-        if latents.shape[0] != 2:
-            raise RuntimeError("two")
-        return super().forward(latents, caption, words)
+
+def block(forward=mix_tokens, **parts):
+    return module("Block", forward, qkv=nn.Linear(24, 72), out=nn.Linear(24, 24), **parts)
+
+
+def run_blocks(self, x, *args):
+    for each in self.blocks:
+        x = each(x, *args)
+    return x
+
+
+def model(blocks, forward=lambda self, x: self.final(run_blocks(self, self.inp(x))), name="Model", **parts):
+    return module(name, forward, inp=nn.Linear(6, 24), final=nn.Linear(24, 6), blocks=blocks, **parts)
+
+
+def tokens_of(length):
+    return {"x": noise(1, length, 6)}
+
+
+def lists(make=block, norms=False):
+    """Return a list of lists with residuals added outside, as in vit-pytorch, or of norms, as in x-transformers."""
+
+    def add(self, x):
+        for first, second in self.layers:
+            x = x + second(first[0](x)) if norms else second(first(x) + x)
+        return x
+
+    modules = [make(), nn.Linear(24, 24), make(), nn.Linear(24, 24)]
+    if norms:
+        layers = [nn.ModuleList([nn.ModuleList([nn.LayerNorm(24)]), each]) for each in modules]
+    else:
+        layers = [nn.ModuleList(modules[:2]), nn.ModuleList(modules[2:])]
+    return module(
+        "Lists",
+        lambda self, x: self.head(self.transformer(self.patches(x).flatten(2).transpose(1, 2)).mean(dim=1)),
+        patches=nn.Conv2d(3, 24, 4, 4),
+        transformer=module("Transformer", add, layers=layers),
+        head=nn.Linear(24, 5),
+    )
+
+
+def by_hand(q, k, v):
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+def lists_by_hand():
+    return lists(lambda: block(lambda self, x: mix(self, x, attention=by_hand)))
+
+
+def image(height, width):
+    return {"x": noise(2, 3, height, width)}
+
+
+def encoder():
+    """Return a model of torch's own encoder, in one module."""
+    of_torch = nn.TransformerEncoderLayer(24, 2, 32, batch_first=True)
+    parts = {"embed": nn.Linear(6, 24), "encoder": nn.TransformerEncoder(of_torch, 2, enable_nested_tensor=False)}
+    return module("Encoder", lambda self, x: self.encoder(self.embed(x)), **parts)
+
+
+# -- Masks of flex_attention.
+
+
+def causal_mask(text, video):
+    """Return the mask for ``text`` tokens, which all see, and frames of five tokens, which see earlier ones."""
+    frame = torch.cat([torch.full((text,), -1), torch.arange(video) // 5])
+    total = text + video
+    return create_block_mask(lambda b, h, q, k: frame[q] >= frame[k], None, None, total, total, device="cpu")
+
+
+def causal_video():
+    """Return blocks of flex attention over text and video, with a mask that the model makes or receives."""
+
+    def forward(self, video, text=None, mask=None):
+        x, length = self.inp(video), 0 if text is None else text.shape[1]
+        mask = mask or causal_mask(length, video.shape[1])
+        x = x if text is None else torch.cat([text, x], dim=1)
+        return self.final(run_blocks(self, x, mask)[:, length:])
+
+    def of_mask(self, x, mask):
+        return mix(self, x, attention=flex_attention, block_mask=mask)
+
+    return model([block(of_mask), block(of_mask)], forward)
+
+
+def causal_inputs(tokens, text):
+    video = noise(1, tokens, 6)
+    return {"video": video, "text": noise(1, text, 24), "mask": causal_mask(text, tokens)} if text else {"video": video}
+
+
+# -- Dataclasses.
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The arguments of a block for tokens of one kind."""
+
+    x: Tensor
+    time: Tensor
+    text: Tensor
+    enabled: bool = True
+
+
+@dataclass
+class Holder:
+    """A stream in an object that blocks change in place."""
+
+    stream: Stream
+
+
+def cross(q, kv):
+    (q,), (k, v) = heads_of(q, 1), heads_of(kv, 2)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def streams(kind):
+    """Return a model that passes its blocks dataclasses. The second stream of a pair sees the first."""
+
+    def of_stream(self, stream):
+        x = mix(self, stream.x * (1 + stream.time))
+        return replace(stream, x=x + cross(self.q(x), self.kv(stream.text)))
+
+    def of_pair(self, video, audio):
+        video, audio = of_stream(self, video), of_stream(self, audio)
+        return video, replace(audio, x=audio.x + cross(audio.x, self.to_video(video.x)))
+
+    def of_holder(self, holder):
+        holder.stream = of_stream(self, holder.stream)
+        return holder
+
+    def forward(self, x, time, text, audio=None):
+        stream = Stream(self.inp(x), time, text)
+        if kind == "pair":
+            other = Stream(audio, time[:, :1], text)
+            for each in self.blocks:
+                stream, other = each(stream, other)
+        elif kind == "holder":
+            stream = run_blocks(self, Holder(stream)).stream
+        else:
+            stream = run_blocks(self, stream)
+        return stream if kind == "returned" else self.final(stream.x)
+
+    def forward_given(self, stream):
+        return forward(self, stream.x, stream.time, stream.text)
+
+    parts = {"q": (24, 24), "kv": (24, 48), "to_video": (24, 48)}
+    of_block = {"pair": of_pair, "holder": of_holder}.get(kind, of_stream)
+    blocks = [block(of_block, **{key: nn.Linear(*sizes) for key, sizes in parts.items()}) for _ in range(2)]
+    return model(blocks, forward_given if kind == "given" else forward)
+
+
+def stream_inputs(kind, tokens):
+    inputs = {"x": noise(1, tokens, 6), "time": noise(1, tokens, 1), "text": noise(1, 8, 24)}
+    if kind == "pair":
+        inputs["audio"] = noise(1, 11, 24)
+    return {"stream": Stream(**inputs)} if kind == "given" else inputs
+
+
+# -- Rotary tables.
+
+
+def angles_of(tokens):
+    return torch.linspace(0.1, 5.0, tokens)[:, None] * torch.tensor([1.0, 0.4, 0.2, 0.1])
+
+
+def rotated(tokens=None):
+    """Return the structure of RAE: a rotary embedding inside attention makes a table of all tokens, or holds it."""
+
+    def turn(self, x):
+        return turned(x, angles_of(x.shape[-2]) if self.table is None else self.table)
+
+    def rotary():
+        made = module("Rotary", turn)
+        made.register_buffer("table", None if tokens is None else angles_of(tokens))
+        return made
+
+    return model([block(lambda self, x: mix(self, x, self.turn), turn=rotary()) for _ in range(2)])
+
+
+def with_others(before):
+    """Return the structure of DINOv3: the table has rows for patches. Other tokens come after, or ``before``."""
+
+    def with_angles(self, x, angles):
+        patches = angles[0].shape[0]
+        sizes = [x.shape[1] - patches, patches] if before else [patches, x.shape[1] - patches]
+
+        def turn(t):
+            parts = [*t.split(sizes, dim=2)]
+            parts[before] = turned(turned(parts[before], angles[0]), angles[1])
+            return torch.cat(parts, dim=2)
+
+        return mix(self, x, turn)
+
+    def forward(self, x):
+        parts = [self.others.expand(len(x), -1, -1), self.inp(x)]
+        angles = angles_of(x.shape[1])
+        x = torch.cat(parts if before else parts[::-1], dim=1)
+        return self.final(run_blocks(self, x, (angles, 2 * angles)))
+
+    return model([block(with_angles), block(with_angles)], forward, others=nn.Parameter(torch.randn(1, 3, 24)))
+
+
+# -- Layers without attention.
+
+
+def hybrid(kind):
+    """Return layers that mix tokens without attention, around one of attention, with softmaxes of a ``kind``."""
+
+    def accumulate(self, x):
+        return self.out(self.inp(x).cumsum(dim=1))
+
+    def mixing():
+        mixer = module("Mixer", accumulate, inp=nn.Linear(24, 24), out=nn.Linear(24, 24))
+        return module(
+            "HybridLayer", lambda self, x: x + self.mlp(x + self.mixer(x)), mixer=mixer, mlp=nn.Linear(24, 24)
+        )
+
+    def forward(self, x):
+        x = self.inp((x @ x.mT).softmax(-1) @ x if kind == "before" else x)
+        for each in self.blocks:
+            x = each(x)
+            if kind == "unused":
+                (x @ x.mT).softmax(-1)
+            elif kind == "classes":
+                x = x * x.unflatten(2, (4, 6)).softmax(-1).flatten(2)
+            elif kind == "attention":
+                x = x + (x @ x.mT).softmax(-1) @ x
+        return self.final(x)
+
+    return model([mixing(), block(), mixing()], forward, "Hybrid")
+
+
+# -- Tokens in several dims, or of several images.
+
+
+def OfFrames():
+    """Return a model whose attention flattens tokens ``[B, T, H, W, C]``, which are modulated by frame."""
+
+    def of_frames(self, x, time, angles):
+        x = x * (1 + self.modulation(time)[:, :, None, None])
+        return mix(self, x.flatten(1, 3), lambda t: turned(t, angles)).unflatten(1, x.shape[1:4])
+
+    def forward(self, video, time):
+        x = video.movedim(1, -1)
+        x = run_blocks(self, self.inp(x), time, angles_of(x.shape[1:4].numel()))
+        return self.final(x).movedim(-1, 1)
+
+    return model([block(of_frames, modulation=nn.Linear(24, 24)) for _ in range(2)], forward)
+
+
+def frames_of(frames, height=3, width=4):
+    return {"video": noise(2, 6, frames, height, width), "time": noise(2, frames, 24)}
+
+
+FRAMES = Plan(
+    inputs={},
+    inner={
+        "blocks.0": {"x": Split(1, segment="video", together=(2, 3))},
+        "blocks.*": {"time": Split(1, like="video"), "angles": Split(0, like="video")},
+    },
+    outputs={"final": Gather(1, "video")},
+    joint_order=("video",),
+)
+
+
+def tower():
+    """Return the structure of Qwen3-VL: attention by cumulative lengths, and a merger of groups of tokens."""
+
+    def packed(self, x, cu_seqlens):
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        parts = zip(*(t.split(lengths, dim=2) for t in heads_of(self.qkv(x)[None], 3)), strict=True)
+        out = torch.cat([F.scaled_dot_product_attention(*part) for part in parts], dim=2)
+        return x + self.out(out[0].transpose(0, 1).flatten(1))
+
+    def forward(self, x, grid):
+        x, cu_seqlens = self.inp(x[0]), F.pad(grid.prod(-1).cumsum(0), (1, 0))
+        first = self.blocks[0](x, cu_seqlens)
+        merged = self.merger(first)
+        return self.blocks[1](first, cu_seqlens), merged
+
+    merger = module("Merger", lambda self, x: self.project(x.reshape(-1, 5 * 24)), project=nn.Linear(5 * 24, 6))
+    return model([block(packed), block(packed)], forward, merger=merger)
+
+
+def images_of(*widths):
+    return {**tokens_of(5 * sum(widths)), "grid": torch.tensor([(5, width) for width in widths])}

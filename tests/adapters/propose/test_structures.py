@@ -1,510 +1,326 @@
-"""Plans are proposed for models whose blocks take other inputs than tensors [B, S, C]."""
+"""A plan is proposed for models without an adapter, and only if it is exact, or an error or a question says why not."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import Any
+import re
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from para_core import check_parallel
-from para_core.adapters import propose_plan
-from para_core.plans.plan import CumulativeLengths, Gather, Plan, Split, SplitMask
-from tests.adapters.propose.test_outside import propose_exact
+from para_core.adapters import Adapter, parallelize_transformer, propose_plan
+from para_core.adapters.propose.proposal import source_of
+from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.plans import plan as rules
+from para_core.plans.plan import Attention, CumulativeLengths, FirstTokens, Gather, Plan, Replicate, Split, SplitMask
+from tests.adapters.propose import models
+from tests.adapters.propose.models import (
+    FRAMES,
+    OfFrames,
+    frames_of,
+    image,
+    images_of,
+    painter,
+    painter_inputs,
+    tokens_of,
+)
+from tests.outside.inputs import build, inputs_of
+from tests.outside.official import DiT, MMDiTX
+from tests.outside.others import VisionTransformer
+from tests.tiny import cpu_mesh, relative_errors
 from zoo.tiny.base import fill
+from zoo.tiny.transformers.registry import MODELS
+
+pytestmark = pytest.mark.slow
+
+IMAGE = Split(1, segment="image")
+PAINTER = painter_inputs(17), painter_inputs(31)
+WEIGHTED = models.inputs_of_words(17), models.inputs_of_words(31)
+IMAGES = image(16, 20), image(16, 32)
+TOKENS = tokens_of(25), tokens_of(37)
+VIT = inputs_of("timm ViT", 0), inputs_of("timm ViT", 1)
+SD3 = inputs_of("Stable Diffusion 3.5")
+# The time step is an integer like the label, but it changes from step to step, so it identifies no branch.
+DIT = {**inputs_of("DiT"), "t": torch.tensor([7, 7])}
 
 
-def heads_of(x: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """Return ``parts`` tensors ``[B, 3, S, 8]`` of three heads, from ``[B, S, parts * 24]``."""
-    return x.unflatten(-1, (parts, 3, 8)).permute(2, 0, 3, 1, 4).unbind()
+def of_streams(kind):
+    examples = models.stream_inputs(kind, 25), models.stream_inputs(kind, 37)
+    return partial(models.streams, kind), examples, models.stream_inputs(kind, 31)
 
 
-class FlexBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+OF_ROTARY = {"blocks.*.turn": {"x": Gather(-2, "image"), 0: Split(-2, like="image")}}
+# The model, its examples, the inputs of the check, and rules of its inner modules.
+EXACT = {
+    "blocks in a sequence": (VisionTransformer, VIT, inputs_of("timm ViT"), {}),
+    "blocks with any arguments": (
+        MMDiTX,
+        (inputs_of("Stable Diffusion 3.5", 0), inputs_of("Stable Diffusion 3.5", 1)),
+        SD3,
+        {"joint_blocks.0": {"args[1]": IMAGE}},
+    ),
+    "joint attention from one example": (MMDiTX, (SD3,), SD3, {}),
+    "a model of one size": (DiT, (DIT,), DIT, {}),
+    "nested lists": (models.lists, IMAGES, image(20, 24), {"transformer": {"x": IMAGE}}),
+    "lists of norms": (partial(models.lists, norms=True), IMAGES, image(20, 24), {}),
+    "torch's encoder": (models.encoder, TOKENS, tokens_of(31), {}),
+    "dataclasses": (*of_streams("returned"), {"blocks.0": {"stream.x": IMAGE}}),
+    "dataclass in another": (*of_streams("holder"), {"blocks.0": {"holder.stream.x": IMAGE}}),
+    "two dataclasses": (*of_streams("pair"), {"blocks.0": {"video.x": IMAGE}}),
+    "dataclass given": (*of_streams("given"), {"blocks.0": {"stream.x": IMAGE}}),
+    "rotary module": (models.rotated, TOKENS, tokens_of(31), OF_ROTARY),
+    "rotary module of one size": (partial(models.rotated, 25), TOKENS[:1], tokens_of(25), OF_ROTARY),
+    "table of last tokens": (
+        partial(models.with_others, True),
+        TOKENS,
+        tokens_of(31),
+        {"blocks.*": {"angles": Split(0, like="image", only="last")}},
+    ),
+    "table of first tokens": (
+        partial(models.with_others, False),
+        TOKENS,
+        tokens_of(31),
+        {"blocks.*": {"angles": Split(0, like="image", only="first")}},
+    ),
+    "cumulative lengths": (
+        models.tower,
+        (images_of(5), images_of(9)),
+        images_of(7),
+        {"blocks.*": {"cu_seqlens": CumulativeLengths("image")}, "merger": {"x": Gather(-2, "image")}},
+    ),
+    "frames": (OfFrames, (frames_of(5), frames_of(7)), frames_of(5, 2, 5), FRAMES.inner),
+}
+# Inputs with fewer frames than ranks, or of which a rank has a single token.
+FEW = {"frames": frames_of(2), "table of first tokens": tokens_of(4), "table of last tokens": tokens_of(4)}
+CONDITIONS = {"blocks with any arguments": ("context",), "a model of one size": ("y",)}
 
-    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
-        q, k, v = heads_of(self.qkv(x), 3)
-        return x + self.out(flex_attention(q, k, v, block_mask=mask).transpose(1, 2).flatten(2))
+
+def propose_exact(model, examples, inputs, ranks=(2, 3), **options):
+    """Propose a plan from ``examples``, and return the proposal if it is exact for ``inputs``."""
+    model = fill(model, seed=1).eval()
+    proposal = propose_plan(model, examples, **options)
+    assert proposal.plan is not None, str(proposal)
+    check = check_parallel(model, plan=proposal.plan, ranks=ranks, **inputs)
+    assert check.exact, str(check)
+    assert check.error < 1e-5
+    return proposal
 
 
-def causal_mask(text: int, video: int) -> BlockMask:
-    """Return the mask for ``text`` tokens, which all tokens see, and for frames of five tokens, which see earlier
-    frames.
-    """
-    frame = torch.cat([torch.full((text,), -1), torch.arange(video) // 5])
-    total = text + video
-    return create_block_mask(lambda b, h, q, k: frame[q] >= frame[k], None, None, total, total, device="cpu")
-
-
-class CausalVideo(nn.Module):
-    """Blocks of flex attention over text and video, with a mask that the model makes or receives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.final = nn.Linear(6, 24), nn.Linear(24, 6)
-        self.blocks = nn.ModuleList([FlexBlock(), FlexBlock()])
-
-    def forward(self, video: Tensor, text: Tensor | None = None, mask: BlockMask | None = None) -> Tensor:
-        x, length = self.inp(video), 0 if text is None else text.shape[1]
-        mask = mask or causal_mask(length, video.shape[1])
-        x = x if text is None else torch.cat([text, x], dim=1)
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.final(x[:, length:])
-
-
-def causal_inputs(tokens: int, text: int, given: bool) -> dict[str, Tensor | BlockMask]:
-    generator = torch.Generator().manual_seed(tokens)
-    inputs: dict[str, Tensor | BlockMask] = {"video": torch.randn(1, tokens, 6, generator=generator)}
-    if text:
-        inputs["text"] = torch.randn(1, text, 24, generator=generator)
-    return {**inputs, "mask": causal_mask(text, tokens)} if given else inputs
+@pytest.mark.parametrize("what", EXACT)
+def test_plan_of_a_structure_is_exact(what):
+    make, examples, inputs, inner = EXACT[what]
+    model, segment = make(), "video" if what == "frames" else "image"
+    proposal = propose_exact(model, examples, inputs, segment=segment)
+    for module, of_module in inner.items():
+        assert of_module.items() <= proposal.plan.inner[module].items()
+    if what in FEW:
+        assert check_parallel(model, plan=proposal.plan, ranks=5, **FEW[what]).error < 1e-5
+    # A cache of lists of norms would skip norms.
+    assert what != "lists of norms" or proposal.blocks is None
+    if what in CONDITIONS:
+        assert proposal.blocks.conditions == CONDITIONS[what]
+    if what == "blocks in a sequence":
+        assert proposal.blocks.groups[0].lists == ("blocks",)
+        assert proposal.blocks.groups[0].chained
+    if what == "frames":
+        assert proposal.plan == FRAMES
+    if what == "cumulative lengths":
+        several = check_parallel(model, plan=proposal.plan, ranks=2, **images_of(4, 3))
+        assert all("ValueError" in case.failure and "cu_seqlens" in case.failure for case in several.cases)
 
 
 # Dynamo compiles flex_attention once for each virtual rank.
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("text", "given"), [(0, False), (0, True), (7, True)])
-@pytest.mark.parametrize("compiled", ["no", "blocks"])
-def test_plan_of_flex_attention_in_eager_code(text, given, compiled):
-    model = fill(CausalVideo(), seed=1)
-    if compiled == "blocks":
+@pytest.mark.parametrize(("text", "compiled"), [(0, False), (7, True)])
+def test_plan_of_flex_attention(text, compiled):
+    model, other = (fill(models.causal_video(), seed=1) for _ in range(2))
+    if compiled:
         for block in model.blocks:
             block.compile(backend="eager")
-    proposal = propose_plan(model, (causal_inputs(25, text, given), causal_inputs(35, text, given)))
+    proposal = propose_plan(model, (models.causal_inputs(25, text), models.causal_inputs(35, text)))
     assert proposal.plan is not None, proposal
     assert any(isinstance(rule, SplitMask) for rule in proposal.plan.shard_rules)
-    check = check_parallel(fill(CausalVideo(), seed=1), plan=proposal.plan, ranks=2, **causal_inputs(30, text, given))
+    check = check_parallel(other, plan=proposal.plan, ranks=2, **models.causal_inputs(30, text))
     assert check.error < 1e-5, check
 
 
-@dataclass(frozen=True)
-class Stream:
-    """The arguments of a block for tokens of one kind."""
-
-    x: Tensor
-    time: Tensor
-    text: Tensor
-    enabled: bool = True
-
-
-@dataclass
-class Holder:
-    """A stream in an object that blocks change in place."""
-
-    stream: Stream
-
-
-class StreamBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.q, self.kv, self.out = nn.Linear(24, 72), nn.Linear(24, 24), nn.Linear(24, 48), nn.Linear(24, 24)
-
-    def attend(self, stream: Stream) -> Stream:
-        q, k, v = heads_of(self.qkv(stream.x * (1 + stream.time)), 3)
-        x = stream.x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        (q,), (k, v) = heads_of(self.q(x), 1), heads_of(self.kv(stream.text), 2)
-        return replace(stream, x=x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-    def forward(self, stream: Stream) -> Stream:
-        return self.attend(stream)
-
-
-class PairBlock(StreamBlock):
-    """A block of two streams in two dataclasses. The second stream sees the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to_video = nn.Linear(24, 48)
-
-    def forward(self, video: Stream, audio: Stream | None) -> tuple[Stream, Stream | None]:
-        video = self.attend(video)
-        if audio is None:
-            return video, None
-        audio = self.attend(audio)
-        (q,), (k, v) = heads_of(audio.x, 1), heads_of(self.to_video(video.x), 2)
-        return video, replace(audio, x=audio.x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class HolderBlock(StreamBlock):
-    def forward(self, holder: Holder) -> Holder:
-        holder.stream = self.attend(holder.stream)
-        return holder
-
-
-class OfStreams(nn.Module):
-    """A model that takes tensors, and passes its blocks dataclasses of the given ``kind``."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        block = {"pair": PairBlock, "holder": HolderBlock}.get(kind, StreamBlock)
-        self.inp, self.final = nn.Linear(6, 24), nn.Linear(24, 6)
-        self.blocks = nn.ModuleList([block(), block()])
-
-    def forward(self, x: Tensor, time: Tensor, text: Tensor, audio: Tensor | None = None) -> Any:
-        stream: Any = Stream(self.inp(x), time, text)
-        other = None if audio is None else Stream(audio, time[:, :1], text)
-        holder = Holder(stream)
-        for block in self.blocks:
-            if self.kind == "pair":
-                stream, other = block(stream, other)
-            elif self.kind == "holder":
-                holder = block(holder)
-                stream = holder.stream
-            elif self.kind == "made anew":
-                stream = Stream(block(stream).x, 2 * time, text)
-            else:
-                stream = block(stream)
-        return stream if self.kind == "returned" else self.final(stream.x)
-
-
-class GivenStreams(OfStreams):
-    def forward(self, stream: Stream) -> Any:  # type: ignore[override]
-        return super().forward(stream.x, stream.time, stream.text)
-
-
-def stream_inputs(kind: str, tokens: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(tokens)
-    shapes = {"x": (1, tokens, 6), "time": (1, tokens, 1), "text": (1, 8, 24), "audio": (1, 11, 24)}
-    inputs = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
-    if kind != "pair":
-        inputs.pop("audio")
-    return {"stream": Stream(**inputs)} if kind == "given" else inputs
-
-
-@pytest.mark.parametrize("kind", ["passed on", "made anew", "holder", "pair", "returned", "given"])
-def test_plan_of_blocks_that_take_dataclasses(kind):
-    model = (GivenStreams if kind == "given" else OfStreams)(kind)
-    examples = stream_inputs(kind, 25), stream_inputs(kind, 37)
-    proposal = propose_exact(model, examples, stream_inputs(kind, 31), ranks=(2, 3))
-    assert proposal.error < 1e-5
-    names = {"holder": "holder.stream", "pair": "video"}
-    of_first = proposal.plan.inner["blocks.0"]
-    assert of_first[f"{names.get(kind, 'stream')}.x"] == Split(1, segment="image")
-
-
-def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate ``x`` ``[..., S, 8]`` by ``angles`` ``[S, 4]``."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
-
-
-class Rotary(nn.Module):
-    """A rotary embedding inside attention. It makes a table with a row for each token from the number of tokens."""
-
-    def __init__(self, tokens: int | None = None) -> None:
-        super().__init__()
-        self.register_buffer("table", None if tokens is None else self.angles(tokens))
-
-    def angles(self, tokens: int) -> Tensor:
-        return torch.linspace(0.1, 5.0, tokens)[:, None] * torch.tensor([1.0, 0.4, 0.2, 0.1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return turned(x, self.angles(x.shape[-2]) if self.table is None else self.table)
-
-
-class RotaryBlock(nn.Module):
-    def __init__(self, rotary: nn.Module) -> None:
-        super().__init__()
-        self.qkv, self.out, self.rotary = nn.Linear(24, 72), nn.Linear(24, 24), rotary
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = heads_of(self.qkv(x), 3)
-        out = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v)
-        return x + self.out(out.transpose(1, 2).flatten(2))
-
-
-class Rotated(nn.Module):
-    """The structure of RAE."""
-
-    def __init__(self, tokens: int | None = None) -> None:
-        super().__init__()
-        self.inp, self.final = nn.Linear(6, 24), nn.Linear(24, 6)
-        self.blocks = nn.ModuleList([RotaryBlock(Rotary(tokens)), RotaryBlock(Rotary(tokens))])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.final(x)
-
-
-def tokens_of(length: int, samples: int = 1) -> dict[str, Tensor]:
-    return {"x": torch.randn(samples, length, 6, generator=torch.Generator().manual_seed(length))}
-
-
-@pytest.mark.parametrize("tokens", [None, 25])
-def test_rotary_module_inside_attention_is_given_all_tokens(tokens):
-    examples = (tokens_of(25),) if tokens else (tokens_of(25), tokens_of(37))
-    proposal = propose_exact(Rotated(tokens), examples, tokens_of(tokens or 31), ranks=(2, 3))
-    assert proposal.plan.inner["blocks.*.rotary"] == {"x": Gather(-2, "image"), 0: Split(-2, like="image")}
-
-
-class OfPatches(nn.Module):
-    """The structure of DINOv3: the rotary table has rows for patches only. Other tokens come after them, or
-    ``before``.
-    """
-
-    def __init__(self, *, before: bool) -> None:
-        super().__init__()
-        self.before = before
-        self.inp, self.others = nn.Linear(6, 24), nn.Parameter(torch.randn(1, 3, 24))
-        self.blocks, self.norm = nn.ModuleList([OfPatchesBlock(before), OfPatchesBlock(before)]), nn.LayerNorm(24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [self.others.expand(len(x), -1, -1), self.inp(x)]
-        angles = Rotary().angles(x.shape[1])
-        x = torch.cat(parts if self.before else parts[::-1], dim=1)
-        for block in self.blocks:
-            x = block(x, (angles, 2 * angles))
-        return self.norm(x)
-
-
-class OfPatchesBlock(nn.Module):
-    def __init__(self, before: bool) -> None:
-        super().__init__()
-        self.before = before
-        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
-
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        q, k, v = heads_of(self.qkv(x), 3)
-        patches = angles[0].shape[0]
-        sizes = [x.shape[1] - patches, patches] if self.before else [patches, x.shape[1] - patches]
-
-        def turn(t: Tensor) -> Tensor:
-            parts = [*t.split(sizes, dim=2)]
-            parts[self.before] = turned(turned(parts[self.before], angles[0]), angles[1])
-            return torch.cat(parts, dim=2)
-
-        return x + self.out(F.scaled_dot_product_attention(turn(q), turn(k), v).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize(("before", "which"), [(True, "last"), (False, "first")])
-def test_table_of_patches_only_is_sharded_with_their_tokens(before, which):
-    model = OfPatches(before=before)
-    proposal = propose_exact(model, (tokens_of(25), tokens_of(37)), tokens_of(31))
-    assert proposal.plan.inner["blocks.*"]["angles"] == Split(0, like="image", only=which)
-    # The first or the last of the five ranks has a single patch.
-    for ranks, length in ((5, 13), (5, 4)):
-        check = check_parallel(model, plan=proposal.plan, ranks=ranks, **tokens_of(length))
-        assert check.error < 1e-5, check
-
-
-class Mixer(nn.Module):
-    """A layer that mixes tokens without attention, as in hybrids of Mamba and attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.out = nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.inp(x).cumsum(dim=1))
-
-
-class HybridLayer(nn.Module):
-    def __init__(self, mixer: nn.Module) -> None:
-        super().__init__()
-        self.mixer, self.mlp = mixer, nn.Linear(24, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mixer(x)
-        return x + self.mlp(x)
-
-
-class Hybrid(Rotated):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([HybridLayer(Mixer()), RotaryBlock(nn.Identity()), HybridLayer(Mixer())])
-
-
-def test_mixer_of_a_hybrid_is_named():
-    model = fill(Hybrid(), seed=1)
-    examples = (tokens_of(25), tokens_of(37))
-    proposal = propose_plan(model, examples)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan, image by token replacement"])
+def test_known_models_are_found_without_their_adapters(name):
+    model = MODELS[name]
+    proposal = propose_plan(model.build(), (model.inputs(3, 6, 6), model.inputs(3, 6, 10)))
+    assert proposal.error is not None and proposal.error < 1e-5
+    assert proposal.blocks is not None
+    assert adapter_of(proposal.source()) == proposal.adapter()
+
+
+def adapter_of(source):
+    """Return the adapter that the source of a module defines."""
+    names = {}
+    exec(source, names)
+    return names["ADAPTER"]
+
+
+# The model, its examples and the inputs of the ranks, answers, the mesh as batch × ring × ulysses, and text=.
+ON_RANKS = {
+    "its own plan": (painter, PAINTER, painter_inputs(23), {}, (1, 1, 2), None),
+    "samples": (painter, PAINTER, painter_inputs(23), {"samples": 2}, (2, 1, 1), None),
+    "text, shard": (models.painter_of_words, WEIGHTED, models.inputs_of_words(23), {}, (1, 1, 2), "shard"),
+    "text, replicate": (models.painter_of_words, WEIGHTED, models.inputs_of_words(23), {}, (1, 1, 2), "replicate"),
+}
+
+
+def run_in_parallel(sources):
+    outs = {}
+    for what, (make, _, inputs, _, (batch, ring, ulysses), text) in ON_RANKS.items():
+        mesh, adapter = cpu_mesh(ring, ulysses, batch=batch), adapter_of(sources[what])
+        transformer = parallelize_transformer(fill(make(), seed=1), mesh=mesh, text=text, adapter=adapter)
+        with torch.no_grad():
+            outs[what] = transformer(**inputs)
+    return outs
+
+
+def test_proposed_plans_are_exact_on_ranks(rank_pool):
+    proposals, expected = {}, {}
+    for what, (make, examples, inputs, answers, _, _) in ON_RANKS.items():
+        transformer = fill(make(), seed=1)
+        proposals[what] = propose_plan(transformer, examples, answers=answers)
+        with torch.no_grad():
+            expected[what] = transformer(**inputs)
+    assert proposals["samples"].plan.batched == {"latents": 0, "caption": 0}
+    assert proposals["samples"].plan.common == ("positions",)
+    assert proposals["text, shard"].plan.cuts("text")
+    assert "text" in str(proposals["text, shard"])
+    # Positions of text and image are one argument.
+    own = proposals["its own plan"]
+    assert not own.plan.cuts("text")
+    assert adapter_of(own.source()) == Adapter("Painter", "Painter", plan=own.plan, blocks=own.blocks)
+    assert own.blocks.groups[0].streams == ("caption", "latents") and own.blocks.groups[0].chained
+    assert "3 of 3 attention calls" in str(own)
+    assert own.plan.batched == {} and "answers={'samples': 2}" in own.questions[0]
+    for outs in rank_pool.run(run_in_parallel, 2, {what: proposal.source() for what, proposal in proposals.items()}):
+        errors = relative_errors(outs, expected)
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("more", [{}, {"left_out": 1}])
+def test_arguments_between_blocks_and_that_leave_out_blocks_are_named(more):
+    examples = [painter_inputs(tokens, controlled=True, **more) for tokens in (17, 31)]
+    proposal = propose_plan(fill(painter(), seed=1), examples)
+    assert proposal.blocks.groups[0].between == ("residuals",)
+    assert proposal.blocks.groups[0].chained or more
+    assert proposal.blocks.uncached == tuple(more)
+    assert re.search(r"residuals: .*blocks of layers", str(proposal))
+    assert ("left_out: " in str(proposal)) == bool(more)
+
+
+def test_samples_that_depend_on_each_other_are_not_asked_about():
+    proposal = propose_plan(fill(models.comparing_painter(), seed=1), PAINTER)
+    assert proposal.plan is not None and proposal.questions == ()
+    proposal = propose_plan(fill(models.painter_of_two(), seed=1), WEIGHTED, answers={"samples": 2})
+    assert proposal.plan is not None
+    assert re.search(r"samples: .*2 .*RuntimeError: two", " ".join(proposal.questions))
+
+
+# -- No plan.
+
+
+@pytest.mark.parametrize("kind", ["none", "before", "unused", "classes", "attention"])
+def test_mixer_and_only_softmaxes_between_split_and_gather_are_named(kind):
+    model = fill(models.hybrid(kind), seed=1)
+    proposal = propose_plan(model, TOKENS)
     assert proposal.plan is None
+    with pytest.raises(ValueError, match="Hybrid"):
+        proposal.source()
     (question,) = proposal.questions
-    assert "blocks.0.mixer (Mixer)" in question
-    # The way out that the error names is exact.
-    answers = {"blocks.*.mixer(x)": Gather(-2, "image"), "blocks.*.mixer(0)": Split(-2, like="image")}
-    assert all(f'"{name}"' in question for name in answers)
-    assert propose_plan(model, examples, answers=answers).error < 1e-5
+    assert ("softmax" in question) == (kind == "attention")
+    if kind == "none":
+        assert "blocks.0.mixer (Mixer)" in question and "docs/own_model.md" in question
+        # The way out that the error names is exact.
+        answers = {"blocks.*.mixer(x)": Gather(-2, "image"), "blocks.*.mixer(0)": Split(-2, like="image")}
+        assert all(f'"{name}"' in question for name in answers)
+        assert propose_plan(model, TOKENS, answers=answers).error < 1e-5
 
 
-class OwnPositions(RotaryBlock):
-    """The structure of Wan: a function inside attention computes positions from a grid of all tokens."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Identity())
-        self.attn = nn.Linear(24, 24)
-
-    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
-        height, width = grid.tolist()
-        x = x.unflatten(1, (height, width)).flatten(1, 2)
-        return super().forward(x)
-
-
-class OfGrids(Rotated):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([OwnPositions(), OwnPositions()])
-
-    def forward(self, x: Tensor, grid: Tensor) -> Tensor:  # type: ignore[override]
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x, grid)
-        return self.final(x)
-
-
-def test_module_that_computes_positions_inside_is_named():
-    examples = [{**tokens_of(5 * width), "grid": torch.tensor([5, width])} for width in (5, 7)]
-    proposal = propose_plan(fill(OfGrids(), seed=1), examples)
-    assert proposal.plan is None
-    assert "blocks.0 (OwnPositions)" in " ".join(proposal.questions)
-    assert "docs/own_model.md" in " ".join(proposal.questions)
-
-
-class Pooled(Hybrid):
-    """A hybrid with softmaxes before the blocks, in the blocks without effect, and over classes."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "before":
-            x = (x @ x.mT).softmax(-1) @ x
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x)
-            if self.kind == "unused":
-                (x @ x.mT).softmax(-1)
-            elif self.kind == "classes":
-                x = x * x.unflatten(2, (4, 6)).softmax(-1).flatten(2)
-            elif self.kind == "attention":
-                x = x + (x @ x.mT).softmax(-1) @ x
-        return self.final(x)
-
-
-@pytest.mark.parametrize("kind", ["before", "unused", "classes", "attention"])
-def test_only_softmaxes_between_split_and_gather_are_named(kind):
-    proposal = propose_plan(fill(Pooled(kind), seed=1), (tokens_of(25), tokens_of(37)))
-    assert proposal.plan is None
-    assert ("softmax" in " ".join(proposal.questions)) == (kind == "attention")
-
-
-class FramesBlock(nn.Module):
-    """Attention over the flattened tokens of ``[B, T, H, W, C]``, modulated by frame."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out, self.modulation = nn.Linear(24, 72), nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, x: Tensor, time: Tensor, angles: Tensor) -> Tensor:
-        sizes = x.shape[1:4]
-        x = x * (1 + self.modulation(time)[:, :, None, None])
-        q, k, v = heads_of(self.qkv(x).flatten(1, 3), 3)
-        out = F.scaled_dot_product_attention(turned(q, angles), turned(k, angles), v)
-        return x + self.out(out.transpose(1, 2).flatten(2).unflatten(1, sizes))
-
-
-class OfFrames(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.final = nn.Linear(6, 24), nn.Linear(24, 6)
-        self.blocks = nn.ModuleList([FramesBlock(), FramesBlock()])
-
-    def forward(self, video: Tensor, time: Tensor) -> Tensor:
-        x = self.inp(video.movedim(1, -1))
-        angles = Rotary().angles(x.shape[1:4].numel())
-        for block in self.blocks:
-            x = block(x, time, angles)
-        return self.final(x).movedim(-1, 1)
-
-
-def frames_of(frames: int, height: int = 3, width: int = 4) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(frames)
-    return {
-        "video": torch.randn(2, 6, frames, height, width, generator=generator),
-        "time": torch.randn(2, frames, 24, generator=generator),
-    }
-
-
-FRAMES = Plan(
-    inputs={},
-    inner={
-        "blocks.0": {"x": Split(1, segment="video", together=(2, 3))},
-        "blocks.*": {"time": Split(1, like="video"), "angles": Split(0, like="video")},
-    },
-    outputs={"final": Gather(1, "video")},
-    joint_order=("video",),
-)
-
-
-def test_plan_of_blocks_of_frames():
-    model = OfFrames()
-    proposal = propose_exact(model, (frames_of(5), frames_of(7)), frames_of(5, 2, 5), segment="video")
-    assert proposal.plan == FRAMES
-    # There are fewer frames than ranks.
-    for frames in (4, 2):
-        check = check_parallel(model, plan=proposal.plan, ranks=3, **frames_of(frames))
-        assert check.error < 1e-5, check
-    # Frames that do not grow are asked for.
+def test_frames_that_do_not_grow_are_asked_for():
     (question,) = propose_plan(fill(OfFrames(), seed=1), (frames_of(5), frames_of(5, 3, 6))).questions
     assert "dim 3" in question
 
 
-class PackedBlock(RotaryBlock):
-    """The structure of Qwen3-VL: attention splits tokens ``[S, C]`` by the cumulative lengths of the images."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Identity())
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
-        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-        q, k, v = (part[None] for part in self.qkv(x).unflatten(-1, (3, 3, 8)).permute(1, 2, 0, 3).unbind())
-        parts = zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True)
-        out = torch.cat([F.scaled_dot_product_attention(*part) for part in parts], dim=2)
-        return x + self.out(out[0].transpose(0, 1).flatten(1))
+REFUSED = [
+    (DiT, (DIT, {**DIT, "x": torch.randn(2, 4, 12, 12)}), r"second: RuntimeError: .*49.*example_inputs=\(inputs,\)"),
+    (models.lists_by_hand, IMAGES, r"softmax .*transformer\.layers\.0\.0 .*\[2, 3, 20, 20\]"),
+    (painter, (PAINTER[0], PAINTER[0]), r"Painter.* module lists"),
+    *[(models.lists, examples, "example_inputs") for examples in (IMAGES[0], (), IMAGES * 2, ("x", "y"))],
+]
 
 
-class Tower(nn.Module):
-    """A vision tower with a merger of groups of tokens, which also reads the blocks' tokens between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.merger = nn.Linear(6, 24), Merger()
-        self.blocks = nn.ModuleList([PackedBlock(), PackedBlock()])
-
-    def forward(self, x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
-        x, cu_seqlens = self.inp(x[0]), F.pad(grid.prod(-1).cumsum(0), (1, 0))
-        first = self.blocks[0](x, cu_seqlens)
-        merged = self.merger(first)
-        return self.blocks[1](first, cu_seqlens), merged
+@pytest.mark.parametrize(("make", "examples", "message"), REFUSED)
+def test_model_or_examples_are_refused(make, examples, message):
+    with pytest.raises(TypeError if message == "example_inputs" else ValueError, match=message):
+        propose_plan(fill(make(), seed=1), examples)
 
 
-class Merger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(5 * 24, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x.reshape(-1, 5 * 24))
+# -- Answers.
 
 
-def images_of(*widths: int) -> dict[str, Tensor]:
-    return {**tokens_of(5 * sum(widths)), "grid": torch.tensor([(5, width) for width in widths])}
+def test_answers_replace_guesses():
+    answers = {"(x)": IMAGE, "": Gather(1, "image"), "CachedBlocks": None, "samples": None}
+    proposal = propose_exact(models.encoder(), TOKENS, tokens_of(31), answers=answers)
+    assert (proposal.plan.inputs, proposal.plan.inner) == ({"x": IMAGE}, {})
+    assert proposal.plan.outputs == {"": Gather(1, "image")}
+    assert proposal.questions == ()
+    # Only inputs of blocks can be sharded here, not the tensor to which the position embedding is added.
+    proposal = propose_exact(DiT(), (DIT,), DIT, answers={"blocks.0(0)": IMAGE})
+    assert proposal.plan.inner == {"blocks.0": {0: IMAGE}}
+    wrong = {"layers.*(positions)": Split(0, like="image", then_replicated=True)}
+    proposal = propose_plan(fill(painter(), seed=1), PAINTER, answers=wrong)
+    assert proposal.plan is None
+    assert proposal.guess.inner["layers.*"] == {"positions": Split(0, like="image", then_replicated=True)}
 
 
-def test_cumulative_lengths_of_one_sequence_are_those_of_a_rank():
-    model = Tower()
-    proposal = propose_exact(model, (images_of(5), images_of(9)), images_of(7), ranks=(2, 3))
-    assert proposal.plan.inner["blocks.*"] == {"cu_seqlens": CumulativeLengths("image")}
-    assert proposal.plan.inner["merger"] == {"x": Gather(-2, "image")}
-    several = check_parallel(model, plan=proposal.plan, ranks=2, **images_of(4, 3))
-    assert all("ValueError" in case.failure and "cu_seqlens" in case.failure for case in several.cases)
+def test_blocks_and_plans_are_answers():
+    transformer = fill(painter(), seed=1)
+    right = CachedBlocks((BlockGroup(("layers",), ("caption", "latents"), measured="latents", chained=True),))
+    wrong = CachedBlocks((BlockGroup(("layers",), ("latents", "caption"), measured="latents", chained=True),))
+    assert propose_plan(transformer, PAINTER, answers={"CachedBlocks": right}).blocks == right
+    incomplete = propose_plan(transformer, PAINTER, answers={"CachedBlocks": wrong})
+    assert incomplete.blocks is None
+    assert incomplete.questions[0].startswith("CachedBlocks: ")
+    model, other = build("timm ViT"), (VIT[0], inputs_of("timm ViT"))
+    plan = propose_plan(model, VIT).plan
+    assert propose_plan(model, other, answers={"plan": plan}).plan == plan
+    rejected = propose_plan(model, other, answers={"plan": plan, "norm": Gather(1, "tokens")})
+    assert rejected.plan is None and rejected.questions
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("layers.*(positions)", "image"),
+        ("out", FirstTokens("image")),
+        ("layers.*", (Replicate(0, "text"),)),
+        ("CachedBlocks", {"layers": ("latents",)}),
+    ],
+)
+def test_answer_of_unknown_kind_raises(name, answer):
+    with pytest.raises(TypeError, match=r"answers\[.*'module\(parameter\)'"):
+        propose_plan(fill(painter(), seed=1), PAINTER, answers={name: answer})
+
+
+def test_source_imports_each_part_of_a_plan():
+    joint, cross = Attention(("image", "text")), Attention(("image",), keys=("text",))
+    cuts = [IMAGE, Replicate(1, "text"), rules.Count("image", (0, 0)), FirstTokens("image"), rules.LastTokens("image")]
+    cuts += [Gather(1, "image"), rules.Entries((Split(1, like="image"), None)), SplitMask(("image",))]
+    linear, by_heads = rules.LinearAttention("image", (("sum", 0),)), rules.AttentionByHeads("image", ("q",), "out")
+    plan = Plan(
+        {f"x{number}": cut for number, cut in enumerate(cuts)},
+        {"out": (None, Gather(1, "image"))},
+        ("image", "text"),
+        {"blocks.0": {0: IMAGE}},
+        {"a": (joint,), "b": rules.OneForEach("texts", cross, joint), "c": linear, "d": by_heads},
+        {"conv": rules.Halo(1, "image", 1)},
+        refused={"y": 'it is "new"'},
+    )
+    for part in (plan, Plan({}, {}, ("image",), attention={"c": linear})):
+        adapter = Adapter("Model", "Model", part)
+        assert adapter_of(source_of(adapter)) == adapter

@@ -1,0 +1,100 @@
+"""Invalid arguments raise with their name, their value and what was expected, and change nothing."""
+
+import inspect
+import re
+from functools import partial
+
+import pytest
+import torch
+from diffusers import FluxPipeline
+
+from para_core.adapters import (
+    AttentionSchedule,
+    apply_cache_on_pipe,
+    parallelize_pipe,
+    parallelize_transformer,
+    parallelize_unet,
+    shard_weights,
+)
+from tests.adapters.parallel.test_undo import same_pipe
+from tests.tiny import flux_pipe
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
+from zoo.tiny.transformers.registry import MODELS
+
+
+def attend(*args, **kwargs):
+    raise NotImplementedError
+
+
+# The options, the error and words of its message.
+OPTIONS = [
+    ({"assume_equal": "no"}, TypeError, "assume_equal is 'no'"),
+    ({"vae": "yes"}, TypeError, "vae is 'yes'"),
+    ({"attn_func": 5}, TypeError, "attn_func is 5"),
+    ({"rotate_method": ""}, ValueError, "rotate_method is ''"),
+    *[({"timeout": value}, ValueError, rf"timeout is .*{re.escape(str(value))}") for value in (0, -1, 1e300)],
+    *[({"timeout": float(value)}, ValueError, rf"timeout is .*{value}") for value in ("nan", "inf")],
+    ({"timeout": "long"}, TypeError, "timeout is 'long'"),
+    ({"text": "cut"}, ValueError, r"text .*'cut'; .*'shard', 'replicate'"),
+    ({"weights": "typo"}, ValueError, "weights is 'typo'"),
+    ({"pipefusion": 4}, TypeError, "pipefusion is 4"),
+    ({"adapter": "flux"}, TypeError, "adapter is 'flux'"),
+    ({"mesh": 2}, TypeError, r"mesh .*int; .*DeviceMesh .*ProcessGroup"),
+    ({"backend": "fast"}, ValueError, "backend .*'fast'; .*flash, efficient, cudnn, math, triton, triton-int8"),
+    ({"backend": "math", "attn_func": attend}, ValueError, "backend='math' .*attn_func"),
+    ({"backend": AttentionSchedule("sage")}, ImportError, "sageattention"),
+    ({"cross_backend": "fast"}, ValueError, r"cross_backend is 'fast'; .*flash3"),
+    ({"cross_backend": "math", "attn_func": attend}, ValueError, "cross_backend='math' and attn_func"),
+    ({"cross_backend": "flash3"}, ImportError, "flash_attn_interface"),
+    ({"comm_dtype": torch.bfloat16}, ValueError, r"comm_dtype .*torch\.bfloat16; .*torch\.int8 "),
+    ({"comm_dtype": torch.int8, "rotate_method": "2d"}, ValueError, r"rotate_method='2d' .*comm_dtype .*torch\.int8"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), OPTIONS)
+def test_invalid_options_raise_and_change_nothing(options, error, message):
+    pipe = flux_pipe()
+    calls = [partial(parallelize_pipe, pipe)]
+    if options.keys() <= inspect.signature(parallelize_transformer).parameters.keys() - {"adapter"}:
+        calls.append(partial(parallelize_transformer, pipe.transformer))
+    if isinstance(options.get("backend"), AttentionSchedule):
+        calls = calls[:1]
+    for call in calls:
+        with same_pipe(pipe), pytest.raises(error, match=message):
+            call(**options)
+
+
+def unet():
+    return UNET_PIPELINES["sd"].build().unet
+
+
+CALLS = [
+    *[
+        (lambda function=function, given=given: function(given), TypeError, rf"pipeline.* {named}\b")
+        for function in (parallelize_pipe, apply_cache_on_pipe, shard_weights)
+        for given, named in ((None, "None"), ("a/path", "str"), (FluxPipeline, "FluxPipeline"), ({}, "dict"))
+    ],
+    (lambda: parallelize_unet(unet(), assume_equal="no"), TypeError, "assume_equal is 'no'"),
+    (lambda: parallelize_unet(unet(), batched="no"), TypeError, "batched is 'no'"),
+    (
+        lambda: parallelize_pipe(UNET_PIPELINES["svd"].build(), backend="math"),
+        ValueError,
+        "backend='math': StableVideoDiffusionPipeline ",
+    ),
+    (
+        lambda: parallelize_transformer(MODELS["hunyuan"].build(), text="shard"),
+        ValueError,
+        r"text='shard' .*HunyuanVideoTransformer3DModel ",
+    ),
+    (lambda: AttentionSchedule("fast"), ValueError, "'fast'.*triton-int8"),
+    (lambda: AttentionSchedule("sage", exact="triton-int8"), ValueError, "'triton-int8'.*flash"),
+    (lambda: AttentionSchedule("sage", first=-1), ValueError, r"first.*-1"),
+    (lambda: AttentionSchedule("sage", last=1.5), TypeError, r"last.*1\.5"),
+    (lambda: AttentionSchedule("sage", last=True), TypeError, r"last.*True"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CALLS)
+def test_invalid_calls_raise(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
