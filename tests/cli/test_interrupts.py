@@ -82,16 +82,17 @@ def run_until(text, seconds, words, number, port=None):
 INTERRUPTED = r"interrupted: run the same command again to continue\.\n0 generated in "
 TERMINATED = INTERRUPTED.replace("interrupted", "ended by SIGTERM")
 SERVED = r"[^\n]*interrupted[^\n]*"
+UNFINISHED = "1 requests were not finished"
 # Each row has a command, its ranks, the text and seconds until the signal, the signal, the exit code, and what is said.
 ROWS = [
     ("generate", 1, "importing torch", 0.7, "SIGINT", 130, "interrupted$"),
     ("generate", 2, "starting 2 ranks", 1.0, "SIGINT", 130, INTERRUPTED),
-    ("request", 1, "is the first", 0.5, "SIGINT", 0, rf"{SERVED}1 requests were not finished"),
-    ("serve", 2, "answers on", 0.5, "SIGTERM", 0, r"[^\n]*ended by SIGTERM"),
+    ("request", 2, "is the first", 0.5, "SIGTERM", 0, rf"[^\n]*ended by SIGTERM[^\n]*{UNFINISHED}"),
 ]
 LONG_ROWS = [
     ("generate", 2, "loaded component 2", 1.0, "SIGTERM", 143, TERMINATED),
     ("generate", 2, "generating", 1.0, "SIGINT", 130, INTERRUPTED),
+    ("request", 1, "is the first", 0.5, "SIGINT", 0, rf"{SERVED}{UNFINISHED}"),
     ("serve", 2, "starting 2 ranks", 0.5, "SIGINT", 0, SERVED),
     ("bench", 2, "parallelizing", 2.0, "SIGINT", 130, r"interrupted: there are no figures\.$"),
 ]

@@ -12,18 +12,16 @@ import torch.distributed as dist
 from diffusers import ModularPipeline, TorchAoConfig
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from PIL import Image, ImageSequence
+from PIL import Image
 from safetensors.torch import save_file
 from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
 
 from para_core.adapters import cache_report
 from para_core.fleet.build import build, find_model
-from para_core.fleet.encode_first import EncodeFirst, encode_batches
 from para_core.fleet.modular import load_modular
-from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe, check_options_of_model
 from para_core.fleet.request import Request, make_request
-from para_core.fleet.work import Watch, call_pipe, generate, generate_batch
+from para_core.fleet.work import Watch, call_pipe, generate
 from para_core.launcher.errors import Cancelled
 from tests.modular_folders import plain_modular, save_modular
 from zoo.tiny.pipelines.modular import MODULAR as TINY_MODULAR
@@ -47,10 +45,6 @@ def folders(tmp_path_factory):
 
 def pixels(images):
     return np.stack([np.asarray(image.convert("RGB")) for image in images]).astype(int)
-
-
-def frames_of(result):
-    return pixels(ImageSequence.Iterator(Image.open(io.BytesIO(result.outputs[0].data))))
 
 
 def expected_pixels(folder, fields):
@@ -123,21 +117,6 @@ def test_missing_weights_are_named(folders, tmp_path):
     (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
     with pytest.raises(RuntimeError, match=r"vae of model .*gone"):
         build(Recipe(str(tmp_path)))
-
-
-def test_prompts_are_encoded_before_denoising_and_batches_equal_single_requests(folders):
-    recipe, order = Recipe(folders("flux")), EncodeFirst(call_pipe)
-    pipe = build(recipe, order)
-    requests = [Request({**SIZE, "guidance_scale": 2.0}, seed=3), Request({**SIZE, "prompt": "a"}, seed=4)]
-    lines = [Line(number, request) for number, request in enumerate(requests)]
-    alone = []
-    for batch in encode_batches(lines, order):
-        assert pipe.text_encoder_2.get_input_embeddings().weight.stride() == (0, 0)  # The weight was freed.
-        alone += [pixels(call_pipe(pipe, [line.request]).images) for line in batch]
-    assert np.array_equal(alone[0], expected_pixels(recipe.model, {**SIZE, "guidance_scale": 2.0}))
-    requests = [Request({**SIZE, "prompt": prompt}, seed=seed) for seed, prompt in ((4, "a"), (5, "a red circle"))]
-    together = generate_batch(build(recipe), requests, recipe)
-    assert np.abs(frames_of(together[0]) - alone[1]).max() <= 1
 
 
 # -- Two ranks.
