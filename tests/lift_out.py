@@ -55,10 +55,7 @@ _WEIGHTS = "adapters/weights/features.py"
 _BACKENDS = "para_core/option_values.py"
 _SERVER_TESTS = [
     f"tests/fleet/test_{name}.py"
-    for name in (
-        *("aliases", "comfyui", "edits", "host_server", "hostile", "http", "lora_folder", "mounted", "no_effect"),
-        *("on_ray", "openai", "openai_on_ray", "page", "pool", "queue", "ray_minute", "seeds", "server", "videos"),
-    )
+    for name in ("comfyui", "fields", "host_server", "hostile", "http", "openai", "page", "queue", "server")
 ]
 _CACHE = "para_core/cache/__init__.py"
 # Each of these imports several kernels.

@@ -44,10 +44,10 @@ from benchmarks.faults.cells import (
     call_of,
     verdict,
 )
+from benchmarks.faults.hosts import Hosts, open_hosts
 from benchmarks.faults.rank import SLEEP, TIMEOUT, run_rank
 from benchmarks.harness import parser_of, read_results, write_results
 from para_core import version
-from tests.nodes.hosts import Hosts, open_hosts
 
 # These are seconds from the start of a cell. On a slow link, each exchange of a VAE takes seconds, and none takes the
 # whole time-out.

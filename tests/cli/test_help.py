@@ -1,13 +1,12 @@
-"""``--help`` and ``--version`` answer at once, without the libraries that only a generation needs."""
+"""``--help``, ``--version`` and plans of known models answer at once, without the libraries of a generation."""
 
 import dataclasses
 import inspect
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import para_core
 from para_core.cli.app import app, run
@@ -28,21 +27,26 @@ for arguments in json.loads(sys.stdin.read()):
     except SystemExit as end:
         assert end.code == 0, (arguments, end.code)
 print([name for name in ("torch", "diffusers", "transformers", "numpy", "ray") if name in sys.modules])
+import para_core
+assert "torch" not in sys.modules
+assert "UnifiedAttnMode" in dir(para_core)
+from para_core import *
+assert UnifiedAttnMode is para_core.UnifiedAttnMode is para_core.api.UnifiedAttnMode
+assert not hasattr(para_core, "nonsense")
+print(para_core.attention.spec.__name__)
 """
 
 
-def python(*arguments, **rest):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=True, env=environment, timeout=120, **rest
-    ).stdout
-
-
-def test_help_and_version_import_neither_torch_nor_diffusers():
+def test_help_version_and_plans_import_neither_torch_nor_diffusers():
     lines = [["--help"], ["--version"], *[[command, "--help"] for command in COMMANDS]]
-    shown = python("-c", PROBE, input=str(lines).replace("'", '"'))
+    for model in (["--model", "FLUX.1-dev"], ["--model", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "--ranks", "8"]):
+        lines.append(["plan", *model, "--size", "768x512", "--mesh", "ring=4"])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    options = {"capture_output": True, "text": True, "env": environment}
+    shown = subprocess.run([sys.executable, "-c", PROBE], input=json.dumps(lines), check=True, **options).stdout
     assert f"para_core {para_core.__version__}" in shown
-    assert shown.splitlines()[-1] == "[]"
+    # Public names are imported when they are used.
+    assert shown.splitlines()[-2:] == ["[]", "para_core.attention.spec"]
 
 
 def test_each_help_fits_a_terminal_and_shows_flags_without_a_value(monkeypatch, capsys):
@@ -59,23 +63,7 @@ def test_each_help_fits_a_terminal_and_shows_flags_without_a_value(monkeypatch, 
 
 def test_every_field_with_a_command_is_an_option_of_generate():
     generate = next(command for command in app.registered_commands if command.name == "generate")
-    options = inspect.signature(generate.callback).parameters
-    declared = [each for each in declarations(Recipe) if each.option.command is not None]
-    assert {each.name for each in declared} <= {*options}
-    fields = {field.name for field in dataclasses.fields(Recipe)}
+    declared = {each.name for each in declarations(Recipe) if each.option.command is not None}
+    assert declared <= {*inspect.signature(generate.callback).parameters}
     # The model is one of the command's inputs, and files of options are values of --config as well.
-    assert fields - {each.name for each in declared} == {"model", "config"}
-
-
-@pytest.mark.slow
-def test_public_names_are_imported_when_used():
-    code = """
-import sys, para_core
-assert "torch" not in sys.modules
-assert "UnifiedAttnMode" in dir(para_core)
-from para_core import *
-assert UnifiedAttnMode is para_core.UnifiedAttnMode is para_core.api.UnifiedAttnMode
-assert not hasattr(para_core, "nonsense")
-print(para_core.attention.spec.__name__)
-"""
-    assert python("-c", code).strip() == "para_core.attention.spec"
+    assert {field.name for field in dataclasses.fields(Recipe)} - declared == {"model", "config"}

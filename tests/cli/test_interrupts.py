@@ -1,34 +1,24 @@
 """Ctrl-C and SIGTERM end a command in any state with one sentence, and leave no process."""
 
+import contextlib
 import http.client
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 
 from para_core.cli.signals import Terminated, terminable
+from tests.fleet.commands import find_free_port
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def free_port():
-    """Return a port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
 
 ROOT = Path(__file__).parents[2]
 LONG = ["--prompt", "a red circle", "--size", "32x32", "--steps", "1000000"]
@@ -51,10 +41,11 @@ main()
 """
 
 
-def run_until(text, seconds, words, number):
+def run_until(text, seconds, words, number, port=None):
     """Run a command until a line of its output has ``text``, and ``seconds`` longer; then send it a signal.
 
-    Return its exit code, and the lines that follow. None of its processes may remain.
+    With a port it is sent a long request once it answers. Return its exit code, and the lines that follow, without
+    progress. None of its processes may remain.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
     options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -62,9 +53,12 @@ def run_until(text, seconds, words, number):
         late = threading.Timer(300, command.kill)
         late.start()
         try:
-            lines = []
+            connection = None
             for line in command.stdout:
-                lines.append(line)
+                if port is not None and "answers on" in line:
+                    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
+                    body = json.dumps({"prompt": "a", "size": "64x48", "steps": 200})
+                    connection.request("POST", "/v1/images/generations", body, {"Content-Type": "application/json"})
                 if text in line:
                     break
             time.sleep(seconds)
@@ -72,121 +66,62 @@ def run_until(text, seconds, words, number):
             # As a terminal sends it: to all processes of the command's group.
             os.killpg(command.pid, number)
             assert command.wait(SECONDS) is not None
-            _, alive = psutil.wait_procs(processes, SECONDS)
-            assert not alive
+            assert psutil.wait_procs(processes, SECONDS)[1] == []
+            if connection is not None:
+                with contextlib.suppress(OSError, http.client.HTTPException):  # The end may cut the connection.
+                    assert connection.getresponse().status >= 400
+                connection.close()
         finally:
             late.cancel()
             command.kill()
-        return command.returncode, command.stdout.read().splitlines()
+        progress = ("load", "parallel", "starting", "moving", "generating")
+        lines = command.stdout.read().splitlines()
+        return command.returncode, [line for line in lines if not line.startswith(progress) and ": replica" not in line]
 
 
-def sentences(lines):
-    """Return lines that are no progress of loading."""
-    return [line for line in lines if not line.startswith(("load", "parallel", "starting", "moving", "generating"))]
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.7])
-def test_while_libraries_are_imported(tmp_path, seconds):
-    words = ["-m", "para_core", "generate", *LONG, "--out", str(tmp_path)]
-    code, lines = run_until("importing torch", seconds, words, signal.SIGINT)
-    assert (code, lines) == (130, ["interrupted"])
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        (1, "loaded component 2"),
-        pytest.param(1, "generating", marks=pytest.mark.long),
-        (2, "starting 2 ranks"),
-        pytest.param(2, "loaded component 2", marks=pytest.mark.long),
-        pytest.param(2, "generating", marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.parametrize(
-    ("number", "code", "sentence"),
-    [
-        (signal.SIGINT, 130, "interrupted"),
-        pytest.param(signal.SIGTERM, 143, "ended by SIGTERM", marks=pytest.mark.long),
-    ],
-)
-def test_generate(tmp_path, ranks, text, number, code, sentence):
-    words = ["-m", "para_core", "generate", *LONG, "--ranks", str(ranks), "--out", str(tmp_path)]
-    ended, lines = run_until(text, 1.0, words, number)
-    assert ended == code
-    said, results = sentences(lines)
-    assert said == f"{sentence}: run the same command again to continue."
-    assert results.startswith("0 generated in ")
+INTERRUPTED = r"interrupted: run the same command again to continue\.\n0 generated in "
+TERMINATED = INTERRUPTED.replace("interrupted", "ended by SIGTERM")
+SERVED = r"[^\n]*interrupted[^\n]*"
+UNFINISHED = "1 requests were not finished"
+# Each row has a command, its ranks, the text and seconds until the signal, the signal, the exit code, and what is said.
+ROWS = [
+    ("generate", 1, "importing torch", 0.7, "SIGINT", 130, "interrupted$"),
+    ("generate", 2, "starting 2 ranks", 1.0, "SIGINT", 130, INTERRUPTED),
+    ("request", 2, "is the first", 0.5, "SIGTERM", 0, rf"[^\n]*ended by SIGTERM[^\n]*{UNFINISHED}"),
+]
+LONG_ROWS = [
+    ("generate", 2, "loaded component 2", 1.0, "SIGTERM", 143, TERMINATED),
+    ("generate", 2, "generating", 1.0, "SIGINT", 130, INTERRUPTED),
+    ("request", 1, "is the first", 0.5, "SIGINT", 0, rf"{SERVED}{UNFINISHED}"),
+    ("serve", 2, "starting 2 ranks", 0.5, "SIGINT", 0, SERVED),
+    ("bench", 2, "parallelizing", 2.0, "SIGINT", 130, r"interrupted: there are no figures\.$"),
+]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        (1, "loaded component 2"),
-        pytest.param(1, "answers on", marks=pytest.mark.long),
-        pytest.param(2, "starting 2 ranks", marks=pytest.mark.long),
-        pytest.param(2, "loaded component 2", marks=pytest.mark.long),
-        (2, "answers on"),
-    ],
+    ("command", "ranks", "text", "seconds", "name", "code", "says"),
+    [*ROWS, *(pytest.param(*row, marks=pytest.mark.long) for row in LONG_ROWS)],
 )
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_serve(ranks, text, number, free_port):
-    words = ["-m", "para_core", "serve", "--ranks", str(ranks), "--port", str(free_port)]
-    code, lines = run_until(text, 0.5, words, number)
-    assert code == 0
-    (said,) = [line for line in lines if ": replica 0: " not in line]
-    assert ("interrupted" if number == signal.SIGINT else "ended by SIGTERM") in said
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_serve_with_a_request_that_runs(ranks, free_port):
-    url = f"http://127.0.0.1:{free_port}/v1/images/generations"
-    body = json.dumps({"prompt": "a", "size": "64x48", "steps": 200}).encode()
-    answers = []
-
-    def ask():
-        while not answers:
-            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            try:
-                answers.append(urllib.request.urlopen(request, timeout=100).status)
-            except urllib.error.HTTPError as error:
-                if error.code != 503:  # else it loads
-                    return
-                time.sleep(0.1)
-            except (OSError, http.client.HTTPException):
-                if process.poll() is not None:
-                    return
-                time.sleep(0.1)
-
-    words = ["-m", "para_core", "serve", "--ranks", str(ranks), "--port", str(free_port)]
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        code, lines = run_until("is the first", 0.5, words, signal.SIGINT)
-    finally:
-        process.kill()
-        process.wait()
-    thread.join()
-    assert (code, answers) == (0, [])
-    (said,) = lines
-    assert "interrupted" in said and "1 requests were not finished" in said
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_bench(ranks):
-    words = ["-m", "para_core", "bench", *LONG, "--ranks", str(ranks)]
-    code, lines = run_until("parallelizing" if ranks > 1 else "loaded component 7", 2.0, words, signal.SIGINT)
-    assert (code, sentences(lines)) == (130, ["interrupted: there are no figures."])
+def test_signal_ends_a_command(tmp_path, command, ranks, text, seconds, name, code, says):
+    port = find_free_port()
+    words = ["-m", "para_core", "serve" if command == "request" else command, "--ranks", str(ranks)]
+    words += ["--port", str(port)] if words[2] == "serve" else LONG
+    words += ["--out", str(tmp_path)] if command == "generate" else []
+    port = port if command == "request" else None
+    ended, lines = run_until(text, seconds, words, getattr(signal, name), port)
+    assert ended == code, lines
+    assert len(lines) == says.count(r"\n0 generated") + 1
+    assert re.match(says, "\n".join(lines))
 
 
 def test_in_a_step_that_sees_no_signal(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(STUCK)
-    words = [str(program), "generate", *LONG, "--out", str(tmp_path / "out")]
-    code, lines = run_until("stuck", 0.5, words, signal.SIGINT)
+    code, lines = run_until(
+        "stuck", 0.5, [str(program), "generate", *LONG, "--out", str(tmp_path / "out")], signal.SIGINT
+    )
     assert code == 130
-    assert re.match("interrupted: run", sentences(lines)[0])
+    assert re.match("interrupted: run", lines[0])
 
 
 def test_one_end_is_reported_once():

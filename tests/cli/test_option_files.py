@@ -15,19 +15,6 @@ FILES = {
 
 
 @pytest.fixture
-def checked(monkeypatch):
-    """Return the options of each ``generate``, which ends when its options have been read."""
-    calls = []
-
-    def check(model, options, **rest):
-        calls.append({"model": model, "run": options, **rest})
-        raise RuntimeError("stop here")
-
-    monkeypatch.setattr(para_core.cli.generate.checks, "check", check)
-    return calls
-
-
-@pytest.fixture
 def write(tmp_path, monkeypatch):
     """Return a function that writes a file in the working directory and returns its name."""
     monkeypatch.chdir(tmp_path)
@@ -39,40 +26,44 @@ def write(tmp_path, monkeypatch):
     return write
 
 
+@pytest.fixture
+def read(monkeypatch):
+    """Return a function of files and further words that returns the model and options that ``generate`` has read."""
+    calls = []
+
+    def check(model, options, **rest):
+        calls.append((model, options))
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr(para_core.cli.generate.checks, "check", check)
+
+    def read(*files, words=()):
+        configs = [word for file in files for word in ("--config", file)]
+        assert run(["generate", "--prompt", "a", *configs, *words]) == 1
+        return calls.pop()
+
+    return read
+
+
 @pytest.mark.parametrize("name", FILES)
-def test_file_sets_options_that_the_line_does_not(checked, write, name):
-    arguments = ["generate", "--prompt", "a", "--config", write(FILES[name], name)]
-    for extra, rotate in (([], False), (["--no-vae", "--lora", "e/f", "--steps", "5"], True)):
-        assert run([*arguments, *extra]) == 1
-        options = checked.pop()["run"]
-        assert (options.vae, options.compile) == (not rotate, "no")
-        assert options.lora == (["e/f"] if rotate else ["a/b", "c/d:0.5"])
+def test_file_sets_options_that_the_line_does_not(read, write, name):
+    for words, changed in (((), False), (("--no-vae", "--lora", "e/f", "--steps", "5"), True)):
+        _, options = read(write(FILES[name], name), words=words)
+        assert (options.vae, options.compile) == (not changed, "no")
+        assert options.lora == (["e/f"] if changed else ["a/b", "c/d:0.5"])
 
 
-def test_later_file_and_section_of_the_command_win(checked, write):
+def test_later_file_section_of_the_command_and_second_names(read, write):
     first = write("dtype: float32\ngenerate: {cache: 0.1, weights: fsdp}\nserve: {port: 1, cors: [a]}\n", "a.yaml")
-    second = write("cache: 0.2\n", "b.yml")
-    assert run(["generate", "--prompt", "a", "--config", first, "--config", second]) == 1
-    options = checked.pop()["run"]
+    _, options = read(first, write("cache: 0.2\n", "b.yml"))
     assert (options.dtype, options.cache, options.weights) == ("float32", "0.2", "fsdp")
-    both = write("cache: 0.2\ngenerate: {cache: 0.1}\n", "c.yaml")
-    assert run(["generate", "--prompt", "a", "--config", both]) == 1
-    assert checked.pop()["run"].cache == "0.1"
-
-
-def test_second_name_of_a_flag_and_of_an_option_are_keys(checked, write):
-    config = write("no-vae: false\nattention-backend: math\n")
-    assert run(["generate", "--prompt", "a", "--config", config]) == 1
-    options = checked.pop()["run"]
+    assert read(write("cache: 0.2\ngenerate: {cache: 0.1}\n", "c.yaml"))[1].cache == "0.1"
+    _, options = read(write("no-vae: false\nattention-backend: math\n"))
     assert (options.vae, options.backend) == (True, "math")
-
-
-def test_configs_of_a_model_stand_beside_files_or_in_them(checked, write):
-    assert run(["generate", "--prompt", "a", "--config", write("dtype: float32\n"), "--config", "owner/name"]) == 1
-    assert checked.pop()["run"].config == ["owner/name"]
-    assert run(["generate", "--prompt", "a", "--config", write("config: owner/name\nmodel: a.gguf\n")]) == 1
-    call = checked.pop()
-    assert (call["run"].config, call["model"]) == (["owner/name"], "a.gguf")
+    # Configs of a model stand beside files, or in them.
+    assert read(write("dtype: float32\n"), "owner/name")[1].config == ["owner/name"]
+    model, options = read(write("config: owner/name\nmodel: a.gguf\n"))
+    assert (options.config, model) == (["owner/name"], "a.gguf")
 
 
 @pytest.mark.parametrize(
@@ -113,19 +104,10 @@ def test_bad_file_is_refused(write, capsys, text, named):
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--config", "absent.yaml"], ["--config", "a/b", "--config", "c/d"]])
-def test_bad_values_of_the_option_are_refused(write, capsys, arguments):
-    write("")
-    assert run(["generate", "--prompt", "a", *arguments]) == 2
-    assert arguments[1] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
-def test_every_command_reads_files(write, capsys, command):
-    assert run([command, "--config", write("no-such-option: 1\n")]) == 2
-    assert "'no-such-option'" in capsys.readouterr().err
-
-
-def test_a_command_without_a_model_takes_only_files_of_options(capsys):
-    assert run(["doctor", "--config", "owner/name"]) == 2
-    assert "owner/name" in capsys.readouterr().err
+def test_bad_values_of_the_option_are_refused_and_every_command_reads_files(write, capsys):
+    for names in (["absent.yaml"], ["a/b", "c/d"]):
+        assert run(["generate", "--prompt", "a", *[word for name in names for word in ("--config", name)]]) == 2
+        assert names[0] in capsys.readouterr().err
+    for command in app.registered_commands:
+        assert run([command.name, "--config", write("no-such-option: 1\n")]) == 2
+        assert "'no-such-option'" in capsys.readouterr().err

@@ -4,8 +4,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -59,7 +57,6 @@ PLANS = [
     {"device": "RTX 4090", "quantize": "int8"},
     {"ranks": 4},
     {"ranks": 4, "device": "RTX 4090"},
-    {"ranks": 4, "weights": "fsdp"},
     {"ranks": 4, "weights": "tensor"},
     {"ranks": 4, "mesh": {"pipe": 2}},
     {"ranks": 2, "offload": "blocks"},
@@ -102,137 +99,62 @@ def test_command_of_every_row_is_one_that_generate_accepts(capsys, monkeypatch, 
         assert recipe.quantize == row.placement.quantize
 
 
-def test_command_quotes_a_folder_for_the_shell(capsys, tmp_path):
-    folder = tmp_path / "my model; $HOME"
-    shutil.copytree(find_tiny_flux(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    assert run(["plan", "--model", str(folder), "--size", "128x64", "--steps", "3", "--dtype", "float16"]) == 0
+@pytest.mark.slow
+def test_printed_command_runs_and_quotes_a_folder_for_the_shell(capsys, tmp_path):
+    folder = shutil.copytree(find_tiny_flux(), tmp_path / "my model; $HOME")
+    assert run(["plan", "--model", str(folder), "--size", "64x48", "--steps", "2", "--dtype", "float16"]) == 0
     printed = capsys.readouterr()
     options = options_of(printed_command(printed.out))
     assert options["--model"] == str(folder)
-    assert (options["--size"], options["--steps"], options["--dtype"]) == ("128x64", "3", "float16")
+    assert (options["--size"], options["--steps"], options["--dtype"]) == ("64x48", "2", "float16")
     assert str(folder) in printed.err and "Counting" in printed.err
-
-
-@pytest.mark.slow
-def test_printed_command_runs(capsys, tmp_path):
-    assert run(["plan", "--model", str(find_tiny_flux()), "--size", "64x64", "--steps", "2", "--compile", "no"]) == 0
+    assert run(["plan", "--model", str(folder), "--size", "64x48", "--steps", "2", "--compile", "no"]) == 0
     command = shlex.split(printed_command(capsys.readouterr().out))
-    assert run([*command[1:], "--out", str(tmp_path)]) == 0
-    assert [path.suffix for path in tmp_path.iterdir() if path.suffix == ".png"] == [".png"]
+    assert run([*command[1:], "--out", str(tmp_path / "out")]) == 0
+    assert [path.name for path in (tmp_path / "out").glob("*.png")] == ["00001.png"]
 
 
 @pytest.mark.slow
-def test_known_model_is_planned_without_torch(tmp_path):
-    program = (
-        "import sys; from para_core.cli.app import run; code = run(sys.argv[1:]); "
-        "print(sorted({'torch', 'diffusers', 'transformers', 'numpy'} & set(sys.modules))); sys.exit(code)"
-    )
-    for arguments in (["--model", "FLUX.1-dev"], ["--model", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "--ranks", "8"]):
-        command = [sys.executable, "-c", program, "plan", *arguments, "--size", "768x512", "--mesh", "ring=4"]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
-        assert printed.splitlines()[-1] == "[]"
-
-
-def test_folder_of_a_published_model_has_its_seconds(capsys, tmp_path):
-    """Check a folder with the config of FLUX.1-dev, without weights or tokenizers."""
-    import diffusers
-    import transformers
-
-    from benchmarks.planner.published_models import published_modules
-
-    modules = published_modules("FLUX.1-dev")
-    modules.transformer.save_config(tmp_path / "transformer")
-    modules.vae.save_config(tmp_path / "vae")
-    modules.encoder.config.save_pretrained(tmp_path / "text_encoder_2")
-    transformers.CLIPTextConfig().save_pretrained(tmp_path / "text_encoder")
-    diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "scheduler")
-    index = {
-        "_class_name": "FluxPipeline",
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "text_encoder_2": ["transformers", "T5EncoderModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "tokenizer_2": ["transformers", "T5TokenizerFast"],
-        "transformer": ["diffusers", "FluxTransformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    plans = []
-    for model in (str(tmp_path), "FLUX.1-dev"):
-        assert run(["plan", "--model", model, "--ranks", "2", "--json"]) == 0
-        plans.append(json.loads(capsys.readouterr().out)["meshes"][0])
-    folder, published = plans
-    assert folder["shape"] == published["shape"]
-    assert folder["seconds"] == pytest.approx(published["seconds"], rel=0.01)
-    assert folder["memory"] == pytest.approx(published["memory"], rel=0.02)
-
-
-@pytest.mark.slow
-def test_modular_folder_has_the_sizes_of_its_blocks(capsys, tmp_path):
-    folder = save_modular("ltx", str(tmp_path / "ltx"))
-    assert run(["plan", "--model", folder]) == 0
+def test_sizes_and_images_of_a_folder_are_in_its_command(capsys, tmp_path):
+    folders = [tmp_path / name for name in ("hunyuan, image", "cogvideox, video")]
+    for folder in folders:
+        PIPELINES[folder.name].build().save_pretrained(folder)
+    assert run(["plan", "--model", str(folders[0])]) == 0
+    assert "--image" in options_of(printed_command(capsys.readouterr().out))
+    # A pipeline without an argument for frames.
+    assert run(["plan", "--model", str(folders[1])]) == 0
+    assert run(["plan", "--model", str(folders[1]), "--frames", "9"]) == 2
+    assert "--frames is 9" in capsys.readouterr().err
+    assert run(["plan", "--model", save_modular("ltx", str(tmp_path / "ltx"))]) == 0
     options = options_of(printed_command(capsys.readouterr().out))
     assert (options["--size"], options["--frames"], options["--steps"]) == ("704x512", "161", "50")
+    assert "--image" not in options
 
 
-@pytest.mark.slow
-def test_pipeline_without_an_argument_for_frames_is_planned(capsys, tmp_path):
-    PIPELINES["cogvideox, video"].build().save_pretrained(tmp_path)
-    assert run(["plan", "--model", str(tmp_path)]) == 0
-    assert run(["plan", "--model", str(tmp_path), "--frames", "9"]) == 2
-    assert "--frames is 9" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_command_of_a_pipeline_that_needs_an_image_names_one(capsys, tmp_path):
-    for name, needed in (("hunyuan, image", True), ("flux2", False)):
-        PIPELINES[name].build().save_pretrained(tmp_path / name)
-        assert run(["plan", "--model", str(tmp_path / name)]) == 0
-        assert ("--image" in options_of(printed_command(capsys.readouterr().out))) == needed
-
-
-@pytest.fixture
-def unet_folder(tmp_path):
-    """Return a folder whose pipeline has a UNet alone, and the UNet."""
-    folder = tmp_path / "unet_alone"
+def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, monkeypatch, tmp_path):
     unet = UNet2DConditionModel(**CONFIGS_OF_UNET)
-    unet.save_config(folder / "unet")
+    unet.save_config(tmp_path / "unet")
     index = {"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}
     absent = ("vae", "text_encoder", "tokenizer", "scheduler", "safety_checker", "feature_extractor", "image_encoder")
-    index |= {name: [None, None] for name in absent}
-    (folder / "model_index.json").write_text(json.dumps(index))
-    return folder, unet
-
-
-@pytest.fixture
-def no_inputs_of_flux(monkeypatch):
-    """Make the inputs of the FLUX transformer unknown to the planner, so that its operations cannot be counted."""
-    monkeypatch.delitem(INPUTS, "FluxTransformer2DModel")
-
-
-def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, unet_folder):
-    folder, unet = unet_folder
+    (tmp_path / "model_index.json").write_text(json.dumps({**index, **{name: [None, None] for name in absent}}))
     size = 2 * sum(x.numel() for x in unet.parameters()) / 1e9
-    assert run(["plan", "--model", str(folder), "--ranks", "2"]) == 0
+    assert run(["plan", "--model", str(tmp_path), "--ranks", "2"]) == 0
     out = capsys.readouterr().out
     assert f"fits 2 × H100: {size:.2g} of the 74 GB" in out and "not predicted" in out
-    assert run(["plan", "--model", str(folder), "--memory", "0.0001"]) == 0
+    assert run(["plan", "--model", str(tmp_path), "--memory", "0.0001"]) == 0
     assert "does not fit" in capsys.readouterr().out
-
-
-def test_options_of_weights_change_the_bytes_of_an_unknown_model(capsys, no_inputs_of_flux):
+    # The inputs of the FLUX transformer are unknown to the planner, so that its operations cannot be counted.
+    monkeypatch.delitem(INPUTS, "FluxTransformer2DModel")
     flux = str(find_tiny_flux())
     parts = FluxPipeline.from_pretrained(flux, dtype=torch.bfloat16).components
     modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
     sizes = {name: sum(2 * x.numel() for x in module.parameters()) for name, module in modules.items()}
     linears = [x.weight for x in modules["transformer"].modules() if isinstance(x, torch.nn.Linear)]
-    saved = sum(x.numel() - 4 * x.shape[0] for x in linears)
     encoders = sum(size for name, size in sizes.items() if name.startswith("text_encoder"))
     cases = {
         "": sum(sizes.values()),
-        "--quantize int8": sum(sizes.values()) - saved,
+        "--quantize int8": sum(sizes.values()) - sum(x.numel() - 4 * x.shape[0] for x in linears),
         "--offload model": max(sizes["transformer"], encoders),
-        "--weights replicate": sum(sizes.values()),
     }
     for options, held in cases.items():
         assert run(["plan", "--model", flux, "--json", *options.split()]) == 0
@@ -255,8 +177,6 @@ CARD = "my card,24,140,pcie"
 SAME = [
     (["--ranks", "2", "--size", "1024x768"], {"ranks": 2, "width": 1024, "height": 768}, {"--size": "1024x768"}),
     (["--compile", "no"], {"ranks": 1, "compiled": False}, {"--compile": None}),
-    (["--compile", "blocks"], {"ranks": 1}, {"--compile": "blocks"}),
-    (["--compile", "whole"], {"ranks": 1}, {"--compile": "whole"}),
     (
         ["--ranks", "1", "--device", "RTX 4090", "--quantize", "int8"],
         {"ranks": 1, "device": "RTX 4090", "quantize": "int8"},
@@ -297,39 +217,6 @@ def test_a_plan_over_hosts_is_run_by_torchrun(capsys):
     assert "torchrun --nnodes=2 --nproc_per_node=6" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--mesh", "rings=2"], "--mesh has 'rings=2'"),
-        (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], "--mesh is too small"),
-        (["--weights", "banana"], "--weights is 'banana'"),
-        (["--weights", "fsdp", "--offload", "blocks"], "--weights is 'fsdp' with offload 'blocks'"),
-        (["--weights", "replicate", "--mesh", "tensor=2", "--ranks", "2"], "weights 'replicate'"),
-        (["--link", "0"], "--link is '0'"),
-        (["--offload", "disk"], "--offload is 'disk'"),
-        (["--memory", "-1"], "--memory -1"),
-        (["--memory", "nan"], "--memory nan"),
-        (["--dtype", "float32"], "--dtype is 'float32'"),
-        (["--dtype", "f16"], "--dtype is 'f16'"),
-        (["--device", "rtx 5900"], "did you mean RTX 5090"),
-        (["--device", "card,24,fast,pcie"], "'fast' stands for TFLOPs"),
-        (["--compile", "foo"], "--compile is 'foo'"),
-        (["--pipeline", "FluxFillPipeline"], "--pipeline is 'FluxFillPipeline'"),
-        (["--config", "zoo"], "--config is 'zoo'"),
-        (["--model", "absent.gguf", "--config", "zoo"], "--model is 'absent.gguf'"),
-        (["--model", "FLUX.1-dve"], "did you mean FLUX.1-dev"),
-        (["--model", "FLUX.7"], "--model is 'FLUX.7'"),
-        (["--device", "abacus"], "--device is 'abacus'"),
-        (["--size", "large"], "large"),
-        (["--quantize", "int3"], "--quantize is 'int3'"),
-        (["doctor", "--cpu", "--ring", "0"], "--ring is 0"),
-    ],
-)
-def test_wrong_options_are_refused(capsys, arguments, error):
-    assert run(arguments if arguments[0] == "doctor" else ["plan", *arguments]) == 2
-    assert error in capsys.readouterr().err
-
-
 def test_absent_folder_and_unreachable_hub_are_stated(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(
         "huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(OSError("no network"))
@@ -342,12 +229,9 @@ def test_absent_folder_and_unreachable_hub_are_stated(capsys, monkeypatch, tmp_p
     assert "model_index.json" in capsys.readouterr().err
 
 
-def test_known_models_are_listed(capsys):
+def test_doctor_and_lists_print_what_they_know(capsys, tmp_path):
     assert run(["plan", "--list"]) == 0
     assert "FLUX.1-dev" in capsys.readouterr().out.splitlines()
-
-
-def test_the_doctor_prints_and_writes_what_it_measured(capsys, tmp_path):
     figures = tmp_path / "doctor.json"
     assert run(["doctor", "--cpu", "--out", str(figures)]) == 0
     assert "torch" in capsys.readouterr().out

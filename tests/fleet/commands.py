@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -59,3 +60,10 @@ def messages(lines):
     logged = [(line, LOGGED.fullmatch(line)) for line in lines if not any(text in line for text in printed)]
     assert all(match for _, match in logged), [line for line, match in logged if not match]
     return [(match[1], match[3]) for _, match in logged]
+
+
+def find_free_port():
+    """Return a port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -4,6 +4,27 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.fleet.commands import find_free_port
+
+
+@pytest.fixture(scope="session")
+def served():
+    """Return a function that returns port and backend of a server. Calls with the same options share one server."""
+    from diffusers import FluxKontextPipeline
+
+    from tests.fleet.test_server import serving
+
+    servers = {}
+    with ExitStack() as stack:
+
+        def serve(pipeline=FluxKontextPipeline, **options):
+            key = (pipeline, *sorted(options.items()))
+            if key not in servers:
+                servers[key] = stack.enter_context(serving(pipeline=pipeline, **options))
+            return servers[key]
+
+        yield serve
+
 
 @pytest.fixture
 def client():
@@ -19,3 +40,8 @@ def client():
             )
 
         yield connect
+
+
+@pytest.fixture
+def free_port():
+    return find_free_port()

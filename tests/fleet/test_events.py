@@ -29,29 +29,32 @@ HINT = "Some common causes include: (3) the worker crashed unexpectedly due to S
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGHUP", "SIGUSR1"])
-def test_signal_that_ended_a_process_is_known(name):
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize(
+    ("name", "handler"),
+    [
+        *(
+            (name, "signal.SIG_DFL")
+            for name in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGHUP")
+        ),
+        # A signal that does not end a process leaves no note.
+        *(("SIGKILL", handler) for handler in ("signal.SIG_IGN", "lambda *_: None")),
+    ],
+)
+def test_signal_that_ended_a_process_is_known(name, handler):
+    child = CHILD.replace("signal.SIG_DFL", handler)
+    if handler != "signal.SIG_DFL":
+        child = child.replace(
+            "time.sleep", "signal.raise_signal(signal.SIGHUP)\nprint('lives', flush=True)\ntime.sleep"
+        )
+    with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
         folder = process.stdout.readline().strip()
         notes = Notes(folder)
         assert not Path(folder).exists()
+        assert handler == "signal.SIG_DFL" or process.stdout.readline() == "lives\n"
         assert notes.read_signal() == ""
         process.send_signal(getattr(signal, name))
         assert process.wait(30) == -getattr(signal, name)
     assert describe_death(VANISHED.format(HINT), notes) == name
-    notes.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("handler", ["signal.SIG_IGN", "lambda *_: None"])
-def test_signal_that_does_not_end_a_process_leaves_no_note(handler):
-    child = CHILD.replace("signal.SIG_DFL", handler)
-    child = child.replace("time.sleep", "signal.raise_signal(signal.SIGHUP)\nprint('lives', flush=True)\ntime.sleep")
-    with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
-        notes = Notes(process.stdout.readline().strip())
-        assert process.stdout.readline() == "lives\n"
-        process.kill()
-    assert describe_death(VANISHED.format(HINT), notes) == "SIGKILL"
     notes.close()
 
 
@@ -65,45 +68,34 @@ def test_signal_that_does_not_end_a_process_leaves_no_note(handler):
         ("", "for an unknown reason"),
     ],
 )
-def test_rank_without_notes(message, death):
+def test_rank_without_notes(message, death, tmp_path):
     assert describe_death(message, None) == death
-
-
-def test_notes_on_another_node_are_not_readable(tmp_path):
-    notes = Notes(str(tmp_path / "none"))
+    notes = Notes(str(tmp_path / "on another node"))
     assert (notes.readable, notes.read_signal()) == (False, "")
 
 
-def test_records_arrive_once_although_an_answer_is_lost():
+def test_records_arrive_once_although_an_answer_is_lost(caplog):
     relay, logger = LogRelay(), logging.getLogger("para_core.fleet.test")
+    caplog.set_level(logging.INFO, "para_core")
 
-    def log(level, text, *args):
+    def log(relay, level, text, *args):
         relay.handle(logger.makeRecord(logger.name, level, "", 0, text, args, None))
 
-    log(logging.INFO, "first %d", 1)
+    log(relay, logging.INFO, "first %d", 1)
     relay.read(Position())  # this answer is lost
     position, entries = relay.read(Position())
-    assert [(entry.level, entry.logger, entry.message) for entry in entries] == [
-        (logging.INFO, "para_core.fleet.test", "first 1")
-    ]
-    log(logging.ERROR, "second")
+    assert [entry[1:] for entry in entries] == [(logging.INFO, "para_core.fleet.test", "first 1")]
+    log(relay, logging.ERROR, "second")
     position, entries = relay.read(position)
     assert [entry.message for entry in entries] == ["second"]
     assert relay.read(position)[1] == []
     # A relay of another process, in which numbers begin again.
     other = LogRelay()
     assert other.read(position)[1] == []
-    other.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, "third", (), None))
+    log(other, logging.INFO, "third")
     assert [entry.message for entry in other.read(position)[1]] == ["third"]
-
-
-def test_entries_are_logged_with_their_own_time(caplog):
-    caplog.set_level(logging.INFO, "para_core")
-    entries = [
-        Entry(5.25, logging.ERROR, "para_core.fleet.a", "100 %s"),
-        Entry(6.0, logging.DEBUG, "para_core.b", "no"),
-    ]
-    log_entries(entries)
+    # Entries are logged with their own time.
+    log_entries([Entry(5.25, logging.ERROR, "para_core.a", "100 %s"), Entry(6.0, logging.DEBUG, "para_core.b", "no")])
     (record,) = caplog.records
-    assert (record.created, record.levelname, record.name) == (5.25, "ERROR", "para_core.fleet.a")
+    assert (record.created, record.levelname, record.name) == (5.25, "ERROR", "para_core.a")
     assert record.getMessage() == "100 %s"

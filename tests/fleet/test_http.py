@@ -1,32 +1,24 @@
 """HTTP around the requests to generate: HEAD, ids, addresses behind a reverse proxy, policies of pages, and the log."""
 
 import base64
-import contextlib
 import hashlib
 import json
 import logging
 import re
 import socket
-import time
 
 import pytest
-from diffusers import FluxPipeline, WanPipeline
+from diffusers import FluxPipeline
 
-from para_core.fleet.request import Delivery
-from tests.fleet.test_hostile import request, send
-from tests.fleet.test_server import PATH, StandIn, ask, serving, until
-
-
-class Broken(StandIn):
-    async def ready(self):
-        raise KeyError("ready")
+from tests.fleet.test_hostile import request
+from tests.fleet.test_server import PATH, StandIn, ask, get, serving
 
 
 @pytest.fixture(scope="module")
-def port():
-    with serving(pipeline=FluxPipeline) as (port, _):
-        ask(port, {"prompt": "a", "response_format": "url"}, X_Request_Id="stored")
-        yield port
+def port(served):
+    port, _ = served(FluxPipeline)
+    ask(port, {"prompt": "a", "response_format": "url"}, X_Request_Id="stored")
+    return port
 
 
 ROUTES = [
@@ -37,7 +29,7 @@ ROUTES = [
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_head_is_get_without_a_body(port, path):
-    expected, headers, body = ask(port, None, method="GET", path=path)
+    expected, headers, body = get(port, path)
     status, head, nothing = ask(port, None, method="HEAD", path=path)
     assert (status, nothing) == (expected, b"")
     assert body
@@ -54,43 +46,15 @@ def test_head_sends_no_byte_after_its_headers(port):
     assert answer.endswith(b"\r\n\r\n")
 
 
-def test_head_of_a_video(tmp_path):
-    options = {"pipeline": WanPipeline, "delivery": Delivery("mp4"), "videos": tmp_path, "pixels": 64 * 32 * 9}
-    with serving(**options) as (port, _):
-        id_ = ask(port, {"prompt": "a", "size": "64x32", "frames": 9}, path="/v1/videos")[2]["id"]
-        while ask(port, None, method="GET", path=f"/v1/videos/{id_}")[2]["status"] != "completed":
-            time.sleep(0.05)
-        for path in ("/v1/videos", f"/v1/videos/{id_}", f"/v1/videos/{id_}/content", "/v1/videos/none"):
-            expected = ask(port, None, method="GET", path=path)[0]
-            assert ask(port, None, method="HEAD", path=path)[::2] == (expected, b"")
-
-
 @pytest.mark.parametrize(("path", "method"), [*((path, "GET") for path in ROUTES), (PATH, "POST"), (PATH, "PUT")])
 def test_each_answer_has_one_id(port, path, method):
     body = {"prompt": "a"} if method == "POST" else None
-    for sent in ({}, {"X_Request_Id": "mine_1-A"}):
+    for sent in ({}, {"X_Request_Id": "mine_1-A"}, {"X_Request_Id": "../x"}):
         _, headers, answer = ask(port, body, method=method, path=path, **sent)
         (id_,) = headers.get_all("x-request-id")
-        assert id_ == sent.get("X_Request_Id", id_)
-        if method == "POST":
+        assert re.fullmatch("mine_1-A" if "mine_1-A" in sent.values() else "[0-9a-f]{32}", id_)
+        if method == "POST" and "../x" not in sent.values():
             assert answer["id"] == id_
-    other = ask(port, body, method=method, path=path)[1]["x-request-id"]
-    assert re.fullmatch("[0-9a-f]{32}", other)
-
-
-def test_each_failure_has_one_id():
-    with serving(Broken()) as (port, _):
-        status, headers, _ = ask(port, None, method="GET", path="/health")
-        assert (status, len(headers.get_all("x-request-id"))) == (500, 1)
-
-
-@pytest.mark.parametrize("id_", ["../x", "a" * 65, "a b", "ä", ""])
-def test_id_of_another_form_is_not_sent_back(port, id_):
-    (answered,) = ask(port, None, method="GET", path="/health", X_Request_Id=id_)[1].get_all("x-request-id")
-    assert re.fullmatch("[0-9a-f]{32}", answered)
-    status, headers, _ = ask(port, {"prompt": "a"}, X_Request_Id=id_)
-    assert status == (409 if id_ else 200)
-    assert headers["x-request-id"] != id_
 
 
 PROXY = {"X_Forwarded_Proto": "https", "X_Forwarded_Host": "images.example:444", "X_Forwarded_Prefix": "/a/b/"}
@@ -107,11 +71,9 @@ PROXY = {"X_Forwarded_Proto": "https", "X_Forwarded_Host": "images.example:444",
         ({"X_Forwarded_Host": "[::1]:80"}, "http://[::1]:80"),
         ({"X_Forwarded_Host": 'a"><script>'}, "http://127.0.0.1:{port}"),
         ({"X_Forwarded_Host": "a/b"}, "http://127.0.0.1:{port}"),
-        ({"X_Forwarded_Host": ""}, "http://127.0.0.1:{port}"),
         ({"X_Forwarded_Proto": "javascript"}, "http://127.0.0.1:{port}"),
         ({"X_Forwarded_Prefix": "//evil.example"}, "http://127.0.0.1:{port}"),
         ({"X_Forwarded_Prefix": "a"}, "http://127.0.0.1:{port}"),
-        ({"X_Forwarded_Prefix": "/"}, "http://127.0.0.1:{port}"),
     ],
 )
 def test_addresses_are_those_of_the_proxy(port, headers, address):
@@ -121,15 +83,10 @@ def test_addresses_are_those_of_the_proxy(port, headers, address):
         assert url == f"{address.format(port=port)}/v1/files/a/0"
 
 
-def test_forwarded_host_gives_no_access(port):
-    status, _, _ = ask(port, {"prompt": "a"}, Host="evil.example", X_Forwarded_Host=f"127.0.0.1:{port}")
-    assert status == 403
-    assert ask(port, {"prompt": "a"}, Origin="https://evil.example", X_Forwarded_Host="evil.example")[0] == 403
-
-
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_policy_lets_a_page_load_its_own_parts_only(port, path):
-    _, headers, text = ask(port, None, method="GET", path=path)
+    status, headers, text = get(port, path)
+    assert (status, headers["content-type"].split(";")[0]) == (200, "text/html")
     policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'"
     assert not [word for value in policy.values() for word in value.split() if "//" in word or "*" in word]
@@ -141,67 +98,68 @@ def test_policy_lets_a_page_load_its_own_parts_only(port, path):
     assert not [address for address in addresses if address.startswith(("http", "//", "/"))]
     for address in addresses:
         if not address.startswith("data:"):
-            assert ask(port, None, method="GET", path=f"/{address}")[0] == 200
+            assert get(port, f"/{address}")[0] == 200
 
 
-def test_api_is_described_relative_to_its_own_address(port):
-    document = ask(port, None, method="GET", path="/openapi.json", **PROXY)[2]
+def test_api_describes_the_fields_of_the_pipeline_and_its_own_address(served):
+    document = get(served(steps=7)[0], "/openapi.json", **PROXY)[2]
     assert document["servers"] == [{"url": "."}]
+    body = document["paths"][PATH]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert {"prompt", "seed", "size", "n", "stream", "response_format", "guidance_scale"} <= body.keys()
+    steps = next(kind for kind in body["num_inference_steps"]["anyOf"] if kind["type"] == "integer")
+    assert (steps["minimum"], steps["maximum"], "generator" in body) == (1, 7, False)
 
 
-def test_each_request_is_one_line_of_the_log(caplog):
-    caplog.set_level(logging.DEBUG, "para_core")
-    with serving(StandIn(0.01), pipeline=FluxPipeline, api_key="secret") as (port, _):
-        key = {"Authorization": "Bearer secret"}
-        ask(port, {"prompt": "private", "steps": 2}, X_Request_Id="good", **key)
-        ask(port, {"prompt": "private", "steps": 0}, path=f"{PATH}?token=private", X_Request_Id="bad", **key)
-        ask(port, {"prompt": "private"}, X_Request_Id="stranger")
-        ask(port, {"prompt": "dies"}, X_Request_Id="dead", **key)
-        ask(port, {"prompt": "refused", "stream": True}, X_Request_Id="stream", **key)
-        ask(port, None, method="GET", path="/health", X_Request_Id="probe")
-        ask(port, None, method="GET", path="/a%0Ab%1b[31m", X_Request_Id="forged")
-    lines = {}
-    for record in caplog.records:
-        if record.name == "para_core.fleet.http.middleware":
-            lines.setdefault(record.getMessage().split(":")[0].removeprefix("request "), []).append(record)
-    assert {id_: len(records) for id_, records in lines.items()} == dict.fromkeys(lines, 1)
-    texts = {id_: (record.levelname, record.getMessage()) for id_, (record,) in lines.items()}
-    expected = {
-        "good": ("INFO", PATH, "200"),
-        "bad": ("WARNING", "400", "'steps'"),
-        "stranger": ("WARNING", "401", "Authorization"),
-        "dead": ("ERROR", "500", "rank 1 died"),
-        "stream": ("WARNING", "200", "the pipeline says no"),
-        "probe": ("DEBUG", "/health", "200"),
-        "forged": ("WARNING", r"/a\nb\x1b[31m", "404"),
-    }
-    assert texts.keys() == expected.keys()
-    for id_, (level, *words) in expected.items():
-        assert texts[id_][0] == level
-        assert all(word in texts[id_][1] for word in words), texts[id_]
-        assert re.search(r", \d+\.\d{3} s", texts[id_][1])
-    everything = "".join(record.getMessage() for record in caplog.records)
-    assert "private" not in everything
-    assert "secret" not in everything
-    assert sum("is the first" in record.getMessage() for record in caplog.records) == 1
+class Broken(StandIn):
+    async def ready(self):
+        raise KeyError("ready")
 
 
-def test_failure_of_the_server_is_logged_with_its_traceback(caplog):
+def test_failure_of_the_server_is_an_error_with_its_traceback_in_the_log(caplog):
     with serving(Broken()) as (port, _):
-        ask(port, None, method="GET", path="/health", X_Request_Id="mine")
+        status, headers, body = get(port, "/health", X_Request_Id="mine")
+    assert (status, body["error"]["type"], headers.get_all("x-request-id")) == (500, "server_error", ["mine"])
     (record,) = [record for record in caplog.records if record.exc_info]
     assert record.name.startswith("para_core.fleet")
     assert "mine" in record.getMessage()
     assert record.exc_info[0] is KeyError
 
 
-@pytest.mark.parametrize(("stream", "words"), [(b"false", "499"), (b"true", "disconnected")])
-def test_client_that_leaves_is_logged(caplog, stream, words):
-    with serving(StandIn(0.1), pipeline=FluxPipeline) as (port, backend):
-        with contextlib.closing(socket.create_connection(("127.0.0.1", port))) as connection:
-            body = b'{"prompt": "a", "steps": 100, "stream": %s}' % stream
-            connection.sendall(request(body, extra=b"X-Request-Id: leaves\r\n"))
-            until(lambda: backend.began)
-        until(lambda: backend.cancelled)
-        assert send(port, request(b"", method="GET", path="/health", kind=None)) == 200
-        until(lambda: any("leaves" in line and words in line for line in caplog.messages))
+# The options of requests, with the level and words of their lines in the log.
+LOGGED = {
+    "good": ({"body": {"prompt": "private", "steps": 2}}, ("INFO", PATH, "200")),
+    "bad": (
+        {"body": {"prompt": "private", "steps": 0}, "path": f"{PATH}?token=private"},
+        ("WARNING", "400", "'steps'"),
+    ),
+    "stranger": ({"body": {"prompt": "private"}, "Authorization": ""}, ("WARNING", "401", "Authorization")),
+    "dead": ({"body": {"prompt": "dies"}}, ("ERROR", "500", "rank 1 died")),
+    "stream": ({"body": {"prompt": "refused", "stream": True}}, ("WARNING", "200", "the pipeline says no")),
+    "probe": ({"body": None, "method": "GET", "path": "/health"}, ("DEBUG", "/health", "200")),
+    "forged": ({"body": None, "method": "GET", "path": "/a%0Ab%1b[31m"}, ("WARNING", r"/a\nb\x1b[31m", "404")),
+}
+
+
+def test_each_request_is_one_line_of_the_log_without_its_secrets(caplog, tmp_path):
+    caplog.set_level(logging.DEBUG, "para_core")
+    with serving(pipeline=FluxPipeline, api_key="secret", request_log=tmp_path / "log") as (port, _):
+        for id_, (how, _) in LOGGED.items():
+            ask(port, **{"Authorization": "Bearer secret", **how}, X_Request_Id=id_)
+    lines = {}
+    for record in caplog.records:
+        if record.name == "para_core.fleet.http.middleware":
+            lines.setdefault(record.getMessage().split(":")[0].removeprefix("request "), []).append(record)
+    assert lines.keys() == LOGGED.keys()
+    for id_, (_, (level, *words)) in LOGGED.items():
+        (record,) = lines[id_]
+        assert record.levelname == level
+        assert all(word in record.getMessage() for word in words), record.getMessage()
+        assert re.search(r", \d+\.\d{3} s", record.getMessage())
+    assert sum("is the first" in record.getMessage() for record in caplog.records) == 1
+    records = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    statuses = [200, 400, 401, 500, 200, 200, 404]
+    assert [(record["id"], record["status"]) for record in records] == list(zip(LOGGED, statuses, strict=True))
+    assert (records[0]["method"], records[0]["path"]) == ("POST", PATH)
+    everything = "".join(record.getMessage() for record in caplog.records) + (tmp_path / "log").read_text()
+    assert "private" not in everything
+    assert "secret" not in everything

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import diffusers
 import gguf
 import numpy as np
 import pytest
@@ -17,8 +19,9 @@ from diffusers import (
     FluxImg2ImgPipeline,
     FluxTransformer2DModel,
 )
+from diffusers.loaders import single_file_model
 from PIL import Image
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import save, save_file
 
 from para_core.fleet.build import build, find_model
 from para_core.fleet.classical import check_ranks
@@ -28,8 +31,6 @@ from para_core.fleet.pipeline_source import fitting_pipelines, pipeline_files, r
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.selection import pipelines_for, select_pipeline
-from para_core.fleet.without_weights import without_weights
-from tests.fleet.ldm_files import write_checkpoint
 from tests.weights.hub import REPOSITORY, Hub
 from zoo.tiny.pipelines.unet import stable_diffusion
 
@@ -102,59 +103,38 @@ def same_weights(module, other):
     return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_other_class_equals_diffusers():
-    pipe = build(Recipe(FLUX, pipeline="FluxImg2ImgPipeline"))
-    plain = FluxImg2ImgPipeline.from_pretrained(FLUX, dtype=torch.float32)
-    assert isinstance(pipe, FluxImg2ImgPipeline)
-    assert np.array_equal(pixels(pipe, image=picture(), strength=0.9), pixels(plain, image=picture(), strength=0.9))
-
-
-def edit_on_rank(recipe):
-    return pixels(build(recipe), image=picture(), strength=0.9)
+def draw_on_rank(recipes, calls):
+    return [pixels(build(recipe), **call) for recipe, call in zip(recipes, calls, strict=True)]
 
 
 @pytest.mark.parametrize("weights", ["replicate", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_other_class_on_ranks_equals_diffusers(rank_pool, weights):
-    plain = FluxImg2ImgPipeline.from_pretrained(FLUX, dtype=torch.float32)
-    expected = pixels(plain, image=picture(), strength=0.9)
-    recipe = Recipe(FLUX, "FluxImg2ImgPipeline", weights=weights)
-    for rank, out in enumerate(rank_pool.run(edit_on_rank, 2, recipe)):
-        assert np.abs(out - expected).max() < 1e-4, f"rank {rank}"
-
-
-def control_on_rank(recipe):
-    return pixels(build(recipe), control_image=picture())
-
-
-@pytest.mark.parametrize("weights", ["replicate", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_controlnet_on_ranks_equals_diffusers(rank_pool, controlnet, weights):
-    net = FluxControlNetModel.from_pretrained(controlnet)
-    plain = FluxControlNetPipeline.from_pretrained(FLUX, controlnet=net, dtype=torch.float32)
-    expected = pixels(plain, control_image=picture())
-    recipe = Recipe(FLUX, "FluxControlNetPipeline", controlnet=(controlnet,), weights=weights)
-    for rank, out in enumerate(rank_pool.run(control_on_rank, 2, recipe)):
-        assert np.abs(out - expected).max() < 1e-4, f"rank {rank}"
-
-
-def test_controlnets_are_loaded_and_used(controlnet):
-    alone = pixels(build(Recipe(FLUX)))
-    pipe = build(Recipe(FLUX, pipeline="FluxControlNetPipeline", controlnet=(controlnet,)))
-    one = pixels(pipe, control_image=picture())
-    assert np.abs(one - alone).max() > 0.01
-    pair = build(Recipe(FLUX, pipeline="FluxControlNetPipeline", controlnet=(controlnet, controlnet)))
+def test_other_class_and_controlnet_on_ranks_equal_diffusers(rank_pool, controlnet, weights):
     nets = [FluxControlNetModel.from_pretrained(controlnet) for _ in range(2)]
-    plain = FluxControlNetPipeline.from_pretrained(FLUX, controlnet=nets, dtype=torch.float32)
-    call = {"control_image": [picture(), picture()], "controlnet_conditioning_scale": [0.5, 0.2]}
-    assert np.abs(pixels(pair, **call) - pixels(plain, **call)).max() < 1e-4
+    edit = FluxImg2ImgPipeline.from_pretrained(FLUX, dtype=torch.float32)
+    control = FluxControlNetPipeline.from_pretrained(FLUX, controlnet=nets, dtype=torch.float32)
+    calls = [
+        {"image": picture(), "strength": 0.9},
+        {"control_image": [picture()] * 2, "controlnet_conditioning_scale": [0.5, 0.2]},
+    ]
+    expected = [pixels(pipe, **call) for pipe, call in zip((edit, control), calls, strict=True)]
+    calls[1]["controlnet_conditioning_scale"] = [0.0, 0.0]
+    assert np.abs(pixels(control, **calls[1]) - expected[1]).max() > 0.01
+    calls[1]["controlnet_conditioning_scale"] = [0.5, 0.2]
+    recipes = [
+        Recipe(FLUX, "FluxImg2ImgPipeline", weights=weights),
+        Recipe(FLUX, "FluxControlNetPipeline", controlnet=(controlnet, controlnet), weights=weights),
+    ]
+    for rank, images in enumerate(rank_pool.run(draw_on_rank, 2, recipes, calls)):
+        assert max(np.abs(x - y).max() for x, y in zip(images, expected, strict=True)) < 1e-4, f"rank {rank}"
 
 
-@pytest.mark.parametrize("other", [None, "FluxImg2ImgPipeline"])
-def test_file_of_a_transformer_equals_its_folder(safetensors_file, other):
-    call = {} if other is None else {"image": picture(), "strength": 0.9}
-    pipe = build(Recipe(safetensors_file, config=FLUX, pipeline=other))
-    plain = build(Recipe(FLUX, pipeline=other))
+def test_file_of_a_transformer_equals_its_folder(safetensors_file):
+    pipe = build(Recipe(safetensors_file, config=FLUX, pipeline="FluxImg2ImgPipeline"))
+    plain = build(Recipe(FLUX, pipeline="FluxImg2ImgPipeline"))
+    assert type(pipe) is type(plain) is FluxImg2ImgPipeline
     assert same_weights(pipe.transformer, plain.transformer)
     # Weights of a mapped file are not aligned, so a kernel may sum them in another order.
+    call = {"image": picture(), "strength": 0.9}
     assert np.abs(pixels(pipe, **call) - pixels(plain, **call)).max() < 1e-4
 
 
@@ -183,53 +163,26 @@ def test_configs_of_a_repository_complete_a_file(safetensors_file, tmp_path):
     assert hub.downloaded.count("model_index.json") == 1
 
 
-@pytest.mark.parametrize("other", [None, "StableDiffusionImg2ImgPipeline"])
-def test_file_of_a_whole_pipeline_equals_its_folder(stable_diffusion_folder, tmp_path, other):
-    file = str(tmp_path / "sd.safetensors")
-    write_checkpoint(DiffusionPipeline.from_pretrained(stable_diffusion_folder), file)
-    pipe = build(Recipe(file, config=stable_diffusion_folder, pipeline=other))
-    plain = build(Recipe(stable_diffusion_folder, pipeline=other))
-    assert type(pipe).__name__ == type(plain).__name__ == other or other is None
-    assert_same_parts(pipe, plain)
+def strip(prefix, checkpoint, **_):
+    return {name.removeprefix(prefix): x for name, x in checkpoint.items() if name.startswith(prefix)}
 
 
-def test_text_encoder_that_a_whole_file_lacks_is_that_of_the_configs(stable_diffusion_folder, tmp_path):
-    file = tmp_path / "sd.safetensors"
-    write_checkpoint(DiffusionPipeline.from_pretrained(stable_diffusion_folder), file)
-    save_file({name: x for name, x in load_file(file).items() if "cond_stage_model" not in name}, file)
-    pipe = build(Recipe(str(file), config=stable_diffusion_folder))
-    assert_same_parts(pipe, build(Recipe(stable_diffusion_folder)))
-
-
-def assert_same_parts(pipe, plain):
+@pytest.mark.parametrize("with_encoder", [True, False])
+def test_file_of_a_whole_pipeline_equals_its_folder(monkeypatch, stable_diffusion_folder, tmp_path, with_encoder):
+    plain, file, weights = DiffusionPipeline.from_pretrained(stable_diffusion_folder), tmp_path / "sd.safetensors", {}
+    # The file has diffusers' own names of layers below the prefixes of the original code.
+    for part, prefix in ((plain.unet, "model.diffusion_model."), (plain.vae, "first_stage_model.")):
+        weights |= {prefix + name: x for name, x in part.state_dict().items()}
+        loadable = single_file_model.SINGLE_FILE_LOADABLE_CLASSES[type(part).__name__]
+        monkeypatch.setitem(loadable, "checkpoint_mapping_fn", partial(strip, prefix))
+    clip = "cond_stage_model.transformer.text_model."
+    if with_encoder:  # else it is that of the configs
+        weights |= {clip + name.removeprefix("text_model."): x for name, x in plain.text_encoder.state_dict().items()}
+    save_file({name: x.contiguous().clone() for name, x in weights.items()}, file)
+    pipe = build(Recipe(str(file), config=stable_diffusion_folder, pipeline="StableDiffusionImg2ImgPipeline"))
+    assert type(pipe).__name__ == "StableDiffusionImg2ImgPipeline"
     for name in ("unet", "vae", "text_encoder"):
         assert same_weights(getattr(pipe, name), getattr(plain, name)), name
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"weights": "fsdp"}, "weights"),
-        ({"weights": "tensor", "mesh": (("tensor", 2),)}, "weights"),
-        ({"quantize": "int8"}, "quantize"),
-        ({"compile": "whole"}, "compile"),
-        ({"mesh": (("pipe", 2),)}, "mesh"),
-    ],
-)
-def test_options_that_need_plain_weights_are_refused_with_gguf(options, named):
-    with pytest.raises(ValueError, match=f"^{named} is .*model.gguf"):
-        Recipe("model.gguf", config=FLUX, **options)
-    Recipe("model.gguf", config=FLUX, offload="blocks", mesh=(("ring", 2),))
-
-
-def test_other_class_is_another_result():
-    digests = {
-        Recipe(FLUX).digest,
-        Recipe(FLUX, pipeline="FluxImg2ImgPipeline").digest,
-        Recipe(FLUX, controlnet=("a/b",)).digest,
-        Recipe(FLUX, config="a/b").digest,
-    }
-    assert len(digests) == 4
 
 
 @pytest.mark.parametrize(
@@ -249,10 +202,13 @@ def test_fields_follow_from_the_class(pipeline, required):
     assert ("strength" in model.fields) == (pipeline in WITH_STRENGTH)
 
 
-def test_sources_describe_the_calls_of_the_classes():
-    """Compare the fields that are read from the source of a class with those of the imported class."""
-    import diffusers
+def test_multiple_of_sides_is_that_of_the_class(stable_diffusion_folder):
+    for pipeline, multiple in (("Pipeline", 8), ("InpaintPipeline", 8), ("Img2ImgPipeline", 1)):
+        assert find_model(stable_diffusion_folder, pipeline=f"StableDiffusion{pipeline}").multiple == multiple
+    assert find_model(str(ROOT / "zoo/video/pipeline")).multiple == 16
 
+
+def test_sources_describe_the_calls_of_the_classes():
     for name in ("FluxPipeline", "FluxControlNetPipeline", "WanPipeline", "StableDiffusionXLInpaintPipeline"):
         cls = getattr(diffusers, name)
         source = read_pipeline(name)
@@ -260,15 +216,6 @@ def test_sources_describe_the_calls_of_the_classes():
         assert {key: source.call[key] for key in imported.fields} == imported.fields
         assert set(source.required) <= {*cls._get_signature_keys(cls)[0]}
     assert {"FluxPipeline", "WanPipeline"} <= pipeline_files().keys()
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "multiple"),
-    [("StableDiffusionPipeline", 8), ("StableDiffusionInpaintPipeline", 8), ("StableDiffusionImg2ImgPipeline", 1)],
-)
-def test_multiple_of_sides_is_that_of_the_class(stable_diffusion_folder, pipeline, multiple):
-    assert find_model(stable_diffusion_folder, pipeline=pipeline).multiple == multiple
-    assert find_model(str(ROOT / "zoo/video/pipeline")).multiple == 16
 
 
 def test_classes_that_fit_are_those_of_the_same_parts(stable_diffusion_folder):
@@ -285,13 +232,6 @@ def test_classes_that_fit_are_those_of_the_same_parts(stable_diffusion_folder):
     assert pipelines_for(FLUX, images=False) == ["FluxPipeline"]
 
 
-def test_memory_is_predicted_with_the_parts_of_the_class(controlnet):
-    model = find_model(FLUX, pipeline="FluxControlNetPipeline", controlnet=[controlnet])
-    pipe = without_weights(model, torch.float32)
-    assert type(pipe).__name__ == "FluxControlNetPipeline"
-    assert next(pipe.controlnet.parameters()).is_meta
-
-
 def test_controlnet_that_does_not_fit_is_refused(controlnet, stable_diffusion_folder):
     with pytest.raises(ValueError, match=r"controlnet .* FluxPipeline takes no ControlNet; .*FluxControlNetPipeline"):
         select_pipeline(FLUX, controlnet=[controlnet])
@@ -299,21 +239,20 @@ def test_controlnet_that_does_not_fit_is_refused(controlnet, stable_diffusion_fo
         select_pipeline(stable_diffusion_folder, pipeline="StableDiffusionControlNetPipeline", controlnet=[controlnet])
 
 
+def find(tmp_path, name, **components):
+    index = {"_class_name": name, **{part: ["diffusers", cls] for part, cls in components.items()}}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    return find_model(str(tmp_path))
+
+
 def test_pipeline_that_cannot_run_is_refused_by_its_index(tmp_path):
-    index = {"_class_name": "DDPMPipeline", "unet": ["diffusers", "UNet2DModel"]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(TypeError, match="UNet2DModel"):
-        find_model(str(tmp_path))
-    index = {"_class_name": "LuminaPipeline", "transformer": ["diffusers", "LuminaNextDiT2DModel"]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(TypeError, match="LuminaNextDiT2DModel"):
-        find_model(str(tmp_path))
-
-
-def test_class_for_one_rank_is_refused_on_several(tmp_path):
-    index = {"_class_name": "StableDiffusion3PAGPipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    model = find_model(str(tmp_path))
+    for name, part, cls in (
+        ("DDPMPipeline", "unet", "UNet2DModel"),
+        ("LuminaPipeline", "transformer", "LuminaNextDiT2DModel"),
+    ):
+        with pytest.raises(TypeError, match=cls):
+            find(tmp_path, name, **{part: cls})
+    model = find(tmp_path, "StableDiffusion3PAGPipeline", transformer="SD3Transformer2DModel")
     check_ranks(model, 1)
     with pytest.raises(TypeError, match=r"ranks is 2.*StableDiffusion3PAGPipeline"):
         check_ranks(model, 2)

@@ -1,4 +1,4 @@
-"""Modular pipelines on the ranks of a group: their inputs, and that the output equals that of one process."""
+"""Modular pipelines: their inputs, and that one process and ranks give the output of diffusers."""
 
 import io
 import json
@@ -12,28 +12,22 @@ import torch.distributed as dist
 from diffusers import ModularPipeline, TorchAoConfig
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from PIL import Image, ImageSequence
+from PIL import Image
 from safetensors.torch import save_file
 from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
 
 from para_core.adapters import cache_report
 from para_core.fleet.build import build, find_model
-from para_core.fleet.encode_first import EncodeFirst, encode_batches
-from para_core.fleet.memory import foresee_mesh, predict_memory
-from para_core.fleet.modular import call_modular, load_modular, open_modular
-from para_core.fleet.prompt_file import Line
+from para_core.fleet.modular import load_modular
 from para_core.fleet.recipe import Recipe, check_options_of_model
-from para_core.fleet.request import Delivery, Request, make_request
-from para_core.fleet.without_weights import without_weights
-from para_core.fleet.work import Watch, call_pipe, generate, generate_batch
+from para_core.fleet.request import Request, make_request
+from para_core.fleet.work import Watch, call_pipe, generate
 from para_core.launcher.errors import Cancelled
 from tests.modular_folders import plain_modular, save_modular
 from zoo.tiny.pipelines.modular import MODULAR as TINY_MODULAR
 
 SIZE = {"height": 48, "width": 80, "num_inference_steps": 2, "prompt": "a large red circle", "max_sequence_length": 64}
 GUIDED = {**SIZE, "negative_prompt": "a blue square", "guidance_scale": 3.0}
-
-VIDEO = {**GUIDED, "height": 96, "width": 160, "num_frames": 17}
 
 
 @pytest.fixture(scope="module")
@@ -53,33 +47,21 @@ def pixels(images):
     return np.stack([np.asarray(image.convert("RGB")) for image in images]).astype(int)
 
 
-def frames_of(result):
-    return pixels(ImageSequence.Iterator(Image.open(io.BytesIO(result.outputs[0].data))))
-
-
-def expected_pixels(folder, fields, output="images"):
-    call = {name: value for name, value in fields.items() if name != "guidance_scale" or "flux" in folder}
-    guidance = None if "flux" in folder else fields.get("guidance_scale")
-    samples = plain_modular(folder, output, seed=3, guidance=guidance, **call)
-    return pixels(samples if output == "images" else samples[0])
-
-
-def run(pipe, fields):
-    output = call_pipe(pipe, [Request(fields, seed=3)])
-    return pixels(output.frames[0] if hasattr(output, "frames") else output.images)
-
-
-def result_of(recipe, fields, format_):
-    """Return the metadata of a result, its pixels, and those of a next request without a guidance scale."""
-    pipe = build(recipe)
-    result = generate(pipe, Request(fields, seed=3, delivery=Delivery(format_)), recipe)
-    return result and result.metadata, run(pipe, fields), run(pipe, {**fields, "guidance_scale": None})
+def expected_pixels(folder, fields):
+    return pixels(plain_modular(folder, "images", seed=3, **fields))
 
 
 # -- One process.
 
 
-def test_fields_are_inputs_of_blocks(folders):
+def find(tmp_path, name, blocks):
+    """Return the description of a folder whose index names a class and its blocks."""
+    index = {"_class_name": f"{name}ModularPipeline", "_blocks_class_name": blocks}
+    (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
+    return find_model(str(tmp_path))
+
+
+def test_fields_are_inputs_of_blocks(folders, tmp_path):
     flux, qwen, ltx = (find_model(folders(name)) for name in ("flux", "qwen-image", "ltx"))
     assert (flux.pipeline, flux.kind, ltx.kind, ltx.modular) == ("FluxModularPipeline", "image", "video", True)
     assert flux.images == ("resized_image", "image")
@@ -90,35 +72,25 @@ def test_fields_are_inputs_of_blocks(folders):
     with pytest.raises(ValueError, match=r"frames.*0"):
         make_request({"prompt": "a", "frames": 0}, ltx)
     assert make_request({**GUIDED, "n": 2}, qwen).results == 2
-
-
-def test_input_image_is_required_where_blocks_need_it(tmp_path):
-    index = {"_class_name": "Wan22Image2VideoModularPipeline", "_blocks_class_name": "Wan22Image2VideoBlocks"}
-    (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
-    model = find_model(str(tmp_path))
-    assert set(model.fields) >= {"guidance_scale", "guidance_scale_2"}
+    wan = find(tmp_path, "Wan22Image2Video", "Wan22Image2VideoBlocks")
+    assert set(wan.fields) >= {"guidance_scale", "guidance_scale_2"}
     with pytest.raises(ValueError, match=r"'image'.*Wan22Image2VideoModularPipeline"):
-        make_request({"prompt": "a"}, model)
+        make_request({"prompt": "a"}, wan)
     image = io.BytesIO()
     Image.new("RGB", (8, 8)).save(image, "PNG")
-    assert make_request({"image": "a.png"}, model, read_image=lambda path: image.getvalue()).images
+    assert make_request({"image": "a.png"}, wan, read_image=lambda path: image.getvalue()).images
 
 
-def test_options_without_a_method_are_refused(folders, tmp_path):
+def test_options_without_a_method_and_unknown_blocks_are_refused(folders, tmp_path):
     flux = find_model(folders("flux"))
     with pytest.raises(ValueError, match=r"offload.*FluxModularPipeline"):
         check_options_of_model(flux, Recipe(flux.name, offload="model"))
-    index = {"_class_name": "Cosmos3DistilledModularPipeline", "_blocks_class_name": "Cosmos3DistilledBlocks"}
-    (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
+    cosmos = find(tmp_path, "Cosmos3Distilled", "Cosmos3DistilledBlocks")
     with pytest.raises(ValueError, match=r"lora is 'a\.safetensors'.*Cosmos3DistilledModularPipeline"):
-        check_options_of_model(find_model(str(tmp_path)), Recipe(str(tmp_path), lora=("a.safetensors",)))
-    (tmp_path / "modular_model_index.json").write_text(json.dumps({"_class_name": "NoModularPipeline"}))
-    with pytest.raises(ValueError, match="NoModularPipeline"):
-        find_model(str(tmp_path))
-    index = {"_class_name": "MiniMaxMusic3ModularPipeline", "_blocks_class_name": "MiniMaxMusic3Blocks"}
-    (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="MiniMaxMusic3ModularPipeline"):
-        find_model(str(tmp_path))
+        check_options_of_model(cosmos, Recipe(str(tmp_path), lora=("a.safetensors",)))
+    for name, blocks in (("No", None), ("MiniMaxMusic3", "MiniMaxMusic3Blocks")):
+        with pytest.raises(ValueError, match=f"{name}ModularPipeline"):
+            find(tmp_path, name, blocks)
 
 
 def test_own_code_runs_only_if_trusted(folders, tmp_path, monkeypatch):
@@ -147,81 +119,26 @@ def test_missing_weights_are_named(folders, tmp_path):
         build(Recipe(str(tmp_path)))
 
 
-def test_prompts_are_encoded_before_denoising(folders):
-    recipe, order = Recipe(folders("flux")), EncodeFirst(call_pipe)
-    pipe = build(recipe, order)
-    lines = [Line(1, Request({**SIZE, "guidance_scale": 2.0}, seed=3)), Line(2, Request(SIZE, seed=4))]
-    batches = encode_batches(lines, order)
-    results = []
-    for batch in batches:
-        assert pipe.text_encoder_2.get_input_embeddings().weight.stride() == (0, 0)  # The weight was freed.
-        results += [call_pipe(pipe, [line.request]).images for line in batch]
-    assert np.array_equal(pixels(results[0]), expected_pixels(recipe.model, {**SIZE, "guidance_scale": 2.0}))
-
-
-def test_batch_equals_single_requests(folders):
-    recipe = Recipe(folders("flux"))
-    pipe = build(recipe)
-    requests = [Request({**SIZE, "prompt": prompt}, seed=seed) for seed, prompt in enumerate(("a", "a red circle"))]
-    together = generate_batch(pipe, requests, recipe)
-    for request, result in zip(requests, together, strict=True):
-        alone = generate(pipe, request, recipe)
-        assert np.abs(frames_of(result) - frames_of(alone)).max() <= 1
-
-
-def test_mesh_and_memory_are_foreseen_without_weights(folders):
-    model = find_model(folders("qwen-image"))
-    recipe, pipe = Recipe(model.name), without_weights(model, torch.float32)
-    assert pipe.transformer.device.type == "meta"
-    assert foresee_mesh(pipe, recipe, 2) == {"batch": 2, "ring": 1, "ulysses": 1}
-    modules = [x for x in build(recipe).components.values() if isinstance(x, torch.nn.Module)]
-    weights = sum(x.numel() * 4 for module in modules for x in module.parameters())
-    assert predict_memory(pipe, recipe, {"batch": 1, "ring": 1, "ulysses": 1}, 1e9).fixed > weights
-
-
 # -- Two ranks.
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("name", "options", "fields"),
-    [
-        ("flux", {"mesh": (("ring", 2),), "vae": True}, {**SIZE, "guidance_scale": 2.0}),
-        pytest.param("flux", {"weights": "fsdp"}, SIZE, marks=pytest.mark.long),
-        pytest.param("qwen-image", {"mesh": (("batch", 2),)}, GUIDED, marks=pytest.mark.long),
-        ("qwen-image", {"weights": "fsdp", "cache": 0.0}, GUIDED),
-        pytest.param("flux", {"weights": "tensor", "mesh": (("tensor", 2),)}, SIZE, marks=pytest.mark.long),
-        pytest.param("flux", {"offload": "blocks", "text_encoders": "first"}, SIZE, marks=pytest.mark.long),
-        ("ltx", {"mesh": (("ulysses", 2),)}, VIDEO),
-    ],
-)
-@pytest.mark.long
-def test_each_recipe_equals_modular_pipeline_alone(rank_pool, folders, name, options, fields):
-    folder, output = folders(name), "videos" if name == "ltx" else "images"
-    results = rank_pool.run(result_of, 2, Recipe(folder, **options), fields, "gif" if name == "ltx" else "png")
-    unguided = {name: value for name, value in fields.items() if name != "guidance_scale"}
-    expected = [expected_pixels(folder, call, output) for call in (fields, unguided)]
-    for metadata, *images in results:
-        assert max(np.abs(x - y).max() for x, y in zip(images, expected, strict=True)) <= 1
-        assert metadata is None or metadata["mesh"].items() >= dict(options.get("mesh", ())).items()
-    assert [metadata is None for metadata, *_ in results] == [False, True]
-
-
 def cancelled_after(folder, step):
-    """Return the step after which this rank stopped, and whether the next request is as if none had been cancelled."""
-    recipe = Recipe(folder, mesh=(("ulysses", 2),), cache=0.05)
+    """Return the number of steps of a cancelled request, and the bytes of another one before and after it."""
+    recipe = Recipe(folder, mesh=(("ulysses", 2),), cache=0.0, vae=True)
     pipe, done = build(recipe), []
-    request = Request({**SIZE, "num_inference_steps": 4}, seed=3)
     watch = Watch(done.append, lambda: dist.get_rank() == 0 and len(done) == step)
-    before = call_pipe(pipe, [request]).images[0].tobytes()
+    before = call_pipe(pipe, [Request(SIZE, seed=3)]).images
     assert cache_report(pipe).rows
     with pytest.raises(Cancelled, match=f"after step {step}"):
-        generate(pipe, request, recipe, watch=watch)
-    return len(done), call_pipe(pipe, [request]).images[0].tobytes() == before
+        generate(pipe, Request({**SIZE, "num_inference_steps": 4}, seed=3), recipe, watch=watch)
+    return len(done), pixels(before), pixels(call_pipe(pipe, [Request(SIZE, seed=3)]).images)
 
 
 def test_all_ranks_stop_after_same_step(rank_pool, folders):
-    assert rank_pool.run(cancelled_after, 2, folders("flux"), 2) == [(2, True)] * 2
+    for steps, before, after in rank_pool.run(cancelled_after, 2, folders("flux"), 2):
+        assert steps == 2
+        assert np.array_equal(before, after)
+        assert np.abs(before - expected_pixels(folders("flux"), SIZE)).max() <= 1
 
 
 # -- Changes of weights, in one process.
@@ -244,31 +161,6 @@ def test_lora_equals_pipeline_alone(folders, tmp_path):
     assert np.array_equal(pixels(call_pipe(build(recipe), [Request(SIZE, seed=3)]).images), expected)
 
 
-def test_transformer_is_quantized_as_by_diffusers(folders):
-    plain = ModularPipeline.from_pretrained(folders("flux"))
-    config = TorchAoConfig(Int8WeightOnlyConfig())
-    plain.load_components(dtype=torch.float32, quantization_config={"transformer": config})
-    expected = pixels(plain(output="images", generator=torch.Generator().manual_seed(3), **SIZE))
-    assert not np.array_equal(expected, expected_pixels(folders("flux"), SIZE))
-    images = call_pipe(build(Recipe(folders("flux"), quantize="int8")), [Request(SIZE, seed=3)]).images
-    assert np.abs(pixels(images) - expected).max() <= 1
-
-
-class Layered:
-    """A modular pipeline that generates several layers for each image, like QwenImageLayered."""
-
-    def __init__(self, pipe):
-        self._blocks, self.components = pipe._blocks, {}
-
-    def __call__(self, output, **fields):
-        return [["first", "second"], ["third"]]
-
-
-def test_layers_of_an_image_are_results_of_their_own(folders):
-    pipe = Layered(open_modular(folders("qwen-image")))
-    assert call_modular(pipe, {"prompt": "a"}).images == ["first", "second", "third"]
-
-
 def test_transformers_of_any_name_are_quantized_as_by_diffusers(tmp_path):
     folder, names = str(tmp_path / "h3"), ("transformer", "transformer_ref")
     TINY_MODULAR["MiniMaxH3"].build().save_pretrained(folder, overwrite_modular_index=True)
@@ -284,9 +176,3 @@ def test_transformers_of_any_name_are_quantized_as_by_diffusers(tmp_path):
 
 def quantized_weights(module):
     return {path: x.dequantize() for path, x in module.named_parameters() if isinstance(x, Int8Tensor)}
-
-
-@pytest.mark.long
-def test_whole_transformer_is_compiled(folders):
-    images = call_pipe(build(Recipe(folders("flux"), compile="whole")), [Request(SIZE, seed=3)]).images
-    assert np.abs(pixels(images) - expected_pixels(folders("flux"), SIZE)).max() <= 1

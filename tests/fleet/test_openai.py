@@ -1,31 +1,21 @@
-"""The server as OpenAI's own client uses it, over replicas that are stand-ins."""
+"""The server as OpenAI's own client uses it, over replicas that are stand-ins: images and asynchronous videos."""
 
 import base64
+import errno
 import io
 import json
-from concurrent.futures import ThreadPoolExecutor
-from urllib.request import urlopen
 
 import openai
 import pytest
-from diffusers import FluxImg2ImgPipeline, FluxInpaintPipeline, FluxKontextPipeline, FluxPipeline
-from openai.types import Image as OpenAIImage
-from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent, ImagesResponse, Model
+from diffusers import FluxImg2ImgPipeline, FluxInpaintPipeline, FluxPipeline, WanImageToVideoPipeline, WanPipeline
+from openai import types
 from PIL import Image
 
-from para_core.fleet.outputs import Output
-from tests.fleet.test_server import StandIn, serving, until
+from para_core.fleet.http import videos as videos_module
+from para_core.fleet.request import Delivery
+from tests.fleet.test_server import ask, get, serving, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-class Previewer(StandIn):
-    """A replica that sends as many partial images as the request wants."""
-
-    async def generate(self, id_, request, progress):
-        for index in range(request.delivery.partial_images):
-            progress(Output(".png", b"partial %d" % index))
-        return await super().generate(id_, request, progress)
 
 
 def strict(model, value):
@@ -39,111 +29,170 @@ def picture(mode="RGB", color="red", size=(16, 8)):
     return ("picture.png", buffer.getvalue(), "image/png")
 
 
-def test_images_generate(client):
-    with serving(pipeline=FluxPipeline, seed=0) as (port, backend):
-        answer = client(port).images.generate(
-            model="any", prompt="a", size="64x32", n=1, output_format="jpeg", output_compression=40, quality="high"
-        )
-        strict(ImagesResponse, answer)
-        strict(OpenAIImage, answer.data[0])
-        assert base64.b64decode(answer.data[0].b64_json) == b"a 0"
-        assert answer.output_format == "jpeg"
-        delivery = backend.ran[0][1].delivery
-        assert (delivery.format_, delivery.quality) == ("jpg", 40)
-        url = client(port).images.generate(prompt="a", response_format="url").data[0].url
-        assert url.startswith(f"http://127.0.0.1:{port}/v1/files/")
+def test_images_generate(served, client):
+    port, backend = served(FluxPipeline)
+    fields = {"model": "any", "prompt": "a", "size": "64x32", "n": 1, "quality": "high", "extra_body": {"seed": 0}}
+    answer = client(port).images.generate(output_format="jpeg", output_compression=40, **fields)
+    strict(types.ImagesResponse, answer)
+    assert base64.b64decode(answer.data[0].b64_json) == b"a 0"
+    assert answer.output_format == "jpeg"
+    delivery = backend.ran[-1][1].delivery
+    assert (delivery.format_, delivery.quality) == ("jpg", 40)
+    url = client(port).images.generate(prompt="a", response_format="url").data[0].url
+    assert url.startswith(f"http://127.0.0.1:{port}/v1/files/")
 
 
-def test_images_generate_stream(client):
-    with serving(Previewer(), pipeline=FluxPipeline, seed=0) as (port, _):
-        stream = client(port).images.generate(prompt="a", size="64x32", stream=True, partial_images=2)
-        *partials, last = list(stream)
-        assert [event.partial_image_index for event in partials] == [0, 1]
-        for event in partials:
-            strict(ImageGenPartialImageEvent, event)
-        strict(ImageGenCompletedEvent, last)
-        assert (last.type, last.size) == ("image_generation.completed", "64x32")
-        assert base64.b64decode(last.b64_json) == b"a 0"
+def test_images_generate_stream(served, client):
+    images = client(served(FluxPipeline)[0]).images
+    *partials, last = list(
+        images.generate(prompt="a", size="64x32", stream=True, partial_images=2, extra_body={"seed": 0})
+    )
+    assert [event.partial_image_index for event in partials] == [0, 1]
+    for event in partials:
+        strict(types.ImageGenPartialImageEvent, event)
+    strict(types.ImageGenCompletedEvent, last)
+    assert (last.type, last.size) == ("image_generation.completed", "64x32")
+    assert base64.b64decode(last.b64_json) == b"a 0"
+    with pytest.raises(openai.APIError, match="the pipeline says no"):
+        list(images.generate(prompt="refused", stream=True))
 
 
-def test_stream_that_fails_raises_in_the_client(client):
-    with serving(pipeline=FluxPipeline) as (port, _):
-        stream = client(port).images.generate(prompt="refused", stream=True)
-        with pytest.raises(openai.APIError, match="the pipeline says no"):
-            list(stream)
+def test_images_edit_with_files(served, client):
+    port, backend = served(FluxImg2ImgPipeline)
+    edit = client(port).images.edit
+    strict(types.ImagesResponse, edit(image=[picture(), picture(color="blue")], prompt="a", n=1, size="64x32"))
+    request = backend.ran[-1][1]
+    assert len(request.images["image"]) == 2
+    assert (request.fields["width"], request.fields["num_images_per_prompt"]) == (64, 1)
+    events = list(edit(image=picture(), prompt="a", stream=True))
+    assert [event.type for event in events] == ["image_edit.completed"]
+    with pytest.raises(openai.BadRequestError, match="needs an image"):
+        edit(image=[], prompt="a")
+    port, backend = served(FluxInpaintPipeline)
+    client(port).images.edit(image=picture(), mask=picture("RGBA", (0, 0, 0, 0)), prompt="a")
+    # The transparent part is generated.
+    data = backend.ran[-1][1].images["mask_image"][0]
+    assert Image.open(io.BytesIO(data)).convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_images_edit_with_files(client):
-    with serving(pipeline=FluxImg2ImgPipeline) as (port, backend):
-        answer = client(port).images.edit(image=[picture(), picture(color="blue")], prompt="a", n=1, size="64x32")
-        strict(ImagesResponse, answer)
-        request = backend.ran[0][1]
-        assert len(request.images["image"]) == 2
-        assert (request.fields["width"], request.fields["num_images_per_prompt"]) == (64, 1)
-        events = list(client(port).images.edit(image=picture(), prompt="a", stream=True))
-        assert [event.type for event in events] == ["image_edit.completed"]
-        with pytest.raises(openai.BadRequestError, match="needs an image"):
-            client(port).images.edit(image=[], prompt="a")
+def test_models_key_and_limit(client):
+    with serving(api_key="secret", waiting=0) as (port, backend):
+        own = client(port, "secret")
+        (model,) = own.models.list().data
+        strict(types.Model, model)
+        assert own.models.retrieve(model.id).id == model.id
+        with pytest.raises(openai.NotFoundError):
+            own.models.retrieve("sora/2")
+        with pytest.raises(openai.AuthenticationError):
+            client(port, "wrong").models.list()
+        running = own.images.generate(prompt="waits", stream=True)
+        until(lambda: backend.began)
+        with pytest.raises(openai.RateLimitError) as refusal:
+            own.images.generate(prompt="b")
+        assert refusal.value.type == "rate_limit_error"
+        backend.open.set()
+        list(running)
 
 
-def test_transparent_part_of_a_mask_is_generated(client):
-    with serving(pipeline=FluxInpaintPipeline) as (port, backend):
-        mask = picture("RGBA", (0, 0, 0, 0))
-        client(port).images.edit(image=picture(), mask=mask, prompt="a")
-        data = backend.ran[0][1].images["mask_image"][0]
-        assert Image.open(io.BytesIO(data)).convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+# -- Asynchronous videos.
+
+SMALL = {"prompt": "a", "size": "64x32", "seconds": "1"}
 
 
-def test_route_that_a_class_cannot_serve_is_absent_and_names_classes_that_can(client):
-    with serving(pipeline=FluxPipeline, others=("FluxImg2ImgPipeline",)) as (port, _):
-        with pytest.raises(openai.NotFoundError, match=r"/v1/images/edits .*FluxImg2ImgPipeline"):
-            client(port).images.edit(image=picture(), prompt="a")
-        assert client(port).images.generate(prompt="a").data
-    with serving(pipeline=FluxImg2ImgPipeline, others=("FluxPipeline",)) as (port, _):
-        with pytest.raises(openai.NotFoundError, match=r"/v1/images/generations .*FluxPipeline"):
-            client(port).images.generate(prompt="a")
-        assert client(port).images.edit(image=picture(), prompt="a").data
+def videos(folder, pipeline=WanPipeline, **options):
+    options = {"delivery": Delivery("mp4"), "pixels": 1280 * 720 * 129, "videos": folder, **options}
+    return serving(pipeline=pipeline, **options)
+
+
+def ended(client, id_):
+    until(lambda: client.videos.retrieve(id_).status not in ("queued", "in_progress"))
+    return client.videos.retrieve(id_)
+
+
+def test_video_is_made_and_survives_a_restart(tmp_path, client):
+    with videos(tmp_path, seed=0) as (port, backend):
+        started = client(port).videos.create(prompt="a", size="1280x720", seconds="4")
+        assert started.status == "queued"
+        done = ended(client(port), started.id)
+        for video in (started, done):
+            strict(types.Video, video)
+        assert (done.status, done.progress, done.prompt) == ("completed", 100, "a")
+        assert done.expires_at - done.completed_at == 24 * 3600
+        request = backend.ran[-1][1]
+        assert (request.fields["num_frames"], request.seed) == (65, started.to_dict()["seed"])
+        assert client(port).videos.download_content(started.id).read() == b"a 0"
+        for path in ("/v1/videos", f"/v1/videos/{started.id}", f"/v1/videos/{started.id}/content", "/v1/videos/none"):
+            assert ask(port, None, method="HEAD", path=path)[::2] == (get(port, path)[0], b"")
+    with videos(tmp_path) as (port, _):
+        assert [video.id for video in client(port).videos.list()] == [started.id]
+        assert client(port).videos.download_content(started.id).read() == b"a 0"
+        strict(types.VideoDeleteResponse, client(port).videos.delete(started.id))
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(openai.NotFoundError):
+            client(port).videos.retrieve(started.id)
+
+
+def test_running_video_shows_progress_has_no_time_limit_and_is_cancelled_by_delete(tmp_path, client):
+    with videos(tmp_path, WanImageToVideoPipeline, seconds=0.2) as (port, backend):
+        own, fields = client(port).videos, {**SMALL, "prompt": "waits", "input_reference": picture()}
+        first, second = (own.create(**fields).id for _ in range(2))
+        until(lambda: own.retrieve(first).progress > 0)
+        assert (own.retrieve(first).status, own.retrieve(second).status) == ("in_progress", "queued")
+        assert own.retrieve(first).progress < 100
+        with pytest.raises(openai.ConflictError):
+            own.download_content(first)
+        own.delete(first)
+        until(lambda: backend.cancelled == {first})
+        backend.open.set()
+        assert ended(client(port), second).status == "completed"
+        assert [(id_, len(request.images["image"])) for id_, request in backend.ran] == [(second, 1)]
+        assert {path.stem for path in tmp_path.iterdir()} == {second}
+
+
+def test_videos_fail_with_their_reason_and_are_listed_in_pages(tmp_path, client):
+    with videos(tmp_path) as (port, _):
+        own = client(port).videos
+        failed = ended(client(port), own.create(**{**SMALL, "prompt": "refused"}).id)
+        assert (failed.status, failed.error.message) == ("failed", "the pipeline says no.")
+        ids = {failed.id, *(own.create(**SMALL).id for _ in range(4))}
+        assert {video.id for video in own.list(limit=2)} == ids
+        page = own.list(limit=2)
+        assert (len(page.data), page.has_more) == (2, True)
+        for query in ("?limit=many", "?limit=-1", "?limit=99999999999999999999", "?order=%00"):
+            status, _, body = get(port, f"/v1/videos{query}")
+            assert (status, "error" in body) == ((400, True) if "many" in query else (200, False))
+        ascending = [video["id"] for video in get(port, "/v1/videos?order=asc")[2]["data"]]
+        assert ascending == [video["id"] for video in get(port, "/v1/videos")[2]["data"]][::-1]
+        for path in ("..%2f..%2fetc", "none/content", f"{failed.id}/content"):
+            assert get(port, f"/v1/videos/{path}")[0] == get(port, "/v1/videos?after=none")[0] == 404
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "served"),
-    [
-        (FluxPipeline, {"generations"}),
-        (FluxImg2ImgPipeline, {"edits"}),
-        (FluxInpaintPipeline, {"edits"}),
-        (FluxKontextPipeline, {"generations", "edits"}),
-    ],
+    ("change", "status"),
+    [({}, "completed"), ({"status": "in_progress", "expires_at": None}, "failed"), ({"expires_at": 1}, None)],
 )
-def test_documented_routes_are_those_that_the_class_serves(pipeline, served):
-    with serving(pipeline=pipeline) as (port, _), urlopen(f"http://127.0.0.1:{port}/openapi.json") as answer:
-        paths = json.load(answer)["paths"]
-    assert {path.removeprefix("/v1/images/") for path in paths if path.startswith("/v1/images/")} - {
-        "generations/{request_id}",
-        "edits/{request_id}",
-    } == served
+def test_records_of_an_earlier_server(tmp_path, change, status):
+    id_ = "video_" + "0" * 32
+    record = {"id": id_, "object": "video", "created_at": 1, "status": "completed", "expires_at": 2**40, "files": []}
+    (tmp_path / f"{id_}.json").write_text(json.dumps({**record, **change}))
+    (tmp_path / "video_other.json").write_text("no record")
+    with videos(tmp_path) as (port, _):
+        answer, _, body = get(port, f"/v1/videos/{id_}")
+        assert (body.get("status"), answer) == (status, 404 if status is None else 200)
+        assert (tmp_path / f"{id_}.json").exists() == (status is not None)
 
 
-def test_models(client):
-    with serving() as (port, _):
-        models = client(port).models.list().data
-        strict(Model, models[0])
-        assert client(port).models.retrieve(models[0].id).id == models[0].id
-        with pytest.raises(openai.NotFoundError):
-            client(port).models.retrieve("sora/2")
+def test_full_disk_is_told(tmp_path, monkeypatch, client):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-
-def test_key(client):
-    with serving(api_key="secret") as (port, _):
-        assert len(client(port, "secret").models.list().data) == 1
-        with pytest.raises(openai.AuthenticationError):
-            client(port, "wrong").models.list()
-
-
-def test_busy_server_raises_the_rate_limit_error(client):
-    with serving(StandIn(1.0), waiting=0) as (port, backend), ThreadPoolExecutor(1) as threads:
-        first = threads.submit(client(port).images.generate, prompt="a")
-        until(lambda: backend.began)
-        with pytest.raises(openai.RateLimitError) as refusal:
-            client(port).images.generate(prompt="b")
-        assert refusal.value.type == "rate_limit_error"
-        first.result()
+    with videos(tmp_path) as (port, backend):
+        with monkeypatch.context() as patched:
+            patched.setattr(videos_module, "write_atomically", full)
+            status, _, body = ask(port, SMALL, path="/v1/videos")
+            assert (status, str(tmp_path) in body["error"]["message"]) == (507, True)
+        id_ = ask(port, {**SMALL, "prompt": "waits"}, path="/v1/videos")[2]["id"]
+        monkeypatch.setattr(videos_module, "write_atomically", full)
+        backend.open.set()
+        failed = ended(client(port), id_)
+        assert (failed.status, str(tmp_path) in failed.error.message) == ("failed", True)

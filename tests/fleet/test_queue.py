@@ -1,133 +1,235 @@
-"""The queue in front of replicas that are stand-ins."""
+"""The queue and the pool of replicas that are stand-ins: order, batches, cancelling, and replicas that died."""
 
 import asyncio
 
 import pytest
+from diffusers import FluxKontextPipeline
 
+from para_core.fleet.http import pool
 from para_core.fleet.http.bodies import ServerOptions
-from para_core.fleet.http.jobs import Jobs
+from para_core.fleet.http.jobs import Job, Jobs, Metrics
+from para_core.fleet.http.pool import Pool
+from para_core.fleet.http.server import Server
 from para_core.fleet.outputs import Result
+from para_core.fleet.pipeline_info import describe
+from para_core.fleet.rank import ReplicaOptions
+from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.launcher.errors import Cancelled, RankDied
 
 
-class Replicas:
-    """Replicas that answer when ``open`` is set."""
+class StandIn:
+    """A replica that answers when ``open`` is set."""
 
-    def __init__(self, count):
-        self.count = count
-        self.ran, self.cancelled, self.open = [], [], asyncio.Event()
+    def __init__(self):
+        self.running, self.starts, self.ran, self.cancelled = False, 0, [], []
+        self.open, self.failing, self.dead = asyncio.Event(), 0, False
 
-    async def run(self, batch):
-        self.ran.append("+".join(entry.id_ for entry in batch))
+    async def start(self):
+        self.starts += 1
+        if self.failing:
+            self.failing -= 1
+            raise RuntimeError("the cluster is busy.")
+        self.running, self.dead = True, False
+
+    def cancel(self, id_):
+        self.cancelled.append(id_)
+
+    async def stop(self):
+        self.running = False
+
+    async def alive(self):
+        return self.running and not self.dead
+
+    async def generate(self, request):
+        return (await self.generate_batch([("own", request)]))[0]
+
+    async def generate_batch(self, batch, progress=None):
+        self.ran.append("+".join(id_ for id_, _ in batch))
         await self.open.wait()
-        if batch[0].id_ == "dies":
-            raise RankDied("gone")
-        for entry in batch:
-            entry.finish(Result((), {"id": entry.id_}))
+        if not self.running or self.dead:
+            await self.stop()
+            raise RankDied("rank 0 died.")
+        return [Result((), {"id": id_}) for id_, _ in batch]
 
-    def cancel(self, job):
-        self.cancelled.append(job.id_)
+
+@pytest.fixture
+def run(monkeypatch):
+    """Return a function that runs an async test with a started pool and its replicas."""
+    monkeypatch.setattr(pool, "make_replicas", lambda recipe, options, count: [StandIn() for _ in range(count)])
+
+    def run(test, count=1, watch=1.0):
+        monkeypatch.setattr(pool, "_WATCH_SECONDS", watch)
+
+        async def started():
+            replicas = Pool(Recipe("none"), ReplicaOptions(), count)
+            await replicas.start()
+            await test(replicas, *replicas._replicas)
+            await replicas.stop()
+
+        asyncio.run(started())
+
+    return run
 
 
 def ask(jobs, id_, **fields):
-    return jobs.start(Request({"prompt": id_, **fields}, seed=len(id_)), id_).task
+    return jobs.start(Request({"prompt": id_, **fields}, seed=len(id_)), id_)
 
 
-def test_cancelled_request_leaves_the_queue_at_once():
-    async def run():
-        replicas = Replicas(1)
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def open_and_collect(replicas, jobs):
+    """Let the replicas answer, and return the ids of the results, or the types of the errors."""
+    for each in replicas:
+        each.open.set()
+    outcomes = await asyncio.gather(*[job.task for job in jobs], return_exceptions=True)
+    return [outcome.metadata["id"] if isinstance(outcome, Result) else type(outcome) for outcome in outcomes]
+
+
+def test_server_uses_all_replicas_of_its_pool_in_order(run):
+    async def test(replicas, *each):
+        server = Server(replicas, describe("", FluxKontextPipeline, {}), ServerOptions(waiting=1))
+        running = [ask(server._jobs, name) for name in "abcd"]
+        await until(lambda: sum(len(x.ran) for x in each) == 3)
+        assert [x.ran for x in each] == [["a"], ["b"], ["c"]]
+        with pytest.raises(Exception, match="at most 4"):
+            server._jobs.require_room()
+        assert b'"replicas":3' in (await server._health()).body
+        assert await open_and_collect(each, running) == ["a", "b", "c", "d"]
+
+    run(test, 3)
+    with pytest.raises(ValueError, match="replicas is 0"):
+        Pool(Recipe("none"), ReplicaOptions(), 0)
+
+
+def test_cancelled_request_leaves_the_queue_at_once_and_a_running_one_is_told(run):
+    async def test(replicas, replica):
         jobs = Jobs(replicas, ServerOptions())
         first, second, third = (ask(jobs, name) for name in ("first", "second", "third"))
-        await asyncio.sleep(0)
+        await until(lambda: replica.ran)
         jobs.cancel("second")
         with pytest.raises(Cancelled):
-            await asyncio.wait_for(second, 1)
-        assert replicas.cancelled == []
-        jobs.cancel("first")  # The request runs, so its replica is told.
-        assert replicas.cancelled == ["first"]
-        replicas.open.set()
-        assert [(await answer).metadata["id"] for answer in (first, third)] == ["first", "third"]
-        assert replicas.ran == ["first", "third"]
+            await asyncio.wait_for(second.task, 1)
+        assert replica.cancelled == []
+        jobs.cancel("first")
+        assert replica.cancelled == ["first"]
+        assert await open_and_collect([replica], [first, third]) == ["first", "third"]
+        assert replica.ran == ["first", "third"]
 
-    asyncio.run(run())
-
-
-def test_each_free_replica_takes_the_next_request():
-    async def run():
-        replicas = Replicas(2)
-        jobs = Jobs(replicas, ServerOptions())
-        answers = [ask(jobs, name) for name in "abc"]
-        await asyncio.sleep(0.01)
-        assert replicas.ran == ["a", "b"]
-        replicas.open.set()
-        await asyncio.gather(*answers)
-        assert replicas.ran == ["a", "b", "c"]
-
-    asyncio.run(run())
+    run(test)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_replica_that_ends_frees_its_place():
-    async def run():
-        replicas = Replicas(1)
+def test_requests_that_differ_in_prompt_and_seed_are_one_batch(run):
+    async def test(replicas, replica):
+        jobs = Jobs(replicas, ServerOptions(max_batch=3), fits=lambda requests: sum(x.seed for x in requests) < 7)
+        busy = ask(jobs, "busy")
+        running = [ask(jobs, name, height=64) for name in ("a", "b")]
+        running += [ask(jobs, "other", height=32), *(ask(jobs, name, height=64) for name in ("c", "d", "e"))]
+        running += [ask(jobs, "several", num_images_per_prompt=2, height=64), ask(jobs, "eeeeee", height=64)]
+        await until(lambda: replica.ran)
+        jobs.cancel("b")
+        names = ["busy", "a", Cancelled, "other", "c", "d", "e", "several", "eeeeee"]
+        assert await open_and_collect([replica], [busy, *running]) == names
+        assert replica.ran == ["busy", "a+c+d", "other", "e", "several", "eeeeee"]
+
+    run(test)
+
+
+def test_replica_that_dies_while_idle_starts_again(run):
+    async def test(replicas, first, second):
+        first.dead, first.failing = True, 2  # the first two attempts fail
+        await until(lambda: first.starts == 4)
+        await asyncio.sleep(0.1)
+        assert ([first.starts, second.starts], await replicas.ready()) == ([4, 1], 2)
+        first.open.set()
+        second.open.set()
+        # Both are free, each once.
+        await asyncio.gather(*[replicas.generate(None) for _ in range(2)])
+        assert first.ran == second.ran == ["own"]
+        await replicas.stop()
+        await asyncio.sleep(0.05)
+        assert first.starts == 4
+
+    run(test, 2, watch=0.01)
+
+
+def test_busy_replica_that_dies_starts_again_once_and_frees_its_place(run):
+    async def test(replicas, replica):
         jobs = Jobs(replicas, ServerOptions())
         dies, lives = ask(jobs, "dies"), ask(jobs, "lives")
-        replicas.open.set()
+        await until(lambda: replica.ran)
+        replica.dead = True
+        await asyncio.sleep(0.05)
+        assert replica.starts == 1
+        assert await open_and_collect([replica], [dies, lives]) == [RankDied, "lives"]
+        assert (replica.starts, await replicas.ready()) == (2, 1)
+        # That of a stopped pool does not start again.
+        replica.open.clear()
+        answer = asyncio.ensure_future(replicas.generate(None))
+        await until(lambda: len(replica.ran) == 3)
+        await replicas.stop()
+        replica.open.set()
         with pytest.raises(RankDied):
-            await dies
-        assert (await lives).metadata["id"] == "lives"
+            await answer
+        assert (replica.starts, replica.running) == (2, False)
 
-    asyncio.run(run())
-
-
-def test_requests_that_differ_in_prompt_and_seed_are_one_batch():
-    async def run():
-        replicas = Replicas(1)
-        jobs = Jobs(replicas, ServerOptions(max_batch=3), fits=lambda requests: len(requests) < 4)
-        busy = ask(jobs, "busy")
-        fields = {"height": 64}
-        answers = [ask(jobs, name, **fields) for name in ("a", "b")]
-        answers += [ask(jobs, "other", height=32), ask(jobs, "c", **fields), ask(jobs, "d", **fields)]
-        answers.append(ask(jobs, "several", num_images_per_prompt=2, **fields))
-        await asyncio.sleep(0)
-        jobs.cancel("b")
-        replicas.open.set()
-        results = await asyncio.gather(busy, *answers, return_exceptions=True)
-        assert replicas.ran == ["busy", "a+c+d", "other", "several"]
-        assert isinstance(results[2], Cancelled)
-        assert [result.metadata["id"] for result in results if isinstance(result, Result)][1:] == [
-            *("a", "other", "c", "d", "several")
-        ]
-
-    asyncio.run(run())
+    run(test, watch=0.01)
 
 
-def test_retried_request_can_be_cancelled_when_its_first_replica_is_back():
-    class Dying(Replicas):
-        def __init__(self, count):
-            super().__init__(count)
-            self.restarted = asyncio.Event()
-
-        async def run(self, batch):
-            if not self.ran:
-                self.ran.append("died")
-                batch[0].finish(RankDied("gone"))
-                await self.restarted.wait()
-            else:
-                await super().run(batch)
-
-    async def run():
-        replicas = Dying(2)
-        jobs = Jobs(replicas, ServerOptions(retries=1))
-        answer = ask(jobs, "a")
+def test_requests_that_wait_for_a_replica_are_cancelled_at_once(run):
+    async def test(replicas, replica):
+        jobs = Jobs(replicas, ServerOptions(max_batch=2))
+        own = asyncio.ensure_future(replicas.generate(None))  # takes the replica besides the queue
+        await until(lambda: replica.ran)
+        first = ask(jobs, "first")
         await asyncio.sleep(0.01)
-        replicas.restarted.set()
+        jobs.cancel("first")
+        with pytest.raises(Cancelled):
+            await asyncio.wait_for(asyncio.shield(first.task), 1)
+        second = ask(jobs, "second")
+        # One of a batch that waits is left out of it.
+        batch = [Job(name, Request({"prompt": name}, seed=0), Metrics()) for name in "ab"]
+        for job in batch:
+            job.answer = asyncio.get_running_loop().create_future()
+        running = asyncio.ensure_future(replicas.run(batch))
         await asyncio.sleep(0.01)
-        assert replicas.ran == ["died", "a"]
+        replicas.cancel(batch[0])
+        assert await open_and_collect([replica], [second]) == ["second"]
+        await asyncio.gather(own, running)
+        assert isinstance(batch[0].answer.exception(), Cancelled)
+        assert batch[1].answer.result().metadata["id"] == "b"
+        assert sorted(replica.ran) == ["b", "own", "second"]
+
+    run(test)
+
+
+def test_cancelled_request_is_not_retried_after_its_replica_died(run):
+    async def test(replicas, replica):
+        job = ask(jobs := Jobs(replicas, ServerOptions(retries=1)), "a")
+        await until(lambda: replica.ran)
         jobs.cancel("a")
-        assert replicas.cancelled == ["a"]
-        replicas.open.set()
-        assert (await answer).metadata["id"] == "a"
+        replica.dead = True
+        assert await open_and_collect([replica], [job]) == [Cancelled]
+        assert replica.ran == ["a"]
 
-    asyncio.run(run())
+    run(test)
+
+
+def test_retried_request_can_be_cancelled_when_its_first_replica_is_back(run):
+    async def test(replicas, first, second):
+        jobs = Jobs(replicas, ServerOptions(retries=1))
+        job = ask(jobs, "a")
+        await until(lambda: first.ran)
+        first.dead = True
+        first.open.set()
+        await until(lambda: second.ran and first.starts == 2)
+        await asyncio.sleep(0.01)
+        jobs.cancel("a")
+        assert (first.cancelled, second.cancelled) == ([], ["a"])
+        assert await open_and_collect([second], [job]) == ["a"]
+
+    run(test, 2)

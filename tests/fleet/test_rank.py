@@ -1,24 +1,32 @@
-"""One rank, and its actor as a plain object without Ray: its errors, and the part of the environment that it keeps."""
+"""One rank, and its actor as a plain object without Ray: its errors, its environment, and what it keeps."""
 
 import contextlib
+import io
 import os
-import threading
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from diffusers import FluxPipeline
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from PIL import Image
 
 from para_core.fleet import rank as rank_module
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.log_relay import Position
-from para_core.fleet.pipeline_info import find_tiny_flux
+from para_core.fleet.outputs import Result
+from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.rank_actor import RankActor
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import Request
+from para_core.fleet.request import Delivery, Lora, Request, batch_key
 from para_core.launcher.errors import Cancelled
 from para_core.progress import logger
 
-SECONDS = 10.0
+FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 2}
+PROMPTS = ["a large red circle", "a blue square", "a green triangle"]
+PNG = Delivery()
 
 
 @contextlib.contextmanager
@@ -31,13 +39,14 @@ def environment_restored():
         os.environ.update(before)
 
 
-def make_rank(monkeypatch, outcomes):
+def make_rank(monkeypatch, outcomes, calls):
     """Return a rank whose requests end with these outcomes, one after the other. An exception is raised, and anything
     else returned.
     """
     remaining = iter(outcomes)
 
     def generate(*_, **__):
+        calls.append("generate")
         outcome = next(remaining)
         if isinstance(outcome, Exception):
             raise outcome
@@ -57,107 +66,162 @@ def outcome(rank):
     return None
 
 
-def test_failed_request_is_answered_on_busy_device(monkeypatch):
-    released = threading.Event()
-    monkeypatch.setattr(torch.cuda, "empty_cache", released.wait)
-    rank = make_rank(monkeypatch, [torch.OutOfMemoryError("out of 80 GB")])
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(outcome(rank)), daemon=True)
-    thread.start()
-    thread.join(SECONDS)
-    in_time = list(answers)
-    released.set()
-    thread.join()
-    assert in_time == [("OutOfMemoryError", "out of 80 GB")]
-
-
 def test_request_after_failure_releases_memory_once(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("release"))
     outcomes = [None, ValueError("no"), RuntimeError("no"), None, Cancelled("no"), None]
-    rank = make_rank(monkeypatch, outcomes)
-    run = rank_module.generate_batch
-
-    def generate(*args, **kwargs):
-        calls.append("generate")
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(rank_module, "generate_batch", generate)
+    rank = make_rank(monkeypatch, outcomes, calls)
     kinds = [outcome(rank) for _ in outcomes]
     assert kinds == [None, ("ValueError", "no"), ("RuntimeError", "no"), None, ("Cancelled", "no"), None]
     first_three = ["generate", "generate", "release", "generate"]
     assert calls == [*first_three, "release", "generate", "generate", "generate"]
 
 
-TORCHRUN = (
-    *(
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_NAME",
-        "ROLE_RANK",
-    ),
-    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
-)
-SLURM = (
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_NTASKS",
-    "SLURM_NPROCS",
-    "SLURM_NNODES",
-    "SLURM_JOB_ID",
-)
+TORCHRUN = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE"
+TORCHELASTIC = "RUN_ID RESTART_COUNT MAX_RESTARTS USE_AGENT_STORE"
+LAUNCHERS = [*TORCHRUN.split(), "MASTER_ADDR", "MASTER_PORT", *(f"TORCHELASTIC_{x}" for x in TORCHELASTIC.split())]
+LAUNCHERS += [f"SLURM_{name}" for name in ("PROCID", "LOCALID", "NODEID", "NTASKS", "NPROCS", "NNODES", "JOB_ID")]
 KEPT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "HF_HOME", "RAY_ADDRESS")
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, SLURM])
-def test_rank_is_not_the_launcher_process(monkeypatch, launcher):
+def test_rank_is_not_the_launcher_process(monkeypatch):
     at_build = {}
     monkeypatch.setattr(rank_module, "build", lambda recipe, encode_first: at_build.update(os.environ))
     with environment_restored():
-        os.environ.update(dict.fromkeys((*launcher, *KEPT), "3"))
+        os.environ.update(dict.fromkeys((*LAUNCHERS, *KEPT), "3"))
         RankActor(Recipe(""), 0, ReplicaOptions()).join("127.0.0.1", 0)
-    assert [name for name in launcher if name in at_build] == []
+    assert [name for name in LAUNCHERS if name in at_build] == []
     assert [at_build[name] for name in KEPT] == ["3"] * len(KEPT)
 
 
-def test_rank_ignores_launcher_local_rank(rank_pool):
-    assert rank_pool.run(local_rank_at_build, 2) == [None, None]
+# -- Requests on one rank with the small model, which keeps encoded prompts and LoRAs.
 
 
-def local_rank_at_build():
-    # The rank joins its own group, as a fresh actor does.
-    index = dist.get_rank()
-    ports = [None, None]
-    rank = RankActor(Recipe("", timeout=30), index, ReplicaOptions(ranks=2))
-    dist.all_gather_object(ports, rank.open_store("127.0.0.1") if index == 0 else 0)
-    dist.destroy_process_group()
-    at_build = []
-
-    def build(recipe, encode_first):
-        assert dist.get_world_size() == 2
-        at_build.append(os.environ.get("LOCAL_RANK"))
-
-    with environment_restored(), pytest.MonkeyPatch.context() as patched:
-        os.environ["LOCAL_RANK"] = "5"
-        patched.setattr(rank_module, "build", build)
-        rank.join("127.0.0.1", ports[0])
-    return at_build[0]
+def request(prompt=PROMPTS[0], seed=0, lora=None, delivery=PNG, **fields):
+    return Request({**FIELDS, "prompt": prompt, **fields}, seed, lora=lora, delivery=delivery)
 
 
-def test_loading_is_logged_for_the_process_that_asks():
+@pytest.fixture(scope="module")
+def rank():
     handlers = list(logger.handlers)
-    rank = RankActor(Recipe(str(find_tiny_flux())), 0, ReplicaOptions())
+    rank = RankActor(Recipe(str(find_tiny_flux())), 0, ReplicaOptions(prompt_bytes=2**24, loras=2))
     with environment_restored():
         rank.join("127.0.0.1", 0)
+    # Loading is logged for the process that asks.
     position, entries = rank.loading_log(Position())
     messages = [entry.message for entry in entries]
     assert "7 components" in messages[0]
     assert sum(message.startswith("loaded component") for message in messages) == 7
     assert rank.loading_log(position)[1] == []
     assert logger.handlers == handlers
+    return rank
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Return diffusers' own pipeline."""
+    pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def draw(pipe, prompt=PROMPTS[0], seed=0):
+    image = pipe(prompt=prompt, generator=torch.Generator().manual_seed(seed), **FIELDS).images[0]
+    return np.asarray(image).astype(int)
+
+
+def pixels(answer):
+    assert isinstance(answer.outcome, Result), answer.outcome
+    return np.asarray(Image.open(io.BytesIO(answer.outcome.outputs[0].data))).astype(int)
+
+
+def generate(rank, request):
+    return rank.generate_batch([("id", request)])[0]
+
+
+@pytest.mark.slow
+def test_prompt_with_another_seed_encodes_nothing(rank, plain):
+    kept = rank._require_joined()._encoded_prompts
+    first = pixels(generate(rank, request(seed=1)))
+    misses, hits = kept.misses, kept.hits
+    second = pixels(generate(rank, request(seed=2)))
+    assert kept.misses == misses
+    assert kept.hits > hits
+    assert np.array_equal(first, draw(plain, seed=1))
+    assert np.array_equal(second, draw(plain, seed=2))
+
+
+@pytest.mark.slow
+def test_request_with_a_lora_changes_no_other(rank, plain, tmp_path):
+    for index, name in enumerate("abc"):
+        torch.manual_seed(index)
+        plain.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), name)
+        state = {key: 3 * x for key, x in get_peft_model_state_dict(plain.transformer, adapter_name=name).items()}
+        FluxPipeline.save_lora_weights(tmp_path, transformer_lora_layers=state, weight_name=f"{name}.safetensors")
+        plain.transformer.delete_adapters(name)
+    loads = []
+
+    def image_with(name=None, scale=1.0):
+        image = pixels(generate(rank, request(lora=name and Lora(str(tmp_path / f"{name}.safetensors"), scale))))
+        loads.append(rank._require_joined()._loras.loads)
+        return image
+
+    without, *images = (image_with(name) for name in (None, "a", "b", "c"))
+    assert len({image.tobytes() for image in (without, *images)}) == 4
+    # c and b are still loaded, and a was used longest ago.
+    for name, expected in (("b", images[1]), ("a", images[0]), (None, without)):
+        assert np.array_equal(image_with(name), expected)
+    assert loads == [0, 1, 2, 3, 3, 4, 4]
+    assert 0 < np.abs(image_with("a", 0.5) - without).mean() < np.abs(images[0] - without).mean()
+    plain.load_lora_weights(tmp_path / "a.safetensors")
+    alone = draw(plain)
+    plain.unload_lora_weights()
+    assert np.array_equal(alone, images[0])
+    # A broken LoRA fails its request only.
+    (tmp_path / "broken.safetensors").write_text("no weights")
+    answer = generate(rank, request(lora=Lora(str(tmp_path / "broken.safetensors"), 1.0)))
+    assert (type(answer.outcome), "'broken.safetensors'" in str(answer.outcome)) == (RequestFailed, True)
+    assert np.array_equal(image_with(None), without)
+
+
+@pytest.mark.slow
+def test_cancelled_request_of_a_batch_does_not_end_the_others(rank):
+    batch = [(str(seed), request(prompt, seed)) for seed, prompt in enumerate(PROMPTS)]
+    assert len({batch_key(each) for _, each in batch}) == 1
+    for cancelled, kinds in ((["1"], [Result, Cancelled]), (["0", "1"], [Cancelled, Cancelled])):
+        for id_ in cancelled:
+            rank.cancel(id_)
+        answers = rank.generate_batch(batch[:2])
+        assert [type(answer.outcome) for answer in answers] == kinds
+    answers = rank.generate_batch(batch[1:])
+    assert [answer.outcome.metadata["request"]["seed"] for answer in answers] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_inference_steps": 3},
+        {"guidance_scale": 1.0},
+        {"height": 64},
+        {"negative_prompt": "b"},
+        {"num_images_per_prompt": 2},
+        {"prompt": ["a", "b"]},
+        {"lora": ("a", 1.0)},
+    ],
+)
+def test_requests_that_differ_otherwise_are_no_batch(other):
+    assert batch_key(request()) is not None
+    assert batch_key(request(**other)) != batch_key(request())
+
+
+@pytest.mark.slow
+def test_previews_approach_the_image(rank, format_="jpg"):
+    answer = generate(rank, request(num_inference_steps=8, delivery=Delivery(format_, partial_images=3)))
+    image = pixels(answer)
+    previews = [np.asarray(Image.open(io.BytesIO(each.data))).astype(int) for each in answer.previews]
+    assert [each.suffix for each in answer.previews] == [f".{format_}"] * 3
+    distances = [np.abs(preview - image).mean() for preview in previews]
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < 0.5 * distances[0]
+    without = generate(rank, request(num_inference_steps=8, delivery=Delivery(format_)))
+    assert np.array_equal(pixels(without), image)

@@ -7,7 +7,7 @@ import pytest
 
 from para_core.attention.schedule import AttentionSchedule
 from para_core.declared_options import declarations
-from para_core.fleet.recipe import Recipe, on_one_rank
+from para_core.fleet.recipe import Recipe, approximations, on_one_rank
 
 EXCLUDED = [
     ({"vae_placement": "first", "vae": True}, "vae_placement is 'first'"),
@@ -21,13 +21,22 @@ EXCLUDED = [
     ({"comm_dtype": "int4"}, "comm_dtype is 'int4'; expected one of int8, float8_e4m3fn"),
     ({"verify": True, "comm_dtype": "int8"}, "comm_dtype leaves nothing equal"),
     ({"verify": True, "mesh": (("pipe", 2),)}, "a mesh with pipe leaves nothing equal"),
+    ({"verify": True, "backend": "sage"}, "verify .*backend"),
+    *[
+        ({"model": "a.gguf", "config": "b", **options}, f"^{next(iter(options))} is .*a.gguf")
+        for options in (
+            *({"weights": "fsdp"}, {"weights": "tensor", "mesh": (("tensor", 2),)}, {"quantize": "int8"}),
+            *({"compile": "whole"}, {"mesh": (("pipe", 2),)}),
+        )
+    ],
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), EXCLUDED)
 def test_options_that_exclude_each_other_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        Recipe("model", **options)
+        Recipe(**{"model": "model", **options})
+    Recipe("a.gguf", config="b", offload="blocks", mesh=(("ring", 2),))
 
 
 @pytest.mark.parametrize(
@@ -60,8 +69,14 @@ def test_a_recipe_whose_weights_move_can_be_loaded_by_model_offload(options):
     assert not Recipe("model", text_encoders="replicate").moves_weights
 
 
-def test_every_declared_option_is_a_field_of_the_json_form():
+def test_every_declared_option_is_a_field_of_the_json_form_and_a_class_is_another_result():
     recipe = Recipe("model", backend=AttentionSchedule("sage"), comm_dtype="int8", timeout=3.0)
     stored = json.loads(json.dumps(asdict(recipe)))
     assert set(stored) == {field.name for field in fields(Recipe)} >= {each.name for each in declarations(Recipe)}
     assert (stored["comm_dtype"], stored["timeout"], stored["backend"]["middle"]) == ("int8", 3.0, "sage")
+    others = [{}, {"pipeline": "FluxImg2ImgPipeline"}, {"controlnet": ("a/b",)}, {"config": "a/b"}]
+    others += [{"cross_backend": "sage"}, {"backend": "sage"}, {"backend": "math"}]
+    others += [{"backend": AttentionSchedule(middle)} for middle in ("math", "sage", "cudnn")]
+    recipes = [Recipe("model", **other) for other in others]
+    assert len({recipe.digest for recipe in recipes}) == len(recipes)
+    assert [approximations(recipe) for recipe in recipes[-2:]] == [("attention_schedule",), ()]

@@ -1,12 +1,15 @@
-"""Errors that need no model: they are found before torch, diffusers or transformers are imported."""
+"""What the commands refuse, with exit code and words: before torch, diffusers or transformers are imported."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from para_core.cli.app import run
 
 ROOT = Path(__file__).parents[2]
 # Runs its command lines in one process, and prints for each the exit code, stderr and what was imported so far.
@@ -26,23 +29,21 @@ FILES = ("README.md", "zoo")
 # Each with the exit code and the words that the message has.
 CASES = [
     (["generate"], 2, "no prompt"),
-    (["generate", "--steps", "3", "--set", "true_cfg_scale=2"], 2, "no prompt"),
-    (["generate", "--model", "zoo/video/pipeline"], 2, "no prompt"),
+    (["generate", "--model", "zoo/video/pipeline", "--steps", "3"], 2, "no prompt"),
     # A bad value of an option.
-    ([*PROMPT, "--compile", "foo"], 2, "--compile is 'foo'", "no, blocks, whole"),
-    ([*PROMPT, "--weights", "foo"], 2, "--weights is 'foo'"),
+    *[
+        ([*PROMPT, f"--{name}", "foo"], 2, f"--{name} is 'foo'", known)
+        for name, known in (
+            *(("compile", "no, blocks, whole"), ("weights", "fsdp"), ("dtype", "float16"), ("quantize", "int8")),
+            *(("backend", "flash"), ("cross-backend", "flash"), ("offload", "blocks"), ("text-encoders", "fsdp")),
+            *(("vae-placement", "first"), ("rotate-method", "alltoall, allgather, 2d"), ("comm-dtype", "int8")),
+        )
+    ],
     ([*PROMPT, "--weights", "tensor"], 2, "--weights", "--mesh tensor=2"),
-    ([*PROMPT, "--dtype", "foo"], 2, "--dtype is 'foo'"),
-    ([*PROMPT, "--quantize", "foo"], 2, "--quantize is 'foo'"),
-    ([*PROMPT, "--backend", "foo"], 2, "--backend is 'foo'", "flash"),
     ([*PROMPT, "--attention-backend=foo"], 2, "--backend is 'foo'"),
-    ([*PROMPT, "--cross-backend", "foo"], 2, "--cross-backend is 'foo'", "flash"),
     ([*PROMPT, "--attention-schedule", "foo:1:1"], 2, "'foo'"),
     ([*PROMPT, "--attention-schedule", "fast"], 2, "--attention-schedule fast", "triton-int8"),
-    ([*PROMPT, "--attention-schedule", "keys=half"], 2, "--attention-schedule keys=half"),
     ([*PROMPT, "--attention-schedule", "sage:4"], 2, "--attention-schedule sage:4", "sage:4:4"),
-    ([*PROMPT, "--attention-schedule", "sage:a:4"], 2, "--attention-schedule sage:a:4", "sage:4:4"),
-    ([*PROMPT, "--attention-schedule", "sage:4:-1"], 2, "--attention-schedule sage:4:-1", "sage:4:4"),
     ([*PROMPT, "--attention-schedule", "keys=2:4:4"], 2, "--attention-schedule keys=2:4:4", "2.0"),
     ([*PROMPT, "--attention-schedule", "math", "--backend", "sage"], 2, "--backend sage", "flash"),
     ([*PROMPT, "--pipefusion", "2", "--attention-schedule", "triton-int8:1:1"], 2, "--pipefusion is 2"),
@@ -50,18 +51,11 @@ CASES = [
     ([*PROMPT, "--mesh", ","], 2, "--mesh has ''"),
     ([*PROMPT, "--mesh", "ring=2,ring=3"], 2, "--mesh has two sizes for ring"),
     *[([*PROMPT, "--cache", value], 2, "--cache", value) for value in ("abc", "-1", "inf", "nan")],
-    ([*PROMPT, "--offload", "foo"], 2, "--offload is 'foo'"),
     ([*PROMPT, "--resident-blocks", "4"], 2, "--resident-blocks", "'blocks'"),
-    ([*PROMPT, "--text-encoders", "foo"], 2, "--text-encoders is 'foo'", "fsdp"),
-    ([*PROMPT, "--vae-placement", "foo"], 2, "--vae-placement is 'foo'", "first"),
     ([*PROMPT, "--vae-placement", "first", "--vae"], 2, "--vae-placement is 'first'"),
-    ([*PROMPT, "--rotate-method", "foo"], 2, "--rotate-method is 'foo'", "alltoall, allgather, 2d"),
-    ([*PROMPT, "--comm-dtype", "foo"], 2, "--comm-dtype is 'foo'", "int8"),
     ([*PROMPT, "--size", "12"], 2, "--size is '12'"),
     ([*PROMPT, "--format", "xyz"], 2, "--format is 'xyz'"),
     ([*PROMPT, "--format", "mp4"], 2, "--format is 'mp4'", "FluxPipeline", "png or jpg or webp"),
-    ([*PROMPT, "--steps", "0"], 2, "--steps is 0"),
-    ([*PROMPT, "--steps=0"], 2, "--steps is 0"),
     ([*PROMPT, "--frames", "3"], 2, "FluxPipeline has no --frames"),
     ([*PROMPT, "--guidance", "nan"], 2, "--guidance", "nan"),
     *[([*PROMPT, "--fps", value], 2, "--fps") for value in ("0", "1001")],
@@ -80,14 +74,23 @@ CASES = [
     ([*PROMPT, "--set", "steps=3", "--steps", "4"], 2, "--set steps"),
     ([*PROMPT, "--set", "steps=3", "--set", "steps=4"], 2, "--set steps is given twice"),
     ([*PROMPT, "--set", "=3"], 2, "--set =3"),
-    ([*PROMPT, "--set", "height=48", "--size", "64x48"], 2, "--size and --set height"),
     ([*PROMPT, "--prompts", "prompts.jsonl"], 2, "--prompt and --prompts"),
+    *[
+        ([*PROMPT, *options], 2, *words)
+        for options, *words in (
+            (["--steps", "2", "--set", "num_inference_steps=3"], "--steps", "--set num_inference_steps"),
+            (["--size", "64x64", "--set", "width=32"], "--size", "--set height or width"),
+            (["--set", "n=1", "--set", "num_images_per_prompt=1"], "--set n", "--set num_images_per_prompt"),
+            (["--set", "size=64x64", "--set", "width=32"], "--set size", "--set width"),
+            (["--guidance", "2", "--set", "guidance_scale=3"], "--set guidance_scale"),
+            (["--seed", "2", "--set", "seed=3"], "--set seed"),
+        )
+    ],
     # Files, models and pipelines.
     *[([*PROMPT, "--lora", value], 2, "--lora", f"'{value}'") for value in ("", ":0.5", "a/b:inf")],
     ([*PROMPT, "--lora", "absent.safetensors"], 1, "'absent.safetensors'"),
     ([*PROMPT, "--model", "/absent"], 1, "'/absent'"),
     ([*PROMPT, "--model", "absent"], 1, "'absent'"),
-    ([*PROMPT, "--model", "absent.gguf"], 1, "'absent.gguf'"),
     ([*PROMPT, "--model", "README.md"], 2, "--model is 'README.md'"),
     ([*PROMPT, "--pipeline", "FluxImg2ImgPipelin"], 2, "Did you mean FluxImg2ImgPipeline?"),
     ([*PROMPT, "--pipeline", "QwenImagePipeline"], 2, "FluxTransformer2DModel"),
@@ -100,19 +103,33 @@ CASES = [
     ([*PROMPT, "--config", "zoo/flux/pipeline"], 2, "--config is 'zoo/flux/pipeline'"),
     (["generate", "--prompts", "/absent.jsonl"], 1, "/absent.jsonl"),
     (["generate", "--prompts", "README.md", "--steps", "0"], 2, "error: --steps is 0"),
-    (["serve", "--weights", "foo"], 2, "--weights is 'foo'"),
-    (["serve", "--format", "xyz"], 2, "--format is 'xyz'"),
-    (["serve", "--model", "/absent"], 1, "'/absent'"),
-    (["serve", "--max-size", "big"], 2, "--max-size big: size is 'big'"),
-    (["serve", "--warmup", "big"], 2, "--warmup big"),
-    (["bench", "--quantize", "foo"], 2, "--quantize is 'foo'"),
+    *[
+        (["serve", *options], 2, message)
+        for options, message in (
+            (["--max-batch", "2", "--cache", "0.1"], "--cache"),
+            (["--loras", "/nowhere"], "expected a folder"),
+            (["--loras", ".", "--compile", "whole"], "--compile whole"),
+            (["--loras", ".", "--weights", "fsdp"], "--weights fsdp"),
+            (["--loras", ".", "--offload", "model"], "--offload model"),
+            (["--resident-blocks", "1", "--offload", "model"], "--resident-blocks is 1"),
+            (["--host", "0.0.0.0"], "PARA_CORE_API_KEY"),
+            (["--seed", "9223372036854775808"], "--seed"),
+            (["--log-level", "loud"], "--log-level loud"),
+            (["--config", "/nowhere.yaml"], "cannot be read"),
+            (["--queue", "-1"], "--queue -1"),
+            (["--retries", "-1"], "--retries -1"),
+            (["--max-steps", "0"], "--max-steps 0"),
+            (["--request-seconds", "nan"], "--request-seconds nan"),
+            (["--memory", "0"], "--memory 0"),
+            (["--replicas", "0"], "--replicas 0"),
+            *((["--warmup", size], f"--warmup {size}") for size in ("big", "64", "64x64x0", "64x64xmany")),
+            *((["--max-size", size], f"--max-size {size}") for size in ("64", "64x-64", "64x64x", "64x64x²")),
+            (["--max-size", "64x64x" + "9" * 5000], "--max-size"),
+        )
+    ],
     (["bench", "--runs", "0"], 2, "--runs"),
     (["bench", "--warmup-runs", "-1"], 2, "--warmup-runs"),
-    (["bench", "--steps", "0"], 2, "--steps"),
-    (["bench", "--frames", "3"], 2, "--frames"),
-    (["bench", "--ranks", "0"], 2, "--ranks"),
     (["bench", "--set", "num_inference_steps=3", "--set", "num_inference_steps=4"], 2, "--set"),
-    (["bench", "--model", "/absent"], 1, "'/absent'"),
     (["bench", "--out", "README.md"], 1, "README.md exists"),
     (["bench", "--out", "absent/figures.json"], 1, "absent/figures.json cannot be written"),
     (["bench", "--profile", "README.md"], 1, "--profile README.md"),
@@ -126,6 +143,24 @@ CASES = [
     (["plan", "--model", "/absent.safetensors"], 1, "'/absent.safetensors'"),
     (["plan", "--model", "zoo/flux/pipeline", "--pipeline", "FluxImg2ImgPipelin"], 2, "FluxImg2ImgPipeline?"),
     (["plan", "--model", "zoo/flux/pipeline", "--config", "zoo/video"], 2, "--config is 'zoo/video'"),
+    *[
+        (["plan", *options], 2, message)
+        for options, message in (
+            (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], "--mesh is too small"),
+            (["--weights", "fsdp", "--offload", "blocks"], "--weights is 'fsdp' with offload 'blocks'"),
+            (["--link", "0"], "--link is '0'"),
+            (["--memory", "-1"], "--memory -1"),
+            (["--dtype", "float32"], "--dtype is 'float32'"),
+            (["--device", "rtx 5900"], "did you mean RTX 5090"),
+            (["--device", "card,24,fast,pcie"], "'fast' stands for TFLOPs"),
+            (["--compile", "foo"], "--compile is 'foo'"),
+            (["--pipeline", "FluxFillPipeline"], "--pipeline is 'FluxFillPipeline'"),
+            (["--config", "zoo"], "--config is 'zoo'"),
+            (["--model", "FLUX.1-dve"], "did you mean FLUX.1-dev"),
+            (["--size", "large"], "large"),
+        )
+    ],
+    (["doctor", "--config", "owner/name"], 2, "owner/name"),
 ]
 
 
@@ -133,17 +168,9 @@ def answers_to(folder, commands, **variables):
     """Run the command lines in one process, and return its answers. ``variables`` are added to its environment."""
     for name in FILES:
         (folder / name).symlink_to(ROOT / name)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "2000", **variables}
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=folder,
-        env=environment,
-        timeout=120,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "2000", "PARA_CORE_API_KEY": "", **variables}
+    options = {"capture_output": True, "text": True, "cwd": folder, "env": environment}
+    result = subprocess.run([sys.executable, "-c", PROBE], input=json.dumps(commands), check=True, **options)
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
@@ -156,7 +183,7 @@ def answers(tmp_path_factory):
     return answers
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(arguments) for arguments, *_ in CASES])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(arguments)[:60] for arguments, *_ in CASES])
 def test_error_is_found_before_torch_is_imported(answers, number):
     arguments, code, *words = CASES[number]
     assert answers[number][:2] == [arguments, code], answers[number][2]
@@ -164,21 +191,34 @@ def test_error_is_found_before_torch_is_imported(answers, number):
     assert answers[number][3] == []
 
 
-def test_existing_traces_are_found_before_torch_is_imported(tmp_path):
+def test_ranks_of_torchrun_and_existing_traces_are_checked_before_torch_is_imported(tmp_path):
     trace = tmp_path / "rank-1.json.gz"
     trace.touch()
-    ((_, code, said, imported),) = answers_to(tmp_path, [["bench", "--ranks", "2", "--profile", str(tmp_path)]])
-    assert code == 1
-    assert f"{trace} exists" in said
-    assert imported == []
+    mesh, ranks = ["--mesh", "ring=2,ulysses=1"], "torchrun started 4 ranks"
+    commands = {
+        ("bench", "--ranks", "4", "--profile", str(tmp_path)): (1, f"{trace} exists"),
+        (*PROMPT, *mesh): (2, "--mesh is too small: 4 ranks"),
+        ("bench", *mesh): (2, "--mesh is too small: 4 ranks"),
+        (*PROMPT, "--ranks", "3"): (2, ranks),
+    }
+    answers = answers_to(tmp_path, list(commands), RANK="1", WORLD_SIZE="4")
+    for (code, words), (_, answered, said, imported) in zip(commands.values(), answers, strict=True):
+        assert (answered, words in said, imported) == (code, True, []), said
 
 
-def test_ranks_of_torchrun_are_checked_before_torch_is_imported(tmp_path):
-    mesh = ["--mesh", "ring=2,ulysses=1"]
-    commands = [[*PROMPT, *mesh], ["bench", *mesh], [*PROMPT, "--ranks", "3"]]
-    answers = answers_to(tmp_path, commands, RANK="1", WORLD_SIZE="4")
-    for _, code, said, imported in answers:
-        assert code == 2
-        assert "--mesh is too small: 4 ranks" in said or "torchrun started 4 ranks" in said
-        assert imported == []
-    assert len(answers) == len(commands)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        # The model makes images, so that the request itself is refused.
+        (["serve", "--warmup", "64x64x9"], "--warmup 64x64x9.*frames"),
+        (["doctor", "--cpu", "--ring", "0"], "--ring is 0"),
+        ([*PROMPT, "--ranks", "3"], "2 GPUs"),
+        ([*PROMPT, "--set", "true_cfg_scale=high"], "^error: --set true_cfg_scale .*'high'"),
+    ],
+)
+def test_error_is_found_before_the_model_is_loaded(monkeypatch, tmp_path, capsys, arguments, words):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("para_core.fleet.rank.build", lambda *_: 1 / 0)
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    assert re.search(words, capsys.readouterr().err, re.M)

@@ -1,16 +1,8 @@
-"""Several hosts on one machine: each is a network namespace, and veth links and a bridge join them. Needs Linux and
-root.
+"""Several hosts on one machine: each is a network namespace, and veth links and a bridge join them.
 
-    with open_hosts(2) as hosts:
-        hosts.start(1, ["hostname", "-I"])        # a Popen, on the second host
-        hosts.disturb(1, delay=0.05, loss=0.01)    # the second host's link
-        hosts.cut(1)                               # nothing passes any more, and nobody is told
-        hosts.heal(1)
-
-Nothing leaves the namespaces. If they are not allowed, the hosts are loopback addresses, ``hosts.namespaces`` says so,
-and links can be neither cut nor disturbed.
-
-A process between two bridges adds delay and loss (:func:`carry`), because not every kernel has ``tc``'s netem.
+Needs Linux and root. If namespaces are not allowed, the hosts are loopback addresses, ``hosts.namespaces`` says so, and
+links can be neither cut nor disturbed. A process between two bridges adds delay and loss (:func:`carry`), because not
+every kernel has ``tc``'s netem.
 """
 
 from __future__ import annotations
@@ -248,75 +240,44 @@ _ROOT = Path(__file__).parents[2]
 _PORT = 29400
 
 
-class Failed(RuntimeError):
-    """The error if a torchrun failed or did not end in time. The message has the end of each output."""
-
-
 def torchrun(
     hosts: Hosts,
     module: str,
     *arguments: str,
-    ranks_per_host: int = 2,
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     seconds: float = 300.0,
 ) -> list[str]:
-    """Run ``python -m module arguments`` on every rank, and return the output of each host.
+    """Run ``python -m module arguments`` on two ranks of each host, and return the output of each host.
 
-    Args:
-        options: further options of torchrun, such as ``--max-restarts=1``.
-        seconds: the time after which all are killed.
-
-    Raises:
-        Failed: The torchrun of a host ended with an error, or was killed.
+    ``options`` are further options of torchrun, such as ``--max-restarts=1``. Raise RuntimeError with the end of each
+    output if the torchrun of a host ended with an error, or all were killed after ``seconds``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / f"host{host}" for host in range(hosts.num_hosts)]
-        started: list[subprocess.Popen[str]] = []
-        try:
-            for host, output in enumerate(outputs):
-                command = [module, *arguments]
-                started.append(_start(hosts, host, output, command, ranks_per_host, options, environment or {}))
-            late = _wait(started, seconds)
-        finally:
-            for process in started:
-                _end(process)
-        printed = [output.read_text(errors="replace") for output in outputs]
-    codes = [process.returncode for process in started]
-    if late or any(codes):
-        why = f"not all of them ended within {seconds:g} s" if late else f"they ended with {codes}"
-        raise Failed("\n".join([f"torchrun on {hosts.num_hosts} hosts: {why}.", *[text[-4000:] for text in printed]]))
-    return printed
-
-
-def _start(
-    hosts: Hosts,
-    host: int,
-    output: Path,
-    program: Sequence[str],
-    ranks_per_host: int,
-    options: Sequence[str],
-    environment: Mapping[str, str],
-) -> subprocess.Popen[str]:
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.address(0)}:{_PORT}", f"--rdzv-id={hosts.name}"]
-    # Nothing resolves names here. Without these options no host finds itself in the end point, and each tells the
-    # others a name.
-    local = [f"--local-addr={hosts.address(host)}", f"--rdzv-conf=is_host={'true' if host == 0 else 'false'}"]
-    size = [f"--nnodes={hosts.num_hosts}", f"--nproc-per-node={ranks_per_host}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, *local, *options, "-m", *program]
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), **environment}
-    with output.open("w") as file:
-        return hosts.start(host, command, environment=variables, stdout=file, stderr=subprocess.STDOUT, cwd=_ROOT)
-
-
-def _wait(started: Sequence[subprocess.Popen[str]], seconds: float) -> bool:
-    """Return whether some processes still run after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while any(process.poll() is None for process in started):
-        if time.monotonic() > deadline:
-            return True
-        time.sleep(0.1)
-    return False
+    size = [f"--nnodes={hosts.num_hosts}", "--nproc-per-node=2"]
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), **(environment or {})}
+    started: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        outputs = [Path(folder) / f"host{host}" for host in range(hosts.num_hosts)]
+        for host, output in enumerate(outputs):
+            # Nothing resolves names here. Without these options no host finds itself in the end point, and each tells
+            # the others a name.
+            local = [f"--local-addr={hosts.address(host)}", f"--rdzv-conf=is_host={'true' if host == 0 else 'false'}"]
+            program = [*size, *rendezvous, *local, *options, "-m", module, *arguments]
+            file = stack.enter_context(output.open("w"))
+            command = [sys.executable, "-m", "torch.distributed.run", *program]
+            pipes = {"stdout": file, "stderr": subprocess.STDOUT}
+            started.append(hosts.start(host, command, environment=variables, cwd=_ROOT, **pipes))
+            stack.callback(_end, started[-1])
+        deadline = time.monotonic() + seconds
+        while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        codes = [process.poll() for process in started]
+        printed = [output.read_text(errors="replace") for output in outputs]
+    if any(code != 0 for code in codes):
+        ends = [text[-4000:] for text in printed]
+        raise RuntimeError("\n".join([f"after at most {seconds:g} s, torchrun on the hosts: {codes}.", *ends]))
+    return printed
 
 
 # -- A slow wire, as its own process: ``hosts.py FIRST SECOND DELAY LOSS``  Frames that enter one TAP device leave the

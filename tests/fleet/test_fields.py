@@ -1,0 +1,230 @@
+"""Fields of requests over stand-ins: seeds, images in OpenAI's forms, aliases, and fields without effect."""
+
+import io
+import json
+import re
+
+import diffusers
+import pytest
+from diffusers import (
+    FluxControlPipeline,
+    FluxImg2ImgPipeline,
+    FluxInpaintPipeline,
+    FluxPipeline,
+    HunyuanVideoPipeline,
+    WanImageToVideoPipeline,
+    WanPipeline,
+)
+from PIL import Image
+
+from para_core.cli.app import run
+from para_core.fleet.no_effect import warnings_of
+from para_core.fleet.pipeline_info import describe
+from para_core.fleet.prompt_file import read_prompts
+from para_core.fleet.request import Delivery, make_request
+from tests.fleet.test_hostile import form
+from tests.fleet.test_server import EDITS, PATH, ask, events_of, image_url
+
+VIDEOS = "/v1/videos/sync"
+
+
+def as_form(**fields):
+    body = form(*[(f'name="{name}"', value) for name, value in fields.items()])
+    return {"body": body, "Content_Type": "multipart/form-data; boundary=x"}
+
+
+# -- Seeds.
+
+
+@pytest.mark.parametrize("seed", [{}, {"seed": None}, {"seed": -1}])
+def test_request_without_a_seed_gets_another_each_time(served, seed):
+    port, backend = served(FluxPipeline)
+    answers = [ask(port, {"prompt": "a", **seed})[2] for _ in range(5)]
+    seeds = [answer["seed"] for answer in answers]
+    assert len(set(seeds)) == 5
+    assert all(0 <= seed < 2**53 for seed in seeds)
+    assert seeds == [request.seed for _, request in backend.ran[-5:]]
+    assert seeds == [answer["data"][0]["seed"] for answer in answers]
+    assert ask(port, {"prompt": "a", "seed": seeds[0]})[2]["data"] == answers[0]["data"]
+    fixed, _ = served(FluxPipeline, seed=7)
+    assert [ask(fixed, {"prompt": "a", **seed})[2]["seed"] for _ in range(2)] == [7, 7]
+    assert ask(fixed, {"prompt": "a", "seed": 8})[2]["seed"] == 8
+    # Each of several images has the next seed.
+    answer = ask(port, {"prompt": ["a", "b"], "n": 2, "size": "64x64", "seed": 2**63 - 2})[2]
+    assert [image["seed"] for image in answer["data"]] == [2**63 - 2, 2**63 - 1, 0, 1]
+
+
+@pytest.mark.parametrize(("text", "seed"), [("5", 5), ("-1", None), ("null", None), ("", None)])
+def test_seeds_of_forms_and_edits(served, text, seed):
+    port, _ = served(FluxImg2ImgPipeline)
+    seeds = {ask(port, path=EDITS, **as_form(prompt="a", seed=text, image=image_url()))[2]["seed"] for _ in range(2)}
+    assert seeds == {seed} if seed is not None else len(seeds) == 2
+
+
+# -- Images in OpenAI's forms.
+
+
+def reference(url):
+    return {"image_url": url}
+
+
+URL = image_url()
+_mask = Image.new("RGBA", (8, 8), (9, 9, 9, 255))
+_mask.putpixel((0, 0), (9, 9, 9, 0))
+MASK = image_url(_mask)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "fields", "images"),
+    [
+        (FluxImg2ImgPipeline, {"images": [reference(URL)]}, {"image": [8]}),
+        (FluxImg2ImgPipeline, {"images": [reference({"url": URL})]}, {"image": [8]}),
+        (FluxImg2ImgPipeline, {"images": [URL]}, {"image": [8]}),
+        (FluxImg2ImgPipeline, {"images": reference(URL)}, {"image": [8]}),
+        (FluxImg2ImgPipeline, {"image": reference(URL)}, {"image": [8]}),
+        (FluxImg2ImgPipeline, {"image": [reference(URL)]}, {"image": [8]}),
+        (
+            FluxImg2ImgPipeline,
+            {"images": [reference(image_url(Image.new("1", (8 + i, 8)))) for i in range(3)]},
+            {"image": [8, 9, 10]},
+        ),
+        (FluxControlPipeline, {"images": [reference(URL)]}, {"control_image": [8]}),
+        (FluxControlPipeline, {"image": URL}, {"control_image": [8]}),
+        (FluxControlPipeline, {"control_image": URL}, {"control_image": [8]}),
+        (FluxInpaintPipeline, {"image": URL, "mask": reference(MASK)}, {"image": [8], "mask_image": [8]}),
+        (FluxInpaintPipeline, {"image": URL, "mask": MASK}, {"image": [8], "mask_image": [8]}),
+    ],
+)
+def test_images_are_objects_with_addresses(served, pipeline, fields, images):
+    port, backend = served(pipeline)
+    assert ask(port, {"prompt": "a", **fields}, path=EDITS)[0] == 200
+    sent = backend.ran[-1][1].images
+    files = {name: [Image.open(io.BytesIO(data)) for data in each] for name, each in sent.items()}
+    assert {name: [image.size[0] for image in each] for name, each in files.items()} == images
+    if "mask" in fields:  # whose transparent part is generated
+        pixels = files["mask_image"][0].convert("L")
+        assert [pixels.getpixel((x, 0)) for x in range(2)] == [255, 0]
+
+
+OTHERS = [
+    ([{"file_id": "file-1"}], "file_id"),
+    ([{}], "image_url"),
+    ([{"url": "data:"}], "'url'.*image_url"),
+    ([{"image_url": 5}], "image_url"),
+    ([{"image_url": "file:///etc/passwd"}], "addresses"),
+    ([{"image_url": "https://example.com/a.png"}], "addresses"),
+    ([{"image_url": "data:image/png;base64,AAAA"}], "readable image"),
+    ([reference(URL)] * 17, "16"),
+    ([], "'image'"),
+    (5, "'image'"),
+    ([[{"image_url": URL}]], "'image'"),
+]
+REFUSED = [
+    *[(FluxImg2ImgPipeline, EDITS, {name: images}, words) for images, words in OTHERS for name in ("images", "image")],
+    *[
+        (FluxInpaintPipeline, EDITS, {"image": URL, "mask": mask}, "mask|base64|addresses")
+        for mask in ({"file_id": "x"}, {"image_url": "/etc/passwd"}, "???", 5)
+    ],
+    (FluxControlPipeline, EDITS, {"image": URL, "control_image": URL}, "'image' and field 'control_image'"),
+    # A model without images names the classes that take one.
+    *[(FluxPipeline, EDITS, fields, "FluxImg2ImgPipeline.*FluxKontext") for fields in ({}, {"images": [URL]})],
+    *[(FluxPipeline, PATH, {name: URL}, "FluxImg2ImgPipeline.*FluxKontext") for name in ("image", "images", "mask")],
+    (WanPipeline, VIDEOS, {"input_reference": URL}, "WanImageToVideoPipeline"),
+    # Two names of one parameter.
+    (FluxPipeline, PATH, {"size": "64x64", "width": 32}, "'size'.*'width'|'width'.*'size'"),
+    (FluxPipeline, PATH, {"size": "64x64", "height": 64}, "'height'"),
+    (FluxPipeline, PATH, {"steps": 2, "num_inference_steps": 3}, "'steps'.*'num_inference_steps'"),
+    (FluxPipeline, PATH, {"n": 1, "num_images_per_prompt": 2}, "'n'.*'num_images_per_prompt'"),
+    (FluxInpaintPipeline, EDITS, {"mask": URL, "mask_image": URL}, "'mask'.*'mask_image'"),
+    (FluxInpaintPipeline, EDITS, {"image": URL, "images": URL}, "'image'.*'images'"),
+    (WanImageToVideoPipeline, VIDEOS, {"image": URL, "input_reference": URL}, "'image'.*'input_reference'"),
+    (WanImageToVideoPipeline, VIDEOS, {"frames": 5, "num_frames": 9}, "'frames'.*'num_frames'"),
+    (WanImageToVideoPipeline, VIDEOS, {"seconds": "1", "frames": 9}, "'seconds'.*'frames'"),
+    (WanImageToVideoPipeline, VIDEOS, {"seconds": 1, "num_frames": 9}, "'seconds'.*'num_frames'"),
+    (HunyuanVideoPipeline, VIDEOS, {"n": 1, "num_videos_per_prompt": 2}, "'n'.*'num_videos_per_prompt'"),
+]
+
+
+@pytest.mark.parametrize(("pipeline", "path", "fields", "words"), REFUSED)
+def test_other_images_and_two_names_of_one_parameter_are_refused(served, pipeline, path, fields, words):
+    port, backend = served(pipeline, **({"delivery": Delivery("mp4")} if path == VIDEOS else {}))
+    ran = len(backend.ran)
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
+    for how in ({"body": {"prompt": "a", **fields}}, as_form(prompt="a", **texts)):
+        status, _, body = ask(port, path=path, **how)
+        assert status == (404 if (pipeline, path) == (FluxPipeline, EDITS) else 400), body
+        assert re.search(words, body["error"]["message"]), body
+    assert len(backend.ran) == ran
+
+
+def test_lines_of_a_prompt_file(tmp_path):
+    lines = [
+        {"prompt": "a", "steps": 2, "num_inference_steps": 3},
+        {"prompt": "a", "num_inference_steps": 3, "width": 16},
+        {"prompt": "a", "size": "16x32"},
+        {"prompt": "a"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    valid, problems = read_prompts(path, describe("", FluxPipeline, {}), {"size": "64x48", "steps": 5})
+    assert [problem.number for problem in problems] == [1]
+    assert re.search("'steps'.*'num_inference_steps'", problems[0].reason)
+    # A line overrides the options of the command, whichever name they have.
+    names = ("width", "height", "num_inference_steps")
+    values = [tuple(line.request.fields[name] for name in names) for line in valid]
+    assert values == [(16, 48, 3), (16, 32, 5), (64, 48, 5)]
+
+
+# -- Fields without effect.
+
+NEGATIVE = {"negative_prompt": "text"}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "fields", "named"),
+    [
+        ("FluxPipeline", NEGATIVE, "true_cfg_scale"),
+        ("FluxPipeline", {**NEGATIVE, "true_cfg_scale": 1}, "true_cfg_scale"),
+        ("FluxPipeline", {**NEGATIVE, "true_cfg_scale": 1.5}, None),
+        ("FluxPipeline", {"negative_prompt_2": "text"}, "negative_prompt_2"),
+        ("FluxPipeline", {"true_cfg_scale": 4.0}, "negative_prompt"),
+        ("FluxPipeline", {"true_cfg_scale": 4.0, "negative_prompt": ""}, None),
+        ("FluxPipeline", {}, None),
+        ("QwenImagePipeline", NEGATIVE, None),
+        ("QwenImagePipeline", {**NEGATIVE, "true_cfg_scale": 1.0}, "true_cfg_scale"),
+        ("HunyuanVideoPipeline", NEGATIVE, "true_cfg_scale"),
+        ("StableDiffusion3Pipeline", NEGATIVE, None),
+        ("StableDiffusion3Pipeline", {**NEGATIVE, "guidance_scale": 1.0}, "guidance_scale"),
+        ("WanPipeline", {**NEGATIVE, "guidance_scale": 1.0}, "guidance_scale"),
+        ("ZImagePipeline", {**NEGATIVE, "guidance_scale": 0.5}, None),
+        ("ZImagePipeline", {**NEGATIVE, "guidance_scale": 0.0}, "guidance_scale"),
+        ("LTX2Pipeline", {**NEGATIVE, "guidance_scale": 1.0}, None),
+        ("LTX2Pipeline", {**NEGATIVE, "guidance_scale": 1.0, "audio_guidance_scale": 1.0}, "guidance_scale"),
+    ],
+)
+def test_warning_names_the_scale(pipeline, fields, named):
+    model = describe("", getattr(diffusers, pipeline), {})
+    warnings = warnings_of(make_request({"prompt": "a", **fields}, model), model)
+    assert len(warnings) == (named is not None)
+    assert named is None or named in warnings[0]
+
+
+def test_answers_and_the_log_have_the_warning(served, caplog):
+    port, _ = served(FluxPipeline)
+    assert ask(port, {"prompt": "a"})[2]["warnings"] == []
+    (event,) = events_of(ask(port, {"prompt": "a", **NEGATIVE, "stream": True})[2])
+    for answer in (ask(port, {"prompt": "a", **NEGATIVE})[2], ask(port, **as_form(prompt="a", **NEGATIVE))[2], event):
+        assert ["true_cfg_scale" in warning for warning in answer["warnings"]] == [True]
+    assert sum("true_cfg_scale" in record.getMessage() for record in caplog.records) == 3
+
+
+def test_command_prints_the_warning_once(capsys, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("a\nb\nc\n")
+    command = ["generate", "--negative-prompt", "text", "--dry-run", "--out", str(tmp_path)]
+    assert run([*command, "--prompts", str(path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(lines) == 1
+    assert "true_cfg_scale" in lines[0]
+    assert run([*command, "--prompt", "a", "--set", "true_cfg_scale=2"]) == 0
+    assert "warning: " not in capsys.readouterr().out

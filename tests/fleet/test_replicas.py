@@ -1,0 +1,225 @@
+"""Replicas in this process, as processes, and on Ray: their results, progress, cancelling, failures and deaths."""
+
+import asyncio
+import io
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from para_core.fleet import group
+from para_core.fleet.build import build, find_model
+from para_core.fleet.failures import RequestFailed
+from para_core.fleet.outputs import Output
+from para_core.fleet.prompt_file import Line
+from para_core.fleet.rank import ReplicaOptions
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.replicas import connected, generate_lines, make_replicas
+from para_core.fleet.request import Delivery, Request, make_request
+from para_core.fleet.work import generate
+from para_core.launcher.errors import Cancelled, RankDied
+
+# Ray keeps sockets and threads open until the cluster ends, which raises warnings.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+MODEL = find_model(None)
+RECIPE = Recipe(MODEL.name, timeout=120)
+SMALL = {"size": "64x48", "steps": 3}
+
+
+def request(prompt="a large red circle", seed=5, partial_images=0, **fields):
+    made = make_request({"prompt": prompt, **SMALL, **fields}, MODEL, seed=seed)
+    return Request(made.fields, seed, delivery=Delivery(partial_images=partial_images))
+
+
+def pixels(result):
+    return np.asarray(Image.open(io.BytesIO(result.outputs[0].data))).astype(int)
+
+
+def process_ids(replica):
+    return [pid for pid, _ in replica._processes] if isinstance(replica, group.Replica) else replica.process_ids
+
+
+async def give_results(replica):
+    events = []
+    previewed = request(partial_images=2)
+    (result,) = await replica.generate_batch([("a", previewed)], events.append)
+    steps = [event for event in events if isinstance(event, int)]
+    # Steps of replicas on Ray are read from time to time.
+    assert steps == sorted(steps) and set(steps) <= {1, 2, 3} and steps[-1] == 3
+    assert isinstance(replica, group.Replica) or len(steps) == 3
+    assert sum(isinstance(event, Output) for event in events) == 2
+    with pytest.raises(RequestFailed, match="prompt_2"):
+        await replica.generate(Request({"prompt": "a", "height": 48, "width": 64, "prompt_2": 5}, seed=0))
+    together = await replica.generate_batch([("a", request()), ("b", request("a blue square", seed=6))])
+    assert [outcome.metadata["seeds"] for outcome in together] == [[5], [6]]
+    assert await replica.alive() and (await replica.memory()).fixed > 0
+    return result, *together, await replica.generate(request("a blue square", seed=6))
+
+
+async def cancel_after_a_step(replica):
+    processes, reached = process_ids(replica), asyncio.Event()
+
+    def progress(event):
+        if event >= 2:
+            reached.set()
+
+    running = asyncio.ensure_future(replica.generate_batch([("long", request(steps=200))], progress))
+    await reached.wait()
+    replica.cancel("another")
+    replica.cancel("long")
+    (outcome,) = await running
+    assert isinstance(outcome, Cancelled) and "cancelled after step" in str(outcome)
+    # One of a batch is left out of the results, and does not end the others.
+    batch = [("a", request(seed=1, steps=40)), ("b", request(seed=2, steps=40))]
+    outcomes = await replica.generate_batch(batch, lambda event: replica.cancel("a"))
+    assert [type(outcome).__name__ for outcome in outcomes] == ["Cancelled", "Result"]
+    assert process_ids(replica) == processes
+    assert len(await replica.generate_batch([("next", request())])) == 1
+
+
+async def die_and_start_again(replica):
+    before = process_ids(replica)
+
+    def progress(event):
+        if event >= 2:
+            os.kill(before[1], signal.SIGKILL)
+
+    with pytest.raises(RankDied, match=r"rank 1 .*SIGKILL"):
+        await replica.generate_batch([("long", request(steps=200))], progress)
+    assert not replica.running and not await replica.alive()
+    with pytest.raises(RankDied, match="not running"):
+        await replica.generate(request())
+    await replica.start()
+    assert await replica.alive() and not {*before} & {*process_ids(replica)}
+    # While no request runs.
+    os.kill(process_ids(replica)[0], signal.SIGSEGV)
+    async with asyncio.timeout(30):
+        while await replica.alive():
+            await asyncio.sleep(0.05)
+    assert isinstance(replica, group.Replica) or not replica.running
+
+
+async def stop_with_a_request(replica):
+    running = asyncio.ensure_future(replica.generate(request(steps=200)))
+    await asyncio.sleep(0.5)
+    await replica.stop()
+    # One rank in this process sees a cancellation.
+    with pytest.raises((RankDied, Cancelled), match=r"stopped|cancelled"):
+        await running
+    assert isinstance(replica, group.Replica) or not replica.running
+
+
+# Each start of ranks takes seconds, so one replica of each kind answers all questions.
+KINDS = [("", 1, [stop_with_a_request]), ("", 2, [die_and_start_again]), ("local", 2, [])]
+LONG_KINDS = [("", 2, [stop_with_a_request]), ("local", 2, [die_and_start_again])]
+
+
+@pytest.mark.parametrize(
+    ("address", "ranks", "ends"), [*KINDS, *(pytest.param(*kind, marks=pytest.mark.long) for kind in LONG_KINDS)]
+)
+def test_replica_gives_the_results_of_one_process(monkeypatch, caplog, address, ranks, ends):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    caplog.set_level(logging.INFO, "para_core")
+    options, dies = ReplicaOptions(ranks, prompt_bytes=2**20), die_and_start_again in ends
+
+    async def run():
+        (replica,) = make_replicas(RECIPE, options, 1)
+        await replica.start()
+        assert len(set(process_ids(replica))) == ranks
+        assert (os.getpid() in process_ids(replica)) == (ranks == 1)
+        results = await give_results(replica)
+        for question in (cancel_after_a_step, *ends):
+            await question(replica)
+        await replica.stop()
+        return results
+
+    with connected(options, 1, debug=False):
+        alone, first, second, other = asyncio.run(run())
+    expected = generate(build(RECIPE), request(), RECIPE)
+    assert max(abs(pixels(result) - pixels(expected)).max() for result in (alone, first)) <= 1
+    assert abs(pixels(second) - pixels(other)).max() <= 1 < abs(pixels(second) - pixels(first)).max()
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("loaded component 7 of 7" in message for message in messages)
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    signals = ["rank 1 .*SIGKILL", "rank 0 .*SIGSEGV"] if dies else []
+    assert all(re.search(*pair) for pair in zip(signals, errors, strict=True)), errors
+    assert sum("ready again" in message for message in messages) == dies
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_replica_that_cannot_load_says_why(monkeypatch, ranks, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    async def start():
+        (replica,) = make_replicas(Recipe(str(tmp_path)), ReplicaOptions(ranks), 1)
+        with pytest.raises(RuntimeError, match="model_index"):
+            await replica.start()
+        assert not await replica.alive()
+
+    asyncio.run(start())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("address", ["", "local"])
+def test_lines_finish_although_a_rank_is_killed(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    lines, written = [Line(number, request(seed=number)) for number in range(1, 7)], {}
+
+    def write(line, result):
+        written[line.number] = pixels(result)
+        if len(written) == 2:
+            words = [(process, process.info["cmdline"] or [""]) for process in psutil.process_iter(["cmdline"])]
+            on_ray = [process for process, (first, *_) in words if first.startswith("ray::Rank")]
+            (on_ray or psutil.Process().children())[0].kill()
+
+    assert generate_lines(lines, RECIPE, ReplicaOptions(1), 2, write=write) == []
+    assert sorted(written) == [1, 2, 3, 4, 5, 6]
+    assert abs(written[4] - pixels(generate(build(RECIPE), lines[3].request, RECIPE))).max() <= 1
+
+
+@pytest.mark.long
+def test_ranks_on_two_nodes_equal_plain_pipeline(monkeypatch):
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    # The folders of notes are on another node, which removes them.
+    folders, written, notes = [], [], group.Notes
+    monkeypatch.setattr(group, "Notes", lambda folder: folders.append(folder) or notes(f"{folder}_elsewhere"))
+    try:
+        options = ReplicaOptions(2, spread=True)
+        assert generate_lines([Line(1, request())], RECIPE, options, 1, write=lambda _, x: written.append(x)) == []
+        assert [Path(folder).exists() for folder in folders] == [False, False]
+        assert abs(pixels(written[0]) - pixels(generate(build(RECIPE), request(), RECIPE))).max() <= 1
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_gpus_are_enough_and_those_of_replicas_are_disjoint(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    with pytest.raises(ValueError, match=r"2 replicas of 2 ranks need 4 GPUs, and this host has 3.*RAY_ADDRESS"):
+        connected(ReplicaOptions(2), 2, debug=False).__enter__()
+    with connected(ReplicaOptions(1), 3, debug=False):
+        pass
+    made = []
+    monkeypatch.setattr("para_core.fleet.replicas.LocalReplica", lambda *_, **options: made.append(options))
+    make_replicas(RECIPE, ReplicaOptions(2), 2)
+    assert [list(options["devices"]) for options in made] == [[0, 1], [2, 3]]
+
+
+def test_one_host_imports_no_ray():
+    program = "import sys, para_core.fleet.replicas, para_core.cli.generation; print('ray' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
