@@ -273,7 +273,7 @@ REPORTS = (
         "NVIDIA-NeMo/Automodel#3157",
         "`fully_shard` after the model was parallelized",
         "exact",
-        "tests/weights/test_fsdp_classes.py::test_own_fully_shard_is_parallel_and_exact_in_any_order",
+        "tests/weights/test_fsdp.py::test_own_fully_shard_is_parallel_and_exact_in_any_order",
     ),
     Report(
         PARTS,
@@ -295,7 +295,7 @@ REPORTS = (
         "huggingface/diffusers#12590",
         "tiles of a VAE on all ranks",
         "exact",
-        "tests/spatial/test_tiles.py::test_tiles_on_two_ranks_are_bit_exact",
+        "tests/spatial/test_vaes.py::test_tiles_on_two_ranks_are_bit_exact",
     ),
     Report(
         DECODE,

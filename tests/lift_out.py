@@ -200,12 +200,7 @@ FEATURES: dict[str, Feature] = {
         names=("parallelize_vae", "unparallelize_vae"),
         tests=(
             "tests/same_bits/test_vaes.py",
-            "tests/spatial/test_compiled_vaes.py",
             "tests/spatial/test_diffusion_decoder.py",
-            "tests/spatial/test_one_group.py",
-            "tests/spatial/test_pipelines.py",
-            "tests/spatial/test_tiles.py",
-            "tests/spatial/test_traffic.py",
             "tests/spatial/test_vaes.py",
         ),
         words=("vae",),
@@ -261,7 +256,7 @@ FEATURES: dict[str, Feature] = {
     "fsdp": Feature(
         ("adapters/weights/fsdp_weights.py", "para_core/weights/fsdp.py"),
         line=(_WEIGHTS, '"fsdp": "weights.fsdp_weights",'),
-        tests=("tests/weights/test_fsdp.py", "tests/weights/test_fsdp_classes.py"),
+        tests=("tests/weights/test_fsdp.py",),
         words=("fsdp",),
     ),
     "tensor": Feature(
@@ -290,7 +285,7 @@ FEATURES: dict[str, Feature] = {
         ),
         line=(_WEIGHTS, '"pipefusion": "weights.fused_pipe",'),
         names=("pipefusion_report",),
-        tests=("tests/weights/test_pipefusion.py", "tests/weights/test_pipefusion_compiled.py"),
+        tests=("tests/weights/test_pipefusion.py",),
         words=("pipefusion", "patch"),
     ),
     "text encoder offload": Feature(
@@ -320,7 +315,7 @@ FEATURES: dict[str, Feature] = {
     "quantization": Feature(
         ("adapters/weights/quantize.py",),
         line=(_WEIGHTS, '"quantize": "weights.quantize",'),
-        tests=("tests/weights/test_quantized_weights.py", "tests/weights/test_quantized_files.py"),
+        tests=("tests/weights/test_quantized_files.py",),
         words=("quantize",),
     ),
     "CFG over ranks": Feature(

@@ -63,15 +63,6 @@ def encoders(pipe):
     }
 
 
-def count_encodings(pipe):
-    """Count the calls of each text encoder's first layer on this rank."""
-    calls = []
-    for part in encoders(pipe).values():
-        layer = next(x for x in part.modules() if isinstance(x, nn.Linear))
-        layer.register_forward_hook(lambda *_: calls.append(1))
-    return calls
-
-
 def add_lora(pipe):
     """Add the same LoRA on every rank, large enough to change the output measurably."""
     pipe.transformer.add_adapter(LoraConfig(r=3, target_modules=["to_q", "to_v"], init_lora_weights=False))

@@ -1,9 +1,15 @@
 """Weights sharded by FSDP2 give the same bits as replicated weights."""
 
+import copy
+import io
+import pickle
+from math import prod
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from benchmarks.harness import fake_group
 from para_core import init_context_parallel_mesh
@@ -11,168 +17,125 @@ from para_core.adapters import (
     apply_cache_on_pipe,
     cache_report,
     parallelize_pipe,
+    parallelize_transformer,
     shard_weights,
+    unparallelize_transformer,
 )
 from para_core.adapters.inspect.components import blocks_of, components_of
+from para_core.instance.private_class import unwrapped_class
+from para_core.instance.record import fill_slot
+from para_core.instance.slots import Slot
 from para_core.weights.fsdp import shard_blocks
 from tests.tiny import cpu_mesh, flux_inputs, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make
-
-
-def mesh_of(shape):
-    return cpu_mesh(*shape[1:], batch=shape[0])
+from zoo.tiny.transformers.registry import MODELS
 
 
 def share(name, shape):
     """Generate with replicated weights, and twice with sharded ones. Return the outputs and the bytes of the blocks."""
-    pipe = parallelize_pipe(make(name), mesh=mesh_of(shape))
+    pipe = parallelize_pipe(make(name), mesh=cpu_mesh(*shape[1:], batch=shape[0]))
     whole = generate(pipe, name)
     blocks = [block for module in components_of(pipe).values() for block in blocks_of(module)]
     before = bytes_of(*blocks)
     shard_weights(pipe)
     after = bytes_of(*blocks)
     assert all(isinstance(block, FSDPModule) for block in blocks)
-    shared = [generate(pipe, name) for _ in range(2)]
-    return whole, shared, before, after
+    return whole, [generate(pipe, name) for _ in range(2)], before, after
 
 
 # FLUX has CLIP and T5. HunyuanVideo has Llama, whose hidden states are recorded, and no branches of guidance. Wan 2.2
 # distributes guidance over ranks, and each half of them has a copy. CogVideoX has a batch of both branches, Qwen-Image
-# has Qwen2.5-VL, FLUX.2 has Qwen3.
-FAMILIES = ("wan", "hunyuan", "qwen-image", "cogvideox", "mochi", "ltx", "flux2 klein")
-SHAPES = ((1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2))
-EVERY_FAMILY = [(name, shape) for name in FAMILIES for shape in SHAPES if (name, shape[0]) != ("hunyuan", 2)]
+# has Qwen2.5-VL, FLUX.2 has Qwen3. Shapes are batch × ring × ulysses.
+CASES = [("hunyuan", (1, 2, 1)), ("wan 2.2", (2, 1, 2)), ("qwen-image", (1, 1, 2)), ("cogvideox", (1, 2, 1))]
+CASES += [("mochi", (1, 1, 2)), ("ltx", (1, 2, 1)), ("flux2 klein", (1, 2, 2))]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("flux", (1, 1, 2)),
-        ("hunyuan", (1, 2, 1)),
-        ("wan 2.2", (2, 1, 2)),
-        *[pytest.param(*case, marks=pytest.mark.long) for case in EVERY_FAMILY],
-    ],
-)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "shape"), CASES)
 def test_shared_weights_give_the_same_bits(rank_pool, name, shape):
-    for whole, shared, before, after in rank_pool.run(share, torch.Size(shape).numel(), name, shape):
+    for whole, shared, before, after in rank_pool.run(share, prod(shape), name, shape):
         assert all(torch.equal(whole, out) for out in shared)
         # A dim that the ranks do not divide is not padded, so one rank may hold a row more of each parameter.
         assert after < 1.1 * before / (shape[1] * shape[2])
 
 
-def share_dit():
-    """Generate with DiT on one device and with sharded weights. Then try to split it into stages."""
-    alone = generate(make("dit"), "dit")
-    pipe = parallelize_pipe(make("dit"), mesh=cpu_mesh(2, 1), weights="fsdp")
-    assert isinstance(pipe.transformer.transformer_blocks[0], FSDPModule)
-    with pytest.raises(TypeError, match=r"norm1\.emb"):
-        parallelize_pipe(pipe, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("pipe",)))
-    return alone, generate(pipe, "dit")
-
-
-def test_model_that_calls_a_part_of_a_block_itself(rank_pool):
-    for alone, shared in rank_pool.run(share_dit, 2):
-        assert relative_error(shared, alone) < 1e-5
-
-
-def with_weights_argument():
-    pipe = make("flux")
-    mesh = init_context_parallel_mesh("cpu")
-    whole = generate(parallelize_pipe(pipe, mesh=mesh), "flux")
+def share_in_parts():
+    pipe, mesh = make("flux"), init_context_parallel_mesh("cpu")
+    outs = [generate(parallelize_pipe(pipe, mesh=mesh), "flux")]
     held = bytes_of(pipe.transformer)
-    shared = generate(parallelize_pipe(pipe, mesh=mesh, weights="fsdp"), "flux")
+    outs.append(generate(parallelize_pipe(pipe, mesh=mesh, weights="fsdp"), "flux"))
     assert bytes_of(pipe.transformer) < held
     pipe = make("flux")
     parallelize_pipe(shard_weights(pipe, mesh, components=["transformer"]), mesh=mesh)
     assert isinstance(pipe.transformer, FSDPModule)
     assert not isinstance(pipe.text_encoder, FSDPModule)
-    of_transformer = generate(pipe, "flux")
+    outs.append(generate(pipe, "flux"))
     # The components that are not sharded yet are added.
     parallelize_pipe(pipe, mesh=mesh, weights="fsdp")
     assert isinstance(pipe.text_encoder, FSDPModule)
-    outs, cached = [whole, shared, of_transformer, generate(pipe, "flux")], []
+    outs.append(generate(pipe, "flux"))
+    # A cache decides and skips as with whole weights.
+    cached, hits = [], []
     for each in (parallelize_pipe(make("flux"), mesh=mesh), pipe):
         apply_cache_on_pipe(each, residual_diff_threshold=2.0, max_consecutive_hits=1)
-        cached.append((generate(each, "flux", num_inference_steps=5), [row.hit for row in cache_report(each).rows]))
-    return outs, cached
-
-
-def test_parallelize_pipe_shards_what_is_not_sharded_yet(rank_pool):
-    for outs, ((whole, hits), (shared, shared_hits)) in rank_pool.run(with_weights_argument, 2):
-        assert all(torch.equal(outs[0], out) for out in outs)
-        # A cache decides and skips as with whole weights.
-        assert torch.equal(whole, shared)
-        assert hits == shared_hits and any(hits)
-
-
-def converted_late():
-    pipe = parallelize_pipe(make("flux"), mesh=cpu_mesh(1, 2), weights="fsdp")
+        cached.append(generate(each, "flux", num_inference_steps=5))
+        hits.append([row.hit for row in cache_report(each).rows])
+    assert torch.equal(*cached) and hits[0] == hits[1] and any(hits[0])
+    # Parts may lie in host memory. The same policy once more changes nothing.
+    pipe = parallelize_pipe(make("flux"), mesh=mesh)
+    for _ in range(2):
+        shard_weights(pipe, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        outs.append(generate(pipe, "flux"))
+    with pytest.raises(RuntimeError, match=r"offload_policy.*from_pretrained"):
+        shard_weights(pipe)
     # The pipe is on the CPU in float32 already.
     pipe.to("cpu", torch.float32)
-    output = generate(pipe, "flux")
     with pytest.raises(RuntimeError, match=r"FSDP2.* cpu\b.* meta\b"):
         pipe.transformer.to("meta")
-    message = r"torch\.float32.* torch\.bfloat16\b.*shard_weights"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"torch\.float32.* torch\.bfloat16\b.*shard_weights"):
         pipe.to(torch.bfloat16)
     # Model offload moves the other components only.
     pipe.transformer._hf_hook = None
     assert pipe.transformer.to("meta") is pipe.transformer
     del pipe.transformer._hf_hook
-    assert {x.device.type for x in pipe.transformer.parameters()} == {"cpu"}
-    return output, generate(make("flux"), "flux"), {x.dtype for x in pipe.transformer.parameters()}
+    assert {(x.device.type, x.dtype) for x in pipe.transformer.parameters()} == {("cpu", torch.float32)}
+    outs.append(generate(pipe, "flux"))
+    # Blocks may be compiled, and the whole may not.
+    pipe.transformer.compile_repeated_blocks(backend="eager", fullgraph=True)
+    assert all(block._compiled_call_impl is not None for block in blocks_of(pipe.transformer))
+    pipe.transformer.compile(backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"weights='fsdp'.*compile_repeated_blocks"):
+        generate(pipe, "flux")
+    assert all(torch.equal(outs[0], out) for out in outs)
 
 
-@pytest.mark.long
-def test_sharded_weights_keep_their_dtype_and_device(rank_pool):
-    for output, alone, dtypes in rank_pool.run(converted_late, 2):
-        assert relative_error(output, alone) < 1e-5
-        assert dtypes == {torch.float32}
+def is_gathered(block):
+    """Return whether the weights of ``block`` are whole or being gathered."""
+    state = block._get_fsdp_state()
+    # torch 2.11 has one group per state, and other versions have a list.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(group.is_unsharded or group._all_gather_result is not None for group in groups)
 
 
-def offloaded():
-    pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu"))
-    whole = generate(pipe, "flux")
-    shard_weights(pipe, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    shared = generate(pipe, "flux")
-    # The same policy once more changes nothing.
-    shard_weights(pipe, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    with pytest.raises(RuntimeError, match=r"offload_policy.*from_pretrained"):
-        shard_weights(pipe)
-    return whole, shared, generate(pipe, "flux")
+def gather_one_block_in_advance():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    # The second mesh is HSDP: two ranks shard the weights, and the two others have copies.
+    for ranks in (mesh["shard"], mesh):
+        transformer = flux_transformer(num_layers=2, num_single_layers=3)
+        whole = transformer(**flux_inputs(20, 7), return_dict=False)[0]
+        blocks, gathered = blocks_of(transformer), []
+        held = bytes_of(*blocks)
+        shard_blocks(transformer, blocks, ranks)
+        for block in blocks:
+            block.register_forward_pre_hook(
+                lambda *_, blocks=blocks, gathered=gathered: gathered.append([*map(is_gathered, blocks)])
+            )
+        assert torch.equal(transformer(**flux_inputs(20, 7), return_dict=False)[0], whole)
+        assert gathered == [[index in (now, now + 1) for index in range(5)] for now in range(5)]
+        assert bytes_of(*blocks) < 1.1 * held / 2
 
 
-def test_parts_may_lie_in_host_memory(rank_pool):
-    for outs in rank_pool.run(offloaded, 2):
-        assert all(torch.equal(outs[0], out) for out in outs)
-
-
-def over_all_ranks(kind):
-    """Run two replicas with different prompts on weights that all ranks share."""
-    everywhere = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-    if kind == "hsdp":
-        everywhere = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    replicas = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "ring", "ulysses"))
-    pipe = parallelize_pipe(make("flux"), mesh=replicas["ring", "ulysses"])
-    seed = replicas.get_local_rank("replica")
-    whole = generate(pipe, "flux", generator=torch.Generator().manual_seed(seed))
-    shard_weights(pipe, everywhere)
-    shared = generate(pipe, "flux", generator=torch.Generator().manual_seed(seed))
-    if kind == "fsdp":
-        apply_cache_on_pipe(pipe)
-        with pytest.raises(RuntimeError, match=r"weights .*4 ranks, .*2\. .*cache"):
-            generate(pipe, "flux")
-    return whole, shared
-
-
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("hsdp", marks=pytest.mark.long)])
-def test_replicas_may_share_weights(rank_pool, kind):
-    for whole, shared in rank_pool.run(over_all_ranks, 4, kind):
-        assert torch.equal(whole, shared)
-
-
-def meshes_that_do_not_fit():
+def refuse_meshes():
     pipe, of_branches = make("flux"), cpu_mesh(1, 1, batch=2)
     with pytest.raises(ValueError, match=r"mesh .*2 × 1 "):
         shard_weights(pipe, of_branches)
@@ -183,18 +146,26 @@ def meshes_that_do_not_fit():
     if of_branches.get_rank() == 1:
         with pytest.raises(ValueError, match=r"rank 1 .*mesh of 1 "):
             shard_weights(pipe, other)
+    # DiT calls a part of a block itself, which no stage could.
+    alone = generate(make("dit"), "dit")
+    pipe = parallelize_pipe(make("dit"), mesh=cpu_mesh(2, 1), weights="fsdp")
+    with pytest.raises(TypeError, match=r"norm1\.emb"):
+        parallelize_pipe(pipe, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("pipe",)))
+    assert relative_error(generate(pipe, "dit"), alone) < 1e-5
 
 
-def test_meshes_that_fsdp_does_not_take_are_refused(rank_pool):
-    rank_pool.run(meshes_that_do_not_fit, 2)
+@pytest.mark.parametrize(
+    ("check", "ranks"), [(share_in_parts, 2), (refuse_meshes, 2), (gather_one_block_in_advance, 4)]
+)
+def test_on_ranks(rank_pool, check, ranks):
+    rank_pool.run(check, ranks)
 
 
 @pytest.mark.parametrize("attempt", [parallelize_pipe, shard_weights])
-@pytest.mark.parametrize("where", ["pipe", "transformer"])
-def test_balanced_pipeline_is_refused_with_way_out(attempt, where):
+@pytest.mark.parametrize("part", ["pipe", "transformer"])
+def test_balanced_pipeline_is_refused_with_way_out(attempt, part):
     pipe = flux_pipe()
-    spread = pipe if where == "pipe" else pipe.transformer
-    spread.hf_device_map = {"text_encoder": 0, "transformer": 1}
+    {"pipe": pipe, "transformer": pipe.transformer}[part].hf_device_map = {"text_encoder": 0, "transformer": 1}
     with pytest.raises(ValueError, match=r"\['0', '1'\].*parallelize_pipe\(pipe, mesh=mesh, weights='fsdp'\)"):
         attempt(pipe)
 
@@ -203,11 +174,7 @@ def test_balanced_pipeline_is_refused_with_way_out(attempt, where):
     ("options", "error", "message"),
     [
         ({"method": "zero"}, ValueError, "method .*'zero'; .*'fsdp'"),
-        (
-            {"components": ["vae"]},
-            ValueError,
-            "components .*'vae'; .*FluxPipeline .*: text_encoder, .*transformer",
-        ),
+        ({"components": ["vae"]}, ValueError, "components .*'vae'; .*FluxPipeline .*: text_encoder, .*transformer"),
         ({"components": "transformer"}, TypeError, r"components=\['transformer'\]"),
         ({"components": []}, ValueError, r"components .*\[\].*FluxPipeline .*text_encoder, .*transformer"),
         ({"components": [], "method": "tensor"}, ValueError, r"components .*\[\].*FluxPipeline .*text_encoder"),
@@ -222,37 +189,82 @@ def test_what_cannot_be_sharded_is_refused(options, error, message):
     assert type(pipe) is before
 
 
-def is_gathered(block):
-    """Return whether the weights of ``block`` are whole or being gathered."""
-    state = block._get_fsdp_state()
-    # torch 2.11 has one group per state, and other versions have a list.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return any(group.is_unsharded or group._all_gather_result is not None for group in groups)
+# -- Classes: those of sharded instances are private, and no class of torch or of the user changes.
 
 
-def watch_blocks(shape):
-    """Return the blocks that are gathered while each block computes, and the bytes of replicated and sharded blocks."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    transformer = flux_transformer(num_layers=2, num_single_layers=3)
-    whole = transformer(**flux_inputs(20, 7), return_dict=False)[0]
-    blocks = blocks_of(transformer)
-    before = bytes_of(*blocks)
-    shard_blocks(transformer, blocks, mesh)
-    gathered = []
-
-    def watch(*_):
-        gathered.append([index for index, block in enumerate(blocks) if is_gathered(block)])
-
-    for block in blocks:
-        block.register_forward_pre_hook(watch)
-    shared = transformer(**flux_inputs(20, 7), return_dict=False)[0]
-    return torch.equal(whole, shared), gathered, before, bytes_of(*blocks)
+class Layer(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
 
 
-# The second mesh is HSDP: two ranks shard the weights, and the two others have copies.
-@pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), pytest.param(4, (2, 2), marks=pytest.mark.long)])
-def test_only_next_block_is_gathered_during_compute(rank_pool, ranks, shape):
-    for same, gathered, before, after in rank_pool.run(watch_blocks, ranks, shape):
-        assert same
-        assert gathered == [[0, 1], [1, 2], [2, 3], [3, 4], [4]]
-        assert after < 1.1 * before / 2
+def sharded_model(part=None, **plan):
+    """Return a sharded model. With ``part``, its layers are one block. With ``plan``, it or the block has a plan."""
+    mesh, model = init_device_mesh("cpu", (2,)), nn.Sequential(nn.Sequential(*(Layer() for _ in range(3))))
+    shard_blocks(model, [model[0]] if part else list(model[0]), mesh)
+    if plan:
+        fill_slot(model[0] if part else model, Slot.PLAN, {"forward": lambda call, *args: call(*args)}, **plan)
+    return model
+
+
+def check_classes_of_sharded_modules():
+    """Check the classes of a layer that the user sharded, and of a model that para_core sharded afterwards."""
+    own = Layer()
+    fully_shard(own, mesh=init_device_mesh("cpu", (2,)))
+    model = sharded_model()
+    assert type(own).__name__ == "FSDPLayer"
+    # The layers have one class, so that they share one graph.
+    (cls,) = {type(layer) for layer in model[0]}
+    assert (cls.__name__, cls.__qualname__, cls.__module__) == ("Layer", "Layer", __name__)
+    for copied in (model, sharded_model(permits_copies=True)):
+        for way in (copy.copy, copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+            for module in (copied, copied[0][0]):
+                with pytest.raises(TypeError, match=rf"(?s){unwrapped_class(module).__name__}.*state_dict\(\)"):
+                    way(module)
+    for plan in ({}, {"permits_copies": False}):
+        layers = sharded_model("layers", **plan)[0]
+        part = layers[1:]
+        # A slice of a sharded container is plain.
+        assert (isinstance(layers, FSDPModule), isinstance(part, FSDPModule), len(part)) == (True, False, 2)
+        assert unwrapped_class(part) is nn.Sequential
+
+
+def call_in_order(order):
+    """Return the output after ``order``, the number of tokens that the blocks saw, and their classes."""
+    transformer, tokens = MODELS["wan"].build(), set()
+    for step in order:
+        if step == "parallelize":
+            parallelize_transformer(transformer, mesh=cpu_mesh(1, 2))
+        elif step == "unparallelize":
+            unparallelize_transformer(transformer)
+        else:
+            for part in transformer.blocks if step == "blocks" else [transformer]:
+                fully_shard(part)
+    for block in transformer.blocks:
+        block.attn1.to_q.register_forward_pre_hook(lambda module, args: tokens.add(args[0].shape[1]))
+    with torch.no_grad():
+        # Two ranks share 45 tokens.
+        out = transformer(**MODELS["wan"].inputs(3, 6, 10), return_dict=False)[0].clone()
+    classes = {(isinstance(block, FSDPModule), unwrapped_class(block).__name__) for block in transformer.blocks}
+    return out, tokens, classes
+
+
+def call_in_orders(orders):
+    check_classes_of_sharded_modules()
+    return [call_in_order(order) for order in orders]
+
+
+BEFORE, AFTER = ("blocks", "root", "parallelize"), ("parallelize", "blocks", "root")
+# FSDP2 keeps the classes that it makes, so an earlier model could change a later one.
+ORDERS = [BEFORE, AFTER, ("parallelize", "root"), ("blocks", "parallelize", "root"), (*AFTER, "unparallelize")]
+ORDERS += [BEFORE, ("blocks", "root"), AFTER]
+
+
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hook of this test only counts tokens.
+def test_own_fully_shard_is_parallel_and_exact_in_any_order(rank_pool):
+    expected, all_tokens, _ = call_in_order(())
+    for rank, of_models in enumerate(rank_pool.run(call_in_orders, 2, ORDERS)):
+        for order, (out, tokens, classes) in zip(ORDERS, of_models, strict=True):
+            is_parallel = "parallelize" in order and "unparallelize" not in order
+            assert tokens == ({(23, 22)[rank]} if is_parallel else all_tokens), order
+            assert relative_error(out, expected) < 1e-5, order
+            assert classes == {("blocks" in order, "WanTransformerBlock")}, order

@@ -1,15 +1,12 @@
-"""All ranks of a node load a pipeline at once, from a folder or a stand-in for the Hub: they get the same images in the
-host memory of one copy, or all raise.
-"""
+"""Pipelines that are loaded in parts equal whole ones. If a rank cannot load, shard, or raises, all ranks report it."""
 
-import ctypes
-import gc
+import os
 import re
 import shutil
 import socket
-import threading
 import time
-from datetime import timedelta
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -19,15 +16,188 @@ import torch.distributed as dist
 from diffusers import FluxPipeline
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from benchmarks.harness import fake_group
-from para_core import init_context_parallel_mesh
-from para_core.adapters import from_pretrained_sharded, parallelize_pipe
+from para_core import PipeFusion
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    from_pretrained_sharded,
+    parallelize_pipe,
+    parallelize_transformer,
+    shard_weights,
+    unparallelize_pipe,
+    unparallelize_transformer,
+)
 from para_core.adapters.parallel.load_sharded import _dtypes_of, _files_in
+from para_core.adapters.weights import fsdp_weights, staged_transformer, tensor_weights
+from para_core.adapters.weights.features import features, require_method
+from tests.adapters.parallel.test_undo import same_pipe
 from tests.rank_pool import heartbeat
 from tests.tiny import flux_call, flux_pipe, flux_transformer, relative_error
 from tests.weights.hub import REPOSITORY, Hub, asking
-from tests.weights.pipes import METHODS, load_whole, mesh_of
+from tests.weights.pipes import METHODS, generate, load_whole, make, mesh_of
+
+
+@pytest.mark.parametrize(
+    ("missing", "call", "message"),
+    [
+        ("block_offload", lambda pipe: parallelize_pipe(pipe, offload="blocks"), "offload= "),
+        ("vae_offload", lambda pipe: parallelize_pipe(pipe, vae_placement="first"), "vae_placement= "),
+        ("vae", lambda pipe: parallelize_pipe(pipe, vae=True), "vae= "),
+        ("fsdp", lambda _: require_method("fsdp"), "'fsdp'; expected 'tensor'"),
+    ],
+)
+def test_deleted_feature_is_refused(monkeypatch, missing, call, message):
+    others = {name: feature for name, feature in features().items() if name != missing}
+    monkeypatch.setattr("para_core.adapters.weights.features.features", lambda: others)
+    pipe = flux_pipe()
+    with fake_group(2), pytest.raises(ValueError, match=message):
+        call(pipe)
+    assert type(pipe) is FluxPipeline
+
+
+def on_rank_1(context):
+    return context if dist.get_rank() == 1 else nullcontext()
+
+
+# Each row has a change of the pipe of the second rank, and the message of every rank.
+DIFFERING = [
+    (lambda pipe: quantize_(pipe.transformer.transformer_blocks, Int8WeightOnlyConfig()), "rank 1: .* Int8Tensor"),
+    (
+        lambda pipe: setattr(pipe, "transformer", flux_transformer(num_single_layers=3)),
+        r"ranks .*transformer\..* rank 0 .*rank 1 ",
+    ),
+    (lambda pipe: pipe.transformer.bfloat16(), r"ranks .*transformer\..* float32, .* rank 1 .* bfloat16, "),
+    (
+        lambda pipe: pipe.transformer.proj_out.weight.data.add_(1),
+        r"ranks .*transformer\.proj_out\.weight: .* float32, .* rank 1 .* float32, ",
+    ),
+]
+
+
+def shard_differing():
+    for change, message in DIFFERING:
+        heartbeat()
+        pipe = flux_pipe()
+        if dist.get_rank() == 1:
+            change(pipe)
+        with pytest.raises(ValueError, match=message):
+            shard_weights(pipe, mesh_of({}), components=["transformer"])
+        assert not isinstance(pipe.transformer, FSDPModule)
+    for kind in (torch.OutOfMemoryError, MemoryError):
+        failing = mock.patch.object(fsdp_weights, "shard_blocks", side_effect=kind("no room"))
+        message = rf"sequence rank 1: .*{kind.__name__}: no room.* FluxPipeline\.from_pretrained"
+        with on_rank_1(failing), pytest.raises(RuntimeError, match=message):
+            shard_weights(flux_pipe(), mesh_of({}), components=["transformer"])
+
+
+FUNCTIONS = {
+    "fsdp": (fsdp_weights, "shard_blocks"),
+    "tensor": (tensor_weights, "shard_tensors"),
+    "stages": (staged_transformer, "free_other_blocks"),
+}
+
+
+def use_after_failure(method):
+    """Let sharding fail on rank 1 after its weights have changed. Then use the pipe."""
+    module, function = FUNCTIONS[method]
+    dims, options = METHODS[method]
+    change = getattr(module, function)
+
+    def change_and_fail(*args, **kwargs):
+        change(*args, **kwargs)
+        raise OSError("disk")
+
+    pipe, mesh = make("flux"), mesh_of(dims)
+    group = next(dim for dim in mesh.get_all_groups() if dist.get_world_size(dim) == 2)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    message = r"disk.* Load the pipeline again: FluxPipeline\.from_pretrained"
+    with on_rank_1(mock.patch.object(module, function, change_and_fail)), pytest.raises(RuntimeError, match=message):
+        parallelize_pipe(pipe, mesh=mesh, timeout=33, **options)
+    assert group._get_backend(torch.device("cpu")).options._timeout == timeout
+    for use in (
+        lambda: generate(pipe, "flux"),
+        lambda: pipe.transformer(hidden_states=torch.zeros(1, 4, 16)),
+        lambda: parallelize_pipe(pipe, mesh=mesh, **options),
+        lambda: parallelize_pipe(pipe, mesh=mesh),
+        lambda: shard_weights(pipe, mesh_of({})),
+        lambda: unparallelize_pipe(pipe),
+        lambda: parallelize_transformer(pipe.transformer, mesh=mesh),
+        lambda: unparallelize_transformer(pipe.transformer),
+        lambda: generate(FluxPipeline(**pipe.components), "flux"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            use()
+
+
+def settings_after(method, folder):
+    """Try calls that would need weights which the other ranks hold, and those that do not."""
+    meshes = {name: mesh_of(dims) for name, (dims, _) in METHODS.items()}
+    mesh, options, pipe = meshes[method], METHODS[method][1], make("flux")
+    parallelize_pipe(pipe, mesh=mesh, text_encoders="fsdp", **options)
+    image = generate(pipe, "flux")
+    calls = [
+        lambda: unparallelize_pipe(pipe),
+        lambda: unparallelize_transformer(pipe.transformer),
+        lambda: parallelize_pipe(pipe, mesh=mesh, weights="replicate"),
+        lambda: parallelize_pipe(pipe, mesh=mesh, text_encoders="offload"),
+        lambda: parallelize_pipe(pipe, mesh=mesh, text_encoders="replicate"),
+        *[partial(parallelize_pipe, pipe, mesh=meshes[name], **METHODS[name][1]) for name in METHODS if name != method],
+    ]
+    if method != "stages":
+        calls += [pipe.transformer.fuse_qkv_projections, lambda: pipe.save_pretrained(folder)]
+    with same_pipe(pipe):
+        for call in calls:
+            with pytest.raises(RuntimeError, match=r"Load the (pipeline|model) again"):
+                call()
+    assert torch.equal(generate(pipe, "flux"), image)
+    # All other options may be replaced, with the same settings of weights and without any.
+    for others in ({"text_encoders": "fsdp", **options}, {}):
+        parallelize_pipe(pipe, mesh=mesh, vae=True, timeout=77, backend="math", **others)
+        assert relative_error(generate(pipe, "flux"), image) < 1e-5
+    if method != "stages":
+        shard_weights(pipe, mesh, method=method)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+    assert relative_error(generate(pipe, "flux"), image) < 1e-5
+
+
+def fail_and_change_settings(folder):
+    shard_differing()
+    for method in METHODS:
+        heartbeat()
+        use_after_failure(method)
+        settings_after(method, folder)
+
+
+@pytest.mark.filterwarnings("ignore:the cache of the")
+def test_failed_sharding_is_an_error_on_all_and_needs_another_load(rank_pool, tmp_path):
+    rank_pool.run(fail_and_change_settings, 2, tmp_path)
+
+
+def raise_between_blocks():
+    """End a generation by an exception on one rank. The other waits for it until the time-out."""
+    options = {"mesh": mesh_of({"pipe": 2}), "pipefusion": PipeFusion(4)}
+    pipe, calls = parallelize_pipe(make("flux"), timeout=1.0, **options), []
+
+    def fail(*_):
+        calls.append(0)
+        if len(calls) == 2 and dist.get_rank() == 1:
+            time.sleep(1.5)  # The rank lives on while the other waits.
+            raise ValueError("only here")
+
+    pipe.transformer.single_transformer_blocks[-1].register_forward_pre_hook(fail)
+    generate(pipe, "flux", num_inference_steps=9)
+
+
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hook only raises.
+def test_rank_raising_between_blocks_ends_others(rank_pool):
+    first, second = rank_pool.run_expecting_errors(raise_between_blocks, 2, timeout=30)
+    assert isinstance(first, RuntimeError) and isinstance(second, ValueError)
+    assert re.search(r"rank 1 .*ValueError: only here", str(first))
+
+
+# -- All ranks of a node load a pipeline at once: they share one copy in host memory, or all raise.
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +208,23 @@ def folder(tmp_path_factory):
     return path
 
 
-def load(folder, weights, dtype=None):
+class Mapped(FluxPipeline):
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        pipe = super().from_pretrained(*args, **kwargs)
+        # The weights are pages of a file, which the ranks of a node share, and no copies.
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        pages = [line[0].split("-") for line in lines if line[-1].endswith(".safetensors")]
+        address = pipe.transformer.proj_out.weight.data_ptr()
+        assert any(int(start, 16) <= address < int(end, 16) for start, end in pages)
+        return pipe
+
+
+def load(folder, weights, dtype):
     mesh = mesh_of(METHODS[weights][0])
-    pipe = from_pretrained_sharded(FluxPipeline, folder, mesh=mesh, weights=weights, dtype=dtype)
+    # Weights in another dtype than that of the file are converted.
+    cls = Mapped if dtype is None else FluxPipeline
+    pipe = from_pretrained_sharded(cls, folder, mesh=mesh, weights=weights, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     assert isinstance(pipe.text_encoder_2, FSDPModule) == (weights == "fsdp")
     assert {x.dtype for x in pipe.transformer.parameters()} == {dtype or torch.float32}
@@ -56,153 +240,60 @@ def load(folder, weights, dtype=None):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("weights", "dtype"),
-    [
-        ("fsdp", None),
-        ("fsdp", torch.bfloat16),
-        ("tensor", None),
-        ("stages", None),
-        pytest.param("stages", torch.bfloat16, marks=pytest.mark.long),
-    ],
+    ("weights", "dtype"), [("fsdp", None), ("fsdp", torch.bfloat16), ("tensor", None), ("stages", None)]
 )
 def test_pipeline_loaded_in_parts_generates_the_same(rank_pool, folder, weights, dtype):
     for shared, whole in rank_pool.run(load, 2, folder, weights, dtype):
         assert relative_error(shared, whole) < 1e-5 if weights == "tensor" else torch.equal(shared, whole)
 
 
-def host_memory():
-    """Return the bytes of this process: its own pages, and its share of file pages that other processes map too.
-
-    This is not PSS. Ranks are forked, and when one writes a reference count, a shared page of the interpreter becomes
-    its own. That is 8 MB a rank whatever is loaded, and ranks of torchrun have these pages from the start.
-    """
-    rows = [line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
-    return 1024 * sum(int(size) for row, size in rows if row in ("Anonymous:", "Pss_File:", "Pss_Shmem:"))
-
-
-def peak_while_loading(small, large):
-    """Return samples of this rank's host memory above its value before loading, with times on a clock that all ranks
-    share, and the bytes of the transformer.
-    """
-    mesh = init_context_parallel_mesh("cpu")
-    # The first load does late imports and one-time setup.
-    from_pretrained_sharded(FluxPipeline, small, mesh=mesh)
-    # Memory that malloc keeps from earlier tests would hide the loaded weights.
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before, samples, done = host_memory(), [], threading.Event()
-
-    def watch():
-        while not done.is_set():
-            samples.append((time.monotonic(), host_memory() - before))
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    heartbeat()
-    pipe = from_pretrained_sharded(FluxPipeline, large, mesh=mesh)
-    heartbeat()
-    dist.barrier()
-    done.set()
-    thread.join()
-    return samples, sum(x.numel() * x.element_size() for x in pipe.transformer.parameters())
-
-
-def most_at_one_time(of_ranks):
-    """Return the largest sum over the ranks at any time, with the latest sample of each rank."""
-    held, most = [0] * len(of_ranks), 0
-    for _, rank, size in sorted((moment, rank, size) for rank, some in enumerate(of_ranks) for moment, size in some):
-        held[rank] = size
-        most = max(most, sum(held))
-    return most
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc/self/smaps_rollup")
-def test_four_loading_ranks_hold_about_one_copy(rank_pool, folder, tmp_path):
-    # The model has 290 MB in many blocks. The pages of a block are read before they are freed, and ranks allocate some
-    # 4 MB in addition.
-    size = {"attention_head_dim": 128, "axes_dims_rope": (32, 48, 48), "num_layers": 1, "num_single_layers": 16}
-    transformer = flux_transformer(**size)
-    flux_pipe(transformer=transformer).save_pretrained(tmp_path)
-    results = rank_pool.run(peak_while_loading, 4, folder, tmp_path)
-    assert results[0][1] > 250e6
-    most = most_at_one_time([samples for samples, _ in results])
-    assert most < 1.2 * results[0][1], most / results[0][1]
-
-
 # -- Files that cannot be loaded.
 
 
-def remove(part):
-    next(part.glob("*.safetensors")).unlink()
-
-
-def interrupt(part):
-    file = next(part.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def corrupt(part):
-    file = next(part.glob("*.safetensors"))
-    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
-
-
-def pickle_instead(part):
-    remove(part)
-    (part / "diffusion_pytorch_model.bin").touch()
+def weights_of(part):
+    return next(part.glob("*.safetensors"))
 
 
 def split_without_index(part):
+    weights_of(part).unlink()
     flux_transformer().save_pretrained(part, max_shard_size="300KB")
-    (part / "diffusion_pytorch_model.safetensors").unlink()
     (part / "diffusion_pytorch_model.safetensors.index.json").unlink()
-
-
-def narrow(part):
-    flux_transformer(num_layers=1).save_pretrained(part)
 
 
 # Each row has a change of the files, the ranks that load them, and what the message of every rank has.
 BROKEN = {
-    "interrupted": (interrupt, (1,), r"^sequence rank 1: .*/interrupted "),
-    "interrupted on all": (interrupt, (0, 1), r"^sequence rank 0: .*/interrupted on all "),
-    "corrupt": (corrupt, (1,), r"^sequence rank 1: .*/corrupt "),
-    "missing": (remove, (1,), r"^sequence rank 1: .*/missing "),
-    "missing on all": (remove, (0, 1), r"transformer .*safetensors(?!.*save_pretrained)"),
+    "interrupted": (lambda part: os.truncate(weights_of(part), 100_000), (1,), r"^sequence rank 1: .*/interrupted "),
+    "corrupt": (lambda part: weights_of(part).write_bytes(b"\xff" * 64), (0, 1), r"^sequence rank 0: .*/corrupt "),
+    "missing": (lambda part: weights_of(part).unlink(), (1,), r"^sequence rank 1: .*/missing "),
+    "none": (lambda part: weights_of(part).unlink(), (0, 1), r"transformer .*safetensors(?!.*save_pretrained)"),
     "pickled": (
-        pickle_instead,
+        lambda part: weights_of(part).rename(part / "diffusion_pytorch_model.bin"),
         (0, 1),
         r"transformer .*safetensors.* diffusion_pytorch_model\.bin.*save_pretrained",
     ),
-    "no index": (
-        split_without_index,
-        (0, 1),
-        r"transformer .*diffusion_pytorch_model-00001-of-.* \(\*\.safetensors\.index\.json\)",
+    "no index": (split_without_index, (0, 1), r"model-00001-of-.* \(\*\.safetensors\.index\.json\)"),
+    "another model": (
+        lambda part: flux_transformer(num_layers=1).save_pretrained(part),
+        (1,),
+        "ranks .*transformer.* rank 0 .* rank 1 ",
     ),
-    "another model": (narrow, (1,), r"ranks .*transformer.* rank 0 .* rank 1 "),
 }
 
 
 def load_broken(whole, folder):
-    """Return the message of each row."""
-    messages, mesh = {}, init_context_parallel_mesh("cpu")
-    for name, (_, ranks, _) in BROKEN.items():
+    mesh = mesh_of({})
+    for name, (_, ranks, message) in BROKEN.items():
         heartbeat()
         path = folder / name if dist.get_rank() in ranks else whole
-        with pytest.raises((RuntimeError, ValueError)) as error:
+        with pytest.raises((RuntimeError, ValueError), match=message):
             from_pretrained_sharded(FluxPipeline, path, mesh=mesh)
-        messages[name] = str(error.value)
-    return messages
 
 
 def test_files_that_cannot_be_loaded_are_an_error_on_every_rank(rank_pool, folder, tmp_path):
     for name, (change, _, _) in BROKEN.items():
         shutil.copytree(folder, tmp_path / name)
         change(tmp_path / name / "transformer")
-    for messages in rank_pool.run(load_broken, 2, folder, tmp_path):
-        wrong = {name: text for name, text in messages.items() if not re.search(BROKEN[name][2], text)}
-        assert wrong == {}
+    rank_pool.run(load_broken, 2, folder, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -233,39 +324,22 @@ def test_options_that_do_not_fit_are_refused(options, message):
 # -- A stand-in for the Hub.
 
 
-def download(endpoint, folder, cache, hosts=("here", "here"), patience=None, **options):
-    mesh = init_context_parallel_mesh("cpu") if patience is None else dist.new_group(timeout=patience)
+def download(endpoint, cache, hosts):
     rank = dist.get_rank()
     with asking(endpoint), mock.patch.object(socket, "gethostname", lambda: hosts[rank]):
         own = cache if hosts[0] == hosts[1] else cache / str(rank)
-        pipe = from_pretrained_sharded(FluxPipeline, REPOSITORY, mesh=mesh, cache_dir=own, **options)
-    pipe.set_progress_bar_config(disable=True)
-    out = pipe(**flux_call())[0]
-    return torch.equal(out, parallelize_pipe(load_whole(FluxPipeline, folder), mesh=mesh)(**flux_call())[0])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("hosts", [("here", "here"), ("one", "other")])
-def test_each_node_downloads_each_file_once(rank_pool, folder, tmp_path, hosts):
-    # The download takes longer than the time-out of the group.
-    with Hub(folder, seconds=3.0 if hosts[0] == "here" else 0.0) as hub:
-        patience = timedelta(seconds=2) if hosts[0] == "here" else None
-        assert all(rank_pool.run(download, 2, hub.endpoint, folder, tmp_path, hosts, patience))
-    assert "transformer/diffusion_pytorch_model.safetensors" in hub.downloaded
-    assert all(hub.downloaded.count(name) == len(set(hosts)) for name in hub.downloaded), hub.downloaded
-    if hosts[0] == "here":
-        # The server has stopped, so only the cache can answer.
-        assert all(rank_pool.run(download, 2, hub.endpoint, folder, tmp_path))
-        assert all(rank_pool.run(download, 2, hub.endpoint, folder, tmp_path, local_files_only=True))
+        from_pretrained_sharded(FluxPipeline, REPOSITORY, mesh=mesh_of({}), cache_dir=own)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("options", "kind"), [({}, "OSError: "), ({"local_files_only": True}, "LocalEntryNotFoundError")]
-)
-def test_without_a_connection_every_rank_is_told(rank_pool, folder, tmp_path, options, kind):
+@pytest.mark.parametrize("hosts", [("here", "here"), ("one", "other")])
+def test_each_node_downloads_each_file_once(rank_pool, folder, tmp_path, hosts):
     with Hub(folder) as hub:
-        pass
-    for error in rank_pool.run_expecting_errors(download, 2, hub.endpoint, folder, tmp_path, **options):
+        rank_pool.run(download, 2, hub.endpoint, tmp_path, hosts)
+    assert "transformer/diffusion_pytorch_model.safetensors" in hub.downloaded
+    assert all(hub.downloaded.count(name) == len(set(hosts)) for name in hub.downloaded), hub.downloaded
+    # The server has stopped, so only the cache can answer.
+    rank_pool.run(download, 2, hub.endpoint, tmp_path, hosts)
+    for error in rank_pool.run_expecting_errors(download, 2, hub.endpoint, tmp_path / "empty", hosts):
         assert isinstance(error, RuntimeError)
-        assert re.search(rf"sequence rank 0: {REPOSITORY} .*{kind}", str(error))
+        assert re.search(rf"sequence rank 0: {REPOSITORY} .*OSError: ", str(error))

@@ -1,51 +1,41 @@
 """PipeFusion on any number of stages computes the same as a plain loop over patches in one process."""
 
 import copy
-import warnings
-from dataclasses import dataclass
+from math import prod
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import (
-    DPMSolverMultistepScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    UniPCMultistepScheduler,
-)
+from diffusers import UniPCMultistepScheduler
 from torch.distributed.device_mesh import init_device_mesh
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from para_core import PipeFusion, init_context_parallel_mesh
-from para_core.adapters import (
-    apply_cache_on_pipe,
-    parallelize_pipe,
-    pipefusion_report,
-    unparallelize_pipe,
-)
+from para_core import PipeFusion
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, pipefusion_report, unparallelize_pipe
+from para_core.adapters.inspect.components import blocks_of
 from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors
 from para_core.weights.patch_plan import patch_runs
 from para_core.weights.patches import Arrival
 from tests.tiny import flux_call, flux_pipe, relative_error
-from zoo.tiny.pipelines import PIPELINES
+from tests.weights.pipes import generate, make
 
 # Mochi asks for an autocast that the CPU does not have.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]
 
-STEPS = 9
+STEPS = 8
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
 
 
-def run(pipe, **options):
-    return pipe(**flux_call(num_inference_steps=STEPS, **options))[0]
+def run(pipe, name="flux", **call):
+    return generate(pipe, name, num_inference_steps=STEPS, **call)
 
 
-# -- References: patches by hand.
+# -- One process.
 
 
-def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **options):
+def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **call):
     """Run the unmodified pipeline, calling its transformer for each patch and keeping the keys in a dict."""
     pipe = flux_pipe()
     forward, held, calls, branch = pipe.transformer.forward, {}, {}, []
@@ -61,8 +51,7 @@ def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **options):
         for index, patch in enumerate(patches):
             image = torch.as_tensor(list(patch))
             text = torch.arange(num_text if index == 0 else 0)
-            rows = torch.cat([text, num_text + image])
-            number = [0]
+            rows, number = torch.cat([text, num_text + image]), [0]
 
             def attend(query, key, value, *args, rows=rows, number=number, **kwargs):
                 stored = held.setdefault((name, number[0]), [torch.empty(0), torch.empty(0)])
@@ -93,240 +82,74 @@ def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **options):
         mock.patch.object(pipe.transformer, "forward", transformer),
         mock.patch.object(pipe.transformer, "cache_context", named),
     ):
-        return run(pipe, **options)
+        return run(pipe, **call)
 
 
-def fused(num_patches, *, pipe=None, mesh=None, **options):
+def fused(num_patches, warmup_steps=1, cooldown_steps=0, **call):
     """Generate with PipeFusion. Return the output and the report."""
-    settings, call = split_options(options)
-    pipe = pipe or flux_pipe(shared_parts=False)
-    parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(num_patches, **settings))
-    out = run(pipe, **call)
-    return out, pipefusion_report(pipe)
+    options = PipeFusion(num_patches, warmup_steps=warmup_steps, cooldown_steps=cooldown_steps)
+    pipe = parallelize_pipe(flux_pipe(), pipefusion=options)
+    return run(pipe, **call), pipefusion_report(pipe)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("num_patches", "options"),
-    [
-        (1, {}),
-        (4, {}),
-        (5, {"warmup_steps": 2, "cooldown_steps": 3}),
-        (3, GUIDED),
-    ],
+    ("num_patches", "warmup", "cooldown", "call"), [(5, 2, 3, {}), (3, 1, 0, GUIDED), (4, STEPS, 0, {})]
 )
-def test_one_process_equals_patches_by_hand(num_patches, options):
-    settings, call = split_options(options)
-    output, report = fused(num_patches, **options)
-    expected = by_hand(num_patches, **options)
-    assert torch.equal(output, expected)
-    branches = 2 if "negative_prompt" in options else 1
-    whole = settings.get("warmup_steps", 1) + settings.get("cooldown_steps", 0)
+def test_one_process_equals_patches_by_hand(num_patches, warmup, cooldown, call):
+    output, report = fused(num_patches, warmup, cooldown, **call)
+    assert torch.equal(output, by_hand(num_patches, warmup, cooldown, **call))
+    branches, whole = 2 if call else 1, warmup + cooldown
     assert (report.whole_calls, report.patched_calls) == (branches * whole, branches * (STEPS - whole))
+    # Keys and values are 2 · L · B · (T + S) · D numbers of 4 bytes in each branch.
+    assert report.key_bytes == branches * 2 * 4 * (13 + 63) * 64 * 4
     exact = run(flux_pipe(), **call)
-    # PipeFusion is a good approximation. With one patch it is exact, because all keys are from the same step.
-    assert torch.equal(output, exact) if num_patches == 1 else 0 < relative_error(output, exact) < 0.2
+    # PipeFusion is a good approximation. It is exact if all steps are whole.
+    assert torch.equal(output, exact) if whole == STEPS else 0 < relative_error(output, exact) < 0.2
 
 
-def test_whole_steps_only_are_exact():
-    output, report = fused(4, warmup_steps=STEPS)
-    assert torch.equal(output, run(flux_pipe()))
-    assert report.patched_calls == 0
+def predictions(name, pipefusion=None):
+    """Return the output of each call of the transformer for latents and a time that never change."""
+    pipe, outputs = make(name), []
+    scheduler = type(pipe.scheduler)
+
+    class Still(scheduler):
+        def step(self, model_output, timestep, sample, *args, **kwargs):
+            outputs.append(model_output.clone())
+            scheduler.step(self, model_output, timestep, sample, *args, **kwargs)
+            return (sample,)
+
+    def set_time(module, args, kwargs):
+        return args, {**kwargs, "timestep": torch.full_like(kwargs["timestep"], 0.7)}
+
+    pipe.scheduler.__class__ = Still
+    pipe.transformer.register_forward_pre_hook(set_time, with_kwargs=True)
+    run(parallelize_pipe(pipe, pipefusion=pipefusion), name)
+    if pipefusion is not None:
+        assert pipefusion_report(pipe).patched_calls % (STEPS - 1) == 0 < pipefusion_report(pipe).patched_calls
+    return outputs
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """The dims of a model's token tensors, by which hooks split them into patches.
-
-    Args:
-        first: the first block, whose ``hidden_states`` is split.
-        outputs: further outputs to split: the module, the index of its output, and the dim.
-        dim: the dim of latents and output along which patches are split.
-        text_first: whether text comes first in a joint sequence.
-        behind_text: whether ``patch_embed`` returns text and video in one tensor, of which the video is split.
-    """
-
-    first: str
-    outputs: tuple[tuple[str, int, int], ...] = ()
-    dim: int = 2
-    text_first: bool = False
-    behind_text: bool = False
+MODELS = ["wan", "qwen-image", "hunyuan", "cogvideox", "mochi", "flux2 klein", "ovis", "longcat-image", "bria", "ltx"]
+MODELS += ["chronoedit", "wan 2.2", "wan, a time step for each token", "cogvideox, rotary", "cogvideox 1.5"]
+MODELS += ["qwen-image, editing", "qwen-image, controlnet", "wan, image"]
 
 
-CUTS = {
-    "wan": Cuts("blocks.0", (("rope", 0, 1), ("rope", 1, 1))),
-    "hunyuan": Cuts("transformer_blocks.0", (("rope", 0, 0), ("rope", 1, 0))),
-    "cogvideox": Cuts("", dim=1, text_first=True, behind_text=True),
-    "mochi": Cuts("transformer_blocks.0", (("rope", 0, 0), ("rope", 1, 0))),
-    "qwen-image": Cuts("transformer_blocks.0", (("pos_embed", 0, 0),), dim=1, text_first=True),
-}
-
-
-def by_hooks(name, num_patches):
-    """Run the unmodified pipeline, calling its transformer for each patch. Hooks split the tensors, and a dict keeps
-    the keys.
-
-    Every patch has the whole text.
-    """
-    pipe, cuts = PIPELINES[name].build(), CUTS[name]
-    model = pipe.transformer
-    forward, held, calls, branch = model.forward, {}, {}, []
-    scaled_dot_product_attention = F.scaled_dot_product_attention
-    now = {"block": False}
-
-    def of_image(x, dim):
-        return x if now["whole"] else x.index_select(dim, now["image"])
-
-    def cut_first(module, args, kwargs):
-        if args:
-            return (of_image(args[0], 1), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": of_image(kwargs["hidden_states"], 1)}
-
-    def cut_output(module, args, output, index, dim):
-        parts = list(output)
-        parts[index] = of_image(parts[index], dim)
-        return tuple(parts)
-
-    def cut_video(module, args, output):
-        video = now["total"]
-        return torch.cat([output[:, :-video], of_image(output[:, -video:], 1)], dim=1)
-
-    def fill(module, args, output):
-        if now["whole"]:
-            return output
-        return output.new_zeros(output.shape[0], now["total"], output.shape[2]).index_copy(1, now["image"], output)
-
-    def attend(query, key, value, attn_mask=None, **kwargs):
-        if not now["block"] or query.shape[-2] != key.shape[-2]:
-            return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **kwargs)
-        stored = held.setdefault((now["branch"], now["number"]), {})
-        now["number"] += 1
-        if now["whole"]:
-            stored.update(key=key.clone(), value=value.clone(), mask=attn_mask)
-        else:
-            num_text = key.shape[-2] - len(now["image"])
-            start = num_text if cuts.text_first else 0
-            text = torch.arange(num_text) + (0 if cuts.text_first else now["total"])
-            parts = [text, start + now["image"]] if cuts.text_first else [start + now["image"], text]
-            rows = torch.cat(parts)
-            stored["key"][:, :, rows], stored["value"][:, :, rows] = key, value
-            key, value, attn_mask = stored["key"], stored["value"], stored["mask"]
-        return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **kwargs)
-
-    def inside(module, args, kwargs):
-        now["block"] = True
-
-    def outside(module, args, output):
-        now["block"] = False
-
-    for module_name, index, dim in cuts.outputs:
-        model.get_submodule(module_name).register_forward_hook(
-            lambda module, args, output, index=index, dim=dim: cut_output(module, args, output, index, dim)
-        )
-    if cuts.first:
-        model.get_submodule(cuts.first).register_forward_pre_hook(cut_first, with_kwargs=True)
-    if cuts.behind_text:
-        model.patch_embed.register_forward_hook(cut_video)
-    model.proj_out.register_forward_hook(fill)
-    for kind in ("blocks", "transformer_blocks", "single_transformer_blocks"):
-        for block in getattr(model, kind, ()):
-            block.register_forward_pre_hook(inside, with_kwargs=True)
-            block.register_forward_hook(outside)
-
-    def transformer(hidden_states, **rest):
-        now["branch"] = branch[-1] if branch else ""
-        calls[now["branch"]] = calls.get(now["branch"], 0) + 1
-        now["whole"] = calls[now["branch"]] == 1
-        entries = hidden_states.shape[cuts.dim]
-        now["total"] = entries if hidden_states.ndim == 3 else NUM_TOKENS
-        patches, noise = torch.arange(entries).tensor_split(1 if now["whole"] else num_patches), []
-        for patch in patches:
-            each = now["total"] // entries
-            now.update(number=0, block=False, image=torch.arange(patch[0] * each, (patch[-1] + 1) * each))
-            (output,) = forward(hidden_states, **rest)
-            noise.append(output.index_select(cuts.dim, patch))
-        return (torch.cat(noise, dim=cuts.dim),)
-
-    def named(name, **_):
-        branch.append(name)
-        return mock.MagicMock()
-
-    with (
-        mock.patch.object(model, "forward", transformer),
-        mock.patch.object(model, "cache_context", named),
-        mock.patch.object(F, "scaled_dot_product_attention", attend),
-    ):
-        return latents_of(pipe, name)
-
-
-# The tiny videos have 3 frames of 3 × 5 tokens.
-NUM_TOKENS = 45
-
-
-def latents_of(pipe, name):
-    return torch.as_tensor(pipe(**PIPELINES[name].call(num_inference_steps=STEPS))[0])
-
-
+# Stored keys of equal inputs are those of this step, so patches must give the output of the whole model.
 @pytest.mark.parametrize(
-    "name",
-    ["wan", "qwen-image", *[pytest.param(name, marks=pytest.mark.long) for name in ("hunyuan", "cogvideox", "mochi")]],
+    "name", [pytest.param(name, marks=() if name in MODELS[:3] else pytest.mark.long) for name in MODELS]
 )
-def test_one_process_equals_patches_by_hooks(name):
-    pipe = parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2))
-    output, exact = latents_of(pipe, name), latents_of(PIPELINES[name].build(), name)
-    assert torch.equal(output, by_hooks(name, 2))
-    assert 0 < relative_error(output, exact) < 0.1
-    assert pipefusion_report(pipe).patched_calls % (STEPS - 1) == 0
-    assert torch.equal(latents_of(unparallelize_pipe(pipe), name), exact)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            "flux2 klein",
-            "ovis",
-            "longcat-image",
-            "bria",
-            "ltx",
-            "chronoedit",
-            "wan 2.2",
-            "wan, a time step for each token",
-        ),
-        *("cogvideox, rotary", "cogvideox 1.5", "qwen-image, editing", "qwen-image, controlnet", "wan, image"),
-    ],
-)
-def test_one_patch_is_exact_and_two_are_near(name):
-    """Check models that join text and image in another order or in one tensor: wrongly split rows would give large
-    errors.
-    """
-
-    def of(*fused):
-        pipe = PIPELINES[name].build()
-        for options in fused:
-            parallelize_pipe(pipe, pipefusion=options)
-        return latents_of(pipe, name)
-
-    exact = of()
-    assert torch.equal(of(PipeFusion(1)), exact)
-    assert 0 < relative_error(of(PipeFusion(2)), exact) < 0.1
+def test_patches_of_equal_inputs_are_exact(name):
+    for output, expected in zip(predictions(name, PipeFusion(2)), predictions(name), strict=True):
+        assert relative_error(output, expected) < 1e-5
 
 
 # -- Over stages.
 
 
-def split_options(options):
-    """Return the settings of PipeFusion, and the arguments of the call."""
-    names = ("warmup_steps", "cooldown_steps")
-    settings = {name: x for name, x in options.items() if name in names}
-    return settings, {name: x for name, x in options.items() if name not in names}
-
-
-def over_stages(num_patches, size, options):
-    shape = (size, dist.get_world_size() // size)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "batch"))
-    pipe, norms = flux_pipe(shared_parts=False), []
+def over_stages(name, shape, options, call):
+    """Return the output and the report, the output of whole steps, and that of stages without PipeFusion."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "batch", "ring", "ulysses"))
+    norms = []
 
     def look(pipe, step, time, tensors):
         # Reading latents on one rank needs no call on the others.
@@ -334,166 +157,56 @@ def over_stages(num_patches, size, options):
             norms.append(tensors["latents"].norm().item())
         return {}
 
-    output, report = fused(num_patches, pipe=pipe, mesh=mesh, **options)
-    call = split_options(options)[1]
-    again = run(pipe, callback_on_step_end=look, **call)
+    pipe = parallelize_pipe(make(name), mesh=mesh, pipefusion=options)
+    output, report = run(pipe, name, callback_on_step_end=look, **call), pipefusion_report(pipe)
     assert len(norms) == (STEPS if dist.get_rank() == 0 else 0)
+    whole = []
     # The stages stay, and PipeFusion goes.
-    parallelize_pipe(pipe, mesh=mesh)
-    return output, again, report, run(pipe, **call)
+    for steps in (PipeFusion(2, warmup_steps=STEPS), None):
+        whole.append(run(parallelize_pipe(pipe, mesh=mesh, pipefusion=steps), name, **call))
+    return output, report, whole
 
 
-@pytest.mark.sample(1)
+def check_ranks(rank_pool, name, shape, options, call=None):
+    """Compare the ranks with one process. Return whether all have its bits, and the bytes of keys per byte of it."""
+    alone, call, pairs = parallelize_pipe(make(name), pipefusion=options), call or {}, []
+    expected, report = run(alone, name, **call), pipefusion_report(alone)
+    exact = run(unparallelize_pipe(alone), name, **call)
+    results = rank_pool.run(over_stages, prod(shape), name, shape, options, call)
+    for output, of_rank, whole in results:
+        pairs += [(output, expected), *[(each, exact) for each in whole]]
+        assert relative_error(output, exact) > 1e-5
+        # Ranks along batch share the branches of guidance.
+        assert shape[1] * of_rank.whole_calls == report.whole_calls
+        assert shape[1] * of_rank.patched_calls == report.patched_calls > 0
+        # The first call after a whole one has all of its tokens. The scheduler works on single elements of the others.
+        assert name != "flux" or call or of_rank.overlapping_calls == report.patched_calls - 1
+    assert max(relative_error(*pair) for pair in pairs) < 1e-5
+    keys = sum(of_rank.key_bytes for _, of_rank, _ in results) / report.key_bytes
+    return all(torch.equal(*pair) for pair in pairs), keys
+
+
+# Shapes are pipe × batch × ring × ulysses.
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("num_patches", "size", "ranks", "options"),
+    ("name", "shape", "options", "call"),
     [
-        pytest.param(4, 2, 2, {}, marks=pytest.mark.long),
-        (3, 2, 2, {"cooldown_steps": 2, **GUIDED}),
-        (8, 4, 4, {"warmup_steps": 2}),
-        pytest.param(2, 4, 4, GUIDED, marks=pytest.mark.long),
-        # Two ranks of each stage share the branches of guidance.
-        pytest.param(3, 2, 4, GUIDED, marks=pytest.mark.long),
+        ("flux", (2, 1, 1, 1), PipeFusion(3, cooldown_steps=2), GUIDED),
+        ("flux", (4, 1, 1, 1), PipeFusion(8, warmup_steps=2), {}),
+        ("cogvideox", (2, 1, 1, 1), PipeFusion(2), {}),
     ],
 )
-def test_any_number_of_stages_equals_one_process(rank_pool, num_patches, size, ranks, options):
-    expected, alone = fused(num_patches, **options)
-    plain = run(flux_pipe(), **split_options(options)[1])
-    total, per_rank = 0, ranks // size
-    for output, again, report, undone in rank_pool.run(over_stages, ranks, num_patches, size, options):
-        assert torch.equal(output, expected)
-        assert torch.equal(again, expected)
-        assert torch.equal(undone, plain) if size == 2 else relative_error(undone, plain) < 1e-5
-        assert (per_rank * report.whole_calls, per_rank * report.patched_calls) == (
-            alone.whole_calls,
-            alone.patched_calls,
-        )
-        total += report.key_bytes
-    # Each rank stores the keys of its own blocks only: 2 · L · B · (T + S) · D numbers of 4 bytes in each branch.
-    branches = 2 if "negative_prompt" in options else 1
-    assert total == alone.key_bytes == branches * 2 * 4 * (13 + 63) * 64 * 4
-
-
-def model_over_stages(name, num_stages):
-    warnings.filterwarnings("ignore", message="In CPU autocast")
-    mesh = init_device_mesh("cpu", (num_stages, dist.get_world_size() // num_stages), mesh_dim_names=("pipe", "batch"))
-    outputs = []
-    for warmup in (STEPS, 1):
-        pipe = PIPELINES[name].build()
-        parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(2, warmup_steps=warmup))
-        outputs.append(latents_of(pipe, name))
-    return *outputs, pipefusion_report(pipe)
+def test_any_number_of_stages_equals_one_process(rank_pool, name, shape, options, call):
+    # Each rank stores the keys of its own blocks only.
+    assert check_ranks(rank_pool, name, shape, options, call) == (True, 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("cogvideox", 2),
-        pytest.param("wan", 2, marks=pytest.mark.long),
-        pytest.param("wan", 4, marks=pytest.mark.long),
-        pytest.param("hunyuan", 2, marks=pytest.mark.long),
-        pytest.param("cogvideox", 4, marks=pytest.mark.long),
-        pytest.param("mochi", 2, marks=pytest.mark.long),
-        pytest.param("qwen-image", 2, marks=pytest.mark.long),
-    ],
-)
-def test_stages_of_other_models_equal_one_process(rank_pool, name, size):
-    """Compare other models over stages with one process. On 4 ranks, two share the guidance branches or the samples of
-    a batch.
-    """
-    exact = latents_of(PIPELINES[name].build(), name)
-    expected = latents_of(parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2)), name)
-    for whole, output, report in rank_pool.run(model_over_stages, size, name, 2):
-        assert torch.equal(whole, exact) if size == 2 else relative_error(whole, exact) < 1e-5
-        assert torch.equal(output, expected) if size == 2 else relative_error(output, expected) < 1e-5
-        assert report.patched_calls % (STEPS - 1) == 0
-        assert report.patched_calls > 0
-
-
-def shared_by_ranks(name, shape):
-    mesh, outputs = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "ring", "ulysses")), []
-    for options in (None, PipeFusion(2, warmup_steps=STEPS), PipeFusion(2)):
-        pipe = parallelize_pipe(PIPELINES[name].build(), mesh=mesh, pipefusion=options)
-        outputs.append(latents_of(pipe, name))
-    report = pipefusion_report(pipe)
-    with UsersMode():
-        return *outputs, report, latents_of(pipe, name)
-
-
-class UsersMode(TorchFunctionMode):
-    """A mode that changes nothing, like that of ``torch.set_default_device``. Below it the dispatcher does not see
-    attention.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("hunyuan", (1, 1, 2)),
-        *[
-            pytest.param(name, shape, marks=pytest.mark.long)
-            for name, shape in [
-                ("flux2 klein", (1, 2, 1)),
-                ("wan", (2, 1, 2)),
-                ("qwen-image", (2, 2, 1)),
-                ("cogvideox", (2, 1, 2)),
-            ]
-        ],
-    ],
+    ("name", "shape"), [("hunyuan", (1, 1, 1, 2)), pytest.param("qwen-image", (2, 1, 2, 1), marks=pytest.mark.long)]
 )
 def test_ranks_of_a_stage_may_share_each_patch(rank_pool, name, shape):
-    alone = parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2))
-    expected, report = latents_of(alone, name), pipefusion_report(alone)
-    keys = 0
-    for exact, whole, output, of_rank, in_mode in rank_pool.run(
-        shared_by_ranks, torch.Size(shape).numel(), name, shape
-    ):
-        assert torch.equal(whole, exact)
-        assert torch.equal(in_mode, output)
-        assert relative_error(output, expected) < 1e-5 < relative_error(output, exact)
-        assert of_rank.patched_calls == report.patched_calls
-        keys += of_rank.key_bytes
     # Each rank holds the keys of all tokens.
-    assert keys == shape[1] * shape[2] * report.key_bytes
-
-
-FLOW = {
-    "use_flow_sigmas": True,
-    "prediction_type": "flow_prediction",
-    "use_dynamic_shifting": True,
-    "time_shift_type": "exponential",
-}
-# The bool says whether the scheduler works on single elements, so that steps can overlap.
-SCHEDULERS = {
-    "stochastic Euler": (lambda: FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), True),
-    "DPM++ 2M": (lambda: DPMSolverMultistepScheduler(**FLOW), True),
-    "UniPC": (lambda: UniPCMultistepScheduler(**FLOW), False),
-}
-
-
-def with_scheduler(name):
-    outs = []
-    mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
-    for over in (mesh["ulysses"], mesh):
-        pipe = flux_pipe(shared_parts=False)
-        pipe.scheduler = SCHEDULERS[name][0]()
-        parallelize_pipe(pipe, mesh=over, pipefusion=PipeFusion(3))
-        torch.manual_seed(0)
-        outs.append(run(pipe))
-    return *outs, pipefusion_report(pipe).overlapping_calls
-
-
-@pytest.mark.parametrize(
-    "name", ["DPM++ 2M", *[pytest.param(name, marks=pytest.mark.long) for name in ("stochastic Euler", "UniPC")]]
-)
-def test_other_schedulers_step_on_patches(rank_pool, name):
-    for alone, output, overlapping in rank_pool.run(with_scheduler, 2, name):
-        assert torch.equal(alone, output)
-        assert bool(alone.isfinite().all())
-        # The first call after a whole one has all of its tokens.
-        assert overlapping == (STEPS - 2 if SCHEDULERS[name][1] else 0)
+    assert check_ranks(rank_pool, name, shape, PipeFusion(2))[1] == shape[2] * shape[3]
 
 
 # -- Tensors that arrive in patches.
@@ -526,17 +239,41 @@ def test_patched_modules_run_per_patch():
     assert noise.equal(tokens)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"warmup_steps": 0}, ValueError, r"warmup_steps=0\).*1"),
-        ({"num_patches": 2.0}, TypeError, r"num_patches=2\.0\)"),
-        ({"cooldown_steps": -1}, ValueError, r"cooldown_steps=-1\).*0"),
-    ],
-)
-def test_options_that_mean_nothing_are_errors(options, error, message):
-    with pytest.raises(error, match=message):
-        PipeFusion(**options)
+@pytest.mark.parametrize("fail", [False, True])
+def test_no_patched_tensor_outlives_the_call(fail):
+    pipe, kept = make("wan"), []
+    pipe.scheduler = UniPCMultistepScheduler.from_config(pipe.scheduler.config)
+    parallelize_pipe(pipe, pipefusion=PipeFusion(2))
+
+    def keep(pipe, step, timestep, tensors):
+        kept.append(tensors["latents"])
+        if fail and step == 6:
+            raise KeyError("stop")
+        return {}
+
+    try:
+        run(pipe, "wan", callback_on_step_end=keep)
+    except KeyError:
+        assert fail
+    assert pipefusion_report(pipe).patched_calls > 0
+    kept += [x for x in pytree.tree_leaves(vars(pipe.scheduler)) if isinstance(x, torch.Tensor)]
+    assert all(type(x) is torch.Tensor for x in kept)
+    assert all(x.isfinite().all() for x in kept if x.is_floating_point() and x.ndim > 1)
+    copy.deepcopy(pipe.scheduler)
+
+
+# FLUX has three shapes: all tokens, a patch with text, and a patch without text.
+@torch._dynamo.config.patch(recompile_limit=3)
+def test_compiled_blocks_give_the_bits_of_eager_patches():
+    pipe = parallelize_pipe(make("flux"), pipefusion=PipeFusion(3))
+    expected = run(pipe)
+    for block in blocks_of(pipe.transformer):
+        block.compile(backend="eager", fullgraph=True)
+    assert torch.equal(run(pipe), expected)
+    torch.compiler.reset()
+
+
+# -- Errors.
 
 
 def test_few_steps_switch_it_off_with_a_warning():
@@ -546,45 +283,48 @@ def test_few_steps_switch_it_off_with_a_warning():
     assert torch.equal(output, flux_pipe()(**flux_call(num_inference_steps=4))[0])
 
 
-def test_incompatible_options_are_refused():
-    with pytest.raises(TypeError, match=r"PipeFusion .*SD3Transformer2DModel"):
-        parallelize_pipe(PIPELINES["stable diffusion 3"].build(), pipefusion=PipeFusion())
-    with pytest.raises(ValueError, match=r"3 frames .*num_patches=4 "):
-        latents_of(parallelize_pipe(PIPELINES["hunyuan"].build(), pipefusion=PipeFusion()), "hunyuan")
-    with pytest.raises(TypeError, match=r"pipefusion .*4; .*PipeFusion"):
-        parallelize_pipe(flux_pipe(), pipefusion=4)
-    pipe = apply_cache_on_pipe(parallelize_pipe(flux_pipe(), pipefusion=PipeFusion()))
-    with pytest.raises(RuntimeError, match=r"cache.* PipeFusion "):
-        run(pipe)
-    pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion(64))
-    with pytest.raises(ValueError, match=r"63 tokens .*num_patches=64 "):
-        run(pipe)
+def fuse_and_run(name, options, change=lambda pipe: None):
+    pipe = parallelize_pipe(make(name), pipefusion=options)
+    change(pipe)
+    run(pipe, name)
 
 
-def keep_patches(fail):
-    tiny = PIPELINES["wan"]
-    pipe = tiny.build()
-    pipe.scheduler = UniPCMultistepScheduler.from_config(pipe.scheduler.config)
-    parallelize_pipe(pipe, pipefusion=PipeFusion(2))
-    kept = []
-
-    def keep(pipe, step, timestep, tensors):
-        kept.append(tensors["latents"])
-        if fail and step == 6:
-            raise KeyError("stop")
-        return {}
-
-    try:
-        pipe(**tiny.call(num_inference_steps=8, callback_on_step_end=keep))
-    except KeyError:
-        assert fail
-    assert pipefusion_report(pipe).patched_calls > 0
-    return [*kept, *[x for x in pytree.tree_leaves(vars(pipe.scheduler)) if isinstance(x, torch.Tensor)]], pipe
+def compile_forward(pipe):
+    pipe.transformer.forward = torch.compile(pipe.transformer.forward, backend="eager")
 
 
-@pytest.mark.parametrize("fail", [False, True])
-def test_no_patched_tensor_outlives_the_call(fail):
-    tensors, pipe = keep_patches(fail)
-    assert all(type(x) is torch.Tensor for x in tensors)
-    assert all(x.isfinite().all() for x in tensors if x.is_floating_point() and x.ndim > 1)
-    copy.deepcopy(pipe.scheduler)
+def compile_in_its_place(pipe):
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
+
+
+def compile_it(pipe):
+    pipe.transformer.compile(backend="eager", fullgraph=True)
+
+
+COMPILED = r"pipe\.transformer .*compile_repeated_blocks\(fullgraph=True\)"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: PipeFusion(warmup_steps=0), ValueError, r"warmup_steps=0\).*1"),
+        (lambda: PipeFusion(2.0), TypeError, r"num_patches=2\.0\)"),
+        (lambda: PipeFusion(cooldown_steps=-1), ValueError, r"cooldown_steps=-1\).*0"),
+        (lambda: fuse_and_run("flux", 4), TypeError, "pipefusion .*4; .*PipeFusion"),
+        (lambda: fuse_and_run("stable diffusion 3", PipeFusion()), TypeError, "PipeFusion .*SD3Transformer2DModel"),
+        (lambda: fuse_and_run("flux", PipeFusion(64)), ValueError, "63 tokens .*num_patches=64 "),
+        (lambda: fuse_and_run("hunyuan", PipeFusion(4)), ValueError, "3 frames .*num_patches=4 "),
+        (lambda: fuse_and_run("flux", PipeFusion(), apply_cache_on_pipe), RuntimeError, "cache.* PipeFusion "),
+        (lambda: fuse_and_run("flux", PipeFusion(), compile_forward), RuntimeError, COMPILED),
+        (lambda: fuse_and_run("flux", PipeFusion(), compile_it), RuntimeError, COMPILED),
+        (lambda: fuse_and_run("mochi", PipeFusion(), compile_in_its_place), RuntimeError, COMPILED),
+        (
+            lambda: parallelize_pipe(flux_pipe(), pipefusion=PipeFusion()).transformer(None),
+            RuntimeError,
+            r"gradients .*torch\.no_grad\(\)",
+        ),
+    ],
+)
+def test_invalid_use_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
