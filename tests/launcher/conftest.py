@@ -14,7 +14,7 @@ from tests.launcher.loads import load_flux, load_steps
 
 @pytest.fixture(scope="package")
 def steps():
-    """Return a ``Steps`` on two ranks."""
+    """Return a ``Steps`` on two ranks. A test may end its ranks: the next call starts new ones."""
     with launch(load_steps, ranks=2, progress=False) as pipe:
         yield pipe
 
@@ -33,25 +33,14 @@ def alone():
 
 
 @pytest.fixture
-def pair():
-    """Return a ``Steps`` on two ranks that this test may break."""
-    with launch(load_steps, ranks=2, progress=False) as pipe:
-        yield pipe
-
-
-@pytest.fixture
 def start(tmp_path):
-    """Return a function that starts a program, given its text and arguments."""
+    """Return a function that starts a program, given its text."""
 
-    def start_program(text, *arguments):
+    def start_program(text):
         (tmp_path / "program.py").write_text(text)
-        return subprocess.Popen(
-            [sys.executable, tmp_path / "program.py", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+        return subprocess.Popen([sys.executable, tmp_path / "program.py"], env=environment, **pipes)
 
     return start_program
 
@@ -60,8 +49,8 @@ def start(tmp_path):
 def run(start):
     """Return a function that runs a program to its end and returns what it writes to stdout and stderr."""
 
-    def run_program(text, *arguments):
-        with start(text, *arguments) as program:
+    def run_program(text):
+        with start(text) as program:
             out, err = program.communicate(timeout=120)
         assert program.returncode == 0, err
         return out, err

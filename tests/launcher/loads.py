@@ -73,7 +73,6 @@ class Steps:
         return tensors
 
     def again(self, count, callback_on_step_end=None):
-        """Return what a call returns."""
         return self(count, callback_on_step_end=callback_on_step_end)
 
     def note(self, text):
@@ -82,11 +81,9 @@ class Steps:
         return list(self.notes)
 
     def this(self):
-        """Return this object."""
         return self
 
     def process(self):
-        """Return the process id of this rank."""
         return os.getpid()
 
 
@@ -105,17 +102,14 @@ def all_reduce_or_raise(pipe, failing, error):
     dist.all_reduce(torch.ones(1))
 
 
-class NotInProcess:
-    """An object that only a rank can load."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return _load_on_a_rank, (self.mark,)
-
-
-def _load_on_a_rank(mark):
+def load_on_a_rank(mark):
     if os.environ.get("PARA_CORE_LAUNCHED_RANK") != mark:
         raise OSError("not on a rank")
-    return NotInProcess(mark)
+    return NotInProcess()
+
+
+class NotInProcess:
+    """An object that only the rank that sends it can load."""
+
+    def __reduce__(self):
+        return load_on_a_rank, (os.environ.get("PARA_CORE_LAUNCHED_RANK"),)

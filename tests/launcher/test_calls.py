@@ -1,6 +1,5 @@
 """Calls of a launched pipeline: results, random numbers, methods, ``run``, and what the handle refuses."""
 
-import functools
 import os
 
 import numpy as np
@@ -32,27 +31,10 @@ def test_images_and_seeds_are_those_of_one_process(flux, alone):
     first[0, 0, 0] = 0.5
 
 
-def last_cuda_seed(pipe):
-    """Return the seed that waits for CUDA, and whether it is the one of the previous call of this function."""
-    from para_core.torch_internals import queued_cuda_seed
+def rank_and_sum(pipe, x, *, y):
+    import torch.distributed as dist
 
-    seeding, seed = queued_cuda_seed()
-    same = getattr(pipe, "seeding", None) is seeding
-    pipe.seeding = seeding
-    return seed, same
-
-
-def test_ranks_seed_cuda_when_this_process_has_seeded_it(steps):
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        steps(1)
-        assert steps.run(last_cuda_seed) == (seed, False)
-        steps(1)
-        assert steps.run(last_cuda_seed) == (seed, True)
-    torch.cuda.manual_seed(8)
-    steps(1)
-    assert steps.run(last_cuda_seed) == (8, False)
-    assert not torch.cuda.is_initialized()
+    return dist.get_rank(), x + y
 
 
 def test_methods_run_on_every_rank(steps):
@@ -63,32 +45,9 @@ def test_methods_run_on_every_rank(steps):
     assert steps.this() is steps
     assert "note" in dir(steps)
     assert len({*pids(steps), os.getpid()}) == 3
-
-    def rank_and_sum(pipe, x, *, y):
-        import torch.distributed as dist
-
-        return dist.get_rank(), x + y
-
-    (rank, total) = steps.run(rank_and_sum, torch.ones(3), y=torch.arange(3.0))
-    assert rank == 0
-    assert total.tolist() == [1.0, 2.0, 3.0]
+    rank, total = steps.run(rank_and_sum, torch.ones(3), y=torch.arange(3.0))
+    assert (rank, total.tolist()) == (0, [1.0, 2.0, 3.0])
     assert [rank for rank, _ in steps.run(rank_and_sum, 1, y=2, all_ranks=True)] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda pipe: pipe.notes,
-        lambda pipe: pipe.guidance_scale,
-        lambda pipe: pipe.unknown,
-        lambda pipe: setattr(pipe, "scheduler", 1),
-        lambda pipe: setattr(pipe, "note", 1),
-        lambda pipe: delattr(pipe, "notes"),
-    ],
-)
-def test_attributes_are_refused_and_name_run(steps, use):
-    with pytest.raises(AttributeError, match=r"run\(lambda pipe"):
-        use(steps)
 
 
 def thread_state(pipe):
@@ -96,18 +55,15 @@ def thread_state(pipe):
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (x @ x).dtype
 
 
-@pytest.mark.parametrize(
-    ("context", "expected"),
-    [
-        (torch.enable_grad, (True, False, torch.float32)),
-        (torch.no_grad, (False, False, torch.float32)),
-        (torch.inference_mode, (False, True, torch.float32)),
-        (lambda: torch.autocast("cpu", torch.bfloat16), (True, False, torch.bfloat16)),
-    ],
-)
-def test_calls_have_the_callers_autocast_and_gradients(steps, context, expected):
-    with context():
-        assert steps.run(thread_state, all_ranks=True) == [expected] * 2
+def test_calls_have_the_callers_autocast_and_gradients(steps):
+    for context, expected in (
+        (torch.enable_grad(), (True, False, torch.float32)),
+        (torch.no_grad(), (False, False, torch.float32)),
+        (torch.inference_mode(), (False, True, torch.float32)),
+        (torch.autocast("cpu", torch.bfloat16), (True, False, torch.bfloat16)),
+    ):
+        with context:
+            assert steps.run(thread_state, all_ranks=True) == [expected] * 2
     assert steps.run(thread_state) == (True, False, torch.float32)
 
 
@@ -116,130 +72,33 @@ class Unsendable:
         raise ValueError("its own")
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "message"),
-    [
-        (lambda pipe, handle: None, True, "cannot be sent"),
-        (lambda pipe: (x for x in range(3)), False, "cannot be sent"),
-        (lambda pipe: Unsendable(), False, "ValueError: its own"),
-    ],
-)
-def test_what_cannot_be_sent_is_refused_and_leaves_the_ranks(steps, function, arguments, message):
+# What is done with a handle, the error, and its words. All leave the ranks.
+ATTRIBUTE = (AttributeError, r"run\(lambda pipe")
+REFUSED = {
+    "a value": (lambda pipe: pipe.notes, *ATTRIBUTE),
+    "a property": (lambda pipe: pipe.guidance_scale, *ATTRIBUTE),
+    "no attribute": (lambda pipe: pipe.unknown, *ATTRIBUTE),
+    "a new value": (lambda pipe: setattr(pipe, "scheduler", 1), *ATTRIBUTE),
+    "a method replaced": (lambda pipe: setattr(pipe, "note", 1), *ATTRIBUTE),
+    "a value deleted": (lambda pipe: delattr(pipe, "notes"), *ATTRIBUTE),
+    "a handle as argument": (lambda pipe: pipe.run(lambda pipe, handle: None, pipe), TypeError, "cannot be sent"),
+    "a result": (lambda pipe: pipe.run(lambda pipe: (x for x in range(3))), TypeError, "cannot be sent"),
+    "a result's own error": (lambda pipe: pipe.run(lambda pipe: Unsendable()), TypeError, "ValueError: its own"),
+    "launch on a rank": (
+        lambda pipe: pipe.run(lambda pipe: launch(load_steps, ranks=1)),
+        RuntimeError,
+        "called on a rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_handle_refuses_is_named(steps, name):
+    use, error, message = REFUSED[name]
     before = pids(steps)
-    with pytest.raises(TypeError, match=message):
-        steps.run(function, *[steps] * arguments)
+    with pytest.raises(error, match=message):
+        use(steps)
     assert pids(steps) == before
-
-
-def test_progress_function_gets_steps():
-    seen = []
-    with launch(load_steps, ranks=1, progress=lambda done, total: seen.append((done, total))) as pipe:
-        pipe(3)
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-
-
-def test_lines_and_bars_are_shown_here(capfd):
-    def load():
-        pipe = load_flux()
-        pipe.set_progress_bar_config(desc="denoising")
-        return pipe
-
-    with launch(load, ranks=2) as pipe:
-        lines = capfd.readouterr().err.splitlines()
-        assert any("loading" in line and "9.19 MB" in line for line in lines)
-        assert any("loaded transformer (6.34 MB)" in line for line in lines)
-        images(pipe)
-        bars = capfd.readouterr().err
-        pipe.set_progress_bar_config(disable=True)
-        images(pipe)
-        assert "2/2" not in capfd.readouterr().err
-    assert "denoising: 100%" in bars
-    assert bars.count("2/2") >= 1
-
-
-def test_init_process_group_in_load_is_taken_as_done_or_refused():
-    def load(**options):
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo", **options)
-        return lambda: (dist.get_rank(), dist.get_world_size())
-
-    for ranks in (1, 2):
-        with launch(load, ranks=ranks, progress=False) as pipe:
-            assert pipe() == (0, ranks)
-    with pytest.raises(ValueError, match=r"world_size=3.*inside load: launch has made the process group"):
-        launch(functools.partial(load, world_size=3, rank=0), ranks=2, progress=False)
-
-
-CLASSES = """
-import dataclasses
-from para_core import launch
-
-class Model:
-    mode = "slow"
-    hits = 0
-
-    def __call__(self):
-        type(self).hits += 1
-        return type(self).mode
-
-@dataclasses.dataclass
-class Point:
-    x: int
-
-class Out:
-    made = 0
-
-    def __init__(self):
-        Out.made += 1
-
-def load():
-    Model.mode = "fast"
-    return Model()
-
-def make(pipe):
-    return Out(), Point(3)
-
-pipe = launch(load, ranks=1, progress=False)
-Out.made = 100
-print(pipe(), pipe.run(lambda p: isinstance(p, Model)), pipe(), pipe.run(lambda p: Model.hits))
-print([type(x).__name__ for x in pipe.run(make)], isinstance(pipe.run(make)[0], Out), Out.made, pipe.run(make)[1].x)
-"""
-
-
-def test_classes_of_a_script_keep_their_state_in_each_process(run):
-    assert run(CLASSES)[0] == "fast True fast 2\n['Out', 'Point'] True 100 3\n"
-
-
-def test_closed_pipeline_raises_until_it_restarts_in_its_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("here")
-
-    def load():
-        from pathlib import Path
-
-        text = Path("file").read_text()
-        return lambda: text
-
-    with launch(load, ranks=1, progress=False, timeout=float("inf")) as pipe:
-        assert pipe() == "here"
-    monkeypatch.chdir("/")
-    for use in (pipe, lambda: pipe.run(lambda pipe: None)):
-        with pytest.raises(RuntimeError, match="closed"):
-            use()
-    pipe.restart()
-    assert pipe() == "here"
-    pipe.close()
-    pipe.close()
-
-
-def test_launch_on_a_rank_raises(steps, monkeypatch):
-    with pytest.raises(RuntimeError, match="called on a rank"):
-        steps.run(lambda pipe: launch(load_steps, ranks=1))
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="rank 1 of 2"):
-        launch(load_steps, ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +115,10 @@ def test_launch_on_a_rank_raises(steps, monkeypatch):
         ({"timeout": None}, TypeError, "a number of seconds"),
         ({"env": {"RANK": "5"}}, ValueError, "env has RANK"),
         ({"env": {"A": 1}}, TypeError, "expected strings"),
+        ({"ranks": 3, "hosts": 2}, ValueError, "as many ranks on each host"),
+        ({"hosts": 2}, ValueError, "without ranks"),
+        ({"ranks": 2, "hosts": 0}, ValueError, "at least 1"),
+        ({"ranks": 2, "hosts": 2, "devices": [0, 1]}, ValueError, "hosts= with devices="),
     ],
 )
 def test_invalid_arguments_are_named(arguments, error, message):
@@ -263,15 +126,94 @@ def test_invalid_arguments_are_named(arguments, error, message):
         launch(**{"load": load_steps, **arguments})
 
 
-def test_env_and_devices_reach_the_ranks(monkeypatch):
+def test_launch_under_torchrun_raises(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="rank 1 of 2"):
+        launch(load_steps, ranks=1)
+
+
+def test_options_reach_the_ranks_until_they_are_closed_and_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.setenv("SLURM_PROCID", "7")
-    with launch(load_steps, devices=[2, 0], env={"OWN": "1"}, progress=False) as pipe:
+    seen = []
+
+    def load():
+        from pathlib import Path
+
+        import torch.distributed as dist
+
+        pipe = load_steps()
+        pipe.note(Path("file").read_text())
+        # A process group is made already. To make it again does nothing, and to make another is refused.
+        dist.init_process_group("gloo")
+        try:
+            dist.init_process_group("gloo", world_size=3, rank=0)
+        except ValueError as error:
+            pipe.note(str(error))
+        return pipe
+
+    options = {"devices": [2, 0], "env": {"OWN": "1"}, "timeout": float("inf")}
+    with launch(load, progress=lambda done, total: seen.append((done, total)), **options) as pipe:
         names = ("CUDA_VISIBLE_DEVICES", "OWN", "LOCAL_RANK", "SLURM_PROCID")
         environments = pipe.run(lambda pipe: [os.environ.get(name) for name in names], all_ranks=True)
-    assert environments == [["6,4", "1", "0", None], ["6,4", "1", "1", None]]
+        assert environments == [["6,4", "1", "0", None], ["6,4", "1", "1", None]]
+        pipe(3)
+        assert seen == [(1, 3), (2, 3), (3, 3)]
+        text, error = pipe.run(lambda pipe: pipe.notes)
+        assert text == "here"
+        assert "world_size=3" in error and "inside load: launch has made the process group" in error
+    monkeypatch.chdir("/")
+    for use in (pipe, lambda: pipe.run(lambda pipe: None)):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
+    pipe.restart()
+    assert pipe.run(lambda pipe: pipe.notes[0]) == "here"
+    pipe.close()
+    pipe.close()
 
 
+def test_lines_and_bars_are_shown_here(capfd):
+    with launch(load_flux, ranks=1) as pipe:
+        lines = capfd.readouterr().err.splitlines()
+        assert any("loading" in line and "9.19 MB" in line for line in lines)
+        assert any("loaded transformer (6.34 MB)" in line for line in lines)
+        pipe.set_progress_bar_config(desc="denoising")
+        images(pipe)
+        bars = capfd.readouterr().err
+        assert "denoising: 100%" in bars and "2/2" in bars
+        pipe.set_progress_bar_config(disable=True)
+        images(pipe)
+        assert "2/2" not in capfd.readouterr().err
+
+
+CLASSES = """
+from para_core import launch
+
+class Model:
+    mode, hits = "slow", 0
+
+    def __call__(self):
+        type(self).hits += 1
+        return type(self).mode
+
+class Out:
+    made = 0
+
+    def __init__(self):
+        Out.made += 1
+
+def load():
+    Model.mode = "fast"
+    return Model()
+
+pipe = launch(load, ranks=1, progress=False)
+Out.made = 100
+print(pipe(), pipe.run(lambda p: isinstance(p, Model)), pipe(), pipe.run(lambda p: Model.hits))
+print(isinstance(pipe.run(lambda p: Out()), Out), Out.made)
+"""
 BY_NAME = """
 import sys
 sys.modules["cloudpickle"] = None
@@ -288,5 +230,10 @@ if __name__ == "__main__":
 """
 
 
-def test_functions_by_name_need_no_cloudpickle(run):
-    assert run(BY_NAME)[0] == "[('a', 2)]\nTrue\n"
+@pytest.mark.parametrize(
+    ("program", "out"),
+    [(CLASSES, "fast True fast 2\nTrue 100\n"), (BY_NAME, "[('a', 2)]\nTrue\n")],
+    ids=["classes of a script keep their state in each process", "functions by name need no cloudpickle"],
+)
+def test_programs_launch_what_they_define(run, program, out):
+    assert run(program)[0] == out

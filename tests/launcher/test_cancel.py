@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 
 import pytest
 
@@ -19,39 +21,23 @@ def when_called(function, seconds=0.3):
     return timer
 
 
-def test_cancel_ends_the_call_after_its_step_on_the_same_processes(steps):
-    before = pids(steps)
-    ended = []
-
-    def cancel():
-        assert steps.cancel()
-        ended.append(time.monotonic())
-
-    when_called(cancel)
-    with pytest.raises(Cancelled, match=r"cancelled after step \d+ of 1000"):
-        steps(1000, seconds=0.02)
-    assert time.monotonic() - ended[0] < 5
-    assert steps(2) == {}
-    assert pids(steps) == before
-
-
-def test_cancel_without_a_call_does_nothing(steps):
-    assert not steps.cancel()
-    assert steps(1) == {}
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"count": 1, "after": 1.0}, "after its last step"),
-        ({"count": 5, "before": 1.0}, "after step 1 of 5"),
+        ({"count": 1000, "seconds": 0.02}, r"cancelled after step \d+ of 1000"),
+        ({"count": 1, "after": 0.6}, "after its last step"),
+        ({"count": 5, "before": 0.6}, "after step 1 of 5"),
     ],
 )
-def test_cancel_outside_of_steps_raises_too(steps, call, message):
+def test_cancel_ends_the_call_after_its_step_on_the_same_processes(steps, call, message):
+    before, begun = pids(steps), time.monotonic()
     when_called(steps.cancel)
     with pytest.raises(Cancelled, match=message):
         steps(**call)
-    assert steps(1) == {}
+    assert time.monotonic() - begun < 5
+    assert not steps.cancel()
+    assert steps(2) == {}
+    assert pids(steps) == before
 
 
 def test_cancel_inside_a_callback_ends_that_call(steps):
@@ -60,59 +46,35 @@ def test_cancel_inside_a_callback_ends_that_call(steps):
 
 
 def test_calls_of_threads_run_one_after_another(steps):
-    running, most, results = [], [], []
-
-    def callback(pipe, step, timestep, tensors):
-        if step == 0:
-            running.append(threading.get_ident())
-        most.append(len(set(running)))
-        if step == 2:
-            running.remove(threading.get_ident())
-        return tensors
+    seen = []
 
     def call(number):
-        results.append(steps(3, seconds=0.01, callback_on_step_end=callback, number=number)["number"])
+        def callback(pipe, step, timestep, tensors):
+            seen.append(number)
+            return tensors
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert max(most) == 1
-    assert sorted(results) == [0, 1, 2, 3]
+        return steps(3, seconds=0.01, callback_on_step_end=callback, number=number)["number"]
 
-
-def test_awaited_calls_let_other_tasks_run(steps):
-    async def count():
-        ticks = 0
-        task = asyncio.create_task(steps.call(10, seconds=0.02, x=1))
-        while not task.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        return await task, ticks
-
-    result, ticks = asyncio.run(count())
-    assert result == {"x": 1}
-    assert ticks > 5
-    with pytest.raises(TypeError, match="not callable"):
-        asyncio.run(steps.call(callback_on_step_end=3))
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(call, range(4))) == [0, 1, 2, 3]
+    assert [len(list(steps_of_call)) for _, steps_of_call in groupby(seen)] == [3] * 4
 
 
-def test_end_of_an_awaiting_task_cancels_only_its_call(steps):
+def test_awaited_calls_let_other_tasks_run_and_end_with_their_task(steps):
     async def run():
-        first = asyncio.create_task(steps.call(1000, seconds=0.02))
-        second = asyncio.create_task(steps.call(2, x=2))
-        waiting = asyncio.create_task(steps.call(1000, seconds=0.02))
+        calls = [steps.call(1000, seconds=0.02), steps.call(2, x=2), steps.call(1000, seconds=0.02)]
+        first, second, waiting = (asyncio.create_task(call) for call in calls)
         await asyncio.sleep(0.3)
-        waiting.cancel()
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        for task in (waiting, first):
+            task.cancel()
+        for task in (first, waiting):
+            with pytest.raises(asyncio.CancelledError):
+                await task
         return await second
 
     assert asyncio.run(run()) == {"x": 2}
+    with pytest.raises(TypeError, match="not callable"):
+        asyncio.run(steps.call(callback_on_step_end=3))
     assert steps(1) == {}
 
 
@@ -120,7 +82,7 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("call", [{"count": 1000, "seconds": 0.02}, {"count": 1, "after": 1.0}])
+@pytest.mark.parametrize("call", [{"count": 1000, "seconds": 0.02}, {"count": 1, "after": 0.6}])
 def test_ctrl_c_ends_the_call_after_its_step(steps, call):
     before = pids(steps)
     when_called(interrupt)
@@ -143,20 +105,36 @@ def test_second_ctrl_c_ends_the_ranks(steps):
     assert set(pids(steps)).isdisjoint(before)
 
 
-MANY = """
-import os, signal, sys, threading, time
+PROGRAM = """
+import os, signal, threading, time
 from para_core import launch
 from tests.launcher.loads import Steps, load_steps
 
-pipe = launch(load_steps, ranks=2, progress=False)
+def load():
+    time.sleep(2)
+    return load_steps()
+
+def interrupt(*seconds):
+    for each in seconds:
+        # As a terminal and Jupyter do, to all processes of the group.
+        threading.Timer(each, os.killpg, (0, signal.SIGINT)).start()
+
+os.setsid()
+# A shell that starts pytest in the background lets it ignore SIGINT, and its children too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+pipe = None
+interrupt(1.0)
+try:
+    pipe = launch(load, ranks=2)
+except KeyboardInterrupt:
+    print("interrupted", pipe)
+pipe = launch(load_steps, ranks=2, progress=False)
 ranks = {*pipe.run(Steps.process, all_ranks=True)}
-for index in range(5):
-    threading.Timer(0.3 + float(sys.argv[1]) * index, os.kill, (os.getpid(), signal.SIGINT)).start()
-end = time.monotonic() + 3
+interrupt(*(0.3 + 0.003 * index for index in range(5)), *(1.5 + 0.03 * index for index in range(5)))
+end = time.monotonic() + 2.5
 while time.monotonic() < end:
     try:
-        pipe(1, before=2.0)
+        pipe(1, before=1.5)
     except KeyboardInterrupt:
         pass
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -167,34 +145,11 @@ print(*ranks)
 """
 
 
-@pytest.mark.parametrize("gap", ["0.003", "0.03"])
-def test_many_ctrl_c_leave_no_rank(run, gap):
-    ranks = [int(pid) for pid in run(MANY, gap)[0].split()]
+def test_ctrl_c_while_ranks_load_says_so_and_many_leave_no_rank(run):
+    out, err = run(PROGRAM)
+    interrupted, ranks = out.splitlines()
+    assert interrupted == "interrupted None"
+    assert "Ctrl-C again ends them" in err
+    ranks = [int(pid) for pid in ranks.split()]
     assert len(ranks) >= 2
     assert alive(ranks) == []
-
-
-PROGRAM = """
-import os, signal, sys, threading, time
-from para_core import launch
-from tests.launcher.loads import load_steps
-
-def load():
-    time.sleep(3)
-    return load_steps()
-
-pipe = None
-# A shell that starts pytest in the background lets it ignore SIGINT, and its children too.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-try:
-    pipe = launch(load, ranks=2)
-except KeyboardInterrupt:
-    print("interrupted", pipe)
-"""
-
-
-def test_ctrl_c_while_ranks_load_waits_and_says_so(run):
-    out, err = run(PROGRAM)
-    assert out == "interrupted None\n"
-    assert "Ctrl-C again ends them" in err

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
 import ray
+import torch
 from ray.cluster_utils import Cluster
 
 from para_core import Cancelled, RankDied, launch
@@ -32,15 +33,13 @@ def cluster():
     cluster.shutdown()
 
 
-def test_handle_on_two_hosts_is_the_same(cluster):
+def test_handle_on_two_hosts_is_the_same_and_missing_room_is_named(cluster):
     with launch(load_steps, ranks=2, hosts=2, progress=False, env={"OWN": "1"}) as pipe:
         processes = pids(pipe)
         environment = pipe.run(
             lambda pipe: [os.environ[name] for name in ("OWN", "LOCAL_RANK", "LOCAL_WORLD_SIZE")], all_ranks=True
         )
         assert environment == [["1", "0", "1"]] * 2
-        import torch
-
         large = torch.arange(100_000.0)
         seen = []
 
@@ -60,27 +59,8 @@ def test_handle_on_two_hosts_is_the_same(cluster):
         assert pipe(1) == {}
         processes = pids(pipe)
     assert alive(processes) == []
-    with launch(load_steps, ranks=1, hosts=1, progress=False) as pipe:
-        assert pipe(1) == {}
-
-
-def test_cluster_without_room_is_named(cluster):
     with pytest.raises(RuntimeError, match="no 3 hosts with 1 free CPUs each"):
         launch(load_steps, ranks=3, hosts=3, progress=False, timeout=3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ranks": 3, "hosts": 2}, "as many ranks on each host"),
-        ({"hosts": 2}, "without ranks"),
-        ({"ranks": 2, "hosts": 0}, "at least 1"),
-        ({"ranks": 2, "hosts": 2, "devices": [0, 1]}, "hosts= with devices="),
-    ],
-)
-def test_invalid_numbers_of_hosts_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        launch(load_steps, **arguments)
 
 
 def test_connections_without_the_secret_are_refused():
@@ -94,7 +74,7 @@ def test_connections_without_the_secret_are_refused():
 
         stranger = threading.Thread(target=connect, args=(b"\x01" * 36,))
         stranger.start()
-        stranger.join(5)
+        stranger.join(0.5)
         rank = threading.Thread(target=connect, args=(secret + (0).to_bytes(4),), daemon=True)
         rank.start()
         (channel,) = hosts._accept(server, 1, secret, 10.0)

@@ -4,8 +4,6 @@ import gc
 import time
 import weakref
 
-import pytest
-
 from para_core import launch
 from tests.launcher.loads import alive, load_steps, pids, require_no_process
 
@@ -15,101 +13,68 @@ import os, sys, threading, time
 from para_core import launch
 from tests.launcher.loads import Steps, load_steps
 
-how = sys.argv[1]
 pipe = launch(load_steps, ranks=2, progress=False)
 print(*pipe.run(Steps.process, all_ranks=True), flush=True)
-if how == "exit":
+"""
+RAISE = """
+child = os.fork()
+if child == 0:
+    try:
+        pipe(1)
+    except RuntimeError as error:
+        print("fork" in str(error), flush=True)
+    del pipe
     sys.exit(0)
-if how == "raise":
-    raise SystemError("own")
-if how == "sleep":
-    time.sleep(600)
-if how == "call":
-    pipe(1, before=600)
-if how == "fork" and os.fork() == 0:
-    time.sleep(8)
+os.waitpid(child, 0)
+made = []
+thread = threading.Thread(target=lambda: made.append(launch(load_steps, ranks=1, progress=False)))
+thread.start()
+thread.join()
+time.sleep(1.5)
+print(pipe(1), made[0](2), flush=True)
+threading.Thread(target=lambda: pipe(1, before=600), daemon=True).start()
+time.sleep(0.5)
+raise SystemError("own")
+"""
+WAIT = """
+if os.fork() == 0:
+    time.sleep(5)
     os._exit(0)
-if how == "fork":
-    time.sleep(600)
-if how == "forked call":
-    child = os.fork()
-    if child == 0:
-        try:
-            pipe(1)
-        except RuntimeError as error:
-            print("fork" in str(error), flush=True)
-        del pipe
-        sys.exit(0)
-    os.waitpid(child, 0)
-    print(pipe(1), flush=True)
-if how == "thread":
-    made = []
-    thread = threading.Thread(target=lambda: made.append(launch(load_steps, ranks=2, progress=False)))
-    thread.start()
-    thread.join()
-    time.sleep(2)
-    print(made[0](2), flush=True)
-if how == "thread calls":
-    threading.Thread(target=lambda: pipe(1, before=600), daemon=True).start()
-    time.sleep(1)
+pipe(1, before=600)
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "printed"),
-    [
-        pytest.param("end", 0, "", marks=pytest.mark.long),
-        pytest.param("exit", 0, "", marks=pytest.mark.long),
-        ("raise", 1, ""),
-        ("forked call", 0, "True\n{}\n"),
-        ("thread", 0, "{}\n"),
-        ("thread calls", 0, ""),
-    ],
-)
-def test_ranks_end_with_the_program(start, how, code, printed):
-    with start(PROGRAM, how) as program:
+def test_ranks_live_with_the_process_of_their_program_and_end_with_it(start):
+    with start(PROGRAM + RAISE) as program:
         ranks = [int(pid) for pid in program.stdout.readline().split()]
         out, err = program.communicate(timeout=120)
     assert len(ranks) == 2
-    assert (program.returncode, out) == (code, printed), err
+    assert (program.returncode, out) == (1, "True\n{} {}\n"), err
+    assert "SystemError: own" in err
     require_no_process(ranks)
 
 
-@pytest.mark.parametrize(
-    ("how", "number"),
-    [
-        ("call", 9),
-        ("fork", 9),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("sleep", 9), ("sleep", 15), ("call", 1))),
-    ],
-)
-def test_ranks_end_with_a_killed_program(start, how, number):
-    program = start(PROGRAM, how)
+def test_ranks_end_with_a_killed_program(start):
+    program = start(PROGRAM + WAIT)
     ranks = [int(pid) for pid in program.stdout.readline().split()]
     time.sleep(0.5)
     assert len(alive(ranks)) == 2
-    program.send_signal(number)
-    require_no_process(ranks)
     program.kill()
+    require_no_process(ranks)
     program.communicate(timeout=60)
 
 
-def test_garbage_collection_ends_the_ranks():
-    pipe = launch(load_steps, ranks=2, progress=False)
-    ranks, handle = pids(pipe), weakref.ref(pipe)
+def begin(pipe):
+    import subprocess
+
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def test_garbage_collection_ends_the_ranks_and_their_processes():
+    pipe = launch(load_steps, ranks=1, progress=False)
+    processes, handle = [*pids(pipe), pipe.run(begin)], weakref.ref(pipe)
+    assert alive(processes) == processes
     del pipe
     gc.collect()
     assert handle() is None
-    require_no_process(ranks)
-
-
-def test_processes_of_a_rank_end_with_it():
-    def begin(pipe):
-        import subprocess
-
-        return subprocess.Popen(["sleep", "600"]).pid
-
-    with launch(load_steps, ranks=1, progress=False) as pipe:
-        child = pipe.run(begin)
-        assert alive([child]) == [child]
-    require_no_process([child])
+    require_no_process(processes)

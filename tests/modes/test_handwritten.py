@@ -1,14 +1,13 @@
 """Attention that a model computes by hand inside a mode is named, whichever way the softmax is written."""
 
-import warnings
+import re
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from para_core import ParallelWarning, UnifiedAttnMode
+from para_core import UnifiedAttnMode
+from tests.modes.outcomes import outcome, warnings_of
 from tests.tiny import cpu_mesh
 
 TOKENS = 22
@@ -23,14 +22,10 @@ def by_sum(scores):
 SPELLINGS = {
     "torch.softmax": lambda x: torch.softmax(x, -1),
     "a negative dim counted from the front": lambda x: torch.softmax(x, x.ndim - 1),
-    "keyword": lambda x: torch.softmax(input=x, dim=-1),
     "method": lambda x: x.softmax(dim=-1),
-    "F.softmax": lambda x: F.softmax(x, dim=-1),
     "torch.special": lambda x: torch.special.softmax(x, -1),
-    "module": nn.Softmax(dim=-1),
     "another dtype": lambda x: F.softmax(x, dim=-1, dtype=torch.float64).float(),
     "log_softmax": lambda x: F.log_softmax(x, dim=-1).exp(),
-    "softmin": lambda x: F.softmin(-x, dim=-1),
     "logsumexp": lambda x: (x - torch.logsumexp(x, -1, keepdim=True)).exp(),
     "exp and sum": by_sum,
     "operator": lambda x: aten._softmax.default(x, -1, False),
@@ -49,48 +44,73 @@ def attend(x, normalize):
     return (normalize(q @ k.mT * 8**-0.5) @ v).transpose(1, 2).flatten(2)
 
 
-def spelled_by_hand():
-    """Return the exceptions or warnings of each way to write a softmax, alone and next to SDPA in the mode."""
-    x = torch.randn(2, TOKENS, 96)
-    mesh, outcomes = cpu_mesh(1, 2), {}
-    for name, normalize in SPELLINGS.items():
-        for beside in (False, True):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                try:
-                    with UnifiedAttnMode(mesh) as cp:
-                        part = cp.shard(x, dim=1)
-                        attend(part, normalize)
-                        if beside:
-                            F.scaled_dot_product_attention(*[part[:, None, :, :32]] * 3)
-                    outcomes[name, beside] = {warning.category for warning in caught}
-                except RuntimeError:
-                    outcomes[name, beside] = RuntimeError
+def sdpa(part):
+    return F.scaled_dot_product_attention(*[part[:, None, :, :32]] * 3)
+
+
+def disabled(cp, part):
+    with UnifiedAttnMode.disable():
+        attend(part, torch.sigmoid)
+
+
+def fail(cp, part):
+    attend(part, torch.sigmoid)
+    raise ValueError("mine")
+
+
+def no_scores(cp, part):
+    """Call softmax and exp next to SDPA for purposes other than attention over tokens."""
+    sdpa(part)
+    part.softmax(-1)  # This is a softmax over channels.
+    torch.cat([part, part], -1).exp()
+    (part[:, None, :, :32] @ torch.randn(2, 1, 7, 32).mT).softmax(-1)  # The keys are seven replicated tokens of text.
+    part[0].softmax(0)  # A router has no dim of heads or samples.
+
+
+# What a mode is used for, and the pattern of each warning or of the error.
+BY_HAND, NOTHING = "attn_implementation='sdpa'", "intercepted no scaled_dot_product_attention"
+USES = {
+    "disabled": (disabled, NOTHING),
+    "another exception": (fail, "ValueError: mine"),
+    "channels alone": (lambda cp, part: cp.gather(part.softmax(-1), dim=1), NOTHING),
+    "no scores": (no_scores, None),
+    "nothing": (lambda cp, part: part + 1, f"ParallelWarning {__file__}: UnifiedAttnMode on 2 ranks {NOTHING}"),
+    "nothing again": (lambda cp, part: part + 1, None),
+    "by hand": (lambda cp, part: attend(part, torch.sigmoid), "RuntimeError: .*" + BY_HAND),
+    "after by hand": (lambda cp, part: sdpa(part), None),
+}
+for name, normalize in SPELLINGS.items():
+    USES[name] = (lambda cp, part, f=normalize: attend(part, f), "RuntimeError: .*" + BY_HAND)
+    USES[f"{name}, beside SDPA"] = (lambda cp, part, f=normalize: (sdpa(part), attend(part, f)), BY_HAND)
+
+
+def use_modes():
+    x, again, outcomes = torch.randn(2, TOKENS, 96), UnifiedAttnMode(cpu_mesh(1, 2)), {}
+    for name, (body, _) in USES.items():
+        # These uses are of one mode: each is judged by itself, and a mode warns once that it intercepts nothing.
+        shares = name in ("nothing", "nothing again", "by hand", "after by hand")
+        mode = again if shares else UnifiedAttnMode(cpu_mesh(1, 2))
+
+        def use(mode=mode, body=body):
+            with mode as cp:
+                body(cp, cp.shard(x, dim=1))
+
+        outcomes[name] = warnings_of(use)
     return outcomes
 
 
 def test_softmax_by_hand_raises_alone_and_warns_next_to_sdpa(rank_pool):
-    for outcomes in rank_pool.run(spelled_by_hand, 2):
-        for (name, beside), outcome in outcomes.items():
-            assert outcome == ({ParallelWarning} if beside else RuntimeError), (name, beside)
-
-
-def without_scores():
-    """Call softmax and exp next to SDPA for purposes other than attention over tokens."""
-    x = torch.randn(2, TOKENS, 96)
-    with UnifiedAttnMode(cpu_mesh(1, 2)) as cp:
-        part = cp.shard(x, dim=1)
-        q = part[:, None, :, :32]
-        F.scaled_dot_product_attention(q, q, q)
-        part.softmax(-1)  # This is a softmax over channels.
-        torch.cat([part, part], -1).exp()
-        (q @ torch.randn(2, 1, 7, 32).mT).softmax(-1)  # The keys are seven replicated tokens of text.
-        part[0].softmax(0)  # A router has no dim of heads or samples.
-    return True
-
-
-def test_softmax_over_channels_and_text_is_no_attention(rank_pool):
-    assert all(rank_pool.run(without_scores, 2))
+    for outcomes in rank_pool.run(use_modes, 2):
+        for name, (_, words) in USES.items():
+            found = outcomes[name]
+            if words is None:
+                assert found == [], name
+                continue
+            assert isinstance(found, str) == ("Error: " in words), (name, found)
+            if not isinstance(found, str):
+                (found,) = found
+                assert found.startswith("ParallelWarning"), (name, found)
+            assert re.search(words, found), (name, found)
 
 
 def other_attention(query, key, value, **options):
@@ -98,18 +118,15 @@ def other_attention(query, key, value, **options):
 
 
 def enter_with_replaced_sdpa(ranks):
+    def enter():
+        with UnifiedAttnMode(cpu_mesh(1, ranks)) as mode:
+            return mode.ranks
+
     with mock.patch.object(F, "scaled_dot_product_attention", other_attention):
-        if ranks == 1:
-            with UnifiedAttnMode(cpu_mesh(1, 1)):
-                return True
-        with (
-            pytest.raises(RuntimeError, match=r"test_handwritten\.other_attention.* 2 ranks"),
-            UnifiedAttnMode(cpu_mesh(1, 2)),
-        ):
-            pass
-    return True
+        return outcome(enter)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_replaced_sdpa_is_refused_before_the_model_runs(rank_pool, ranks):
-    assert all(rank_pool.run(enter_with_replaced_sdpa, ranks, ranks))
+def test_replaced_sdpa_is_refused_before_the_model_runs(rank_pool):
+    assert rank_pool.run(enter_with_replaced_sdpa, 1, 1) == [1]
+    for error in rank_pool.run(enter_with_replaced_sdpa, 2, 2):
+        assert re.match(r"RuntimeError: .*test_handwritten\.other_attention.* 2 ranks", error)

@@ -9,10 +9,10 @@ import torch
 from benchmarks.harness import PeakMemory
 from benchmarks.planner.published_models import PUBLISHED, counted_workload, published_modules
 from para_core.adapters import plan_mesh
-from para_core.adapters.planner.count import bytes_of, count_call, module_bytes, without_data
+from para_core.adapters.planner.count import bytes_of, count_call, without_data
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.plan_mesh import predict_bytes, workload_of
-from para_core.adapters.planner.published import find_published, published_workload, read_counts
+from para_core.adapters.planner.published import find_published, published_workload
 from para_core.adapters.planner.work import GenerationSizes
 from tests.tiny import flux_pipe
 from zoo.tiny.transformers.registry import MODELS
@@ -56,22 +56,15 @@ def test_operations_of_flux_are_those_that_diffusers_publishes():
     assert sum(workload_of("FLUX.1-dev").call.products) == pytest.approx(59_523.04e9, rel=1e-3)
 
 
-def test_most_operations_are_on_sharded_tokens():
-    for name in read_counts():
-        sharded, otherwise = workload_of(name).call.products
-        assert sharded > 0.99 * (sharded + otherwise)
-
-
 # All models are counted again in the long tests.
-STORED = [pytest.param(x, marks=[] if x in ("FLUX.1-dev", "Wan 2.1 1.3B") else pytest.mark.long) for x in PUBLISHED]
+STORED = [pytest.param(x, marks=[] if x == "Wan 2.1 1.3B" else pytest.mark.long) for x in PUBLISHED]
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_stored_counts_equal_those_of_the_model_at_other_sizes(name):
     model, modules = PUBLISHED[name], published_modules(name)
-    videos = model.sizes.frames > 1
-    changes = [{}, {"height": 704, "width": 1152, **({"frames": 2 * model.sizes.temporal + 1} if videos else {})}]
-    for change in changes:
+    frames = {"frames": 2 * model.sizes.temporal + 1} if model.sizes.frames > 1 else {}
+    for change in ({}, {"height": 704, "width": 1152, **frames}):
         stored = published_workload(name, change, 7)
         counted = counted_workload(name, replace(model.sizes, **change), 7, modules)
         assert stored.call.attention == counted.call.attention
@@ -80,35 +73,23 @@ def test_stored_counts_equal_those_of_the_model_at_other_sizes(name):
             assert sum(getattr(stored.call, pair)) == pytest.approx(sum(getattr(counted.call, pair)), rel=0.01)
         for number in ("split", "summed", "returned"):
             assert getattr(stored.call, number) == pytest.approx(getattr(counted.call, number), rel=1e-6)
-        assert stored.weights == counted.weights
-        fixed = ("name", "sizes", "branches", "batched", "steps", "heads")
-        assert [getattr(stored, x) for x in fixed] == [getattr(counted, x) for x in fixed]
+        for field in ("weights", "name", "sizes", "branches", "batched", "steps", "heads"):
+            assert getattr(stored, field) == getattr(counted, field), field
+    sharded, otherwise = stored.call.products
+    assert sharded > 0.99 * (sharded + otherwise)
 
 
-def test_a_model_of_few_tokens_is_planned():
-    few = published_workload("Wan 2.1 1.3B", {"height": 520, "width": 392, "frames": 1}, 7)
-    assert few.call.longest.queries == 32 * 24
-    assert min(few.call.peak) >= 0
-
-
-@pytest.mark.parametrize(
-    ("spelling", "name"),
-    [
+def test_published_models_are_found_in_any_spelling():
+    for spelling, name in (
         ("flux.1-dev", "FLUX.1-dev"),
         ("FLUX 2 dev", "FLUX.2-dev"),
         ("wan2.2 a14b", "Wan 2.2 A14B"),
-        ("Qwen/Qwen-Image", "Qwen-Image"),
         ("black-forest-labs/flux.1-DEV", "FLUX.1-dev"),
-    ],
-)
-def test_published_models_are_found_in_any_spelling(spelling, name):
-    assert find_published(spelling) == name
-
-
-@pytest.mark.parametrize(("typo", "meant"), [("FLUX.1-dve", "FLUX.1-dev"), ("hunyuan", "HunyuanVideo")])
-def test_misspelt_model_names_what_was_meant(typo, meant):
-    with pytest.raises(ValueError, match=f"did you mean .*{re.escape(meant)}"):
-        find_published(typo)
+    ):
+        assert find_published(spelling) == name
+    for typo, meant in (("FLUX.1-dve", "FLUX.1-dev"), ("hunyuan", "HunyuanVideo")):
+        with pytest.raises(ValueError, match=f"did you mean .*{re.escape(meant)}"):
+            find_published(typo)
 
 
 def test_a_pipeline_is_planned_for_at_its_own_defaults():
@@ -119,6 +100,10 @@ def test_a_pipeline_is_planned_for_at_its_own_defaults():
     assert weights.transformer.total == bytes_of(pipe.transformer)
     assert (weights.vae, weights.other) == (bytes_of(pipe.vae), 0)
     assert plan_mesh(pipe, ranks=2, height=128, width=128).best.memory > plan.best.memory
+    with pytest.raises(ValueError, match=r"frames .*9, .*FluxPipeline "):
+        plan_mesh(pipe, ranks=2, height=64, width=64, frames=9)
+    best = plan_mesh(pipe, ranks=3, height=71, width=57, steps=1).best
+    assert not best.problem and best.shape.ranks == 3
 
 
 def test_bytes_of_any_size_follow_from_two():
@@ -133,32 +118,16 @@ def test_bytes_of_any_size_follow_from_two():
     assert predict_bytes(pipe, {"ring": 1}, text_encoders="offload")[0] < fixed
 
 
-def test_bytes_in_8_bits_are_those_of_each_layer():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4, dtype=torch.bfloat16), torch.nn.Conv1d(4, 4, 1))
-    from para_core.adapters.planner.count import _share_in_8_bits
-
-    # The linear layer has 32 weights of 1 byte, 4 scales, and a bias in 16 bits.
-    whole = 2 * (32 + 4) + 4 * (16 + 4)
-    assert module_bytes(model).total == whole
-    assert _share_in_8_bits(model) == pytest.approx((32 + 4 * 4 + 2 * 4 + 4 * 20) / whole)
-
-
-def test_what_is_not_known_is_said_with_what_is():
-    with pytest.raises(ValueError, match=r"FLUX\.9.* FLUX\.1-dev"):
-        plan_mesh("FLUX.9", ranks=2)
-    with pytest.raises(ValueError, match=r"height .*-1; "):
-        plan_mesh("FLUX.1-dev", ranks=2, height=-1)
-    with pytest.raises(TypeError, match="has no transformer"):
-        plan_mesh(object(), ranks=2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
+        ({"pipe_or_name": "FLUX.9"}, ValueError, r"FLUX\.9.* FLUX\.1-dev"),
+        ({"pipe_or_name": object()}, TypeError, "has no transformer"),
+        ({"height": -1}, ValueError, r"height .*-1; "),
         ({"ranks": 0}, ValueError, "ranks .*0; "),
+        ({"ranks": 2.0}, ValueError, "ranks .*2.0; expected a positive integer"),
         ({"steps": 0}, ValueError, "steps .*0; "),
         ({"device": "TPU v5"}, ValueError, "device .*'TPU v5'; .*H100"),
-        ({"device": None}, TypeError, "device .*None; .*'H100'"),
         ({"link": "string"}, ValueError, "link .*'string'; .*nvlink"),
         ({"between": 10}, TypeError, "link .*10; .*'nvlink'"),
         ({"ranks_per_host": -8}, ValueError, "ranks_per_host .*-8; "),
@@ -173,7 +142,6 @@ def test_what_is_not_known_is_said_with_what_is():
         ({"offload": "disk"}, ValueError, "offload .*'disk'; .*'blocks', 'model'"),
         ({"mesh": {"rings": 2}}, ValueError, "mesh .*'rings=2'; .*ring, ulysses"),
         ({"mesh": {"ring": 0}}, ValueError, "mesh has 'ring=0'"),
-        ({"mesh": {"ring": 2.0}}, ValueError, "mesh has 'ring=2.0'"),
         ({"mesh": {"ring": 2, "ulysses": 1}, "ranks": 4}, ValueError, "mesh is too small"),
         ({"memory": -1.0}, ValueError, "memory .*-1.0; "),
         ({"memory": float("nan")}, ValueError, "memory .*nan; "),
@@ -181,16 +149,4 @@ def test_what_is_not_known_is_said_with_what_is():
 )
 def test_unplannable_arguments_raise(arguments, error, words):
     with pytest.raises(error, match=words):
-        plan_mesh("FLUX.1-dev", **{"ranks": 2, **arguments})
-
-
-def test_an_image_pipeline_has_no_frames():
-    with pytest.raises(ValueError, match=r"frames .*9, .*FluxPipeline "):
-        plan_mesh(flux_pipe(), ranks=2, height=64, width=64, frames=9)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [3, 7])
-def test_every_number_of_ranks_and_size_has_a_plan(ranks):
-    best = plan_mesh(flux_pipe(), ranks=ranks, height=71, width=57, steps=1).best
-    assert best.problem is None and best.shape.ranks == ranks
+        plan_mesh(**{"pipe_or_name": "FLUX.1-dev", "ranks": 2, **arguments})

@@ -4,13 +4,12 @@ differs.
 
 import logging
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import FluxTransformer2DModel
 from torch import nn
 
 from para_core import ParallelWarning
@@ -18,14 +17,14 @@ from para_core.adapters import (
     apply_cache_on_pipe,
     parallelize_pipe,
     parallelize_transformer,
-    unparallelize_pipe,
     unparallelize_transformer,
 )
 from para_core.plans.attention_check import AttentionCheck
 from para_core.verify import verification
 from tests.adapters.test_transformers import SIZES, call
+from tests.modes.outcomes import logged
 from tests.plans.test_attention_check import HandMade
-from tests.plans.test_foreign_code import FirstTokens, Mixing, Subclass, as_class
+from tests.plans.test_foreign_code import FirstTokens, Subclass, as_class
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.transformers.registry import MODELS
@@ -33,63 +32,51 @@ from zoo.tiny.transformers.registry import MODELS
 pytestmark = pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")
 
 
-class Counter:
-    """A counter of the calls of the transformer's first block, on whole inputs and on parts."""
+class Generating(nn.Module):
+    """A layer that draws random numbers in its forward."""
 
-    def __init__(self, transformer, total):
-        self.whole = self.parts = 0
-
-        def count(module, args, kwargs):
-            if kwargs["hidden_states"].shape[1] == total:
-                self.whole += 1
-            else:
-                self.parts += 1
-
-        transformer.transformer_blocks[0].register_forward_pre_hook(count, with_kwargs=True)
-
-
-@contextmanager
-def logged():
-    """Yield the messages that the verification logs at level INFO."""
-    texts, handler = [], logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logger = logging.getLogger(verification.__name__)
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield texts
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+    def forward(self, x):
+        return x + torch.randn(1) * 0
 
 
 def verify_sizes(ring, ulysses):
-    """Call a transformer twice at each of two sizes, and once more after its code has changed. Then remove the plan."""
-    transformer = flux_transformer()
-    classes = [type(part) for part in transformer.modules()]
-    counter = Counter(transformer, 13)
+    """Call a transformer twice at each of two sizes, and once more after its code has changed. Then remove the plan.
+    Return the calls of its first block so far, on whole inputs and on parts, the next random number, and the output.
+    """
+    transformer, results = flux_transformer(), []
+    first, second = transformer.transformer_blocks
+    first.ff = nn.Sequential(first.ff, Generating())
+    classes, calls = [type(part) for part in transformer.modules()], {True: 0, False: 0}
+
+    def count(module, args, kwargs):
+        calls[kwargs["hidden_states"].shape[1] == 13] += 1
+
+    def call(image):
+        torch.manual_seed(0)
+        out = transformer(**flux_inputs(image, 5)).sample
+        results.append((calls[True], calls[False], torch.randn(()).item(), out))
+
+    first.register_forward_pre_hook(count, with_kwargs=True)
     parallelize_transformer(transformer, mesh=cpu_mesh(ring, ulysses), verify=True)
-    counts, outs = [], []
-    with torch.no_grad(), logged() as texts:
+    with torch.no_grad(), logged(verification.__name__, logging.INFO) as texts:
         for image in (13, 13, 9, 9):
-            outs.append(transformer(**flux_inputs(image, 5)).sample)
-            counts.append((counter.whole, counter.parts))
-        transformer.transformer_blocks[1].register_forward_hook(lambda *_: None)
-        outs.append(transformer(**flux_inputs(13, 5)).sample)
-        counts.append((counter.whole, counter.parts))
+            call(image)
+        second.register_forward_hook(lambda *_: None)
+        call(13)
         unparallelize_transformer(transformer)
-        outs.append(transformer(**flux_inputs(13, 5)).sample)
+        call(13)
     assert all(type(part) is cls for part, cls in zip(transformer.modules(), classes, strict=True))
-    return counts, outs, texts
+    return results, texts
 
 
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1)])
 def test_each_size_costs_one_more_call_and_new_code_another(rank_pool, mesh):
     with torch.no_grad():
         expected = {image: flux_transformer()(**flux_inputs(image, 5)).sample for image in (13, 9)}
-    for rank, (counts, outs, texts) in enumerate(rank_pool.run(verify_sizes, 2, *mesh)):
-        assert counts == [(1, 1), (1, 2), (1, 4), (1, 5), (2, 6)]
+    for rank, (results, texts) in enumerate(rank_pool.run(verify_sizes, 2, *mesh)):
+        whole, parts, draws, outs = zip(*results, strict=True)
+        assert list(zip(whole, parts, strict=True)) == [(1, 1), (1, 2), (1, 4), (1, 5), (2, 6), (3, 6)]
+        assert len(set(draws)) == 1, "a verified call draws other random numbers"
         for out, image in zip(outs, (13, 13, 9, 9, 13, 13), strict=True):
             assert relative_error(out, expected[image]) < 1e-5
         assert len(texts) == (3 if rank == 0 else 0)
@@ -109,124 +96,83 @@ def unchecked(check, planned, run, module, args, kwargs):
     return run(module, *args, **kwargs)
 
 
-def change(transformer, kind):
-    """Make the code of a transformer use its number of tokens."""
-    blocks = transformer.transformer_blocks
-    if kind == "hook":
-        blocks[0].register_forward_hook(lambda module, args, output: [x - x.mean(1, keepdim=True) for x in output])
-    if kind == "submodule":
-        blocks[1].ff = Mixing(blocks[1].ff)
-    if kind == "processor":
-        transformer.single_transformer_blocks[0].attn.set_processor(FirstTokens())
-    if kind == "scores by hand":
-        forward = blocks[0].ff.forward
-        blocks[0].ff.forward = lambda x: forward((0.01 * x @ x.mT).softmax(-1) @ x)
-    if kind == "past SDPA":
-        blocks[1].attn.processor = Bypass()
+def hook(transformer):
+    def centre(module, args, output):
+        return [x - x.mean(1, keepdim=True) for x in output]
+
+    transformer.transformer_blocks[0].register_forward_hook(centre)
 
 
+def processor(transformer):
+    transformer.single_transformer_blocks[0].attn.set_processor(FirstTokens())
+
+
+def past_sdpa(transformer):
+    transformer.transformer_blocks[1].attn.processor = Bypass()
+
+
+# Changes by which a transformer uses its number of tokens, and the first module that differs.
 PLACES = {
-    "subclass": "",
-    "hook": "transformer_blocks.0",
-    "submodule": "transformer_blocks.1.ff",
-    "processor": "single_transformer_blocks.0.attn",
-    "scores by hand": "transformer_blocks.0.ff",
-    "past SDPA": "transformer_blocks.1.attn",
+    Subclass: "",
+    hook: "transformer_blocks.0",
+    processor: "single_transformer_blocks.0.attn",
+    past_sdpa: "transformer_blocks.1.attn",
 }
 
 
 def wrong_models():
     """Return the error of each changed transformer. Ignore the warnings about foreign code."""
     errors = {}
-    for kind in PLACES:
+    for change in PLACES:
         heartbeat()
-        transformer = as_class(Subclass) if kind == "subclass" else flux_transformer()
+        transformer = as_class(Subclass) if change is Subclass else flux_transformer()
         transformer.load_state_dict(flux_transformer().state_dict())
-        is_checked = kind == "past SDPA"
+        if change is not Subclass:
+            change(transformer)
+        is_checked = change is past_sdpa
         options = {"mesh": cpu_mesh(2, 1)} if is_checked else {"mesh": cpu_mesh(1, 2), "text": "shard"}
-        change(transformer, kind)
         parallelize_transformer(transformer, verify=True, **options)
         skipped = mock.patch.object(AttentionCheck, "run", unchecked) if is_checked else nullcontext()
         with warnings.catch_warnings(), torch.no_grad(), skipped, pytest.raises(RuntimeError) as caught:
             warnings.simplefilter("ignore", ParallelWarning)
             transformer(**flux_inputs(37, 15))
-        errors[kind] = str(caught.value)
+        errors[change.__name__] = str(caught.value)
     return errors
 
 
 def test_code_that_needs_all_tokens_raises_with_the_first_module(rank_pool):
     for errors in rank_pool.run(wrong_models, 2):
-        for kind, error in errors.items():
-            assert "2 ranks differs by" in error, kind
-            assert PLACES[kind] in error, kind
-
-
-COMPILED_AND_CACHED = [(False, False), (False, True), (True, False), (True, True)]
+        for change, place in PLACES.items():
+            assert "2 ranks differs by" in errors[change.__name__]
+            assert place in errors[change.__name__]
 
 
 def use_cache(pipe):
     return apply_cache_on_pipe(pipe, residual_diff_threshold=10.0, max_consecutive_hits=1)
 
 
-def verified_pipelines():
-    return [verified_pipeline(*options) for options in COMPILED_AND_CACHED]
+def verified_pipeline():
+    pipe = use_cache(parallelize_pipe(flux_pipe(shared_parts=False), mesh=cpu_mesh(1, 2), verify=True))
+    with logged(verification.__name__, logging.INFO) as texts:
+        return [pipe(**{**flux_call(), "num_inference_steps": 4}).images for _ in range(2)], texts
 
 
-def verified_pipeline(compiled, cached):
-    pipe = parallelize_pipe(flux_pipe(shared_parts=False), mesh=cpu_mesh(1, 2), verify=True)
-    if cached:
-        use_cache(pipe)
-    if compiled:
-        pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
-    with logged() as texts:
-        outs = [pipe(**{**flux_call(), "num_inference_steps": 4}).images for _ in range(2)]
-    unparallelize_pipe(pipe)
-    module = getattr(pipe.transformer, "_orig_mod", pipe.transformer)
-    assert cached or type(module) is FluxTransformer2DModel
-    return outs, texts
+def test_cached_pipeline_is_verified_once(rank_pool):
+    expected = use_cache(flux_pipe())(**{**flux_call(), "num_inference_steps": 4}).images
+    for rank, (outs, texts) in enumerate(rank_pool.run(verified_pipeline, 2)):
+        assert all(relative_error(out, expected) < 1e-4 for out in outs)
+        assert len(texts) == (1 if rank == 0 else 0)
 
 
-def test_pipeline_is_verified_once_compiled_and_cached(rank_pool):
-    pipes = flux_pipe(), use_cache(flux_pipe())
-    expected = [pipe(**{**flux_call(), "num_inference_steps": 4}).images for pipe in pipes]
-    for rank, results in enumerate(rank_pool.run(verified_pipelines, 2)):
-        for (compiled, cached), (outs, texts) in zip(COMPILED_AND_CACHED, results, strict=True):
-            assert all(relative_error(out, expected[cached]) < 1e-4 for out in outs), (compiled, cached)
-            assert len(texts) == (1 if rank == 0 else 0)
-
-
-def short_of_memory():
-    return [short_of_memory_on(rank) for rank in (0, 1)]
-
-
-def short_of_memory_on(rank):
-    transformer = flux_transformer()
-
-    def allocate(module, args):
-        if args[0].shape[1] == 13 and dist.get_rank() == rank:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    transformer.x_embedder.register_forward_pre_hook(allocate)
-    parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), verify=True)
-    with torch.no_grad(), pytest.warns(ParallelWarning, match="1 of 2 ranks"):
-        out = transformer(**flux_inputs(13, 5)).sample
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return out, transformer(**flux_inputs(13, 5)).sample
-
-
-def test_missing_memory_is_said_once_on_every_rank(rank_pool):
-    with torch.no_grad():
-        expected = flux_transformer()(**flux_inputs(13, 5)).sample
-    for results in rank_pool.run(short_of_memory, 2):
-        assert all(relative_error(out, expected) < 1e-5 for outs in results for out in outs)
+def one_block():
+    return flux_transformer(num_layers=1, num_single_layers=1)
 
 
 def compiled_by_the_user():
-    before = torch.compile(flux_transformer(), backend="eager", fullgraph=True)
+    before = torch.compile(one_block(), backend="eager", fullgraph=True)
     parallelize_transformer(before, mesh=cpu_mesh(1, 2), verify=True)
-    after = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2), verify=True)
-    with torch.no_grad(), logged() as texts:
+    after = parallelize_transformer(one_block(), mesh=cpu_mesh(1, 2), verify=True)
+    with torch.no_grad(), logged(verification.__name__, logging.INFO) as texts:
         out = before(**flux_inputs(13, 5)).sample
         with pytest.raises(RuntimeError, match="verify=True"):
             torch.compile(after, backend="eager", fullgraph=True)(**flux_inputs(13, 5))
@@ -235,10 +181,36 @@ def compiled_by_the_user():
 
 def test_compiled_transformer_is_verified_or_refused(rank_pool):
     with torch.no_grad():
-        expected = flux_transformer()(**flux_inputs(13, 5)).sample
+        expected = one_block()(**flux_inputs(13, 5)).sample
     for rank, (out, texts) in enumerate(rank_pool.run(compiled_by_the_user, 2)):
         assert relative_error(out, expected) < 1e-5
         assert len(texts) == (1 if rank == 0 else 0)
+
+
+def short_of_memory():
+    outs = []
+    for rank in (0, 1):
+        transformer = flux_transformer()
+
+        def allocate(module, args, rank=rank):
+            if args[0].shape[1] == 13 and dist.get_rank() == rank:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        transformer.x_embedder.register_forward_pre_hook(allocate)
+        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), verify=True)
+        with torch.no_grad(), pytest.warns(ParallelWarning, match="1 of 2 ranks"):
+            outs.append(transformer(**flux_inputs(13, 5)).sample)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            outs.append(transformer(**flux_inputs(13, 5)).sample)
+    return outs
+
+
+def test_missing_memory_is_said_once_on_every_rank(rank_pool):
+    with torch.no_grad():
+        expected = flux_transformer()(**flux_inputs(13, 5)).sample
+    for results in rank_pool.run(short_of_memory, 2):
+        assert all(relative_error(out, expected) < 1e-5 for out in results)
 
 
 def verify_models(names):
@@ -246,51 +218,16 @@ def verify_models(names):
     for name in names:
         heartbeat()
         transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2), verify=True)
-        with logged() as of_model:
+        with logged(verification.__name__, logging.INFO) as of_model:
             call(transformer, name, SIZES[0])
         texts[name] = len(of_model)
     return texts
 
 
-# These models have key caches among their arguments, heads per rank, rows, masks, or sixteen bits.
-VERIFIED_MODELS = ["wan", "anyflow far", "sana", "hunyuan", "mochi", "ltx", "qwen-image, masked"]
+# These models have key caches among their arguments, rows, heads per rank, or masks.
+VERIFIED_MODELS = ["anyflow far", "sana", "mochi", "qwen-image, masked"]
 
 
-@pytest.mark.parametrize("names", [VERIFIED_MODELS, pytest.param(list(MODELS), marks=pytest.mark.long)], ids=len)
-def test_models_of_other_structures_are_verified_without_a_warning(rank_pool, names):
-    texts, *_ = rank_pool.run(verify_models, 2, names)
-    assert texts == dict.fromkeys(names, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"comm_dtype": torch.int8}, "comm_dtype"), ({"backend": "triton-int8"}, "backend"), ({"verify": 1}, "verify")],
-)
-def test_verify_excludes_options_that_approximate(options, named):
-    with pytest.raises((ValueError, TypeError), match=named):
-        parallelize_pipe(flux_pipe(), **{"verify": True, **options})
-
-
-class Generating(nn.Module):
-    """A layer that draws random numbers in its forward."""
-
-    def forward(self, x):
-        return x + torch.randn(1) * 0
-
-
-def keeps_random_state():
-    transformer = flux_transformer()
-    transformer.transformer_blocks[0].ff = nn.Sequential(transformer.transformer_blocks[0].ff, Generating())
-    parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), verify=True)
-    draws = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        with torch.no_grad():
-            transformer(**flux_inputs(13, 5))
-        draws.append(torch.randn(3))
-    return draws
-
-
-def test_random_numbers_are_those_of_an_unverified_call(rank_pool):
-    for first, second in rank_pool.run(keeps_random_state, 2):
-        assert torch.equal(first, second)
+def test_models_of_other_structures_are_verified_without_a_warning(rank_pool):
+    texts, *_ = rank_pool.run(verify_models, 2, VERIFIED_MODELS)
+    assert texts == dict.fromkeys(VERIFIED_MODELS, 1)
