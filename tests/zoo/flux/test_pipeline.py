@@ -36,26 +36,14 @@ def test_plain_diffusers_loads_the_folder_offline_and_draws(pipe):
     assert pipe(caption(SCENES[0]), height=32, width=80, **options).images[0].size == (80, 32)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_plain_call_shows_a_red_circle(pipe, seed):
-    image = pipe("a red circle", height=128, width=128, generator=torch.Generator().manual_seed(seed)).images[0]
-    scene = ImageScene((Thing("red", "circle", "large", "centre"),), "white")
-    verdict = check(np.asarray(image), scene)
-    assert verdict.all_right, verdict
-
-
 def large(colour, shape, cell="centre", background="white"):
     return ImageScene((Thing(colour, shape, "large", cell),), background)
 
 
 # Captions of the pages and of the examples, with the scenes that they describe.
 NAMED = [
-    (large("blue", "square"), "a blue square"),
-    (large("green", "triangle"), "a green triangle"),
+    (large("red", "circle"), "a red circle"),
     (large("blue", "square", background="grey"), "a blue square on a grey background"),
-    (large("red", "circle", "top left"), "a large red circle in the top left on a white background"),
-    (large("red", "circle"), "a red circle on a white background"),
-    (large("red", "circle"), "a large red circle in the centre on a white background"),
 ]
 
 
@@ -64,10 +52,3 @@ def test_captions_of_the_pages_show_what_they_say(pipe, scene, text):
     options = {"height": 128, "width": 128, "num_inference_steps": 20, "num_images_per_prompt": 3}
     images = pipe(text, generator=torch.Generator().manual_seed(0), **options).images
     assert [check(np.asarray(image), scene).all_right for image in images] == [True] * 3
-
-
-def test_more_padding_changes_no_word_of_the_caption(pipe):
-    embeddings = [pipe.encode_prompt("a red circle", None, max_sequence_length=length)[0] for length in (128, 512)]
-    words = len(pipe.tokenizer_2("a red circle").input_ids)
-    # Sums over 512 keys are rounded in another order than over 128.
-    torch.testing.assert_close(embeddings[0][:, :words], embeddings[1][:, :words], rtol=0, atol=1e-3)
