@@ -61,9 +61,7 @@ class Mask:
             if extent == "local" and name in self.dims and set(layout.sizes()) != {1}
         ]
 
-    def cut(
-        self, mask: Tensor, cp: UnifiedAttnMode, query_layout: SequenceLayout, key_layout: SequenceLayout
-    ) -> Tensor:
+    def cut(self, mask, cp, query_layout, key_layout):
         mask = mask.clone()
         for dim, layout in self.local_dims(query_layout, key_layout):
             mask = cp.shard(mask, dim=dim, sequence=layout)
@@ -219,9 +217,7 @@ def compiled_sdpa(compile_with: str | None) -> Any:
     return torch.compile(sdpa, fullgraph=True, backend=compile_with)
 
 
-def attend(
-    cases: list[Case], ring: int, ulysses: int, learns: bool, compile_with: str | None, options: dict[str, Any]
-) -> list[tuple[Tensor, list[Tensor]]]:
+def attend(cases, ring, ulysses, learns, compile_with, options):
     """Return the whole result of each case, and this rank's gradients of its inputs if it learns. Each rank has its
     own loss.
     """
@@ -260,11 +256,9 @@ def _grads(inputs: list[Tensor]) -> list[Tensor]:
 # -- The oracle.
 
 
-def check_all(
-    rank_pool: Any, cases: list[Case], ring: int, ulysses: int, *, learns=False, compile_with=None, **options: Any
-) -> None:
+def check_all(rank_pool, cases, ring, ulysses, *, learns=False, compile_with=None, run=attend, **options):
     """Raise if the result of a case, or a gradient if it learns, differs from one device on any rank."""
-    results = rank_pool.run(attend, ring * ulysses, cases, ring, ulysses, learns, compile_with, options)
+    results = rank_pool.run(run, ring * ulysses, cases, ring, ulysses, learns, compile_with, options)
     for case, *of_ranks in zip(cases, *results, strict=True):
         where = f"{case} on ring {ring} × ulysses {ulysses}"
         for out, _ in of_ranks:

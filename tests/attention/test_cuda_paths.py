@@ -102,8 +102,10 @@ def takes(backend, dtype, head_dim, mask):
 @pytest.mark.parametrize("backend", DTYPES)
 def test_each_kernel_gets_its_layout_without_copies(run, backend, mask):
     sizes = [(H, 64, 64), (H, 37, 37), (H, 37, 53), (H // 2, 64, 64), (H // 2, 37, 37)]
-    for dtype, head_dim, memory, (key_heads, S_q, S_k) in product(DTYPES[backend], (36, 64, 256), MEMORY, sizes):
+    for dtype, head_dim, memory, (key_heads, S_q, S_k) in product(DTYPES[backend], (36, 64), MEMORY, sizes):
         if not takes(backend, dtype, head_dim, mask) or (mask == "causal" and S_q != S_k):
+            continue
+        if memory != "BHSD" and (key_heads, S_q, S_k) not in sizes[:3:2]:
             continue
         case = f"{memory}, {dtype}, head dim {head_dim}, {key_heads} key heads, {S_q} × {S_k}"
         query, key = make(memory, H, S_q, head_dim, dtype), make(memory, key_heads, S_k, head_dim, dtype)

@@ -14,14 +14,12 @@ from para_core.attention import operator
 from para_core.attention.ring import Ring
 from tests.attention.cases import check_all, make_mesh, own_attention
 from tests.attention.one_device import make_qkv, relative_error
-from tests.attention.test_exactness import CALLS, is_fit, ways
+from tests.attention.test_exactness import calls_of, ways
 
 
 @ways
 def test_gradients_equal_those_of_one_device(rank_pool, ring, ulysses, options):
-    cases = [case for case in CALLS if is_fit(case, ring * ulysses, options, learns=True)]
-    assert len(cases) > 30
-    check_all(rank_pool, cases, ring, ulysses, learns=True, **options)
+    check_all(rank_pool, calls_of(ring, ulysses, options, learns=True), ring, ulysses, learns=True, **options)
 
 
 # -- Sixteen bits.

@@ -1,4 +1,7 @@
-"""The number of kernels that the host launches for one attention call, and the counter of launches itself."""
+"""What the host does for one attention call: the kernels that it launches, and its path through Python."""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,8 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+import para_core
 from benchmarks.harness import fake_group
+from para_core import UnifiedAttnMode
 from para_core.recorder.run_counter import RunCounter
+from tests.attention.cases import make_mesh
 from tests.launches import count_attention
 
 
@@ -33,18 +39,13 @@ def test_what_counts_as_a_launch():
         dist.all_to_all_single(torch.empty_like(x), x)
         sent = torch.ops._c10d_functional.all_to_all_single(x, [1, 1], [1, 1], dist.group.WORLD.group_name)
         torch.ops._c10d_functional.wait_tensor(sent)
+        pair = [dist.P2POp(dist.isend, x, 1), dist.P2POp(dist.irecv, torch.empty_like(x), 1)]
+        [work.wait() for work in dist.batch_isend_irecv(pair)]
         F.scaled_dot_product_attention(x[None], x[None], x[None])
-    by_operator = dict(counter.by_operator)
-    assert sum(number for name, number in by_operator.items() if "attention" in name) == 1
-    assert {name: number for name, number in by_operator.items() if "attention" not in name} == {
-        "clone": 1,
-        "cat": 1,
-        "mul": 1,
-        "ones_like": 1,
-        "add": 1,
-        "c10d::alltoall_base_": 1,
-        "_c10d_functional::all_to_all_single": 1,
-    }
+    collectives = ("c10d::alltoall_base_", "c10d::send", "c10d::recv_", "_c10d_functional::all_to_all_single")
+    attention = next(name for name in counter.by_operator if "dot_product" in name)
+    operators = ("clone", "cat", "mul", "ones_like", "add", *collectives, attention)
+    assert dict(counter.by_operator) == dict.fromkeys(operators, 1)
 
 
 # -- The budgets of one forward call, for any number of ranks. The meta device runs the kernels of CUDA.
@@ -100,3 +101,48 @@ def test_a_mask_costs_a_few_launches_per_call_and_for_rows_some_per_block(device
     of_keys, per_call, per_block = (5, 3, 2) if dtype == torch.bool else (10, 9, 1)
     require_at_most(plain.launches + of_keys, masked(1))
     require_at_most(plain.launches + per_call + per_block * ranks, masked(288))
+
+
+# -- The path of one eager call from the mode to its result.
+
+ROOT = Path(para_core.__file__).parent
+
+# A reader who follows one call opens these files. docs/how_it_works.md walks through them.
+MOST_FILES = {"ulysses": 7, "ring": 11}
+# Python 3.11, which counts comprehensions as calls, needs 67 and 81, and some more after other tests in the same
+# process. Before calls were bound once it needed 105 and 129.
+MOST_PYTHON_CALLS = {"ulysses": 78, "ring": 92}
+
+
+def trace_call(kind, assume_equal):
+    """Return the files of para_core in which a call runs, and its number of Python calls, after two calls like it."""
+    files, num_calls = set(), 0
+
+    def note(frame, event, _):
+        nonlocal num_calls
+        if event == "call":
+            num_calls += 1
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(ROOT):
+                files.add(str(path.relative_to(ROOT)))
+
+    mesh = make_mesh(2, 1) if kind == "ring" else make_mesh(1, 2)
+    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as cp:
+        q = cp.shard(torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(0)), dim=2)
+        for _ in range(2):
+            F.scaled_dot_product_attention(q, q, q)
+        sys.setprofile(note)
+        try:
+            F.scaled_dot_product_attention(q, q, q)
+        finally:
+            sys.setprofile(None)
+    return sorted(files), num_calls
+
+
+@pytest.mark.parametrize(("kind", "assume_equal"), [("ulysses", False), ("ring", False), ("ring", True)])
+def test_a_call_passes_few_files_and_python_calls(rank_pool, kind, assume_equal):
+    for files, num_calls in rank_pool.run(trace_call, 2, kind, assume_equal):
+        assert "modes/unified.py" in files and "attention/mesh_attention.py" in files
+        assert len(files) <= MOST_FILES[kind] - assume_equal, files
+        assert num_calls <= MOST_PYTHON_CALLS[kind]
+        assert ("distributed/agree.py" in files) == (not assume_equal)

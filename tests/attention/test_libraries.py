@@ -118,7 +118,7 @@ def by_name(backends, ring, ulysses, compiled):
 
 @pytest.mark.parametrize(
     ("backends", "ring", "ulysses", "compiled"),
-    [(list(PLACES), 2, 1, False), (list(PLACES), 1, 2, False), (["flash3"], 2, 1, True), (["flash4"], 1, 1, True)],
+    [(list(PLACES), 2, 1, False), (list(PLACES), 1, 2, False), (["flash3"], 2, 1, True), (["flash4"], 1, 1, False)],
 )
 def test_libraries_by_name_equal_one_device(rank_pool, backends, ring, ulysses, compiled):
     for results in rank_pool.run(by_name, ring * ulysses, backends, ring, ulysses, compiled):

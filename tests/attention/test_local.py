@@ -31,7 +31,8 @@ def make_masks(dtype):
     shown = torch.rand(B, 1, S_Q, S_K) > 0.4
     shown[0, :, 2] = False
     large = torch.zeros(B, 1, S_Q, S_K, dtype=torch.float64)
-    large[:, :, 2] = large[:, :, 4, 1:] = -1e300  # float32 has no number of this size: it ends at 3e38.
+    # Numbers of float32 end at 3e38. In float16, any number that hides rounds scores.
+    large[:, :, 2] = large[:, :, 4, 1:] = 0.0 if dtype == torch.float16 else -1e300
     large[:, :, 5] = -INFINITY
     return {
         "none": None,

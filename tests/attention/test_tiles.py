@@ -37,7 +37,6 @@ def test_the_docstrings_are_right(name):
 
 @given(queries=RUNS, keys=RUNS, seed=st.integers(0, 99), sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)))
 def test_tiles_contain_what_causal_and_block_masks_show_once(queries, keys, seed, sizes):
-    # Without the feature this file still has tests.
     from para_core.attention.block_sparse import read_block_mask
 
     shown = torch.rand(40, 40, generator=torch.Generator().manual_seed(seed)) < 0.5

@@ -5,6 +5,7 @@ one.
 import doctest
 from importlib import import_module
 from itertools import chain
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from para_core import Segment, SequenceLayout
+from para_core.distributed.mesh import MeshDim
+from para_core.layout import gather
 from para_core.layout.fetch import plan_fetch
 from para_core.layout.held import Layout
 from para_core.layout.sequence import even_layout
@@ -68,6 +71,12 @@ def test_ranks_hold_the_parts_of_tensor_split(segments, ranks):
         assert [segment.size(rank, ranks) for segment in segments] == [s.sizes(ranks)[rank] for s in segments]
     everything = chain(*[tokens(layout.runs(rank, replicated=False)) for rank in range(ranks)], replicated)
     assert sorted(everything) == list(range(layout.total))
+    sharded = [torch.tensor(tokens(layout.runs(rank, replicated=False)), dtype=torch.long) for rank in range(ranks)]
+    with mock.patch.object(gather, "all_gather", lambda *_: torch.cat(sharded)):
+        for rank in range(ranks):
+            part, dim = torch.tensor(tokens(layout.runs(rank)), dtype=torch.long), MeshDim("", ranks, rank, "", None)
+            whole = gather.gather(part, 0, Layout.of(layout), dim)
+            assert whole.tolist() == list(range(layout.total))
     some = range(0, ranks, 2)
     expected = [run for rank in some for run in Layout.of(layout).runs(rank, replicated=False)]
     assert Layout.of(layout).only(*some, replicated=False).runs() == expected

@@ -34,6 +34,7 @@ def flux_on(mesh_sizes, dtype, options):
         ((1, 1, 3), torch.float32, {}),
         ((1, 1, 2), torch.bfloat16, {}),
         ((1, 2, 1), torch.bfloat16, {}),
+        ((2, 1, 1), torch.float32, GUIDED),
         ((2, 1, 2), torch.float32, GUIDED),
     ],
 )

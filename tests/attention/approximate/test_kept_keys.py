@@ -83,7 +83,6 @@ CASES = [
         (2, 2, 0.4, 4, {}),
         (1, 3, 0.7, 64, {}),
         (2, 1, 1.0, 1, {"attn_func": own_attention}),
-        pytest.param(4, 1, 0.4, 4, {}, marks=pytest.mark.long),
     ],
 )
 def test_kept_keys_equal_dense_masked_attention(rank_pool, ring, ulysses, share, window, options, learns):
