@@ -40,6 +40,9 @@ pytestmark = pytest.mark.slow
 
 # The kernels are for these compute capabilities: Ampere (A100, then GeForce and A10), Ada, Hopper, Blackwell.
 ARCHS = (80, 86, 89, 90, 100)
+on_each_arch = pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=pytest.mark.long if arch in (86, 100) else ()) for arch in ARCHS]
+)
 # The largest shared memory of a block and of a multiprocessor in bytes, and the threads of a multiprocessor (CUDA C++
 # Programming Guide, "Technical Specifications per Compute Capability"). A multiprocessor has 65,536 registers.
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -177,8 +180,8 @@ SMALL = {f"{name}, D = {dim}": call for dim in (96, 256) for name, call in calls
 LAST_STEPS = (residual.add_up_kernel, norm.merge_kernel)
 
 
-@pytest.mark.sample(28)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.sample(24)
+@on_each_arch
 @pytest.mark.parametrize("name", SMALL)
 def test_small_kernel_fits_and_moves_16_bytes_at_once(name, arch):
     for compiled in compiled_by(SMALL[name], arch):
@@ -240,7 +243,7 @@ def launch_attention(config, dims, *, ranges, eight_bits, dtype=BF16, mask=None,
 
 
 @pytest.mark.sample(7)
-@pytest.mark.parametrize("arch", ARCHS)
+@on_each_arch
 @pytest.mark.parametrize("dims", [(64, 64), (72, 72), (96, 96), (128, 128), (256, 256), (192, 128)], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_attention_fits_its_gpu(name, dims, arch):

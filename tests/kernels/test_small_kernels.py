@@ -1,8 +1,6 @@
 """The kernels of merging, residuals and group norms, and their references, are compared with formulas in float64."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,25 +74,16 @@ def several(count, shape, dtype=torch.float32):
     return [normal(*shape, dtype=dtype, seed=seed) for seed in range(count)]
 
 
-class Function(NamedTuple):
-    """A kernel, its reference, the formula, its inputs by shape and dtype, and shapes that reach each branch."""
-
-    kernel: Callable[..., Any]
-    reference: Callable[..., Any]
-    exact: Callable[..., Any]
-    inputs: Callable[..., Any]
-    shapes: list[tuple[int, ...]]
-
-
+# By name: the kernel, its reference, the formula, inputs by shape and dtype, and shapes that reach each branch.
 FUNCTIONS = {
-    "merge": Function(
+    "merge": (
         merge.merge,
         merge_reference.merge,
         exact_merge,
         partial_results,
         [(1, 1, 1, 1), (2, 3, 37, 20), (1, 2, 65, 64), (1, 1, 33, 300), (0, 2, 4, 8), (1, 2, 4, 0)],
     ),
-    "change": Function(
+    "change": (
         residual.change,
         residual_reference.change,
         exact_change,
@@ -103,7 +92,7 @@ FUNCTIONS = {
         [(2, 1), (2, residual.BLOCK + 1), (2, CHUNK), (2, 3 * CHUNK + 1), (0, 5), (2, 0)],
     ),
     **{
-        f"forecast of {count}": Function(
+        f"forecast of {count}": (
             forecast_by(residual),
             forecast_by(residual_reference),
             lambda entry, *residuals: entry + sum(w * x for w, x in zip(WEIGHTS, residuals, strict=False)),
@@ -113,7 +102,7 @@ FUNCTIONS = {
         for count in (1, 2, 3)
     },
     **{
-        f"moments{name}": Function(
+        f"moments{name}": (
             lambda x: norm.moments(x, 2),
             lambda x: norm_reference.moments(x, 2),
             exact_moments,
@@ -127,7 +116,7 @@ FUNCTIONS = {
 
 def check(name, actual, inputs, tolerance=3e-6):
     """Raise unless the results have one rounding to their dtype. Triton's interpreter truncates to 16 bits."""
-    exact = FUNCTIONS[name].exact(*[x.double() for x in inputs])
+    exact = FUNCTIONS[name][2](*[x.double() for x in inputs])
     for x, y in zip(*[(z,) if isinstance(z, Tensor) else z for z in (actual, exact)], strict=True):
         rounding = 0.0 if x.dtype in (torch.float32, torch.float64) else torch.finfo(x.dtype).eps
         assert x.shape == y.shape
@@ -136,25 +125,26 @@ def check(name, actual, inputs, tolerance=3e-6):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("name", "shape"), [(name, shape) for name in FUNCTIONS for shape in FUNCTIONS[name].shapes])
+@pytest.mark.parametrize(("name", "shape"), [(name, shape) for name in FUNCTIONS for shape in FUNCTIONS[name][4]])
 def test_kernel_and_reference_equal_float64(name, shape, dtype):
-    function = FUNCTIONS[name]
-    inputs = function.inputs(shape, dtype)
-    actual = function.kernel(*inputs)
+    kernel, reference, _, inputs_of, _ = FUNCTIONS[name]
+    inputs = inputs_of(shape, dtype)
+    actual = kernel(*inputs)
     check(name, actual, inputs)
     is_stored = name == "merge" or "forecast" in name
     assert (actual[0] if name == "merge" else actual).dtype == (dtype if is_stored else torch.float32)
     if dtype == torch.float32:
-        check(name, function.reference(*inputs), inputs, tolerance=1e-4)
+        check(name, reference(*inputs), inputs, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @given(data=st.data())
 def test_any_strides_are_read(name, data):
     shape = {"merge": (2, 3, 5, 9), "change": (3, 37)}.get(name, (2, 4, 3, 5))
-    inputs = FUNCTIONS[name].inputs(shape)
+    kernel, _, _, inputs_of, _ = FUNCTIONS[name]
+    inputs = inputs_of(shape)
     given_inputs = [data.draw(laid_out(x)) for x in inputs]
-    check(name, FUNCTIONS[name].kernel(*given_inputs), inputs)
+    check(name, kernel(*given_inputs), inputs)
     if name == "merge":
         merged = merge.merge(*given_inputs, into=(given_inputs[0], given_inputs[1]))
         assert merged[0] is given_inputs[0] and merged[1] is given_inputs[1]

@@ -1,7 +1,7 @@
 """Scaled dot-product attention as CUDA computes it: the choice of a kernel, and what each kernel asks for.
 
-The choice follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of PyTorch 2.13 for an H100, and the padding of
-masks and head dims transformers/attention.cpp. What kernels ask for is in tests/attention/kernel_rules.py.
+The choice follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of PyTorch 2.13 for an H100. PyTorch itself pads
+masks and head dims. What kernels ask for is in tests/attention/kernel_rules.py.
 """
 
 from __future__ import annotations
@@ -19,47 +19,7 @@ from tests.simulated_gpu.native import on_cpu, on_device
 from tests.simulated_gpu.operators import aten, reads_and_writes, refuse_host_tensors, tensors_of
 from tests.simulated_gpu.record import record
 
-FUSED = {
-    SDPBackend.FLASH_ATTENTION: aten._scaled_dot_product_flash_attention,
-    SDPBackend.EFFICIENT_ATTENTION: aten._scaled_dot_product_efficient_attention,
-    SDPBackend.CUDNN_ATTENTION: aten._scaled_dot_product_cudnn_attention,
-}
-
-
-def sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention`` by the kernel that CUDA would take."""
-    tensors = [x for x in (query, key, value, attn_mask) if x is not None]
-    refuse_host_tensors("scaled_dot_product_attention", tensors)
-    kernel, mask = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa), attn_mask
-    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
-        # Some kernels raise, and cuDNN may read it as 16-bit: no caller can rely on it.
-        record.fault(f"scaled_dot_product_attention: a mask of {mask.dtype} with a query of {query.dtype}")
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
-    if kernel == SDPBackend.MATH:
-        options: Any = {"scale": scale, "enable_gqa": enable_gqa}
-        return aten._scaled_dot_product_attention_math(query, key, value, mask, dropout_p, is_causal, **options)[0]
-    dim = query.shape[-1]
-    scale = dim**-0.5 if scale is None else scale
-    if kernel == SDPBackend.FLASH_ATTENTION:
-        padded = [F.pad(x, (0, -dim % 8)) if dim % 8 else x for x in (query, key, value)]
-        return FUSED[kernel](*padded, dropout_p, is_causal, scale=scale)[0][..., :dim]
-    if mask is not None:
-        mask = mask.expand(*query.shape[:3], key.shape[2])
-        if key.shape[2] % 16:
-            mask = F.pad(mask, (0, -key.shape[2] % 16))[..., : key.shape[2]]
-    needs_lse = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return FUSED[kernel](query, key, value, mask, needs_lse, dropout_p, is_causal, scale=scale)[0]
+FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 
 
 def choose(
@@ -72,30 +32,33 @@ def choose(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> SDPBackend:
+) -> int:
     """Return the kernel that SDPA takes: the first of flash, efficient and cuDNN that is switched on and fits."""
+    if mask is not None:
+        refuse_host_tensors("scaled_dot_product_attention", [query, mask])
+        if mask.dtype not in (torch.bool, query.dtype):
+            # Some kernels raise, and cuDNN may read it as 16-bit: no caller can rely on it.
+            record.fault(f"scaled_dot_product_attention: a mask of {mask.dtype} with a query of {query.dtype}")
     regular = query.ndim == 4 and query.dtype == key.dtype == value.dtype and 0 not in (*query.shape, *key.shape)
     if not regular or any(x.stride(-1) != 1 for x in (query, key, value)):
-        return SDPBackend.MATH
+        return SDPBackend.MATH.value
     low, dims = query.dtype in (torch.float16, torch.bfloat16), (query.shape[-1], value.shape[-1])
     takes_heads = enable_gqa or key.shape[1] == query.shape[1]
     square = not causal or query.shape[2] == key.shape[2]
-    fits = {
-        SDPBackend.FLASH_ATTENTION: low and mask is None and dims[0] == dims[1] <= 256 and square and takes_heads,
-        SDPBackend.EFFICIENT_ATTENTION: (low or query.dtype == torch.float32)
+    fits = (
+        low and mask is None and dims[0] == dims[1] <= 256 and square and takes_heads,
+        (low or query.dtype == torch.float32)
         and key.shape[1] == query.shape[1]
         and all(dim % (8 if low else 4) == 0 for dim in dims),
-        SDPBackend.CUDNN_ATTENTION: low
-        and takes_heads
-        and key.shape[2] > 1
-        and all(dim % 8 == 0 and dim <= 128 for dim in dims),
-    }
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: torch._C._get_flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: torch._C._get_mem_efficient_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: torch._C._get_cudnn_sdp_enabled(),
-    }
-    return next((kernel for kernel in FUSED if fits[kernel] and enabled[kernel]), SDPBackend.MATH)
+        low and takes_heads and key.shape[2] > 1 and all(dim % 8 == 0 and dim <= 128 for dim in dims),
+    )
+    enabled = (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+    taken = (kernel for kernel, fit, is_on in zip(FUSED, fits, enabled, strict=True) if fit and is_on)
+    return next(taken, SDPBackend.MATH).value
 
 
 # -- The fused operators. Arguments come by the names of their schemas.
@@ -169,13 +132,13 @@ def _operator(name: str, suffix: str, operator: Any) -> Callable[..., Any]:
             PRECONDITIONS[operator](*args, **kwargs)
         except AssertionError as error:
             record.fault(f"{operator}: {error}")
-        with reads_and_writes(operator, args, kwargs) as access:
+        with reads_and_writes(operator, args, kwargs) as made:
             index = given["query"].device.index
             outputs = backward(name, given) if suffix else forward(name, given)
-            access.made = tuple(on_device(x, index) if isinstance(x, Tensor) else x for x in outputs)
+            made.append(tuple(on_device(x, index) if isinstance(x, Tensor) else x for x in outputs))
         record.count("launches", name + suffix)
         record.counts[f"kernel: {name}{suffix}"] += 1
-        return access.made
+        return made[0]
 
     return run
 

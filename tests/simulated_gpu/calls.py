@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL.Image import Image
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves
@@ -27,21 +24,24 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_transformer,
 )
+from tests.simulated_gpu.native import on_cpu
 from tests.simulated_gpu.ranks import on_gpu
+from tests.simulated_gpu.record import Record, measured
 from tests.tiny import flux_pipe, relative_error
 from zoo.tiny.pipelines import PIPELINES
-from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 
 # Budgets limit these. Each is counted per rank.
 KINDS = ("waits", "copies to the device", "copies to the host", "launches", "collectives")
+# The tensors that a call returned, in float32 on the CPU, and its counts.
+Counted = tuple[list[Tensor], Record]
 
 
 @dataclass(frozen=True)
 class Call:
     """A call on several ranks: its error against the unmodified model, and what it does more often than that.
 
-    ``lines`` has the added waits and copies by line.
+    ``lines`` has the added waits, copies and collectives by line.
     """
 
     error: float
@@ -53,34 +53,18 @@ def mesh_of(**sizes: int) -> DeviceMesh:
     return init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """The tensors that a call returned, in float32 on the CPU, and its counts."""
-
-    out: list[Tensor]
-    counts: Counter[str]
-    lines: dict[str, Counter[str]]
-
-
-def _counted(call: Callable[[], Any]) -> _Counted:
-    from tests.simulated_gpu.native import on_cpu
-    from tests.simulated_gpu.record import measured
-
+def _counted(call: Callable[[], Any]) -> Counted:
     with measured() as counts:
         out = call()
-    leaves = [torch.from_numpy(np.array(x)) if isinstance(x, (Image, np.ndarray)) else x for x in tree_leaves(out)]
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    return _Counted([(on_cpu(x) if x.is_cuda else x).float().clone() for x in tensors], counts.counts, counts.lines)
+    tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    return [(on_cpu(x) if x.is_cuda else x).float().clone() for x in tensors], counts
 
 
-def _compared(parallel: _Counted, alone: _Counted) -> Call:
-    error = max(relative_error(x, y) for x, y in zip(parallel.out, alone.out, strict=True))
-    added = {kind: parallel.counts[kind] - alone.counts[kind] for kind in KINDS}
-    lines = {
-        kind: dict(parallel.lines.get(kind, Counter()) - alone.lines.get(kind, Counter()))
-        for kind in ("waits", "copies to the device", "copies to the host")
-    }
-    return Call(error, added, lines)
+def _compared(parallel: Counted, alone: Counted) -> Call:
+    (results, counts), (expected, own) = parallel, alone
+    error = max(relative_error(x, y) for x, y in zip(results, expected, strict=True))
+    added = {kind: counts.counts[kind] - own.counts[kind] for kind in KINDS}
+    return Call(error, added, {kind: dict(counts.lines[kind] - own.lines[kind]) for kind in KINDS})
 
 
 # -- Attention.
@@ -111,7 +95,7 @@ def attend(case: Attention) -> Call:
     mask = on_gpu(_mask(case))
     options: dict[str, Any] = {"is_causal": case.mask == "causal", "enable_gqa": case.key_heads != case.heads}
     same_dtype = mask.to(case.dtype) if mask is not None and mask.is_floating_point() else mask
-    local = _counted(lambda: F.scaled_dot_product_attention(*qkv, same_dtype, **options))
+    expected, _ = _counted(lambda: F.scaled_dot_product_attention(*qkv, same_dtype, **options))
     with _mode(case) as cp:
         with torch.no_grad():
             parts = [cp.shard(x, dim=2) for x in qkv]
@@ -125,13 +109,11 @@ def attend(case: Attention) -> Call:
             return out.detach()
 
         call()
-        counted = _counted(call)
+        _, counts = _counted(call)
         out = call()
         with torch.no_grad():
-            whole = _counted(lambda: cp.gather(out, dim=2))
-    lines = {kind: dict(counted.lines.get(kind, {})) for kind in ("waits", "copies to the device")}
-    error = relative_error(whole.out[0], local.out[0])
-    return Call(error, {kind: counted.counts[kind] for kind in KINDS}, lines)
+            whole, _ = _counted(lambda: cp.gather(out, dim=2))
+    return _compared((whole, counts), (expected, Record()))
 
 
 def _mode(case: Attention) -> UnifiedAttnMode:
@@ -148,31 +130,29 @@ def _mode(case: Attention) -> UnifiedAttnMode:
 
 
 def _mask(case: Attention) -> Tensor | None:
+    shape = 2, 1, case.tokens, case.tokens
     if case.mask == "keys":
         return (torch.arange(case.tokens) < case.tokens - 7)[None, None, None].expand(2, 1, 1, -1)
     if case.mask == "bool":
-        return torch.rand(2, 1, case.tokens, case.tokens) > 0.3
-    if case.mask == "float":
-        return torch.randn(2, 1, case.tokens, case.tokens).to(case.dtype)
+        return torch.rand(shape) > 0.3
     if case.mask == "finite":
-        hidden = torch.rand(2, 1, case.tokens, case.tokens) > 0.7
-        return torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(case.dtype).min).to(case.dtype)
-    if case.mask == "float32":
-        return torch.randn(2, 1, case.tokens, case.tokens)
+        return torch.zeros(shape).masked_fill(torch.rand(shape) > 0.7, torch.finfo(case.dtype).min).to(case.dtype)
+    if case.mask in ("float", "float32"):
+        return torch.randn(shape).to(case.dtype if case.mask == "float" else torch.float32)
     return None
 
 
 # -- Transformers.
 
 
-def call_transformer(name: str, ring: int, ulysses: int, dtype: torch.dtype = torch.float32) -> Call:
+def call_transformer(name: str, ring: int, ulysses: int) -> Call:
     """Call a model once to warm up and once counted, alone and on the mesh."""
     frames = 6 if name == "cogvideox 1.5" else 3
-    model = MODELS[name].build().to("cuda", dtype)
+    model = MODELS[name].build().to("cuda")
 
-    def call() -> _Counted:
+    def call() -> Counted:
         # Some models change their arguments.
-        kwargs = on_gpu(MODELS[name].inputs(frames, 6, 10), dtype)
+        kwargs = on_gpu(MODELS[name].inputs(frames, 6, 10), torch.float32)
         return _counted(lambda: model(**kwargs, return_dict=False))
 
     with torch.no_grad(), warnings.catch_warnings():
@@ -188,34 +168,17 @@ def call_transformer(name: str, ring: int, ulysses: int, dtype: torch.dtype = to
 
 # -- Pipelines.
 
-# The steps of a generation, and those that a longer one has in addition.
-STEPS = MORE_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A generation, and one step as the difference of two generations of different lengths."""
-
-    whole: Call
-    step: Call
-
-
-def _tiny(name: str) -> tuple[Any, dict[str, Any]]:
-    if name == "flux":
-        call = {"prompt": "a red circle", "height": 48, "width": 32, "output_type": "pt"}
-        return flux_pipe(shared_parts=False), call
-    pipeline = UNET_PIPELINES[name] if name in UNET_PIPELINES else PIPELINES[name]
-    return pipeline.build(), pipeline.call()
-
 
 def _on_gpu(name: str, dtype: torch.dtype, quantize: bool) -> tuple[Any, dict[str, Any]]:
     """Return a tiny pipeline on this rank's GPU, and the arguments of a call."""
-    pipe, call = _tiny(name)
+    pipe, call = flux_pipe(shared_parts=False), {"prompt": "a red circle", "height": 48, "width": 32}
+    if name != "flux":
+        pipe, call = PIPELINES[name].build(), PIPELINES[name].call()
     pipe.to("cuda", dtype)
     if quantize:
         quantize_(pipe.transformer, Int8WeightOnlyConfig())
     pipe.set_progress_bar_config(disable=True)
-    return pipe, on_gpu(call, dtype)
+    return pipe, on_gpu({**call, "output_type": "pt"}, dtype)
 
 
 def _generate(pipe: Any, call: dict[str, Any], steps: int) -> Any:
@@ -223,28 +186,14 @@ def _generate(pipe: Any, call: dict[str, Any], steps: int) -> Any:
     return pipe(**{**call, "num_inference_steps": steps, "generator": torch.Generator().manual_seed(7)})[0]
 
 
-@dataclass(frozen=True)
-class _Generations:
-    """A whole generation, and two of which only the steps count: they end with latents."""
-
-    whole: _Counted
-    short: _Counted
-    long: _Counted
-
-
-def _generations(pipe: Any, call: dict[str, Any], steps: int) -> _Generations:
-    latents = {**call, "output_type": "latent"}
-    return _Generations(
-        _counted(lambda: _generate(pipe, call, steps)),
-        _counted(lambda: _generate(pipe, latents, steps)),
-        _counted(lambda: _generate(pipe, latents, steps + MORE_STEPS)),
-    )
+def _generations(pipe: Any, call: dict[str, Any], lengths: Sequence[int]) -> list[Counted]:
+    return [_counted(lambda steps=steps: _generate(pipe, call, steps)) for steps in lengths]
 
 
 @cache
-def _generated_alone(name: str, dtype: torch.dtype, quantize: bool, steps: int) -> _Generations:
+def _generated_alone(name: str, dtype: torch.dtype, quantize: bool, lengths: tuple[int, ...]) -> list[Counted]:
     """Return the generations of the unmodified pipeline. A rank runs several cases, so they are kept."""
-    return _generations(*_on_gpu(name, dtype, quantize), steps)
+    return _generations(*_on_gpu(name, dtype, quantize), lengths)
 
 
 def generate(
@@ -253,19 +202,22 @@ def generate(
     threshold: float | None = None,
     dtype: torch.dtype = torch.float32,
     quantize: bool = False,
-    steps: int = STEPS,
+    steps: int = 2,
+    longer_by: int = 0,
     **options: Any,
-) -> Generation:
+) -> list[Call]:
     """Generate with a tiny pipeline, alone and with ``options`` of ``parallelize_pipe``.
 
     Args:
         threshold: that of First Block Cache, which the pipeline alone does not get.
         quantize: whether the transformer has torchao's int8 weights, each way.
         steps: of the generation.
+        longer_by: steps that a second generation has in addition; none if 0.
     """
+    lengths = (steps, steps + longer_by) if longer_by else (steps,)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        alone = _generated_alone(name, dtype, quantize, steps)
+        alone = _generated_alone(name, dtype, quantize, lengths)
         pipe, call = _on_gpu(name, dtype, quantize)
         if mesh is not None:
             options["mesh"] = mesh_of(**mesh)
@@ -273,41 +225,8 @@ def generate(
         if threshold is not None:
             apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
         _generate(pipe, call, 1)
-        parallel = _generations(pipe, call, steps)
+        parallel = _generations(pipe, call, lengths)
         # Nothing undoes sharded weights and stages.
         if options.get("weights") is None and "pipe" not in (mesh or {}):
             unparallelize_pipe(pipe)
-    long = _compared(parallel.long, alone.long)
-    short = _compared(parallel.short, alone.short)
-    step = {kind: (long.added[kind] - short.added[kind]) / MORE_STEPS for kind in KINDS}
-    return Generation(_compared(parallel.whole, alone.whole), Call(long.error, step, {}))
-
-
-def generate_once(name: str) -> Call:
-    """Generate with a tiny pipeline by the call that it has, alone and on all ranks."""
-    pipe, call = _on_gpu(name, torch.float32, False)
-
-    def once() -> _Counted:
-        # Some pipelines and schedulers draw from the default generator.
-        torch.manual_seed(0)
-        return _counted(lambda: pipe(**{**call, **new_generator(call)})[0])
-
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        alone = once()
-        parallelize_pipe(pipe)
-        parallel = once()
-        unparallelize_pipe(pipe)
-    return _compared(parallel, alone)
-
-
-def generate_alone(name: str) -> None:
-    """Generate with an unmodified tiny pipeline."""
-    pipe, call = _on_gpu(name, torch.float32, False)
-    with torch.no_grad():
-        pipe(**{**call, **new_generator(call)})
-
-
-def new_generator(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a generator in its first state, if the call has one."""
-    return {"generator": torch.Generator().manual_seed(7)} if "generator" in call else {}
+    return [_compared(*pair) for pair in zip(parallel, alone, strict=True)]

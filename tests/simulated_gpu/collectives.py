@@ -14,16 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from tests.simulated_gpu import groups, streams
+from tests.simulated_gpu import streams
+from tests.simulated_gpu.groups import Kind, kind_of
 from tests.simulated_gpu.native import on_cpu
 from tests.simulated_gpu.operators import tensors_of
 from tests.simulated_gpu.record import HostWaits, Launch, Waited, line, record
 
-FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
-DTYPES = {
-    *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8),
-}
+DTYPES = {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64}
+DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # The functions of torch's class that the methods below replace.
 _gloo: dict[str, Callable[..., Any]] = {}
 
@@ -34,7 +32,7 @@ class Work:
     def __init__(self, work: Any, outputs: list[tuple[Tensor, Tensor]], inputs: list[Tensor], number: int) -> None:
         self._work, self._outputs, self._number = work, outputs, number
         self._inputs = [(x, x.clone()) for x in inputs]
-        self._line, self._clock, self._ended = line(), dict(streams.current().known), False
+        self._line, self._started, self._ended = line(), streams.current().record_event(), False
         self._job = record.job
 
     def wait(self, timeout: Any = None) -> bool:
@@ -42,7 +40,7 @@ class Work:
             self._ended = True
             self._work.wait()
             record.add(Waited(self._number))
-            streams.current().learn(self._clock)
+            streams.current().wait_event(self._started)
             for x, before in self._inputs:
                 if not streams.same_bytes(x, before):
                     record.fault("the input of a collective was changed while it was in flight", at=self._line)
@@ -76,14 +74,14 @@ def _run(
 ) -> Any:
     """Check and log a collective, and start it between copies of ``inputs`` and of ``outputs`` on the CPU."""
     if not any(x.is_cuda for x in (*outputs, *inputs)):
-        if not groups.takes_host_tensors(group):
+        if kind_of(group) == Kind.NCCL_ALONE:
             record.fault(f"NCCL {kind}: a tensor on the CPU, and the group has NCCL alone")
         record.count("collectives of the host", kind)
         return gloo(outputs, inputs)
-    if groups.is_fake(group):
+    if kind_of(group) == Kind.FAKE:
         record.count("collectives", kind)
         return gloo([on_cpu(x) for x in outputs], [on_cpu(x) for x in inputs])
-    if groups.is_nccl(group):
+    if kind_of(group).is_nccl:
         _check(kind, outputs, inputs)
     else:
         streams.host_waits(f"gloo {kind} of tensors on cuda")
@@ -105,10 +103,8 @@ def _check(kind: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
     for x in (*outputs, *inputs):
         if not x.is_cuda:
             record.fault(f"NCCL {kind}: a tensor of {list(x.shape)} on {x.device} together with tensors on cuda")
-        if x.dtype not in DTYPES:
+        if x.dtype not in DTYPES:  # float8 needs compute capability 9.0 and NCCL 2.24.
             record.fault(f"NCCL {kind}: {x.dtype}")
-        if x.dtype in FLOAT8:
-            record.fault(f"NCCL {kind}: {x.dtype} needs compute capability 9.0 and NCCL 2.24")
         if not x.is_contiguous() and not (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)):
             record.fault(f"NCCL {kind}: a tensor of {list(x.shape)} with strides {x.stride()}")
     if len({x.dtype for x in (*outputs, *inputs)}) > 1:
@@ -140,22 +136,12 @@ def all_to_all(group: Any, output: Tensor, input: Tensor, out_sizes: Any = (), i
     rows = [list(sizes) or [x.shape[0] // count] * count for sizes, x in ((in_sizes, input), (out_sizes, output))]
     per_row = [x[0].numel() if x.shape[0] else x[:0].numel() for x in (input, output)]
     sent, received = (tuple(size * row for size in part) for part, row in zip(rows, per_row, strict=True))
-    split = list(out_sizes), list(in_sizes)
-    gloo = _gloo["alltoall_base"]
-    run: Any = lambda outs, ins: gloo(group, outs[0], ins[0], *split, *rest)  # noqa: E731
-    return _run(group, "all_to_all", [output], [input], run, sizes=sent, received=received)
+    more = list(out_sizes), list(in_sizes), *rest
 
+    def gloo(outs: list[Tensor], ins: list[Tensor]) -> Any:
+        return _gloo["alltoall_base"](group, outs[0], ins[0], *more)
 
-def all_gather_single(group: Any, output: Tensor, input: Tensor, *rest: Any) -> Any:
-    if output.is_cuda and output.numel() != input.numel() * group.size():
-        record.fault(f"NCCL all_gather: {group.size()} × {input.numel()} elements into {output.numel()}")
-    run: Any = lambda outs, ins: _gloo["_allgather_base"](group, outs[0], ins[0], *rest)  # noqa: E731
-    return _run(group, "all_gather", [output], [input], run, sizes=(input.numel(),))
-
-
-def reduce_scatter_single(group: Any, output: Tensor, input: Tensor, *rest: Any) -> Any:
-    run: Any = lambda outs, ins: _gloo["_reduce_scatter_base"](group, outs[0], ins[0], *rest)  # noqa: E731
-    return _run(group, "reduce_scatter", [output], [input], run, sizes=(output.numel(),))
+    return _run(group, "all_to_all", [output], [input], gloo, sizes=sent, received=received)
 
 
 def all_gather(group: Any, outputs: Any, inputs: Any, *rest: Any) -> Any:
@@ -163,10 +149,13 @@ def all_gather(group: Any, outputs: Any, inputs: Any, *rest: Any) -> Any:
         outputs, inputs = [outputs], [inputs]
     flat = list(tensors_of(outputs))
     sizes = tuple(x.numel() for x in flat)
-    run: Any = lambda outs, ins: _gloo["allgather"](group, [outs], ins, *rest)  # noqa: E731
-    if flat[0].is_cuda and len(set(sizes)) > 1:
-        run = lambda outs, ins: _uneven(group, outs, ins[0])  # noqa: E731
-    return _run(group, "all_gather", flat, list(inputs), run, sizes=sizes)
+
+    def gloo(outs: list[Tensor], ins: list[Tensor]) -> Any:
+        if flat[0].is_cuda and len(set(sizes)) > 1:
+            return _uneven(group, outs, ins[0])
+        return _gloo["allgather"](group, [outs], ins, *rest)
+
+    return _run(group, "all_gather", flat, list(inputs), gloo, sizes=sizes)
 
 
 def _uneven(group: Any, outputs: list[Tensor], own: Tensor) -> Any:
@@ -181,26 +170,38 @@ def _uneven(group: Any, outputs: list[Tensor], own: Tensor) -> Any:
     return work
 
 
-def broadcast(group: Any, tensors: Any, *rest: Any) -> Any:
-    xs = list(tensors_of(tensors))
-    run: Any = lambda outs, _: _gloo["broadcast"](group, outs, *rest)  # noqa: E731
-    return _run(group, "broadcast", xs, xs, run, sizes=(xs[0].numel(),))
+def _of_one_tensor(kind: str, name: str) -> Callable[..., Any]:
+    """Return the method of a collective from one tensor into one, of which one is the larger."""
+
+    def run(group: Any, output: Tensor, input: Tensor, *rest: Any) -> Any:
+        small, large = sorted([output.numel(), input.numel()])
+        if output.is_cuda and large != small * group.size():
+            record.fault(f"NCCL {kind}: {input.numel()} elements into {output.numel()} on {group.size()} ranks")
+        return _run(
+            group, kind, [output], [input], lambda outs, ins: _gloo[name](group, outs[0], ins[0], *rest), sizes=(small,)
+        )
+
+    return run
 
 
-def all_reduce(group: Any, tensors: Any, *rest: Any) -> Any:
-    xs = list(tensors_of(tensors))
-    run: Any = lambda outs, _: _gloo["allreduce"](group, outs, *rest)  # noqa: E731
-    return _run(group, "all_reduce", xs, xs, run, sizes=(xs[0].numel(),))
+def _in_place(kind: str, name: str) -> Callable[..., Any]:
+    def run(group: Any, tensors: Any, *rest: Any) -> Any:
+        xs = list(tensors_of(tensors))
+        return _run(group, kind, xs, xs, lambda outs, _: _gloo[name](group, outs, *rest), sizes=(xs[0].numel(),))
+
+    return run
 
 
-def send(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
-    run: Any = lambda _, ins: _gloo["send"](group, ins, peer, tag)  # noqa: E731
-    return _run(group, "send", [], tensors, run, sizes=(tensors[0].numel(),), peer=peer)
+def _of_a_pair(kind: str) -> Callable[..., Any]:
+    def run(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        outputs, inputs = ([], tensors) if kind == "send" else (tensors, [])
 
+        def gloo(outs: list[Tensor], ins: list[Tensor]) -> Any:
+            return _gloo[kind](group, [*outs, *ins], peer, tag)
 
-def receive(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
-    run: Any = lambda outs, _: _gloo["recv"](group, outs, peer, tag)  # noqa: E731
-    return _run(group, "recv", tensors, [], run, sizes=(tensors[0].numel(),), peer=peer)
+        return _run(group, kind, outputs, inputs, gloo, sizes=(tensors[0].numel(),), peer=peer)
+
+    return run
 
 
 def barrier(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,86 +210,61 @@ def barrier(group: Any, *args: Any, **kwargs: Any) -> Any:
     return _gloo["barrier"](group, *args, **kwargs)
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(x.is_cuda for x in tensors_of((args, kwargs))):
-            raise NotImplementedError(f"ProcessGroup.{name} is not simulated for tensors on cuda")
-        return _gloo[name](group, *args, **kwargs)
-
-    return refuse
-
-
 METHODS = {
     **dict.fromkeys(("alltoall_base", "all_to_all_single"), all_to_all),
-    **dict.fromkeys(("_allgather_base", "all_gather_single"), all_gather_single),
-    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), reduce_scatter_single),
+    **dict.fromkeys(("_allgather_base", "all_gather_single"), _of_one_tensor("all_gather", "_allgather_base")),
+    **dict.fromkeys(
+        ("_reduce_scatter_base", "reduce_scatter_single"), _of_one_tensor("reduce_scatter", "_reduce_scatter_base")
+    ),
     "allgather": all_gather,
-    "broadcast": broadcast,
-    "allreduce": all_reduce,
-    "send": send,
-    "recv": receive,
+    "broadcast": _in_place("broadcast", "broadcast"),
+    "allreduce": _in_place("all_reduce", "allreduce"),
+    "send": _of_a_pair("send"),
+    "recv": _of_a_pair("recv"),
     "barrier": barrier,
 }
-NOT_SIMULATED = (
-    *("allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "allreduce_coalesced"),
-    *("alltoall", "gather", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced"),
-    *("reduce_scatter_tensor_coalesced", "scatter"),
-)
-
-
 # -- torch's functional operators: the same collectives, kept by their output until wait_tensor.
 
-_in_flight: dict[int, Any] = {}
+_in_flight: dict[tuple[int, int], Any] = {}
+_OPTIONS = {
+    "alltoall_base": c10d.AllToAllOptions,
+    "_allgather_base": c10d.AllgatherOptions,
+    "_reduce_scatter_base": c10d.ReduceScatterOptions,
+    "allreduce": c10d.AllreduceOptions,
+    "broadcast": c10d.BroadcastOptions,
+}
 
 
-def _group(name: Any) -> Any:
-    return c10d._resolve_process_group(name)
-
-
-def _started(output: Tensor, work: Any) -> Tensor:
-    _in_flight[output.data_ptr(), output.numel()] = work
+def _start(name: str, output: Tensor, *args: Any, group: Any, **options: Any) -> Tensor:
+    """Start a collective that fills ``output``, by the method of this name, and return ``output``."""
+    given = _OPTIONS[name]()
+    for option, value in options.items():
+        setattr(given, option, value)
+    group = c10d._resolve_process_group(group)
+    _in_flight[output.data_ptr(), output.numel()] = METHODS[name](group, output, *args, given)
     return output
 
 
-def _functional_all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-    out = x.new_empty(sum(received), *x.shape[1:])
-    return _started(out, all_to_all(_group(group), out, x, received, sent, c10d.AllToAllOptions()))
-
-
-def _functional_all_gather(x: Tensor, size: int, group: Any) -> Tensor:
-    return _functional_all_gather_out(x, size, group, out=x.new_empty(size * x.shape[0], *x.shape[1:]))
-
-
-def _functional_all_gather_out(x: Tensor, size: int, group: Any, *, out: Tensor) -> Tensor:
-    return _started(out, all_gather_single(_group(group), out, x, c10d.AllgatherOptions()))
-
-
 def _reduction(name: str) -> Any:
-    operations = dist.ReduceOp
-    known = {"sum": operations.SUM, "avg": operations.AVG, "max": operations.MAX, "min": operations.MIN}
-    return known[name.lower()]
+    return getattr(dist.ReduceOp, name.upper())
 
 
-def _functional_reduce_scatter(x: Tensor, operation: str, size: int, group: Any) -> Tensor:
-    out, options = x.new_empty(x.shape[0] // size, *x.shape[1:]), c10d.ReduceScatterOptions()
-    options.reduceOp = _reduction(operation)
-    return _started(out, reduce_scatter_single(_group(group), out, x, options))
+def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+    return _start("alltoall_base", x.new_empty(sum(received), *x.shape[1:]), x, received, sent, group=group)
 
 
-def _functional_all_reduce(x: Tensor, operation: str, group: Any) -> Tensor:
-    return _functional_all_reduce_(x.clone(memory_format=torch.contiguous_format), operation, group)
+def _all_gather(x: Tensor, size: int, group: Any, *, out: Tensor | None = None) -> Tensor:
+    out = x.new_empty(size * x.shape[0], *x.shape[1:]) if out is None else out
+    return _start("_allgather_base", out, x, group=group)
 
 
-def _functional_all_reduce_(x: Tensor, operation: str, group: Any) -> Tensor:
-    options = c10d.AllreduceOptions()
-    options.reduceOp = _reduction(operation)
-    return _started(x, all_reduce(_group(group), [x], options))
+def _reduce_scatter(x: Tensor, operation: str, size: int, group: Any) -> Tensor:
+    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    return _start("_reduce_scatter_base", out, x, group=group, reduceOp=_reduction(operation))
 
 
-def _functional_broadcast(x: Tensor, source: int, group: Any) -> Tensor:
-    options, out = c10d.BroadcastOptions(), x.clone()
-    options.rootRank = source
-    return _started(out, broadcast(_group(group), [out], options))
+def _all_reduce_(x: Tensor, operation: str, group: Any) -> Tensor:
+    return _start("allreduce", x, group=group, reduceOp=_reduction(operation))
 
 
 def _wait_tensor(x: Tensor) -> Tensor:
@@ -299,20 +275,20 @@ def _wait_tensor(x: Tensor) -> Tensor:
 
 
 FUNCTIONAL = {
-    "all_to_all_single": _functional_all_to_all,
-    "all_gather_into_tensor": _functional_all_gather,
-    "all_gather_into_tensor_out": _functional_all_gather_out,
-    "reduce_scatter_tensor": _functional_reduce_scatter,
-    "all_reduce": _functional_all_reduce,
-    "all_reduce_": _functional_all_reduce_,
-    "broadcast": _functional_broadcast,
+    "all_to_all_single": _all_to_all,
+    "all_gather_into_tensor": _all_gather,
+    "all_gather_into_tensor_out": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_reduce": lambda x, *args: _all_reduce_(x.clone(memory_format=torch.contiguous_format), *args),
+    "all_reduce_": _all_reduce_,
+    "broadcast": lambda x, source, group: _start("broadcast", x.clone(), group=group, rootRank=source),
     "wait_tensor": _wait_tensor,
 }
 
 
 def replace_methods() -> None:
-    """Replace the methods of ``dist.ProcessGroup`` in this process."""
-    names = (*METHODS, *NOT_SIMULATED)
-    _gloo.update({name: getattr(dist.ProcessGroup, name) for name in names if hasattr(dist.ProcessGroup, name)})
-    for name in _gloo:
-        setattr(dist.ProcessGroup, name, METHODS.get(name) or _refused(name))
+    """Replace the methods of ``dist.ProcessGroup`` in this process. gloo refuses tensors of cuda in all others."""
+    for name, method in METHODS.items():
+        if hasattr(dist.ProcessGroup, name):
+            _gloo[name] = getattr(dist.ProcessGroup, name)
+            setattr(dist.ProcessGroup, name, method)

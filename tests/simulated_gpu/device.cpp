@@ -5,6 +5,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -139,6 +141,14 @@ at::Tensor& set_tensor(at::Tensor& x, const at::Tensor& source) {
   x.unsafeGetTensorImpl()->set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
   return x;
 }
+
+// scaled_dot_product_attention asks a stub of CUDA for its kernel; here it is an operator (attention.py).
+int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale, bool enable_gqa) {
+  // While a graph is traced, attention is matrix products: 0 is SDPBackend::math.
+  if (query.key_set().has(c10::DispatchKey::Python)) return 0;
+  return at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, enable_gqa);
+}
+static const bool asked = (at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(choose), true);
 
 }  // namespace
 

@@ -6,6 +6,7 @@ import functools
 import os
 import uuid
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -14,6 +15,19 @@ from torch.distributed import distributed_c10d as c10d
 
 # The backend of a group that stands for "cpu:gloo,cuda:nccl", and for "nccl" alone. "gloo" stays gloo.
 BACKEND = "cpu:gloo,cuda:gloo"
+
+
+class Kind(Enum):
+    """The kinds of groups that the simulation tells apart."""
+
+    GLOO = auto()
+    NCCL = auto()  # NCCL for cuda, and gloo for the CPU.
+    NCCL_ALONE = auto()
+    FAKE = auto()  # One process stands for all ranks: nothing moves.
+
+    @property
+    def is_nccl(self) -> bool:
+        return self in (Kind.NCCL, Kind.NCCL_ALONE)
 
 
 @dataclass
@@ -29,10 +43,7 @@ class World:
 
 
 world = World()
-# By name of group, whether it has a backend for the CPU.
-_nccl_groups: dict[str, bool] = {}
-# Groups of one process that stands for all ranks: nothing moves.
-_fake_groups: set[str] = set()
+_kinds: dict[str, Kind] = {}  # By name of group.
 _own: dict[str, Any] = {}
 
 
@@ -49,16 +60,8 @@ class _Nccl:
         return getattr(self.__dict__["_backend"], name)
 
 
-def is_nccl(group: dist.ProcessGroup) -> bool:
-    return group.group_name in _nccl_groups
-
-
-def is_fake(group: dist.ProcessGroup) -> bool:
-    return group.group_name in _fake_groups
-
-
-def takes_host_tensors(group: dist.ProcessGroup) -> bool:
-    return _nccl_groups.get(group.group_name, True)
+def kind_of(group: dist.ProcessGroup) -> Kind:
+    return _kinds.get(group.group_name, Kind.GLOO)
 
 
 def use_nccl(group: dist.ProcessGroup, *, alone: bool = False) -> None:
@@ -67,41 +70,38 @@ def use_nccl(group: dist.ProcessGroup, *, alone: bool = False) -> None:
     Args:
         alone: whether there is no gloo beside it, as after ``init_process_group("nccl")``.
     """
-    _nccl_groups[group.group_name] = not alone
+    _kinds[group.group_name] = Kind.NCCL_ALONE if alone else Kind.NCCL
     c10d._world.pg_map[group] = (BACKEND, c10d._world.pg_map[group][1])
 
 
 def _get_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     backend = _own["_get_backend"](group, torch.device(device))
-    return _Nccl(backend) if is_nccl(group) and torch.device(device).type == "cuda" else backend
+    return _Nccl(backend) if kind_of(group).is_nccl and torch.device(device).type == "cuda" else backend
 
 
 def _device_types(group: dist.ProcessGroup) -> list[torch.device]:
     devices: list[torch.device] = _own["_device_types"].__get__(group)
-    return devices if takes_host_tensors(group) else [x for x in devices if x.type == "cuda"]
+    return [x for x in devices if x.type == "cuda"] if kind_of(group) == Kind.NCCL_ALONE else devices
 
 
 @functools.wraps(c10d._new_process_group_helper)
 def _new_group(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **options: Any) -> Any:
     """Create a group as torch does, with gloo in the place of NCCL."""
     asked = str(backend)
-    has_cpu = "nccl" not in asked or "gloo" in asked
+    kind = Kind.FAKE if asked == "fake" else Kind.GLOO
     if asked == BACKEND and dist.is_initialized():
-        has_cpu = takes_host_tensors(c10d._get_default_group())
-    stands_for_nccl = "nccl" in asked or asked in (BACKEND, "undefined")
-    if stands_for_nccl:
+        kind = kind_of(c10d._get_default_group())
+    elif asked in (BACKEND, "undefined") or "nccl" in asked:
+        kind = Kind.NCCL_ALONE if "gloo" not in asked and "nccl" in asked else Kind.NCCL
+    if kind.is_nccl:
+        backend = BACKEND
         options |= {"backend_options": None, "device_id": None}
-    group, store = _own["helper"](size, rank, ranks, BACKEND if stands_for_nccl else backend, *args, **options)
+    group, store = _own["helper"](size, rank, ranks, backend, *args, **options)
     if not isinstance(group, dist.ProcessGroup):
         return group, store  # This rank is no member.
     # torch gives a name again once the group that had it was destroyed.
-    _nccl_groups.pop(group.group_name, None)
-    _fake_groups.discard(group.group_name)
-    if stands_for_nccl:
-        _nccl_groups[group.group_name] = has_cpu
-    if asked == "fake":
-        _fake_groups.add(group.group_name)
-    elif not ranks:
+    _kinds[group.group_name] = kind
+    if kind != Kind.FAKE and not ranks:
         world.rank, world.size, world.name = rank, size, _name_of_world(rank, store)
     return group, store
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,9 @@ def install() -> None:
     groups.replace_groups()
     collectives.replace_methods()
     if find_spec("triton") is not None:
-        _interpret_kernels()
+        from tests.kernels.interpreted import interpreted
+
+        _contexts.enter_context(interpreted(_before_launch))  # For good.
 
 
 def _register_operators() -> None:
@@ -51,9 +53,7 @@ def _register_operators() -> None:
     # torch would choose among kernels that a CPU lacks, such as _conv_depthwise2d.
     for name in ("convolution", "convolution_backward"):
         aten.impl(name, functools.partial(operators.run, getattr(torch.ops.aten, name).default), "CUDA")
-    for key in ("CUDA", "AutogradCUDA"):
-        aten.impl("scaled_dot_product_attention", attention.sdpa, key)
-    aten.impl("_fused_sdp_choice", lambda *args, **kwargs: attention.choose(*args, **kwargs).value, "CUDA")
+    aten.impl("_fused_sdp_choice", attention.choose, "CUDA")
     for name, rule in attention.rules().items():
         aten.impl(name, rule, "CUDA")
     functional = torch.library.Library("_c10d_functional", "IMPL")
@@ -101,10 +101,6 @@ def _replace_cuda() -> None:
         major=CAPABILITY[0],
         minor=CAPABILITY[1],
         multi_processor_count=132,
-        warp_size=32,
-        shared_memory_per_block_optin=232448,
-        L2_cache_size=50 << 20,
-        gcnArchName="",
         uuid=f"GPU-{os.environ.get('LOCAL_RANK', '0')}",
     )
     default = torch.default_generator
@@ -173,13 +169,6 @@ def _fork_rng(*_: Any, **__: Any) -> Iterator[None]:
         torch.default_generator.set_state(state)
 
 
-def _interpret_kernels() -> None:
-    from tests.kernels.interpreted import interpreted
-
-    # The context is entered for good.
-    _contexts.enter_context(interpreted(_before_launch))
-
-
 def _before_launch(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Check the tensors of a Triton kernel, and return them on the CPU, where the interpreter runs it."""
     tensors = [x for x in args if isinstance(x, Tensor)]
@@ -193,25 +182,20 @@ def _before_launch(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def install_in_program() -> None:
     """Install the device in a process of ``python -m tests.simulated_gpu``, which leaves its record in a file."""
     install()
-    record.raises = False
     folder = Path(os.environ["SIMULATED_GPU"])
-    record.log_file = _log_file(folder)
-    os.register_at_fork(after_in_child=lambda: _start_again(folder))
+    _begin(folder)
+    os.register_at_fork(after_in_child=lambda: _begin(folder))
     atexit.register(_leave_record, folder)
     # Ranks that a program drives end like this, or are killed: then the last copy of the thread counts.
     os._exit = functools.partial(_leave_and_exit, folder, os._exit)
-    _keep_leaving(folder)
 
 
-def _start_again(folder: Path) -> None:
+def _begin(folder: Path) -> None:
     record.start_again()
-    record.raises, record.log_file = False, _log_file(folder)
-    _keep_leaving(folder)
-
-
-def _log_file(folder: Path) -> BinaryIO:
+    record.raises = False
     # Without a buffer: a rank may be killed.
-    return (folder / f"{os.getpid()}.log").open("ab", buffering=0)
+    record.log_file = (folder / f"{os.getpid()}.log").open("ab", buffering=0)
+    threading.Thread(target=_keep_leaving, args=(folder,), daemon=True, name="simulated GPU").start()
 
 
 def _leave_and_exit(folder: Path, exit_now: Callable[[int], Any], code: int) -> None:
@@ -220,12 +204,9 @@ def _leave_and_exit(folder: Path, exit_now: Callable[[int], Any], code: int) -> 
 
 
 def _keep_leaving(folder: Path) -> None:
-    def leave() -> None:
-        while folder.exists():
-            time.sleep(0.5)
-            _leave_record(folder)
-
-    threading.Thread(target=leave, daemon=True, name="simulated GPU").start()
+    while folder.exists():
+        time.sleep(0.5)
+        _leave_record(folder)
 
 
 def _leave_record(folder: Path) -> None:

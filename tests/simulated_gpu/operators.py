@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,22 +18,14 @@ aten = torch.ops.aten
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided}
 # The host needs the result, or the size of the result.
 WAITING = {
-    aten._local_scalar_dense,
-    aten.equal,
-    aten.nonzero,
-    aten.masked_select,
-    aten._unique,
-    aten._unique2,
-    aten.unique_dim,
-    aten.unique_consecutive,
-    aten.unique_dim_consecutive,
-    aten.bincount,
+    *(aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.bincount),
+    *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.unique_dim_consecutive),
 }
 # These take indices in host memory too, and copy them.
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
-# cuBLAS and cuDNN have no kernels for these dtypes, where the CPU has some.
-MATRIX_PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addmv, aten.mv, aten.dot, aten.addbmm}
-CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
+# cuBLAS and cuDNN have no kernels for integers, where the CPU has some.
+PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addmv, aten.mv, aten.dot, aten.addbmm}
+PRODUCTS |= {aten.convolution, aten.convolution_backward}
 
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,10 +37,11 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if packet not in INDEXING:
         refuse_host_tensors(op, tensors)
     _count_waits(op, packet, args, kwargs)
-    _refuse_dtypes(op, packet, tensors)
-    with reads_and_writes(op, args, kwargs) as access:
+    if packet in PRODUCTS and not all(x.is_floating_point() or x.is_complex() for x in tensors):
+        record.fault(f"{op}: CUDA has no kernel for {', '.join(str(x.dtype) for x in tensors)}")
+    with reads_and_writes(op, args, kwargs) as made:
         out = compute(op, device.index, args, kwargs)
-        access.made = out
+        made.append(out)
     if not op.is_view and packet not in ALLOCATIONS and packet is not aten._local_scalar_dense:
         record.count("launches", packet.__name__)
     return out
@@ -91,19 +83,12 @@ def compute(op: Callable[..., Any], index: int, args: Any, kwargs: Any) -> Any:
     return mapped(out, to_device)
 
 
-@dataclass
-class Access:
-    """The outputs of an operator, set when it has run."""
-
-    made: Any = None
-
-
 @contextmanager
-def reads_and_writes(op: Any, args: Any, kwargs: Any) -> Iterator[Access]:
-    """Check the accesses of an operator by its schema. Set ``made`` of the yielded value to its output."""
-    access = Access()
+def reads_and_writes(op: Any, args: Any, kwargs: Any) -> Iterator[list[Any]]:
+    """Check the accesses of an operator by its schema. Append its output to the yielded list."""
+    made: list[Any] = []
     if op.is_view:
-        yield access
+        yield made
         return
     reads, writes = [], []
     given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
@@ -113,8 +98,8 @@ def reads_and_writes(op: Any, args: Any, kwargs: Any) -> Iterator[Access]:
             if x.is_cuda:
                 (writes if is_written else reads).append(x)
     with streams.accessing(reads, writes):
-        yield access
-    for x in tensors_of(access.made):
+        yield made
+    for x in tensors_of(made):
         if op.overloadpacket in ALLOCATIONS:
             streams.allocated(x)
         elif x.is_cuda:
@@ -207,10 +192,3 @@ def _count_waits(op: Any, packet: Any, args: Any, kwargs: Any) -> None:
         masks = [x for x in args[1] if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
         if masks:
             streams.host_waits(f"{packet.__name__} with a bool mask")
-
-
-def _refuse_dtypes(op: Any, packet: Any, tensors: list[Tensor]) -> None:
-    if packet in MATRIX_PRODUCTS or packet in CONVOLUTIONS:
-        for x in tensors:
-            if not x.is_floating_point() and not x.is_complex():
-                record.fault(f"{op}: CUDA has no kernel for {x.dtype}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 from tests.simulated_gpu.record import Event, HostWaits, Launch, Waited
 
@@ -41,7 +42,11 @@ def problems(
             if difference:
                 lines = sorted({launch.line for launch in launches})
                 found.append(f"{communicator}, collective {step}: {difference} @ {'; '.join(lines)}")
-    return found + _stuck(logs, partners, busy_hosts, lazy_communicators)
+    try:
+        TopologicalSorter(_waits(logs, partners, busy_hosts, lazy_communicators)).prepare()
+    except CycleError as error:
+        found.append(f"hang: {', which waits for '.join(_described(logs, *node) for node in reversed(error.args[1]))}")
+    return found
 
 
 def _by_communicator(logs: Sequence[Sequence[Event]]) -> dict[Communicator, dict[int, list[int]]]:
@@ -82,84 +87,47 @@ def _difference(launches: list[Launch]) -> str:
     return ""
 
 
-@dataclass
-class _Rank:
-    """The progress of the host and the device of one rank."""
-
-    log: Sequence[Event]
-    host: int = 0
-    launched: set[int] = field(default_factory=set)
-    ended: set[int] = field(default_factory=set)
-    # What has to end before a launch starts: what the compute stream waits for, and the last one of its communicator.
-    before: dict[int, set[int]] = field(default_factory=dict)
-    awaited: set[int] = field(default_factory=set)
-    last: dict[Communicator, int] = field(default_factory=dict)
-
-    @property
-    def is_idle(self) -> bool:
-        return self.launched <= self.ended
+Node = tuple[str, int, int]  # A host that reaches an event, a compute stream, or a collective that ends.
 
 
-def _stuck(
+def _waits(
     logs: Sequence[Sequence[Event]], partners: dict[Spot, list[Spot]], busy_hosts: bool, lazy: bool
-) -> list[str]:
-    """Run all hosts and devices. Return what they wait for if they do not end."""
-    ranks = [_Rank(log) for log in logs]
-    moved = True
-    while moved:
-        moved = False
-        for number in range(len(ranks)):
-            moved |= _run_host(number, ranks, partners, busy_hosts, lazy)
-            moved |= _run_device(number, ranks, partners)
-    if all(rank.host == len(rank.log) and rank.is_idle for rank in ranks):
-        return []
-    return [_where(number, rank) for number, rank in enumerate(ranks) if rank.host < len(rank.log) or not rank.is_idle]
+) -> dict[Node, set[Node]]:
+    """Return for each host, stream and collective what it waits for."""
+    waits: dict[Node, set[Node]] = defaultdict(set)
+    for rank, log in enumerate(logs):
+        # What holds the host and the compute stream, and the collectives since the host has waited.
+        held: set[Node] = set()
+        stream: set[Node] = set()
+        pending: set[Node] = set()
+        last: dict[Communicator, Node] = {}
+        for index, event in enumerate(log):
+            here = ("host", rank, index)
+            waits[here] |= held
+            held = {here}
+            if isinstance(event, HostWaits) or (busy_hosts and isinstance(event, Launch)):
+                waits[here] |= pending
+                pending = set()
+            if isinstance(event, Waited):
+                node = ("stream", rank, index)
+                waits[node] = {*stream, _end(partners, rank, event.number)}
+                stream = {node}
+            if isinstance(event, Launch):
+                communicator, end = _communicator(rank, event), _end(partners, rank, index)
+                before = {last[communicator]} if communicator in last else set()
+                waits[end] |= {here, *stream, *before}
+                if lazy and not before:  # ncclCommInitRank
+                    held |= {("host", *spot) for spot in partners.get((rank, index), [])}
+                pending.add(end)
+                last[communicator] = end
+    return waits
 
 
-def _run_host(number: int, ranks: list[_Rank], partners: dict[Spot, list[Spot]], busy_hosts: bool, lazy: bool) -> bool:
-    """Let the host of a rank go on until it is held. Return whether anything happened."""
-    rank, moved = ranks[number], False
-    while rank.host < len(rank.log):
-        index, event = rank.host, rank.log[rank.host]
-        if isinstance(event, HostWaits) and not rank.is_idle:
-            break
-        if isinstance(event, Waited):
-            rank.awaited.add(event.number)
-        if isinstance(event, Launch):
-            communicator = _communicator(number, event)
-            is_first = communicator not in rank.last or rank.last[communicator] == index
-            if index not in rank.launched:
-                if busy_hosts and not rank.is_idle:
-                    break
-                rank.launched.add(index)
-                last = {rank.last[communicator]} if communicator in rank.last else set()
-                rank.before[index], rank.last[communicator] = rank.awaited | last, index
-                moved = True
-            others = partners.get((number, index), [])
-            if lazy and is_first and not all(spot in ranks[other].launched for other, spot in others):
-                break  # ncclCommInitRank
-        rank.host += 1
-        moved = True
-    return moved
+def _end(partners: dict[Spot, list[Spot]], rank: int, index: int) -> Node:
+    """Return the node of a collective, which is named by its launch on the first of its ranks."""
+    return ("end", *min(partners.get((rank, index), [(rank, index)])))
 
 
-def _run_device(number: int, ranks: list[_Rank], partners: dict[Spot, list[Spot]]) -> bool:
-    """End the collectives of a rank that all their ranks have started. Return whether there was one."""
-    moved = False
-    for index in sorted(ranks[number].launched - ranks[number].ended):
-        together = partners.get((number, index), [])
-        if together and all(
-            spot in ranks[other].launched and ranks[other].before[spot] <= ranks[other].ended
-            for other, spot in together
-        ):
-            for other, spot in together:
-                ranks[other].ended.add(spot)
-            moved = True
-    return moved
-
-
-def _where(number: int, rank: _Rank) -> str:
-    host = rank.log[rank.host] if rank.host < len(rank.log) else "its end"
-    pending = sorted(rank.launched - rank.ended)
-    device = rank.log[pending[0]] if pending else "nothing"
-    return f"hang: the host of rank {number} is at {host}, its device at {device}"
+def _described(logs: Sequence[Sequence[Event]], kind: str, rank: int, index: int) -> str:
+    event: Any = logs[rank][index]
+    return f"the {kind} of rank {rank} at {getattr(event, 'kind', type(event).__name__)} {getattr(event, 'line', '')}"

@@ -14,6 +14,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tests.rank_pool import RankPool
+from tests.simulated_gpu import streams
+from tests.simulated_gpu.groups import use_nccl
+from tests.simulated_gpu.native import on_cpu
+from tests.simulated_gpu.order import problems
+from tests.simulated_gpu.record import DeviceFault, record
 
 
 @dataclass
@@ -37,10 +42,7 @@ class SimulatedRanks:
 
 
 def _run(name: tuple[str, str], nccl_alone: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from tests.simulated_gpu import streams
-    from tests.simulated_gpu.groups import use_nccl
     from tests.simulated_gpu.install import install, use_device
-    from tests.simulated_gpu.record import DeviceFault, record
 
     install()
     use_device(dist.get_rank())
@@ -51,17 +53,14 @@ def _run(name: tuple[str, str], nccl_alone: bool, args: tuple[Any, ...], kwargs:
     for part in name[1].split("."):
         fn = getattr(fn, part)
     result = tree_map(_host_value, fn(*args, **kwargs))
-    faults = [f"{text} ({count} times)" for text, count in record.faults.items()] + order_problems()
+    faults = [f"{text} ({count} times)" for text, count in record.faults.items()] + _order_problems()
     if faults:
         raise DeviceFault("\n".join(faults))
     return result
 
 
-def order_problems() -> list[str]:
+def _order_problems() -> list[str]:
     """Return what is wrong with the collectives since the job began: the same list on every rank."""
-    from tests.simulated_gpu.order import problems
-    from tests.simulated_gpu.record import record
-
     own = list(record.log)
     logs: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(logs, own, group=dist.new_group(backend="gloo"))
@@ -71,8 +70,6 @@ def order_problems() -> list[str]:
 
 def _host_value(x: Any) -> Any:
     """Return ``x`` without its device, uncounted."""
-    from tests.simulated_gpu.native import on_cpu
-
     return on_cpu(x.detach()).clone() if isinstance(x, Tensor) and x.is_cuda else x
 
 

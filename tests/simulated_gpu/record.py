@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
 from collections import Counter, defaultdict
@@ -74,10 +75,10 @@ class Record:
         if self.log_file is not None:
             self.log_file.write(pickle.dumps(event))
 
-    def count(self, kind: str, detail: str = "", number: int = 1) -> None:
-        self.counts[kind] += number
+    def count(self, kind: str, detail: str = "") -> None:
+        self.counts[kind] += 1
         if kind != "launches":  # Naming the line of each launch would take as long as all else.
-            self.lines[kind][f"{line()} {detail}".strip()] += number
+            self.lines[kind][f"{line()} {detail}".strip()] += 1
 
     def start_again(self) -> None:
         """Forget everything, for the next job of this process."""
@@ -100,23 +101,14 @@ class Record:
 record = Record()
 
 
-@dataclass
-class Measured:
-    """Counts of a block of code, filled when the block ends."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    lines: dict[str, Counter[str]] = field(default_factory=dict)
-
-
 @contextmanager
-def measured() -> Iterator[Measured]:
+def measured() -> Iterator[Record]:
     """Yield the counts of the block, which are empty until it ends."""
-    counts = record.counts.copy()
-    lines = {kind: by_line.copy() for kind, by_line in record.lines.items()}
-    result = Measured()
+    counts, lines, result = record.counts.copy(), copy.deepcopy(record.lines), Record()
     yield result
     result.counts = record.counts - counts
-    result.lines = {kind: by_line - lines.get(kind, Counter()) for kind, by_line in record.lines.items()}
+    for kind, by_line in record.lines.items():
+        result.lines[kind] = by_line - lines[kind]
 
 
 def line() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,9 +21,7 @@ from torch import Tensor
 
 from tests.simulated_gpu.record import HostWaits, line, record
 
-Clock = dict[int, int]  # By number of stream, how many of its operators have ended.
-
-
+Clock = Counter[int]  # By number of stream, how many of its operators have ended. The union takes the larger number.
 _numbers = itertools.count(1)
 
 
@@ -35,21 +34,17 @@ class Stream:
         self.number = self.stream_id = self.cuda_stream = next(_numbers)
         Stream.made[self.number] = self
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.known: Clock = {self.number: 0}
+        self.known: Clock = Counter()
 
     def tick(self) -> int:
         self.known[self.number] += 1
         return self.known[self.number]
 
-    def learn(self, clock: Clock) -> None:
-        for number, time in clock.items():
-            self.known[number] = max(time, self.known.get(number, 0))
-
     def wait_stream(self, other: Stream) -> None:
-        self.learn(other.known)
+        self.known |= other.known
 
     def wait_event(self, event: Event) -> None:
-        self.learn(event.clock)
+        self.known |= event.clock
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -80,13 +75,13 @@ class Event:
     """A point of a stream, in the place of ``torch.cuda.Event``."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.clock: Clock = {}
+        self.clock: Clock = Counter()
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or current()).known)
+        self.clock = (stream or current()).known.copy()
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or current()).learn(self.clock)
+        (stream or current()).wait_event(self)
 
     def synchronize(self) -> None:
         host_waits("Event.synchronize", self.clock)
@@ -122,7 +117,7 @@ class _Device:
 
     index: int | None = None
     memory: dict[int, _Memory] = field(default_factory=dict)
-    known_to_host: Clock = field(default_factory=dict)
+    known_to_host: Clock = field(default_factory=Counter)
     late: list[_Late] = field(default_factory=list)
 
 
@@ -166,13 +161,13 @@ def host_waits(why: str, until: Clock | None = None) -> None:
     Args:
         until: what the host waits for. Defaults to all that the current stream was given.
     """
-    clock, known = current().known if until is None else until, device.known_to_host
-    if all(time <= known.get(number, 0) for number, time in clock.items()):
+    clock = current().known if until is None else until
+    if not clock - device.known_to_host:
         return
     record.count("waits", why)
     record.add(HostWaits())
-    known.update({number: max(time, known.get(number, 0)) for number, time in clock.items()})
-    arrived = [late for late in device.late if late.time <= known.get(late.stream, 0)]
+    device.known_to_host |= clock
+    arrived = [late for late in device.late if late.time <= device.known_to_host[late.stream]]
     device.late = [late for late in device.late if late not in arrived]
     for late in arrived:
         late.happen()
@@ -180,7 +175,7 @@ def host_waits(why: str, until: Clock | None = None) -> None:
 
 def synchronize(_: Any = None) -> None:
     """Wait for all streams: ``torch.cuda.synchronize``."""
-    host_waits("torch.cuda.synchronize", {number: stream.known[number] for number, stream in Stream.made.items()})
+    host_waits("torch.cuda.synchronize", Counter({number: x.known[number] for number, x in Stream.made.items()}))
 
 
 def write_later(into: Tensor, value: Tensor) -> None:
@@ -239,8 +234,7 @@ def accessing(reads: list[Tensor], writes: list[Tensor]) -> Iterator[None]:
 
 def _require_seen(stream: Stream, other: int, time: int, verb: str, place: str) -> None:
     # What the host has waited for has ended before anything that it launches now.
-    known = max(stream.known.get(other, 0), device.known_to_host.get(other, 0))
-    if other != stream.number and time > known:
+    if other != stream.number and time > max(stream.known[other], device.known_to_host[other]):
         record.fault(f"an operator uses memory that another stream still {verb} ({place}): wait_stream or wait_event")
 
 
