@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 
 from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe
 from para_core.adapters.cfg.output_form import meta_output
-from para_core.cfg.guidance import Guidance
-from para_core.distributed.mesh import MeshDim
 from tests.adapters.test_pipelines import PIPELINES
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.transformers.registry import MODELS
@@ -50,7 +48,7 @@ def generate_counting(name, *shape):
     return outs, counts
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2), (3, 1, 1)])
 @pytest.mark.parametrize("name", SEQUENTIAL)
 def test_each_rank_computes_half_of_the_calls(rank_pool, name, shape):
@@ -122,6 +120,7 @@ def draw_in_callback(batch, threshold):
     return images + outer
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("threshold", [None, 0.7])
 def test_callback_draws_with_another_pipe_of_the_transformer(rank_pool, threshold):
     expected = draw_in_callback(1, threshold)
@@ -177,19 +176,6 @@ def test_kept_results_are_ordinary_tensors_after_the_call(rank_pool):
         for kept, alone in zip(tensors, expected, strict=True):
             for x, wanted in zip(kept, alone, strict=True):
                 assert relative_error(x, wanted) < 1e-5 or torch.equal(x, wanted)
-
-
-def test_lazy_tensor_without_data_becomes_nan():
-    guidance = Guidance(MeshDim("batch", 2, 1, "", None), lambda *_: torch.zeros(2, 3, device="meta"))
-    with pytest.raises(KeyError), guidance.generation():
-        out = guidance.call(None, lambda x: x, (torch.ones(2, 3),), {})
-        total = out + 1
-        assert type(total) is not torch.Tensor
-        raise KeyError("stop")
-    for x in (out, total):
-        assert type(x) is torch.Tensor
-        assert x.shape == (2, 3)
-        assert x.isnan().all()
 
 
 # Whether the output of these models can be predicted. Others read values of their arguments, have blocks that depend on

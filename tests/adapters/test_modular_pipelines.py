@@ -41,7 +41,7 @@ def run_parallel(name, ring, ulysses, batch):
     return out, work, cached, computed, tiny.generate(unparallelize_pipe(remove_cache_from_pipe(pipe)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::para_core.user_warnings.CacheWarning")
 # diffusers passes this flag in Wan Animate 2.
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")

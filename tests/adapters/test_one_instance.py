@@ -15,6 +15,7 @@ from diffusers import FluxImg2ImgPipeline, FluxPipeline, FluxTransformer2DModel
 from PIL import Image
 from torch.overrides import _get_current_function_mode_stack
 
+from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe, unparallelize_transformer
 from para_core.adapters.agree import arguments
 from para_core.plans.region import mesh_of_plan
@@ -150,11 +151,12 @@ def share_transformer():
     assert "parallelize_pipe(pipe, mesh=...)" in raised(lambda: pipe(**flux_call()))
     assert torch.equal(unparallelize_pipe(pipe)(**flux_call()).images, plain)
     # Sharded weights are shared, too.
-    pipe = parallelize_pipe(flux_pipe(), mesh=mesh, weights="fsdp")
-    other = parallelize_pipe(FluxImg2ImgPipeline.from_pipe(pipe), mesh=mesh)
-    assert other.transformer is pipe.transformer
-    assert relative_error(other(**flux_call(**options)).images, alone) < 1e-5
-    assert relative_error(pipe(**flux_call()).images, plain) < 1e-5
+    for weights, ranks in (("fsdp", mesh), ("tensor", init_context_parallel_mesh("cpu", max_tensor_dim_size=2))):
+        pipe = parallelize_pipe(flux_pipe(), mesh=ranks, weights=weights)
+        other = parallelize_pipe(FluxImg2ImgPipeline.from_pipe(pipe), mesh=ranks)
+        assert other.transformer is pipe.transformer
+        assert relative_error(other(**flux_call(**options)).images, alone) < 1e-5
+        assert relative_error(pipe(**flux_call()).images, plain) < 1e-5
 
 
 def exchanges_of(call):

@@ -154,19 +154,19 @@ def long_but(names, of):
     return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in of]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", long_but([name for name in PIPELINES if name not in OTHER_WAYS], PIPELINES))
 def test_every_pipeline_is_exact(rank_pool, name):
     check(rank_pool, name, [(1, 1, 2)])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", long_but([*SOME, *GUIDED], PIPELINES))
 def test_every_pipeline_is_exact_on_a_ring(rank_pool, name):
     check(rank_pool, name, [(1, 2, 1), (2, 1, 1)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "shapes"), [*[(name, [(1, 1, 3), (1, 3, 1)]) for name in SOME], *[(name, [(2, 1, 2)]) for name in GUIDED]]
 )

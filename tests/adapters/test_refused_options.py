@@ -26,6 +26,14 @@ def attend(*args, **kwargs):
     raise NotImplementedError
 
 
+@pytest.fixture(scope="module")
+def pipe():
+    """Yield a pipeline that stays as it is through all calls."""
+    pipe = flux_pipe()
+    with same_pipe(pipe):
+        yield pipe
+
+
 # The options, the error and words of its message.
 OPTIONS = [
     ({"assume_equal": "no"}, TypeError, "assume_equal is 'no'"),
@@ -52,15 +60,14 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "error", "message"), OPTIONS)
-def test_invalid_options_raise_and_change_nothing(options, error, message):
-    pipe = flux_pipe()
+def test_invalid_options_raise_and_change_nothing(pipe, options, error, message):
     calls = [partial(parallelize_pipe, pipe)]
     if options.keys() <= inspect.signature(parallelize_transformer).parameters.keys() - {"adapter"}:
         calls.append(partial(parallelize_transformer, pipe.transformer))
     if isinstance(options.get("backend"), AttentionSchedule):
         calls = calls[:1]
     for call in calls:
-        with same_pipe(pipe), pytest.raises(error, match=message):
+        with pytest.raises(error, match=message):
             call(**options)
 
 

@@ -77,6 +77,24 @@ def call_on_batch_mesh():
         transformer(tokens, **inputs)
 
 
-@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hook of this test only observes.
-def test_calls_on_a_batch_mesh_are_exact_or_raise_on_every_rank(rank_pool):
-    rank_pool.run(call_on_batch_mesh, 2)
+@torch.no_grad()
+def call_with_lists():
+    """Run Z-Image on captions of two lengths, with and without a ControlNet's samples."""
+    model, computed = MODELS["z-image"], []
+    transformer, inputs = model.build(), model.inputs(2, 6, 10)
+    width = inputs["cap_feats"][0].shape[-1]
+    inputs["cap_feats"] = [torch.linspace(-1, 1, n * width).view(n, width) for n in (5, 70)]
+    transformer.layers[0].register_forward_hook(lambda *args: computed.append(args[-1]))
+    alone = transformer(**inputs).sample
+    more = {**inputs, "controlnet_block_samples": {0: torch.full_like(computed[0], 0.1)}}
+    alone += transformer(**more).sample
+    parallelize_transformer(transformer, mesh=cpu_mesh(1, 1, batch=2))
+    outs = [*transformer(**inputs).sample, *transformer(**more).sample]
+    assert [len(x) for x in computed] == [2, 2, 1, 2]
+    assert max(relative_error(*pair) for pair in zip(outs, alone, strict=True)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hooks of these tests only observe.
+@pytest.mark.parametrize("job", [call_on_batch_mesh, call_with_lists])
+def test_calls_on_a_batch_mesh_are_exact_or_raise_on_every_rank(rank_pool, job):
+    rank_pool.run(job, 2)

@@ -80,7 +80,7 @@ SOME += ["hunyuan, image by token replacement", "cogvideox 1.5", "sd3.5, control
 
 
 # Meshes are batch × ring × ulysses.
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_transformer_is_exact_on_two_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 1, 2), (1, 2, 1)])
@@ -117,7 +117,7 @@ def on_other_meshes():
             yield name, [(1, 3, 1)], text
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "shapes", "text"), [*on_other_meshes()])
 def test_every_transformer_is_exact_on_other_meshes(rank_pool, name, shapes, text):
     check(rank_pool, name, shapes, text)

@@ -196,6 +196,7 @@ def test_exception_on_one_rank_ends_others_with_reason(rank_pool):
     assert re.search(r"rank 1 .*ValueError: only here", str(first))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["dies in a block", "dies in a callback"])
 def test_dying_rank_is_named_in_time(rank_pool, how):
     with pytest.raises(RankPoolError, match=r"(?s)RuntimeError: [^\n]*rank 1 \(process.*rank 1 died"):

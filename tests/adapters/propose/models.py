@@ -178,6 +178,32 @@ def lists_by_hand():
     return lists(lambda: block(lambda self, x: mix(self, x, attention=by_hand)))
 
 
+def by_hand_with_class_token():
+    """Return the structure of timm's Cait: blocks by hand, and a class token that attends to them by SDPA."""
+
+    def forward(self, x):
+        x = self.blocks(self.patches(x).flatten(2).transpose(1, 2))
+        return F.scaled_dot_product_attention(self.query.expand(x.shape[0], -1, -1), x, x)
+
+    whole = lists_by_hand()
+    return module("Cait", forward, patches=whole.patches, blocks=whole.transformer, query=nn.Parameter(noise(1, 1, 24)))
+
+
+def padded():
+    """Return a model whose attention pads all tokens to a multiple of 4, and masks the padding."""
+
+    def forward(self, x):
+        q, k, v = (y(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for y in (self.q, self.k, self.v))
+        tokens = q.shape[2]
+        q, k, v = (F.pad(y, (0, 0, 0, -tokens % 4)) for y in (q, k, v))
+        valid = torch.arange(q.shape[2]) < tokens
+        out = F.scaled_dot_product_attention(q, k, v, valid[None, None, None])[:, :, :tokens]
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    parts = [{key: nn.Linear(24, 24) for key in ("q", "k", "v", "out")} for _ in range(2)]
+    return model([module("Padded", forward, heads=4, **of_block) for of_block in parts])
+
+
 def image(height, width):
     return {"x": noise(2, 3, height, width)}
 

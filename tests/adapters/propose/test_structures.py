@@ -5,12 +5,15 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 
 from para_core import check_parallel
 from para_core.adapters import Adapter, parallelize_transformer, propose_plan
 from para_core.adapters.propose.proposal import source_of
 from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
 from para_core.plans import plan as rules
+from para_core.plans.apply import apply_plan
 from para_core.plans.plan import Attention, CumulativeLengths, FirstTokens, Gather, Plan, Replicate, Split, SplitMask
 from tests.adapters.propose import models
 from tests.adapters.propose.models import (
@@ -94,7 +97,7 @@ FEW = {"frames": frames_of(2), "table of first tokens": tokens_of(4), "table of 
 CONDITIONS = {"blocks with any arguments": ("context",), "a model of one size": ("y",)}
 
 
-def propose_exact(model, examples, inputs, ranks=(2, 3), **options):
+def propose_exact(model, examples, inputs, ranks=2, **options):
     """Propose a plan from ``examples``, and return the proposal if it is exact for ``inputs``."""
     model = fill(model, seed=1).eval()
     proposal = propose_plan(model, examples, **options)
@@ -109,7 +112,8 @@ def propose_exact(model, examples, inputs, ranks=(2, 3), **options):
 def test_plan_of_a_structure_is_exact(what):
     make, examples, inputs, inner = EXACT[what]
     model, segment = make(), "video" if what == "frames" else "image"
-    proposal = propose_exact(model, examples, inputs, segment=segment)
+    ranks = (2, 3) if what in ("a model of one size", "two dataclasses", "rotary module", "cumulative lengths") else 2
+    proposal = propose_exact(model, examples, inputs, ranks, segment=segment)
     for module, of_module in inner.items():
         assert of_module.items() <= proposal.plan.inner[module].items()
     if what in FEW:
@@ -130,6 +134,7 @@ def test_plan_of_a_structure_is_exact(what):
 
 # Dynamo compiles flex_attention once for each virtual rank.
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("text", "compiled"), [(0, False), (7, True)])
 def test_plan_of_flex_attention(text, compiled):
     model, other = (fill(models.causal_video(), seed=1) for _ in range(2))
@@ -221,6 +226,30 @@ def test_samples_that_depend_on_each_other_are_not_asked_about():
     assert re.search(r"samples: .*2 .*RuntimeError: two", " ".join(proposal.questions))
 
 
+def test_a_decoder_fills_its_cache_on_every_rank():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
+    decoder = fill(transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads)), seed=1).eval()
+    ids = {n: torch.randint(64, (2, n), generator=torch.Generator().manual_seed(n)) for n in (11, 13, 23)}
+    plan = propose_plan(decoder, ({"input_ids": ids[13]}, {"input_ids": ids[23]}), segment="tokens").plan
+
+    def outcomes(**options):
+        copies = [with_same_weights(decoder) for _ in range(2)]
+
+        def run(mesh):
+            apply_plan(copies[mesh.rank], plan, mesh)
+            return copies[mesh.rank].generate(ids[11], max_new_tokens=8, do_sample=False, **options)
+
+        return outcomes_on_virtual_ranks(run, ring=1, ulysses=2, device=torch.device("cpu"))
+
+    for options in ({}, {"num_beams": 2}):
+        expected = decoder.generate(ids[11], max_new_tokens=8, do_sample=False, **options)
+        for outcome in outcomes(**options):
+            assert outcome.error is None and torch.equal(outcome.output, expected)
+    _, error = first_error(outcomes(cache_implementation="static", disable_compile=True))
+    assert isinstance(error, ValueError) and "use_cache=False" in str(error)
+
+
 # -- No plan.
 
 
@@ -249,6 +278,7 @@ def test_frames_that_do_not_grow_are_asked_for():
 REFUSED = [
     (DiT, (DIT, {**DIT, "x": torch.randn(2, 4, 12, 12)}), r"second: RuntimeError: .*49.*example_inputs=\(inputs,\)"),
     (models.lists_by_hand, IMAGES, r"softmax .*transformer\.layers\.0\.0 .*\[2, 3, 20, 20\]"),
+    (models.by_hand_with_class_token, IMAGES, r"softmax .*blocks\.layers\.0\.0 .*\[2, 3, 20, 20\]"),
     (painter, (PAINTER[0], PAINTER[0]), r"Painter.* module lists"),
     *[(models.lists, examples, "example_inputs") for examples in (IMAGES[0], (), IMAGES * 2, ("x", "y"))],
 ]
@@ -272,6 +302,11 @@ def test_answers_replace_guesses():
     # Only inputs of blocks can be sharded here, not the tensor to which the position embedding is added.
     proposal = propose_exact(DiT(), (DIT,), DIT, answers={"blocks.0(0)": IMAGE})
     assert proposal.plan.inner == {"blocks.0": {0: IMAGE}}
+    # Attention that pads all tokens to a multiple of 4 is answered by heads.
+    padded, by_heads = models.padded(), rules.AttentionByHeads("image", ("q", "k", "v"), "out")
+    assert propose_plan(fill(padded, seed=1), TOKENS).plan is None
+    proposal = propose_exact(padded, TOKENS, tokens_of(31), answers={"blocks.*": by_heads})
+    assert proposal.plan.attention == {"blocks.*": by_heads}
     wrong = {"layers.*(positions)": Split(0, like="image", then_replicated=True)}
     proposal = propose_plan(fill(painter(), seed=1), PAINTER, answers=wrong)
     assert proposal.plan is None
