@@ -323,6 +323,8 @@ def test_prompts_are_read_from_pipes_and_text_files_and_others_say_what_is_expec
     ):
         assert run(["generate", "--prompts", prompts(content), "--out", str(out)]) == 1
         assert re.match(f"error: .*prompts.jsonl {message}", capsys.readouterr().err)
+    assert run(["generate", "--prompts", prompts("[" * 100_000), "--out", str(out)]) == 1
+    assert "line 1: " in capsys.readouterr().err
     path = prompts('a red circle\n\n  {"prompt": "in braces"}\n[b]\n', name="prompts.txt")
     assert run(["generate", "--prompts", path, "--out", str(out)]) == 0
     assert stand_in == ["a red circle", '{"prompt": "in braces"}', "[b]"]

@@ -116,11 +116,13 @@ def test_printed_command_runs_and_quotes_a_folder_for_the_shell(capsys, tmp_path
 
 @pytest.mark.slow
 def test_sizes_and_images_of_a_folder_are_in_its_command(capsys, tmp_path):
-    folders = [tmp_path / name for name in ("hunyuan, image", "cogvideox, video")]
+    folders = [tmp_path / name for name in ("hunyuan, image", "cogvideox, video", "flux2")]
     for folder in folders:
         PIPELINES[folder.name].build().save_pretrained(folder)
     assert run(["plan", "--model", str(folders[0])]) == 0
     assert "--image" in options_of(printed_command(capsys.readouterr().out))
+    assert run(["plan", "--model", str(folders[2])]) == 0
+    assert "--image" not in options_of(printed_command(capsys.readouterr().out))
     # A pipeline without an argument for frames.
     assert run(["plan", "--model", str(folders[1])]) == 0
     assert run(["plan", "--model", str(folders[1]), "--frames", "9"]) == 2
@@ -128,7 +130,6 @@ def test_sizes_and_images_of_a_folder_are_in_its_command(capsys, tmp_path):
     assert run(["plan", "--model", save_modular("ltx", str(tmp_path / "ltx"))]) == 0
     options = options_of(printed_command(capsys.readouterr().out))
     assert (options["--size"], options["--frames"], options["--steps"]) == ("704x512", "161", "50")
-    assert "--image" not in options
 
 
 def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, monkeypatch, tmp_path):

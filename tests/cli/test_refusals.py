@@ -1,4 +1,4 @@
-"""What the commands refuse, with exit code and words: before torch, diffusers or transformers are imported."""
+"""Refusals of the commands, with exit code and words: before torch, diffusers or transformers are imported."""
 
 import json
 import os

@@ -130,6 +130,7 @@ REFUSED = [
     *[(FluxPipeline, EDITS, fields, "FluxImg2ImgPipeline.*FluxKontext") for fields in ({}, {"images": [URL]})],
     *[(FluxPipeline, PATH, {name: URL}, "FluxImg2ImgPipeline.*FluxKontext") for name in ("image", "images", "mask")],
     (WanPipeline, VIDEOS, {"input_reference": URL}, "WanImageToVideoPipeline"),
+    (HunyuanVideoPipeline, VIDEOS, {"input_reference": URL}, "HunyuanVideoImageToVideoPipeline"),
     # Two names of one parameter.
     (FluxPipeline, PATH, {"size": "64x64", "width": 32}, "'size'.*'width'|'width'.*'size'"),
     (FluxPipeline, PATH, {"size": "64x64", "height": 64}, "'height'"),

@@ -31,6 +31,7 @@ from para_core.fleet.pipeline_source import fitting_pipelines, pipeline_files, r
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.selection import pipelines_for, select_pipeline
+from para_core.fleet.without_weights import without_weights
 from tests.weights.hub import REPOSITORY, Hub
 from zoo.tiny.pipelines.unet import stable_diffusion
 
@@ -115,14 +116,14 @@ def test_other_class_and_controlnet_on_ranks_equal_diffusers(rank_pool, controln
     calls = [
         {"image": picture(), "strength": 0.9},
         {"control_image": [picture()] * 2, "controlnet_conditioning_scale": [0.5, 0.2]},
+        {"control_image": picture(), "controlnet_conditioning_scale": 0.5},
     ]
-    expected = [pixels(pipe, **call) for pipe, call in zip((edit, control), calls, strict=True)]
-    calls[1]["controlnet_conditioning_scale"] = [0.0, 0.0]
-    assert np.abs(pixels(control, **calls[1]) - expected[1]).max() > 0.01
-    calls[1]["controlnet_conditioning_scale"] = [0.5, 0.2]
+    single = FluxControlNetPipeline.from_pretrained(FLUX, controlnet=nets[0], dtype=torch.float32)
+    expected = [pixels(pipe, **call) for pipe, call in zip((edit, control, single), calls, strict=True)]
+    assert np.abs(expected[2] - expected[1]).max() > 0.01
     recipes = [
         Recipe(FLUX, "FluxImg2ImgPipeline", weights=weights),
-        Recipe(FLUX, "FluxControlNetPipeline", controlnet=(controlnet, controlnet), weights=weights),
+        *[Recipe(FLUX, "FluxControlNetPipeline", controlnet=(controlnet,) * n, weights=weights) for n in (2, 1)],
     ]
     for rank, images in enumerate(rank_pool.run(draw_on_rank, 2, recipes, calls)):
         assert max(np.abs(x - y).max() for x, y in zip(images, expected, strict=True)) < 1e-4, f"rank {rank}"
@@ -179,8 +180,9 @@ def test_file_of_a_whole_pipeline_equals_its_folder(monkeypatch, stable_diffusio
     if with_encoder:  # else it is that of the configs
         weights |= {clip + name.removeprefix("text_model."): x for name, x in plain.text_encoder.state_dict().items()}
     save_file({name: x.contiguous().clone() for name, x in weights.items()}, file)
-    pipe = build(Recipe(str(file), config=stable_diffusion_folder, pipeline="StableDiffusionImg2ImgPipeline"))
-    assert type(pipe).__name__ == "StableDiffusionImg2ImgPipeline"
+    other = None if with_encoder else "StableDiffusionImg2ImgPipeline"
+    pipe = build(Recipe(str(file), config=stable_diffusion_folder, pipeline=other))
+    assert type(pipe).__name__ == (other or "StableDiffusionPipeline")
     for name in ("unet", "vae", "text_encoder"):
         assert same_weights(getattr(pipe, name), getattr(plain, name)), name
 
@@ -230,6 +232,11 @@ def test_classes_that_fit_are_those_of_the_same_parts(stable_diffusion_folder):
     # FluxFillPipeline, FluxControlPipeline and FluxKontextPipeline have the same classes, but other weights.
     assert pipelines_for(FLUX, images=True) == ["FluxImg2ImgPipeline", "FluxInpaintPipeline"]
     assert pipelines_for(FLUX, images=False) == ["FluxPipeline"]
+
+
+def test_memory_is_predicted_with_the_controlnet(controlnet):
+    pipe = without_weights(find_model(FLUX, pipeline="FluxControlNetPipeline", controlnet=[controlnet]), torch.float32)
+    assert next(pipe.controlnet.parameters()).is_meta
 
 
 def test_controlnet_that_does_not_fit_is_refused(controlnet, stable_diffusion_folder):

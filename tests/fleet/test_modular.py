@@ -18,7 +18,7 @@ from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
 
 from para_core.adapters import cache_report
 from para_core.fleet.build import build, find_model
-from para_core.fleet.modular import load_modular
+from para_core.fleet.modular import call_modular, load_modular, open_modular
 from para_core.fleet.recipe import Recipe, check_options_of_model
 from para_core.fleet.request import Request, make_request
 from para_core.fleet.work import Watch, call_pipe, generate
@@ -159,6 +159,13 @@ def test_lora_equals_pipeline_alone(folders, tmp_path):
     recipe = Recipe(folder, lora=(str(style),))
     check_options_of_model(find_model(folder), recipe)
     assert np.array_equal(pixels(call_pipe(build(recipe), [Request(SIZE, seed=3)]).images), expected)
+
+
+def test_layers_of_an_image_are_results_of_their_own(folders, monkeypatch):
+    pipe = open_modular(folders("qwen-image"))
+    # A pipeline that generates several layers for each image, like QwenImageLayered.
+    monkeypatch.setattr(type(pipe), "__call__", lambda self, output, **fields: [["first", "second"], ["third"]])
+    assert call_modular(pipe, {"prompt": "a"}).images == ["first", "second", "third"]
 
 
 def test_transformers_of_any_name_are_quantized_as_by_diffusers(tmp_path):

@@ -207,6 +207,22 @@ def test_requests_that_wait_for_a_replica_are_cancelled_at_once(run):
     run(test)
 
 
+def test_replicas_that_end_without_an_answer_free_their_place(run):
+    async def test(replicas, replica):
+        run_pool, ends = replicas.run, [RankDied("gone")]
+
+        async def run_batch(batch):
+            if ends:
+                raise ends.pop()
+            await run_pool(batch)
+
+        replicas.run = run_batch
+        jobs = Jobs(replicas, ServerOptions())
+        assert await open_and_collect([replica], [ask(jobs, "dies"), ask(jobs, "lives")]) == [RankDied, "lives"]
+
+    run(test)
+
+
 def test_cancelled_request_is_not_retried_after_its_replica_died(run):
     async def test(replicas, replica):
         job = ask(jobs := Jobs(replicas, ServerOptions(retries=1)), "a")

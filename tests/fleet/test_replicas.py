@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from PIL import Image
 
 from para_core.fleet import group
 from para_core.fleet.build import build, find_model
+from para_core.fleet.engine import open_ranks
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.outputs import Output
 from para_core.fleet.prompt_file import Line
@@ -217,6 +219,35 @@ def test_gpus_are_enough_and_those_of_replicas_are_disjoint(monkeypatch):
     monkeypatch.setattr("para_core.fleet.replicas.LocalReplica", lambda *_, **options: made.append(options))
     make_replicas(RECIPE, ReplicaOptions(2), 2)
     assert [list(options["devices"]) for options in made] == [[0, 1], [2, 3]]
+
+
+class Endless:
+    """An object whose methods run on each rank."""
+
+    def count(self, link):
+        for step in range(6000):
+            link.push(step)
+            time.sleep(0.01)
+
+    def fail(self):
+        if os.environ["RANK"] == "1":
+            raise ValueError("on this rank only")
+
+
+def test_ranks_end_if_the_listener_or_one_rank_raises_and_start_again():
+    def interrupt(step):
+        raise KeyboardInterrupt
+
+    ranks, before = open_ranks(Endless, 2, timeout=60), []
+    for error, message, method in ((KeyboardInterrupt, "", "count"), (RankDied, "on this rank only", "fail")):
+        ranks.start()
+        assert not {*before} & {*ranks.process_ids}
+        before = ranks.process_ids
+        ranks.start()  # They run.
+        assert (ranks.process_ids, ranks.death()) == (before, None)
+        with pytest.raises(error, match=message):
+            ranks.call(method, listener=interrupt if method == "count" else None)
+    ranks.close()
 
 
 def test_one_host_imports_no_ray():
