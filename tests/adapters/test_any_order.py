@@ -79,7 +79,7 @@ def draw_in_order(order, compiled, offloaded):
     return generate(pipe)
 
 
-# The default run tests pairs of these steps: the cache in tests/cache/test_compiled.py and test_graph.py, LoRA and
+# The default run tests pairs of these steps: the cache in tests/cache/test_graph.py, LoRA and
 # offload in test_lora_and_offload.py, all but compiling in tests/together.
 @pytest.mark.long
 @pytest.mark.parametrize(("order", "compiled", "offloaded"), orders())
