@@ -102,7 +102,7 @@ FEATURES: dict[str, Feature] = {
             "para_core/cache/cond.py",
         ),
         (_CACHE, "import para_core.cache.graph"),
-        tests=("tests/cache/test_graph.py", "tests/cache/test_graph_memory.py", "tests/cache/test_compiled.py"),
+        tests=("tests/cache/test_graph.py",),
         words=("compile", "graph"),
     ),
     "cache report": Feature(

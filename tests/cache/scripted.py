@@ -1,6 +1,4 @@
-"""A model and a pipeline in which the first-block residual, and the contribution of the other blocks, are given step by
-step.
-"""
+"""A model and a pipeline whose first-block residual, and contribution of the other blocks, are given step by step."""
 
 from __future__ import annotations
 
@@ -9,46 +7,42 @@ from dataclasses import dataclass, field
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from para_core.adapters import Adapter
+from para_core.adapters import Adapter, apply_cache_on_pipe
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 
-WIDTH, TOKENS = 8, 6
+WIDTH, TOKENS, NUM_BLOCKS = 8, 6, 5
 
 
 class Block(nn.Module):
-    """A block that adds a number: the first block adds the first argument, and the others together add the second."""
+    """A block that adds a number: the first block adds the first argument, and each other one a part of the second."""
 
-    def __init__(self, first: bool, share: float) -> None:
+    def __init__(self, first: bool) -> None:
         super().__init__()
-        self.first, self.share = first, share
+        self.first = first
         self.calls = 0
 
     def forward(self, hidden_states, encoder_hidden_states, added):
         if not torch.compiler.is_compiling():
             self.calls += 1
-        change = added[0] if self.first else added[1] * self.share
+        change = added[0] if self.first else added[1] / (NUM_BLOCKS - 1)
         return encoder_hidden_states + 1.0, hidden_states + change
 
 
 class Scripted(nn.Module):
     """A model that adds ``between`` to the hidden states after each block, like residuals of a ControlNet."""
 
-    def __init__(self, num_blocks: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.early = nn.ModuleList(
-            [Block(True, 0.0), *[Block(False, 1 / (num_blocks - 1)) for _ in range(num_blocks - 3)]]
-        )
-        self.late = nn.ModuleList([Block(False, 1 / (num_blocks - 1)) for _ in range(2)])
+        self.early = nn.ModuleList([Block(True), Block(False), Block(False)])
+        self.late = nn.ModuleList([Block(False), Block(False)])
         self.scale = nn.Parameter(torch.ones(()))
-        self.context = None
 
     @contextmanager
     def cache_context(self, name):
-        self.context = name
         yield
-        self.context = None
 
     def forward(self, hidden_states, encoder_hidden_states, added, between=None):
         hidden_states = hidden_states * self.scale
@@ -56,7 +50,7 @@ class Scripted(nn.Module):
             encoder_hidden_states, hidden_states = block(hidden_states, encoder_hidden_states, added)
             if between is not None:
                 hidden_states = hidden_states + between
-        return hidden_states
+        return hidden_states + encoder_hidden_states.mean()
 
     def counts(self) -> list[int]:
         """Return and reset the number of calls of each block."""
@@ -75,13 +69,15 @@ IN_TWO_STAGES = CachedBlocks(
 ADAPTER = Adapter(transformer="Scripted", pipelines="scripted", blocks=BLOCKS)
 
 
+def inputs_of(size=(1, TOKENS, WIDTH), dtype=torch.float32):
+    """Return hidden states whose sums with small multiples of 1/16 are exact."""
+    return ((torch.arange(size[0] * size[1] * size[2]) % 33 - 16) / 16).reshape(size).to(dtype)
+
+
 @dataclass
 class Pipe:
-    """A pipeline that calls the model once per step and branch.
-
-    Args:
-        first, rest: the contribution of the first block, and that of the others together, at each step of each branch.
-            It is a number, or one for each sample.
+    """A pipeline that calls the model once per step and branch. ``first`` and ``rest`` are what the first block and the
+    others add at each step of each branch: a number, or one for each sample.
     """
 
     transformer: nn.Module = field(default_factory=Scripted)
@@ -89,33 +85,60 @@ class Pipe:
     named: bool = True
     device = torch.device("cpu")
 
-    def __call__(self, first, rest=None, *, size=(1, TOKENS, WIDTH), fail_at=None, dtype=torch.float32):
-        """Return the model's outputs of each step and each branch."""
+    def __call__(self, first, rest=None, *, size=(1, TOKENS, WIDTH), callback=None):
+        """Return the model's outputs of each step and each branch. ``callback`` is called before each step."""
         branches = first if isinstance(first, dict) else {"cond": first}
         rest = rest or {}
-        text = {name: torch.full((size[0], 3, size[2]), float(i), dtype=dtype) for i, name in enumerate(branches)}
+        text = {name: torch.full((size[0], 3, size[2]), float(i)) for i, name in enumerate(branches)}
         steps = len(next(iter(branches.values())))
         self.scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
         outputs = []
-        x = torch.linspace(-1, 1, size[0] * size[1] * size[2]).reshape(size).to(dtype)
-        latents = x
+        latents = x = inputs_of(size)
         with torch.no_grad():
             for step, t in enumerate(self.scheduler.timesteps):
-                if step == fail_at:
-                    raise ArithmeticError("as asked")
+                if callback is not None:
+                    callback(self, step, t, {})
                 for name, values in branches.items():
-                    now = torch.tensor(values[step], dtype=dtype)
-                    second = torch.tensor(rest[name][step], dtype=dtype) if name in rest else 10 * now
-                    added = torch.stack([now, second]).reshape(2, -1, 1, 1)
+                    now = torch.tensor(values[step])
+                    second = torch.tensor(rest[name][step]) if name in rest else 10 * now
+                    call = {
+                        "encoder_hidden_states": text[name],
+                        "added": torch.stack([now, second]).reshape(2, -1, 1, 1),
+                    }
                     if self.named:
                         with self.transformer.cache_context(name):
-                            out = self.transformer(hidden_states=x, encoder_hidden_states=text[name], added=added)
+                            outputs.append(self.transformer(hidden_states=x, **call))
                     else:
-                        out = self.transformer(hidden_states=x, encoder_hidden_states=text[name], added=added)
-                    outputs.append(out)
+                        outputs.append(self.transformer(hidden_states=x, **call))
                 latents = self.scheduler.step(torch.zeros_like(latents), t, latents, return_dict=False)[0]
         return outputs
 
 
+def cached(pipe=None, **options):
+    """Return ``pipe`` with a cache of the threshold 0.1."""
+    options = {"residual_diff_threshold": 0.1, "adapter": ADAPTER, **options}
+    return apply_cache_on_pipe(Pipe() if pipe is None else pipe, **options)
+
+
+def call_model(model, *values, between=None):
+    """Return the outputs of calls in which the first block adds these values, and the others ten times as much."""
+    with torch.no_grad():
+        added = [torch.tensor([x, 10 * x]) for x in values]
+        return [model(torch.ones(1, TOKENS, WIDTH), torch.zeros(1, 3, WIDTH), x, between) for x in added]
+
+
 def verdicts(report, branch=None):
     return [row.verdict.name.lower() for row in report.rows if branch in (None, row.branch)]
+
+
+class Waits(TorchFunctionMode):
+    """Counts the times that the host reads a tensor. Forecast weights are float64, and never on a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        reads = (torch.equal, Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.__bool__, Tensor.__float__, Tensor.__int__)
+        self.count += func in reads and args[0].dtype != torch.float64
+        return func(*args, **(kwargs or {}))

@@ -1,14 +1,16 @@
-"""The steps that each option skips, on a model with given residuals, in eager code and in a graph."""
+"""The decision and the result of every step, for all options, compared with a plain reference; and what is refused."""
 
-import inspect
 import math
 import re
-from dataclasses import fields, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
@@ -16,199 +18,26 @@ from para_core.adapters.models import ADAPTERS
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.forecast_rule import Forecast
-from para_core.cache.forecasts import FOCA, forecast_weights
-from para_core.cache.options import CacheOptions
-from para_core.cache.rules import FIRST_BLOCK, Rule
+from para_core.cache.forecasts import forecast_weights
+from para_core.cache.rules import Rule
 from para_core.plans.plan import Plan
 from para_core.user_warnings import ThresholdWarning
-from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts
+from tests.cache.scripted import (
+    ADAPTER,
+    BLOCKS,
+    IN_TWO_STAGES,
+    NUM_BLOCKS,
+    STREAMS,
+    Pipe,
+    Scripted,
+    cached,
+    call_model,
+    inputs_of,
+    verdicts,
+)
 from zoo.tiny.pipelines import PIPELINES
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
-
-
-# The contribution of the scripted model's first block is known before it runs.
-KNOWN_BEFORE = replace(
-    ADAPTER,
-    blocks=replace(
-        BLOCKS, modulated=lambda block, arguments: torch.ones_like(arguments["hidden_states"]) * arguments["added"][0]
-    ),
-)
-
-
-IN_GRAPHS_TOO = pytest.mark.parametrize("run", ["eager", pytest.param("graph", marks=pytest.mark.slow)], indirect=True)
-
-
-# The long run also has all of these in graphs. The default run has one such test for each way to decide.
-@pytest.fixture(params=["eager", pytest.param("graph", marks=pytest.mark.long)])
-def run(request):
-    """Return ``run(first, rest, **options)``, which returns the outputs and the report of a cached pipe."""
-
-    def run(first, rest=None, *, scheduler=None, size=(1, 6, 8), **options):
-        pipe = Pipe() if scheduler is None else Pipe(scheduler=scheduler)
-        plain = {} if "forecast" in options else {"forecast_order": 0}
-        apply_cache_on_pipe(pipe, **{"residual_diff_threshold": 0.1, "adapter": ADAPTER, **plain, **options})
-        if request.param == "graph":
-            torch._dynamo.reset()
-            pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
-        return pipe(first, rest, size=size), cache_report(pipe)
-
-    return run
-
-
-def added(outputs):
-    """Return the contribution of the blocks at each step."""
-    start = torch.linspace(-1, 1, outputs[0].numel()).reshape(outputs[0].shape)
-    return [(out - start).mean().item() for out in outputs]
-
-
-@pytest.mark.sample(1)
-@IN_GRAPHS_TOO
-def test_step_is_compared_with_last_computed_one(run):
-    outputs, report = run([1.0, 1.05, 1.09, 1.12, 1.13], {"cond": [10.0, 20.0, 30.0, 40.0, 50.0]})
-    assert verdicts(report) == ["warmup", "hit", "hit", "miss", "hit"]
-    assert [row.difference for row in report.rows[1:]] == pytest.approx([0.05, 0.09, 0.12, 0.01 / 1.12], rel=1e-5)
-    assert added(outputs) == pytest.approx([11.0, 11.05, 11.09, 41.12, 41.13], rel=1e-5)
-
-
-@pytest.mark.sample(1)
-@IN_GRAPHS_TOO
-def test_early_rule_runs_no_block_at_a_hit(run):
-    rest = {"cond": [10.0, 20.0, 30.0, 40.0, 50.0]}
-    options = {"rule": "modulated_input", "adapter": KNOWN_BEFORE}
-    outputs, report = run([1.0, 1.05, 1.09, 1.12, 1.13], rest, **options)
-    assert verdicts(report) == ["warmup", "hit", "hit", "miss", "hit"]
-    assert [row.difference for row in report.rows[1:]] == pytest.approx([0.05, 0.09, 0.12, 0.01 / 1.12], rel=1e-5)
-    # The stored residual is the sum of the contributions of all blocks.
-    assert added(outputs) == pytest.approx([11.0, 11.0, 11.0, 41.12, 41.12], rel=1e-5)
-    assert report.rule == "modulated_input"
-    first = [1.0, 2.0, 3.0, 4.0]
-    outputs, report = run(first, {"cond": first}, compute_steps=[0, 2], **options)
-    assert added(outputs) == pytest.approx([2.0, 2.0, 6.0, 6.0])
-    outputs, report = run(first, {"cond": first}, residual_diff_threshold=0.0, **options)
-    for out, wanted in zip(outputs, Pipe()(first, {"cond": first}), strict=True):
-        assert torch.equal(out, wanted)
-    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, **options)
-    pipe([1.0, 1.05, 1.09, 1.12, 1.13])
-    assert pipe.transformer.counts() == [2, 2, 2, 2]
-
-
-def test_a_difference_equal_to_the_threshold_is_computed(run):
-    # Both numbers are exact in binary, so they are equal.
-    _, report = run([1.0, 1.25, 1.0], residual_diff_threshold=0.25)
-    assert verdicts(report) == ["warmup", "miss", "hit"]
-
-
-@pytest.mark.sample(1)
-@IN_GRAPHS_TOO
-def test_zero_and_nonfinite_residuals_are_computed_and_warn(run):
-    with pytest.warns(UserWarning, match="residual"):
-        outputs, report = run([0.0, 0.0, 1.0, math.nan, 1.0, 1.0, math.inf, 1.0], residual_diff_threshold=1e9)
-    assert verdicts(report) == ["warmup", *["not_finite"] * 4, "hit", "not_finite", "not_finite"]
-    assert added(outputs)[5] == pytest.approx(11.0)
-
-
-def test_warmup_steps(run):
-    _, report = run([1.0] * 5, warmup_steps=3)
-    assert verdicts(report) == ["warmup"] * 3 + ["hit"] * 2
-    assert [row.difference for row in report.rows[:3]] == [None] * 3
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(0, "wlllll"), (1, "whlhlh"), (3, "whhhlh")])
-def test_max_consecutive_hits(run, limit, expected):
-    _, report = run([1.0] * 6, max_consecutive_hits=limit)
-    assert "".join(verdict[0] for verdict in verdicts(report)) == expected
-
-
-def test_always_compute_last(run):
-    _, report = run([1.0] * 4, always_compute_last=True)
-    assert verdicts(report) == ["warmup", "hit", "hit", "schedule"]
-
-
-def test_start_and_end_are_fractions_of_the_steps(run):
-    _, report = run([1.0] * 10, start=0.3, end=0.7)
-    assert verdicts(report) == ["warmup", *["schedule"] * 2, *["hit"] * 4, *["schedule"] * 3]
-
-
-def test_two_calls_per_step_double_the_steps(run):
-    scheduler = FlowMatchHeunDiscreteScheduler()
-    scheduler.set_timesteps = lambda sigmas: FlowMatchHeunDiscreteScheduler.set_timesteps(scheduler, 3)
-    _, report = run([1.0] * 5, scheduler=scheduler, always_compute_last=True)
-    assert len(scheduler.timesteps) == 5
-    assert verdicts(report) == ["warmup", "hit", "hit", "hit", "schedule"]
-
-
-def test_first_and_last_blocks_always_run():
-    pipe = Pipe()
-    options = {"first_blocks": 2, "last_blocks": 1, "forecast_order": 0}
-    apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, adapter=ADAPTER, **options)
-    outputs = pipe([1.0, 1.0, 2.0], {"cond": [3.0, 6.0, 9.0]})
-    assert pipe.transformer.counts() == [3, 3, 1, 3]
-    # The other blocks share the second number. The skipped block adds its contribution of the first step.
-    assert added(outputs) == pytest.approx([1 + 3, 1 + 2 + 1 + 2, 2 + 3 + 1 + 3])
-    # The difference is the change of the first two blocks together.
-    assert cache_report(pipe).rows[2].difference == pytest.approx((2 + 3 - 1 - 1) / 2)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("run", "order"),
-    [
-        *[("eager", order) for order in (0, 1, 2)],
-        *[pytest.param("graph", order, marks=pytest.mark.long) for order in (0, 1)],
-        pytest.param("graph", 2, marks=pytest.mark.slow),
-    ],
-    indirect=["run"],
-)
-def test_a_forecast_is_exact_on_polynomials_at_uneven_distances(run, order):
-    steps = 8
-    # The schedule's own times are uneven because of a shift.
-    pipe = Pipe()
-    pipe.scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
-    times = (pipe.scheduler.timesteps / 1000).tolist()
-    assert len({round(a - b, 3) for a, b in pairwise(times)}) > 3
-    wanted = [sum((i + 1) * t**i for i in range(order + 1)) for t in times]
-    # The first three steps are computed, and step 5, in which the first residual jumps.
-    first = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 5.0]
-    outputs, report = run(first, {"cond": wanted}, forecast_order=order, warmup_steps=3)
-    assert verdicts(report) == ["warmup"] * 3 + ["hit"] * 2 + ["miss"] + ["hit"] * 2
-    assert [a - b for a, b in zip(added(outputs), first, strict=True)] == pytest.approx(wanted, abs=2e-5)
-
-
-def linear_in_time(steps):
-    """Return one value per step of the scripted pipe's schedule, linear in time."""
-    pipe = Pipe()
-    pipe.scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
-    return (3 + pipe.scheduler.timesteps / 1000).tolist()
-
-
-def test_schedule_enables_forecast_by_default(run):
-    wanted, first = linear_in_time(6), [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
-    outputs, report = run(first, {"cond": wanted}, forecast_order=None)
-    assert verdicts(report) == ["warmup", "miss", *["hit"] * 4]
-    assert [a - b for a, b in zip(added(outputs), first, strict=True)] == pytest.approx(wanted, abs=2e-5)
-    assert report.forecast == "taylor 1"
-    assert [row.forecast_from for row in report.rows] == [0, 0, 2, 2, 2, 2]
-    outputs, report = run(first, {"cond": wanted}, forecast_order=0)
-    assert [a - b for a, b in zip(added(outputs), first, strict=True)] == pytest.approx([wanted[0], *[wanted[1]] * 5])
-    assert report.forecast == "taylor 0"
-    assert [row.forecast_from for row in report.rows] == [0, 0, 1, 1, 1, 1]
-
-
-def test_refused_options_keep_the_cache_of_a_model():
-    model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
-    cls, report = type(model), model_cache_report(model)
-    with pytest.raises(ValueError, match="99"):
-        apply_cache(model, BLOCKS, residual_diff_threshold=0.1, first_blocks=99)
-    assert type(model) is cls
-    assert model_cache_report(model).forecast == report.forecast
-
-
-def test_without_a_schedule_the_stored_residual_is_added():
-    alone = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
-    assert model_cache_report(alone).forecast == "taylor 0"
-    without = apply_cache_on_pipe(Pipe(scheduler=None), residual_diff_threshold=0.1, adapter=ADAPTER)
-    assert cache_report(without).forecast == "taylor 0"
+pytestmark = pytest.mark.filterwarnings("ignore::para_core.CacheWarning")
 
 
 def mean_of_two(times, now, num_residuals):
@@ -217,70 +46,286 @@ def mean_of_two(times, now, num_residuals):
     return torch.where(num_residuals >= 2, both, torch.tensor([1.0, 0.0], dtype=times.dtype, device=times.device))
 
 
-@pytest.mark.sample(1)
-@IN_GRAPHS_TOO
-def test_own_forecast_weights_stored_residuals(run):
-    forecast = Forecast("mean", 2, mean_of_two, source="a test")
-    outputs, report = run([1.0, 1.0, 2.0, 2.0], {"cond": [4.0, 0.0, 6.0, 0.0]}, forecast=forecast)
-    assert verdicts(report) == ["warmup", "hit", "miss", "hit"]
-    assert added(outputs) == pytest.approx([5.0, 5.0, 8.0, 7.0])
-    assert report.forecast == "mean"
-    assert [row.forecast_from for row in report.rows] == [0, 1, 0, 2]
+def generous(seen):
+    """Skip up to twice the threshold: two steps in a row, and any number in the second half of the schedule."""
+    return (seen.difference < 2 * seen.threshold) & ((seen.hits_in_a_row < 2) | (2 * seen.step >= seen.num_steps))
 
 
-@pytest.mark.parametrize(
-    "steps", [{0, 2, 5}, [5, 2], (2, -1), range(2, 6, 3), [True, False, True, False, False, True], torch.tensor([2, 5])]
+MEAN = Forecast("mean", 2, mean_of_two, source="a test")
+
+
+@dataclass
+class Branch:
+    """A branch: the values compared at the last computed step, and times and contributions of skippable blocks."""
+
+    calls: int = 0
+    hits: int = 0
+    in_a_row: int = 0
+    compared: np.ndarray | None = None
+    stored: list = field(default_factory=list)
+
+
+def fixed_verdict(options, branch, index, total):
+    """Return the verdict that options determine without a comparison; None if the step must be compared."""
+    if branch.calls == 0:
+        return "warmup"
+    steps = options.get("compute_steps")
+    if steps is not None:
+        if isinstance(steps[0], bool):
+            steps = [i for i, computes in enumerate(steps) if computes]
+        return "schedule" if index in {i % total for i in steps if -total <= i < total} else "masked"
+    if not options.get("start", 0.0) <= index / total < options.get("end", 1.0):
+        return "schedule"
+    if options.get("always_compute_last") and index == total - 1:
+        return "schedule"
+    if branch.calls < options.get("warmup_steps", 0):
+        return "warmup"
+    if branch.in_a_row == options.get("max_consecutive_hits") or branch.hits == options.get("max_hits"):
+        return "limit"
+    return None
+
+
+def compared_verdict(options, branch, differences, index, total):
+    if not np.isfinite(differences).all():
+        return "not_finite"
+    largest, threshold = float(differences.max()), options["residual_diff_threshold"]
+    if "policy" not in options:
+        return "hit" if largest < threshold else "miss"
+    seen = SimpleNamespace(difference=largest, threshold=threshold, step=index, num_steps=total)
+    seen.hits_in_a_row = branch.in_a_row
+    return "hit" if options["policy"](seen) else "miss"
+
+
+def forecast_at(now, options, stored):
+    """Return the contribution of the skipped blocks at the time ``now``."""
+    if "forecast" in options:
+        return sum(value for _, value in stored[:2]) / len(stored[:2])
+    times, values = zip(*stored[: options.get("forecast_order", 1) + 1], strict=True)
+    # Neville's scheme evaluates the polynomial through all points.
+    for width in range(1, len(times)):
+        pairs = [(times[i], times[i + width]) for i in range(len(times) - width)]
+        values = [
+            ((now - end) * values[i] - (now - start) * values[i + 1]) / (start - end)
+            for i, (start, end) in enumerate(pairs)
+        ]
+    return values[0]
+
+
+def expect(pipe_times, options, groups, first, rest):
+    """Return the added contribution of each call and sample, the rows of the report, and the calls of each block."""
+    outputs, rows, branches = [], [], {name: Branch() for name in first}
+    always = 0 if "rule" in options else options.get("first_blocks", 1)
+    counts, last, total = np.zeros(NUM_BLOCKS, int), NUM_BLOCKS - options.get("last_blocks", 0), len(pipe_times)
+    for index, now in enumerate(pipe_times):
+        for number, (name, branch) in enumerate(branches.items()):
+            contributions = np.stack([first[name][index]] + [np.divide(rest[name][index], 4)] * 4).astype(np.float32)
+            head, middle, tail = (x.sum(0) for x in np.split(contributions, [always, last]))
+            compared = contributions[: max(always, 1)].sum(0)
+            forecast = middle
+            verdict, differences = fixed_verdict(options, branch, index, total), None
+            if verdict is None:
+                differences = np.abs(compared - branch.compared) / np.abs(branch.compared)
+                verdict = compared_verdict(options, branch, differences, index, total)
+            skips, known = verdict in ("hit", "masked"), len(branch.stored)
+            branch.calls += 1
+            if skips:
+                forecast = forecast_at(now, options, branch.stored)
+                branch.hits, branch.in_a_row = branch.hits + 1, branch.in_a_row + 1
+            else:
+                branch.in_a_row, branch.compared = 0, compared
+                # A residual is a difference, so that of a step that is not finite is not a number.
+                branch.stored = [(now, (head + middle - head).astype(float)), *branch.stored]
+            counts[:always] += 1
+            counts[last:] += 1
+            counts[always:last] += not skips
+            outputs.append(head + forecast + tail + number + NUM_BLOCKS)
+            rows += rows_of(name, index, groups, verdict, differences, known, options, len(compared))
+    return outputs, rows, counts.tolist()
+
+
+def rows_of(name, index, groups, verdict, differences, known, options, samples):
+    branches = [f"{name}/{i}" if groups > 1 else name for i in range(groups)]
+    each, held = samples // groups, ()
+    if verdict == "miss":
+        names = [f"{branch} sample {i}" if each > 1 else branch for branch in branches for i in range(each)]
+        held = [x for x, d in zip(names, differences, strict=True) if d >= options["residual_diff_threshold"]]
+        held = () if len(held) == samples else tuple(held)
+    room = 2 if "forecast" in options else options.get("forecast_order", 1) + 1
+    used = min(known, room) if verdict in ("hit", "masked") else 0
+    parts = [None] * groups if differences is None else np.split(differences, groups)
+    return [(index, branch, verdict, held, used, part) for branch, part in zip(branches, parts, strict=True)]
+
+
+BATCHED = Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0})
+
+
+def finite_or_nan(values):
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def check(pipe, structure, limits, first, rest, *, is_eager=True):
+    """Compare a generation with the reference. ``structure`` has the options that change a graph, ``limits`` others."""
+    chosen = {**structure, **limits}
+    samples, blocks = chosen.pop("samples"), chosen.pop("blocks")
+    guided = chosen.pop("guided") and samples > 1
+    modulated = replace(blocks, modulated=lambda _, args: torch.ones_like(args["hidden_states"]) * args["added"][0])
+    adapter = replace(ADAPTER, blocks=modulated, plan=BATCHED if guided else None)
+    apply_cache_on_pipe(pipe, adapter=adapter, **chosen)
+    outputs, report = pipe(first, rest, size=(samples, 6, 8)), cache_report(pipe)
+    times = pipe.scheduler.timesteps.tolist()
+    with np.errstate(all="ignore"):
+        expected, rows, counts = expect(times, chosen, 2 if guided else 1, first, rest)
+    assert report.rule == chosen.get("rule", "first_block")
+    assert report.forecast == ("mean" if "forecast" in chosen else f"taylor {chosen.get('forecast_order', 1)}")
+    # A call with two branches has two rows.
+    assert report.seconds == pytest.approx(sum(row.seconds for row in report.rows) / (2 if guided else 1))
+    for row, wanted in zip(report.rows, rows, strict=True):
+        found = (row.step, row.branch, row.verdict.name.lower(), row.held_back_by, row.forecast_from)
+        assert found == wanted[:-1]
+        if wanted[-1] is None:
+            assert set(row.samples) == {None}
+        else:
+            assert row.samples == pytest.approx(wanted[-1], rel=1e-6, nan_ok=True)
+            assert row.difference == pytest.approx(np.max(wanted[-1]), rel=1e-6, nan_ok=True)
+    start = inputs_of((samples, 6, 8))
+    for out, wanted in zip(outputs, expected, strict=True):
+        contribution = finite_or_nan((out - start).mean(dim=(1, 2)))
+        # Without a forecast all sums of these numbers are exact.
+        repeats = chosen.get("forecast_order") == 0 and "forecast" not in chosen
+        assert contribution == pytest.approx(
+            finite_or_nan(wanted), abs=1e-6 if repeats else 2e-3, rel=1e-5, nan_ok=True
+        )
+    if is_eager:
+        assert pipe.transformer.counts() == counts
+
+
+EVENT = st.sampled_from([1.0, 1.0, 1.0, 1.0625, 1.25, 1.5, 4.0, -1.0, 0.0, math.nan, math.inf])
+
+
+@st.composite
+def generations(draw, samples):
+    """Draw what the blocks add in a generation of one or two branches, and options that change no graph."""
+    total = draw(st.integers(2, 8))
+    of_steps = st.lists(st.tuples(*[EVENT] * samples), min_size=total, max_size=total)
+    contributions = st.lists(st.tuples(*[st.integers(-4, 8).map(float)] * samples), min_size=total, max_size=total)
+    names = ["cond", "uncond"][: draw(st.integers(1, 2))]
+    limits = {"residual_diff_threshold": draw(st.sampled_from([0.0, 0.0625, 0.25, 0.25, 0.5, 1e9]))}
+    if draw(st.integers(0, 4)) == 0:
+        indices = st.lists(st.integers(-total - 2, total + 1), max_size=4)
+        bools = st.lists(st.booleans(), min_size=total, max_size=total)
+        steps = draw(st.one_of(indices.map(lambda some: [*some, draw(st.integers(-total, total - 1))]), bools))
+        limits["compute_steps"] = steps
+    else:
+        start, end = sorted(draw(st.tuples(*[st.sampled_from([0.0, 0.0, 0.25, 0.3, 0.75, 1.0, 1.0])] * 2)))
+        optional = {
+            "warmup_steps": st.integers(0, 3),
+            "max_consecutive_hits": st.integers(0, 3),
+            "max_hits": st.integers(0, 4),
+            "always_compute_last": st.booleans(),
+            "start": st.just(start),
+            "end": st.just(end),
+        }
+        limits |= draw(st.fixed_dictionaries({}, optional=optional))
+    return limits, {name: draw(of_steps) for name in names}, {name: draw(contributions) for name in names}
+
+
+STRUCTURES = st.fixed_dictionaries(
+    {
+        "samples": st.sampled_from([1, 2, 4]),
+        "guided": st.booleans(),
+        "blocks": st.sampled_from([BLOCKS, IN_TWO_STAGES]),
+    },
+    optional={
+        "forecast_order": st.integers(0, 2),
+        "forecast": st.just(MEAN),
+        "rule": st.just("modulated_input"),
+        "first_blocks": st.integers(1, 2),
+        "last_blocks": st.integers(0, 2),
+        "policy": st.just(generous),
+    },
 )
-def test_compute_steps_alone_decides_which_steps_are_computed(run, steps):
-    # Without this option the rule would compute all steps.
-    outputs, report = run([float(2**i) for i in range(6)], {"cond": [float(i) for i in range(6)]}, compute_steps=steps)
-    assert verdicts(report) == ["warmup", "masked", "schedule", "masked", "masked", "schedule"]
-    assert report.hits == 3
-    assert [row.difference for row in report.rows] == [None] * 6
-    assert [a - 2**i for i, a in enumerate(added(outputs))] == pytest.approx([0, 0, 2, 2, 2, 5], abs=1e-5)
 
 
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_options_decide_and_forecast_as_the_reference(data):
+    structure = data.draw(STRUCTURES)
+    if "forecast" in structure:
+        structure.pop("forecast_order", None)
+    if "rule" in structure:
+        structure.pop("first_blocks", None)
+    generation = data.draw(generations(structure["samples"]))
+    if "compute_steps" in generation[0]:
+        structure.pop("policy", None)
+    check(Pipe(), structure, *generation)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "expected"),
+    "structure",
     [
-        ([0, 1, 2, 5, -1], ["warmup", "schedule", "schedule", "schedule"]),
-        ([9, 2], ["warmup", "masked", "schedule", "masked"]),
-        ([-9, -4, -1], ["warmup", "masked", "masked", "schedule"]),
+        {"samples": 2, "blocks": IN_TWO_STAGES, "guided": False, "forecast_order": 2},
+        {"samples": 2, "blocks": BLOCKS, "guided": True, "rule": "modulated_input", "forecast_order": 0},
+        {"samples": 1, "blocks": BLOCKS, "guided": False, "forecast": MEAN, "first_blocks": 2, "last_blocks": 1},
+        pytest.param({"samples": 1, "blocks": BLOCKS, "guided": False, "policy": generous}, marks=pytest.mark.long),
     ],
 )
-def test_compute_steps_of_a_longer_schedule_are_left_out(steps, expected):
-    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=ADAPTER, compute_steps=steps)
-    outputs = pipe([1.0, 2.0, 3.0, 4.0])
-    assert verdicts(cache_report(pipe)) == expected
-    computed = [row.verdict.name != "MASKED" for row in cache_report(pipe).rows]
-    for out, exact, is_computed in zip(outputs, Pipe()([1.0, 2.0, 3.0, 4.0]), computed, strict=True):
-        assert torch.equal(out, exact) == is_computed
+def test_any_numbers_decide_in_one_graph_as_the_reference(structure):
+    torch._dynamo.reset()
+    pipe, graphs = Pipe(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=backend)
+
+    @settings(max_examples=25)
+    @given(generation=generations(structure["samples"]))
+    def check_all(generation):
+        check(pipe, structure, *generation, is_eager=False)
+
+    check_all()
+    # One graph fills the state, and the other one uses it.
+    assert len(graphs) == 2
+
+
+def test_two_model_calls_per_timestep_are_two_steps():
+    scheduler = FlowMatchHeunDiscreteScheduler()
+    scheduler.set_timesteps = lambda sigmas: FlowMatchHeunDiscreteScheduler.set_timesteps(scheduler, 3)
+    pipe = cached(Pipe(scheduler=scheduler), always_compute_last=True)
+    pipe([1.0, 1.01, 1.5, 1.51, 1.52])
+    assert len(scheduler.timesteps) == 5
+    assert verdicts(cache_report(pipe)) == ["warmup", "hit", "miss", "hit", "schedule"]
+
+
+def test_forecast_with_few_or_equal_times_uses_the_newest():
+    for times, now, known, expected in [
+        ([3.0, 3.0, 1.0], 2.0, 3, [1.0, 0.0, 0.0]),
+        ([3.0, 1.0, 0.0], 5.0, 1, [1.0, 0.0, 0.0]),
+        ([3.0, 1.0, 0.0], 5.0, 2, [2.0, -1.0, 0.0]),
+        ([3.0, 2.0, 2.0], 5.0, 3, [3.0, -2.0, 0.0]),
+    ]:
+        assert forecast_weights(torch.tensor(times), torch.tensor(now), torch.tensor(known)).tolist() == expected
+
+
+def test_own_rule_compares_every_nth_channel():
+    rule = Rule(
+        "part", lambda now, before: torch.full((1, 1), now.shape[1] / 48), lambda sums: sums[:, 0], source="a test"
+    )
+    pipe = cached(downsample=3, rule=rule, residual_diff_threshold=1.0)
+    pipe([1.0, 5.0])
+    assert [row.difference for row in cache_report(pipe).rows] == [None, 3 / 8]
+    assert cache_report(pipe).rule == "part"
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"),
-    [
-        ([4, 9], "compute_steps .*4, 9.* 0 to 3"),
-        ([-5], "compute_steps .*-5.* 0 to 3"),
-        ([True, False], "compute_steps .*2 .*4 steps"),
-    ],
+    "steps", [{0, 2, 5}, (2, -1), range(2, 6, 3), torch.tensor([2, 5]), np.array([False, False, True] * 2)]
 )
-def test_compute_steps_outside_schedule_raise(steps, message):
-    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=ADAPTER, compute_steps=steps)
-    with pytest.raises(ValueError, match=message):
-        pipe([1.0] * 4)
-    assert pipe.transformer.counts() == [0] * 4
-
-
-@pytest.mark.sample(1)
-@IN_GRAPHS_TOO
-def test_of_each_branch_at_most_max_hits_are_skipped(run):
-    first = {"cond": [1.0] * 6, "uncond": [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]}
-    _, report = run(first, max_hits=3, max_consecutive_hits=2)
-    assert verdicts(report, "cond") == ["warmup", "hit", "hit", "limit", "hit", "limit"]
-    assert verdicts(report, "uncond") == ["warmup", "miss", "hit", "hit", "limit", "hit"]
-    _, report = run([1.0] * 4, max_hits=0)
-    assert verdicts(report) == ["warmup", *["limit"] * 3]
+def test_compute_steps_may_be_any_collection(steps):
+    pipe = cached(compute_steps=steps)
+    pipe([1.0] * 6)
+    assert verdicts(cache_report(pipe)) == ["warmup", "masked", "schedule", "masked", "masked", "schedule"]
 
 
 def test_options_may_differ_for_one_of_several_transformers():
@@ -303,123 +348,48 @@ def test_options_may_differ_for_one_of_several_transformers():
         apply_cache_on_pipe(pipe, per_transformer={"transformer_2": {"threshold": 0.1}})
 
 
-def test_foca_follows_a_line_and_half_of_a_curve(run):
-    times = torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64)
-    weights = FOCA.weights(times, torch.tensor(7.0, dtype=torch.float64), torch.tensor(3))
-    assert float(weights @ torch.ones(3, dtype=torch.float64)) == pytest.approx(1.0)
-    assert float(weights @ times) == pytest.approx(7.0)
-    # t^2 at 4, 2, 1 has the slope 6 through two points, and the parabola has the slope 8 at the newest. Heun takes the
-    # mean.
-    assert float(weights @ times**2) == pytest.approx(16 + 3 * (6 + 8) / 2)
-    now = torch.tensor(7.0, dtype=torch.float64)
-    assert FOCA.weights(times, now, torch.tensor(2)).tolist() == pytest.approx([2.5, -1.5, 0.0])
-    assert FOCA.weights(times, now, torch.tensor(1)).tolist() == [1.0, 0.0, 0.0]
-    _, report = run([1.0, 1.0, 2.0, 2.0], {"cond": [4.0, 0.0, 6.0, 0.0]}, forecast="foca")
-    assert report.forecast == "foca"
+KNOWN_BEFORE = replace(ADAPTER, blocks=replace(BLOCKS, modulated=lambda block, arguments: arguments["hidden_states"]))
+# tests/test_declared_options.py checks the rules of types and ranges; each range is tried here once.
+BAD_OPTIONS = [
+    ({"residual_diff_threshold": -0.1}, ValueError, "residual_diff_threshold .*-0.1; .*0"),
+    ({"warmup_steps": -1}, ValueError, "warmup_steps .*-1; .*0"),
+    ({"max_consecutive_hits": -1}, ValueError, "max_consecutive_hits .*-1; .*0"),
+    ({"max_hits": -1}, ValueError, "max_hits .*-1; .*0"),
+    ({"start": -0.1}, ValueError, "start .*-0.1; .*0.0 .*1.0"),
+    ({"end": 1.5}, ValueError, "end .*1.5; .*0.0 .*1.0"),
+    ({"start": 0.7, "end": 0.2}, ValueError, "start=0.7 .*end=0.2"),
+    ({"always_compute_last": "no"}, TypeError, "always_compute_last .*'no'; .*True .*False"),
+    ({"first_blocks": 0}, ValueError, "first_blocks .*0; .*1"),
+    ({"last_blocks": -1}, ValueError, "last_blocks .*-1; .*0"),
+    ({"first_blocks": 3, "last_blocks": 2}, ValueError, "5 blocks.*first_blocks=3 .*last_blocks=2"),
+    ({"downsample": 0}, ValueError, "downsample .*0; .*1"),
+    ({"forecast_order": 3}, ValueError, "forecast_order .*3; .*0 .*2"),
+    ({"forecast": "taylor"}, ValueError, "forecast .*'taylor'; .*'foca'"),
+    ({"forecast": 1}, TypeError, "forecast .*1; .*Forecast"),
+    ({"forecast": MEAN, "forecast_order": 1}, ValueError, "forecast_order=1 .*forecast=mean"),
+    ({"compute_steps": 5}, TypeError, "compute_steps .*5; .*bool"),
+    ({"compute_steps": []}, TypeError, r"compute_steps .*\[\]"),
+    ({"compute_steps": [1, True]}, TypeError, r"compute_steps .*\[1, True\]"),
+    ({"compute_steps": [0.5]}, TypeError, r"compute_steps .*\[0\.5\]"),
+    ({"compute_steps": [1], "warmup_steps": 2}, ValueError, "compute_steps .*warmup_steps"),
+    ({"compute_steps": [1], "policy": generous}, ValueError, "compute_steps .*policy"),
+    ({"policy": 3}, TypeError, "policy .*3"),
+    ({"rule": "magic"}, ValueError, "rule .*'magic'; .*'first_block', 'modulated_input'"),
+    ({"rule": 3}, TypeError, "rule .*3; .*Rule"),
+    ({"rule": "modulated_input"}, ValueError, r"modulated_input .*Scripted.*CachedBlocks\(modulated="),
+    ({"rule": "modulated_input", "residual_diff_threshold": None}, ValueError, "modulated_input .*residual_diff_"),
+    ({"rule": "modulated_input", "first_blocks": 2, "adapter": KNOWN_BEFORE}, ValueError, "first_blocks=2"),
+    ({"per_transformer": {"transformer_2": {}}}, ValueError, "'transformer_2'; .*Pipe .*transformer"),
+    ({"per_transformer": {"transformer": 5}}, TypeError, "per_transformer .*5}; .*'transformer'"),
+    ({"per_transformer": 0}, TypeError, "per_transformer .*0; .*dict"),
+    ({"warm_up": 3}, TypeError, "apply_cache_on_pipe .*'warm_up'.* residual_diff_threshold"),
+    ({"adapter": BLOCKS}, TypeError, r"adapter .*CachedBlocks\(.*adapter=Adapter\(transformer='Scripted'"),
+]
 
 
-def test_forecast_with_few_points_uses_the_newest():
-    times = torch.tensor([3.0, 3.0, 1.0])
-    assert forecast_weights(times, torch.tensor(2.0), torch.tensor(3)).tolist() == [1.0, 0.0, 0.0]
-    times = torch.tensor([3.0, 1.0, 0.0])
-    assert forecast_weights(times, torch.tensor(5.0), torch.tensor(1)).tolist() == [1.0, 0.0, 0.0]
-    assert forecast_weights(times, torch.tensor(5.0), torch.tensor(2)).tolist() == [2.0, -1.0, 0.0]
-
-
-def test_downsample_compares_every_nth_channel(run):
-    shapes = []
-
-    def sums(now, before):
-        shapes.append(tuple(now.shape))
-        return FIRST_BLOCK.sums(now, before)
-
-    rule = Rule("watched", sums, FIRST_BLOCK.difference, source="a test")
-    _, report = run([1.0, 1.05], downsample=3, rule=rule)
-    assert verdicts(report) == ["warmup", "hit"]
-    assert shapes[-1] == (1, 6 * 3)
-
-
-@pytest.mark.sample(1)
-@IN_GRAPHS_TOO
-def test_a_policy_decides_in_place_of_the_threshold(run):
-    def skip_the_second_half(observation):
-        return (
-            (observation.step >= observation.num_steps / 2)
-            & (observation.difference < 10 * observation.threshold)
-            & (observation.hits_in_a_row < 2)
-        )
-
-    _, report = run([1.0] * 8, policy=skip_the_second_half)
-    assert verdicts(report) == ["warmup", "miss", "miss", "miss", "hit", "hit", "miss", "hit"]
-
-
-def test_halves_of_batch_are_compared_apart(run):
-    adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
-    # The change of both samples together would be below the threshold.
-    _, report = run([(1.0, 9.0), (1.05, 9.0), (1.2, 9.0)], size=(2, 6, 8), adapter=adapter)
-    assert verdicts(report, "cond/0") == verdicts(report, "cond/1") == ["warmup", "hit", "miss"]
-    assert [row.difference for row in report.rows if row.branch == "cond/0"][1:] == pytest.approx([0.05, 0.2])
-    assert [row.difference for row in report.rows if row.branch == "cond/1"][1:] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"residual_diff_threshold": -0.1}, ValueError, "residual_diff_threshold .*-0.1; .*0"),
-        ({"residual_diff_threshold": "a lot"}, TypeError, "residual_diff_threshold .*'a lot'"),
-        ({"residual_diff_threshold": math.nan}, TypeError, "residual_diff_threshold .*nan"),
-        ({"warmup_steps": -1}, ValueError, "warmup_steps .*-1; .*0"),
-        ({"warmup_steps": 1.5}, TypeError, "warmup_steps .*1.5"),
-        ({"max_consecutive_hits": True}, TypeError, "max_consecutive_hits .*True"),
-        ({"start": 0.7, "end": 0.2}, ValueError, "start=0.7 .*end=0.2"),
-        ({"end": 1.5}, ValueError, "end .*1.5; .*0.0 .*1.0"),
-        ({"first_blocks": 0}, ValueError, "first_blocks .*0; .*1"),
-        ({"first_blocks": 2, "last_blocks": 2}, ValueError, "4 blocks.*first_blocks=2 .*last_blocks=2"),
-        ({"forecast_order": 3}, ValueError, "forecast_order .*3; .*0 .*2"),
-        ({"forecast": "taylor"}, ValueError, "forecast .*'taylor'; .*'foca'"),
-        ({"forecast": 1}, TypeError, "forecast .*1; .*Forecast"),
-        (
-            {"forecast": Forecast("mean", 2, mean_of_two, source="a test"), "forecast_order": 1},
-            ValueError,
-            "forecast_order=1 .*forecast=mean",
-        ),
-        ({"max_hits": -1}, ValueError, "max_hits .*-1; .*0"),
-        ({"compute_steps": 5}, TypeError, "compute_steps .*5; .*bool"),
-        ({"compute_steps": []}, TypeError, r"compute_steps .*\[\]"),
-        ({"compute_steps": [1, True]}, TypeError, r"compute_steps .*\[1, True\]"),
-        ({"compute_steps": [0.5]}, TypeError, r"compute_steps .*\[0\.5\]"),
-        (
-            {"compute_steps": [1], "warmup_steps": 2},
-            ValueError,
-            "compute_steps .*warmup_steps",
-        ),
-        ({"per_transformer": {"transformer_2": {}}}, ValueError, "'transformer_2'; .*Pipe .*transformer"),
-        ({"downsample": 0}, ValueError, "downsample .*0; .*1"),
-        ({"rule": "magic"}, ValueError, "rule .*'magic'; .*'first_block', 'modulated_input'"),
-        (
-            {"rule": "modulated_input"},
-            ValueError,
-            r"modulated_input .*Scripted.*CachedBlocks\(modulated=",
-        ),
-        (
-            {"rule": "modulated_input", "residual_diff_threshold": None},
-            ValueError,
-            "modulated_input .*residual_diff_threshold",
-        ),
-        (
-            {"rule": "modulated_input", "first_blocks": 2, "adapter": KNOWN_BEFORE},
-            ValueError,
-            "modulated_input .*first_blocks=2",
-        ),
-        ({"policy": 3}, TypeError, "policy .*3"),
-        ({"per_transformer": {"transformer": 5}}, TypeError, "per_transformer .*5}; .*'transformer'"),
-        ({"per_transformer": "transformer"}, TypeError, "per_transformer .*'transformer'; .*dict"),
-        ({"per_transformer": 0}, TypeError, "per_transformer .*0; .*dict"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS, ids=[str(list(row[0])) for row in BAD_OPTIONS])
 def test_bad_options_raise_and_keep_the_earlier_cache(options, error, message):
-    pipe = Pipe()
-    apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER)
+    pipe = cached()
     with pytest.raises(error, match=message):
         apply_cache_on_pipe(pipe, **{"residual_diff_threshold": 0.5, "adapter": ADAPTER, **options})
     pipe([1.0, 1.05, 1.2])
@@ -431,125 +401,79 @@ def test_bad_options_raise_and_keep_the_earlier_cache(options, error, message):
     [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}, {"compute_steps": (1,)}],
 )
 def test_options_that_need_a_schedule_raise_without_one(option):
-    pipe = Pipe(scheduler=None)
-    with pytest.raises(ValueError, match=rf"{next(iter(option))} .*scheduler.* Pipe "):
-        apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER, **option)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}, {"compute_steps": (1,)}],
-)
-def test_schedule_options_raise_on_transformer_alone(option):
-    with pytest.raises(
-        ValueError,
-        match=re.escape(f"{next(iter(option))}={next(iter(option.values()))} ") + ".*apply_cache_on_pipe",
-    ):
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=rf"{name} .*scheduler.* Pipe "):
+        cached(Pipe(scheduler=None), **option)
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value} ") + ".*apply_cache_on_pipe"):
         apply_cache_on_transformer(Scripted(), residual_diff_threshold=0.1, adapter=ADAPTER, **option)
 
 
 def test_a_transformer_alone_may_be_cached():
-    model = apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule="first_block", warmup_steps=1)
+    plain = {"always_compute_last": False, "start": 0.0, "rule": "first_block"}
+    model = apply_cache_on_transformer(Scripted(), adapter=ADAPTER, warmup_steps=2, **plain)
     assert cache_options(model).residual_diff_threshold == ADAPTER.threshold
-    with torch.no_grad():
-        for _ in range(2):
-            model(torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0]))
-    assert verdicts(model_cache_report(model)) == ["warmup", "hit"]
-    with pytest.raises(TypeError, match=r"Scripted\b.*CachedBlocks"):
-        apply_cache_on_transformer(Scripted())
-    with pytest.raises(TypeError, match=r"rule .*3; .*Rule"):
-        apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule=3)
+    call_model(model, 1.0, 1.0, 1.0)
+    assert verdicts(model_cache_report(model)) == ["warmup", "warmup", "hit"]
+    # Without a schedule the stored residual is added.
+    assert model_cache_report(model).forecast == "taylor 0"
+    assert cache_report(cached(Pipe(scheduler=None))).forecast == "taylor 0"
+    assert cache_report(cached(forecast="foca")).forecast == "foca"
+    # A refused change keeps the cache.
+    with pytest.raises(ValueError, match="99"):
+        apply_cache(model, BLOCKS, residual_diff_threshold=0.1, first_blocks=99)
+    assert len(model_cache_report(model).rows) == 3
 
 
-def test_unknown_transformer_asks_for_cached_blocks():
-    with pytest.raises(TypeError, match=r"Scripted\b.*CachedBlocks"):
-        apply_cache_on_pipe(Pipe())
-    with pytest.raises(TypeError, match=r"Pipe.* transformer"):
-        apply_cache_on_pipe(Pipe(transformer=None))
-    with pytest.raises(ValueError, match=r"Pipe .*apply_cache_on_pipe"):
-        cache_report(Pipe())
+def cut_tokens_at_first_block():
+    pipe = cached()
+    pipe.transformer.early[0].register_forward_pre_hook(lambda _, args: (args[0][:, :3], *args[1:]))
+    pipe([1.0, 1.0])
 
 
-@pytest.mark.parametrize("apply", [apply_cache, apply_cache_on_pipe, apply_cache_on_transformer])
-def test_every_option_is_a_keyword_and_others_raise(apply):
-    shown = inspect.signature(apply).parameters
-    for field in fields(CacheOptions):
-        assert shown[field.name].kind is inspect.Parameter.KEYWORD_ONLY
-        if field.name != "residual_diff_threshold":
-            assert shown[field.name].default == field.default
-    assert not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in shown.values())
-    assert all(
-        re.search(rf"^ +([a-z_]+, )*{field.name}\b", CacheOptions.__doc__, re.M) for field in fields(CacheOptions)
-    )
-    thing = Pipe() if apply is apply_cache_on_pipe else Scripted()
-    argument = {"blocks": BLOCKS} if apply is apply_cache else {"adapter": ADAPTER}
-    with pytest.raises(TypeError, match=rf"{apply.__name__} .*'warm_up'.* residual_diff_threshold"):
-        apply(thing, **argument, residual_diff_threshold=0.1, warm_up=3)
+def with_blocks(group):
+    cached(adapter=replace(ADAPTER, blocks=CachedBlocks((group,))))([1.0, 1.0])
 
 
-def test_own_model_needs_a_threshold():
-    with pytest.raises(TypeError, match="apply_cache needs residual_diff_threshold="):
-        apply_cache(Scripted(), BLOCKS)
+BAD_INPUT = [
+    (lambda: apply_cache_on_pipe(Pipe()), TypeError, r"Scripted\b.*CachedBlocks"),
+    (lambda: apply_cache_on_transformer(Scripted()), TypeError, r"Scripted\b.*CachedBlocks"),
+    (lambda: apply_cache_on_transformer(Scripted(), adapter=BLOCKS), TypeError, r"adapter .*CachedBlocks\(.*Adapter"),
+    (lambda: apply_cache_on_pipe(Pipe(transformer=None)), TypeError, "Pipe.* transformer"),
+    (lambda: apply_cache_on_pipe(None), TypeError, "got None"),
+    (lambda: cache_report(Pipe()), ValueError, "Pipe .*apply_cache_on_pipe"),
+    (lambda: cache_report(cached()).plot("steps.png"), ValueError, "steps.png"),
+    (lambda: apply_cache(Scripted(), BLOCKS), TypeError, "apply_cache needs residual_diff_threshold="),
+    (lambda: CachedBlocks(BlockGroup(("early",))), TypeError, r"groups=BlockGroup\(.*CachedBlocks\(\(BlockGroup"),
+    (lambda: CachedBlocks([BlockGroup(("early",))]), TypeError, r"groups=\[BlockGroup\(.*tuple"),
+    (lambda: CachedBlocks(()), ValueError, "at least one BlockGroup"),
+    (lambda: CachedBlocks((BlockGroup(("early",)),), conditions="text"), TypeError, r"conditions=\('text',\)"),
+    (lambda: BlockGroup("early"), TypeError, r"BlockGroup\(lists='early'\).* lists=\('early',\)"),
+    (lambda: BlockGroup(("early",), "hidden_states"), TypeError, r"streams=\('hidden_states',\)"),
+    (lambda: BlockGroup(()), ValueError, "at least one list"),
+    (lambda: BlockGroup(("early",), ("x",)), ValueError, r"measured is 'hidden_states'.*\('x',\)"),
+    (lambda: with_blocks(BlockGroup(("middle",), STREAMS)), ValueError, "Scripted has no 'middle'"),
+    (lambda: with_blocks(BlockGroup(("early",), ("x",), "x")), ValueError, "Block has no parameter 'x'"),
+    (
+        lambda: with_blocks(BlockGroup(("early",), STREAMS[::-1])),
+        ValueError,
+        r"Block .*\('hidden_states', 'enc.*shapes",
+    ),
+    (lambda: with_blocks(BlockGroup(("early",))), ValueError, r"Block .*\('hidden_states',\) .*shapes"),
+    (cut_tokens_at_first_block, ValueError, r"\(1, 6, 8\).*sharded.*hook"),
+    (lambda: cached(policy=lambda seen: None)([1.0, 1.0]), TypeError, "policy .*None"),
+    (lambda: cached(compute_steps=[4, 9])([1.0] * 4), ValueError, "compute_steps .*4, 9.* 0 to 3"),
+    (lambda: cached(compute_steps=[-5])([1.0] * 4), ValueError, "compute_steps .*-5.* 0 to 3"),
+    (lambda: cached(compute_steps=[True, False])([1.0] * 4), ValueError, "compute_steps .*2 .*4 steps"),
+    (lambda: Forecast("x", 0, mean_of_two, "a test"), ValueError, "num_residuals is 0"),
+    (lambda: Forecast("x", True, mean_of_two, "a test"), TypeError, "num_residuals is True"),
+    (lambda: Forecast("x", 1, 5, "a test"), TypeError, "weights is 5"),
+]
 
 
-def unsure(observation):
-    return None
-
-
-def cautious(observation):
-    return observation.difference < observation.threshold and observation.hits_in_a_row < 2
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (
-            lambda: apply_cache_on_pipe(Pipe(), adapter=BLOCKS),
-            TypeError,
-            r"adapter .*CachedBlocks\(.*adapter=Adapter\(transformer='Scripted', pipelines='…', blocks=",
-        ),
-        (
-            lambda: apply_cache_on_transformer(Scripted(), adapter=BLOCKS),
-            TypeError,
-            r"adapter .*CachedBlocks\(.*Adapter",
-        ),
-        (lambda: apply_cache_on_pipe(None), TypeError, "got None"),
-        (
-            lambda: CachedBlocks(BlockGroup(("early",))),
-            TypeError,
-            r"groups=BlockGroup\(.*CachedBlocks\(\(BlockGroup",
-        ),
-        (lambda: CachedBlocks([BlockGroup(("early",))]), TypeError, r"groups=\[BlockGroup\(.*tuple"),
-        (lambda: CachedBlocks((BlockGroup(("early",)),), conditions="text"), TypeError, r"conditions=\('text',\)"),
-        (lambda: BlockGroup("early"), TypeError, r"BlockGroup\(lists='early'\).* lists=\('early',\)"),
-        (lambda: BlockGroup(("early",), "hidden_states"), TypeError, r"streams=\('hidden_states',\)"),
-        (
-            lambda: apply_cache_on_pipe(Pipe(), adapter=ADAPTER, always_compute_last="no"),
-            TypeError,
-            "always_compute_last .*'no'; .*True .*False",
-        ),
-        (
-            lambda: cache_report(apply_cache_on_pipe(Pipe(), adapter=ADAPTER)).plot("steps.png"),
-            ValueError,
-            "steps.png",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), BAD_INPUT)
 def test_bad_input_raises_with_value(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def test_schedule_defaults_are_accepted_by_transformer():
-    model = apply_cache_on_transformer(
-        Scripted(), adapter=ADAPTER, always_compute_last=False, start=0.0, warmup_steps=2
-    )
-    assert cache_options(model).warmup_steps == 2
-
-
-def test_policy_returning_none_raises(run):
-    with pytest.raises(Exception, match=r"policy .*None"):
-        run([1.0, 1.0], policy=unsure)
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -557,68 +481,33 @@ def test_warning_names_a_policy_with_constant_decisions(skips):
     def constant(observation):
         return skips
 
-    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=ADAPTER, policy=constant)
     with pytest.warns(ThresholdWarning, match=r"policy=.*constant") as caught:
-        pipe([1.0, 1.0, 1.0])
+        cached(policy=constant)([1.0, 1.0, 1.0])
     assert "residual_diff_threshold" not in str(caught[0].message)
 
 
 def test_policy_reading_numbers_raises_in_graph():
-    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=ADAPTER, policy=cautious)
-    pipe([1.0, 1.0, 1.0, 1.0])
+    def cautious(observation):
+        return observation.difference < observation.threshold and observation.hits_in_a_row < 2
+
+    pipe = cached(policy=cautious)
+    pipe([1.0] * 4)
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "miss"]
     torch._dynamo.reset()
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
-    with pytest.raises(RuntimeError, match=r"policy=cautious .*& .*\|"):
+    with pytest.raises(RuntimeError, match=r"policy=.*cautious .*& .*\|"):
         pipe([1.0, 1.0])
 
 
-def test_streams_in_wrong_order_raise(run):
-    adapter = replace(ADAPTER, blocks=CachedBlocks((BlockGroup(("early", "late"), STREAMS[::-1]),)))
-    with pytest.raises(Exception, match=r"Block .*\('hidden_states', 'encoder_hidden_states'\) .*shapes"):
-        run([1.0, 1.0], adapter=adapter)
-    single = replace(ADAPTER, blocks=CachedBlocks((BlockGroup(("early", "late")),)))
-    with pytest.raises(Exception, match=r"Block .*\('hidden_states',\) .*shapes"):
-        run([1.0, 1.0], adapter=single)
-
-
-# These values were read in the sources that the adapters name.
-PUBLISHED = {
-    "FluxTransformer2DModel": 0.08,
-    "HunyuanVideoTransformer3DModel": 0.06,
-    "HunyuanVideoFramepackTransformer3DModel": 0.06,
-    "CogVideoXTransformer3DModel": 0.025,
-    "MochiTransformer3DModel": 0.035,
-}
-
-
 def test_default_thresholds_are_the_published_ones():
+    # These values were read in the sources that the adapters name.
+    published = {
+        "FluxTransformer2DModel": 0.08,
+        "HunyuanVideoTransformer3DModel": 0.06,
+        "HunyuanVideoFramepackTransformer3DModel": 0.06,
+        "CogVideoXTransformer3DModel": 0.025,
+        "MochiTransformer3DModel": 0.035,
+    }
     for adapter in ADAPTERS:
         if adapter.blocks is not None:
-            assert adapter.threshold == PUBLISHED.get(adapter.transformer, 0.05)
-
-
-@pytest.mark.sample(1)
-@IN_GRAPHS_TOO
-def test_each_sample_is_compared_with_itself(run):
-    # The change of both samples together would be a tenth of the threshold at the second step.
-    values = [(1.0, 100.0), (1.2, 100.0), (1.25, 101.0), (1.25, 150.0)]
-    _, report = run(values, size=(2, 6, 8))
-    assert verdicts(report, "cond") == ["warmup", "miss", "hit", "miss"]
-    assert [row.samples for row in report.rows] == [
-        (None, None),
-        pytest.approx((0.2, 0.0), rel=1e-5),
-        pytest.approx((0.05 / 1.2, 0.01), rel=1e-4),
-        pytest.approx((0.05 / 1.2, 0.5), rel=1e-4),
-    ]
-    assert [row.difference for row in report.rows[1:]] == [max(row.samples) for row in report.rows[1:]]
-    assert [row.held_back_by for row in report.rows] == [(), ("cond sample 0",), (), ("cond sample 1",)]
-    assert str(report).splitlines()[2].endswith("cond sample 0")
-
-
-def test_branches_in_a_batch_have_samples_of_their_own(run):
-    adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
-    _, report = run([(1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.5)], size=(4, 6, 8), adapter=adapter)
-    assert [row.branch for row in report.rows] == ["cond/0", "cond/1"] * 2
-    assert [row.samples for row in report.rows[2:]] == [(0.0, 0.0), (0.0, 0.5)]
-    assert {row.held_back_by for row in report.rows[2:]} == {("cond/1 sample 1",)}
+            assert adapter.threshold == published.get(adapter.transformer, 0.05)

@@ -1,19 +1,16 @@
-"""Reports, logs and errors that show a user the decisions of a cache."""
+"""Reports and warnings that show a user the decisions of a cache."""
 
 import json
 import re
 import warnings
-from dataclasses import replace
 
 import pytest
-import torch
 from PIL import Image
 
 from para_core import apply_cache, model_cache_report, reset_cache
-from para_core.adapters import apply_cache_on_pipe, cache_report
+from para_core.adapters import cache_report
 from para_core.cache import call_records
-from para_core.plans.plan import Plan
-from tests.cache.scripted import ADAPTER, BLOCKS, Pipe, Scripted
+from tests.cache.scripted import BLOCKS, Scripted, cached, call_model
 
 
 def warnings_of(pipe, first):
@@ -25,18 +22,14 @@ def warnings_of(pipe, first):
     return [str(warning.message) for warning in caught]
 
 
-def cached(**options):
-    return apply_cache_on_pipe(Pipe(), **{"residual_diff_threshold": 0.1, "adapter": ADAPTER, **options})
-
-
 def test_useless_threshold_warns_once_with_range():
     pipe = cached()
-    (message,) = warnings_of(pipe, [1.0, 1.5, 3.0])
-    assert re.search(r"from 0.5 to 1, .*residual_diff_threshold is 0.1", message)
-    assert warnings_of(pipe, [1.0, 1.5, 3.0]) == []
-    (message,) = warnings_of(pipe, [1.0, 1.05, 1.02])
-    assert re.search(r"from 0.02 to 0.05, .*residual_diff_threshold is 0.1", message)
-    assert warnings_of(pipe, [1.0, 1.05, 1.02]) == []
+    for first, differences in (([1.0, 1.5, 3.0], "from 0.5 to 1"), ([1.0, 1.05, 1.02], "from 0.02 to 0.05")):
+        (message,) = warnings_of(pipe, first)
+        assert re.search(rf"{differences}, .*residual_diff_threshold is 0.1", message)
+        assert warnings_of(pipe, first) == []
+    (message,) = warnings_of(cached(), [1.0, 1.0, 0.0, float("nan"), 1.0, 1.01, 1.5])
+    assert "residual" in message
 
 
 @pytest.mark.parametrize(
@@ -54,85 +47,51 @@ def test_good_threshold_does_not_warn(options, first):
 
 def test_a_report_is_read_written_and_plotted(tmp_path):
     pipe = cached(warmup_steps=2)
-    assert cache_report(pipe).rows == []
+    assert "no steps yet" in str(cache_report(pipe))
     pipe({"cond": [1.0, 1.0, 1.05, 2.0], "uncond": [5.0, 5.0, 5.0, 5.0]})
     report = cache_report(pipe)
     assert (report.computed, report.hits, len(report.rows)) == (5, 3, 8)
     assert report.seconds == pytest.approx(sum(row.seconds for row in report.rows))
+    assert report.seconds > 0
+    assert report.differences() == pytest.approx([0.05, 0.0, 1.0, 0.0])
 
     lines = str(report).splitlines()
     assert lines[0].split() == ["step", "branch", "difference", "threshold", "seconds"]
     assert lines[5].split()[:5] == ["2", "cond", "0.0500", "0.1000", "hit"]
     assert re.search(r"5 of 8 .*3 .*38%.*taylor 1.*first_block", lines[-1])
-    assert ["forecast" in line and "2" in line.rpartition("forecast")[2] for line in lines[5:9]] == [
-        True,
-        True,
-        False,
-        True,
-    ]
+    assert ["forecast from 2" in line for line in lines[5:9]] == [True, True, False, True]
 
     report.to_json(tmp_path / "steps.json")
     written = json.loads((tmp_path / "steps.json").read_text())
-    assert (written["computed"], written["hits"], written["rule"]) == (5, 3, "first_block")
-    assert [row["verdict"] for row in written["rows"] if row["branch"] == "cond"] == ["warmup", "warmup", "hit", "miss"]
-    assert written["rows"][0]["difference"] is None
-    assert written["forecast"] == "taylor 1"
-    assert [row["forecast_from"] for row in written["rows"] if row["branch"] == "cond"] == [0, 0, 2, 0]
+    assert (written["computed"], written["hits"], written["dropped"]) == (5, 3, 0)
+    assert (written["rule"], written["forecast"]) == ("first_block", "taylor 1")
+    rows = [row for row in written["rows"] if row["branch"] == "cond"]
+    assert [row["verdict"] for row in rows] == ["warmup", "warmup", "hit", "miss"]
+    assert [row["forecast_from"] for row in rows] == [0, 0, 2, 0]
+    assert rows[0]["difference"] is None
 
     report.plot(tmp_path / "steps.png")
     with Image.open(tmp_path / "steps.png") as image:
-        # The plot is not empty for any branch.
         assert image.height >= 500
         assert len(image.convert("RGB").getcolors(1 << 16)) > 20
+    figure = report._figure()
+    assert [axes.get_title().split(":")[0] for axes in figure.axes] == ["Branch 'cond'", "Branch 'uncond'"]
+    (points, computed, others) = (each.get_offsets().tolist() for each in figure.axes[0].collections)
+    assert (points, computed, others) == ([[2, pytest.approx(0.05)]], [[3, pytest.approx(1.0)]], [[0, 0], [1, 0]])
 
 
-def test_plots_have_whole_steps_and_legend():
-    pipe = cached(warmup_steps=1)
-    pipe({"cond": [1.0, 1.0, 1.05, 2.0], "uncond": [5.0, 5.0, 5.0, 5.0]})
-    figure = cache_report(pipe)._figure()
-    figure.canvas.draw()
-    for axes, branch in zip(figure.axes, ("'cond'", "'uncond'"), strict=True):
-        assert branch in axes.get_title()
-    assert {(axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes} == {("step", "first_block")}
-    for axes in figure.axes:
-        assert all(tick == int(tick) for tick in axes.get_xticks())
-    (legend,) = figure.legends
-    assert {text.get_text() for text in legend.get_texts()} == {
-        "skipped",
-        "computed",
-        "computed without comparison",
-        "threshold",
-    }
-    assert not any(legend.get_window_extent().overlaps(axes.get_tightbbox()) for axes in figure.axes)
-    assert not any(axes.get_legend() for axes in figure.axes)
-
-
-@pytest.mark.filterwarnings("ignore:.*cache ")
-def test_seconds_cover_every_call():
-    adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
-    values = [(1.0, 9.0), (1.05, 9.0)]
-    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=adapter)
-    pipe({"cond/1": values, "other": values}, size=(2, 6, 8))
-    report = cache_report(pipe)
-    # Each of four calls runs two branches.
-    assert len(report.rows) == 8
-    assert report.seconds == pytest.approx(sum(row.seconds for row in report.rows) / 2)
+def test_held_back_samples_are_named():
     pipe = cached()
-    pipe({"a/1": [1.0, 1.0]})
-    assert cache_report(pipe).seconds == sum(row.seconds for row in cache_report(pipe).rows) > 0
-
-
-def run_by_hand(model, num_calls):
-    for call in range(num_calls):
-        model(torch.zeros(1, 6, 8), torch.zeros(1, 2, 8), torch.tensor([1.0 + call, 1.0]))
+    pipe([(1.0, 100.0), (1.2, 100.0), (1.25, 101.0), (1.25, 150.0)], size=(2, 6, 8))
+    lines = str(cache_report(pipe)).splitlines()
+    assert ["held back" in line for line in lines] == [False, False, True, False, True, False]
+    assert lines[2].endswith("cond sample 0") and lines[4].endswith("cond sample 1")
 
 
 def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch, tmp_path):
     monkeypatch.setattr(call_records, "MOST_READINGS", 5)
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.0)
-    run_by_hand(model, 3)
-    assert (len(model_cache_report(model).rows), model_cache_report(model).dropped) == (3, 0)
-    run_by_hand(model, 9)
+    call_model(model, *range(1, 13))
     report = model_cache_report(model)
     assert (len(report.rows), report.dropped) == (5, 7)
     assert report.seconds == pytest.approx(sum(row.seconds for row in report.rows))
@@ -140,5 +99,5 @@ def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch, tmp_path):
     report.to_json(tmp_path / "report.json")
     assert json.loads((tmp_path / "report.json").read_text())["dropped"] == 7
     reset_cache(model)
-    run_by_hand(model, 2)
+    call_model(model, 1.0, 2.0)
     assert (len(model_cache_report(model).rows), model_cache_report(model).dropped) == (2, 0)

@@ -6,13 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers import FluxControlImg2ImgPipeline, FluxImg2ImgPipeline
 
 from para_core.adapters import apply_cache_on_pipe, cache_report
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from tests.adapters.test_pipelines import build, generate, long_but
 from tests.cache.scripted import verdicts
-from tests.tiny import flux_call, flux_pipe
 from zoo.tiny.pipelines import PIPELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
@@ -23,10 +21,8 @@ IN_PART = [name for name in PIPELINES if "strength" in PIPELINES[name].options]
 IN_PART += ["ltx, condition", "flux2 klein, inpainting"]
 
 
-def followed(pipe, call):
-    """Return, for each step of the scheduler, its timestep and the position that the cache assigned to the call before
-    it.
-    """
+def followed(pipe, name, **options):
+    """Return the timestep of each scheduler step with the position of the call before it, and all positions."""
     taken, positions = [], []
     take, position_of = type(pipe.scheduler).step, SchedulerTracker.next_position
 
@@ -44,13 +40,19 @@ def followed(pipe, call):
         mock.patch.object(type(pipe.scheduler), "step", watched_take),
         mock.patch.object(SchedulerTracker, "next_position", watched_position_of),
     ):
-        call(pipe)
+        generate(pipe, name, **options)
     return taken, positions
 
 
-def check(taken):
-    assert taken
-    # Each section is counted from its first step to its last.
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", long_but([*IN_PART, "ltx, long", "ltx2, dfr", "ltx2", "framepack", "cosmos"], WHOLE))
+def test_every_pipeline_is_followed_step_by_step(name):
+    pipe = apply_cache_on_pipe(build(name), residual_diff_threshold=0.0)
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    in_part = dict.fromkeys(("strength", "denoise_strength") & parameters.keys(), 0.5)
+    taken, _ = followed(pipe, name, num_inference_steps=4, **in_part)
+    assert len(taken) == 2 if in_part else taken
+    # Each section of a video is counted from its first step to its last.
     expected = []
     while len(expected) < len(taken):
         expected += range(taken[len(expected)][1].num_steps)
@@ -59,63 +61,33 @@ def check(taken):
     assert [position.time for _, position in taken] == pytest.approx([time for time, _ in taken], rel=1e-3)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", long_but([*IN_PART, "ltx, long", "ltx2, dfr", "ltx2", "framepack", "cosmos"], WHOLE))
-def test_every_pipeline_is_followed_step_by_step(name):
-    pipe = apply_cache_on_pipe(build(name), residual_diff_threshold=0.0)
-    options = {"num_inference_steps": 4}
-    parameters = inspect.signature(type(pipe).__call__).parameters
-    in_part = dict.fromkeys(("strength", "denoise_strength") & parameters.keys(), 0.5)
-    taken, _ = followed(pipe, lambda pipe: generate(pipe, name, **options, **in_part))
-    check(taken)
-    assert len(taken) == 2 or not in_part
-
-
-@pytest.mark.parametrize("cls", [FluxImg2ImgPipeline, FluxControlImg2ImgPipeline])
-def test_part_of_flux_schedule_is_followed(cls):
-    pipe = apply_cache_on_pipe(flux_pipe(cls), residual_diff_threshold=0.0)
-    image = torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
-    images = {"image": image, **({"control_image": image} if cls is FluxControlImg2ImgPipeline else {})}
-    call = flux_call(num_inference_steps=8, height=32, width=32, strength=0.5)
-    taken, _ = followed(pipe, lambda pipe: pipe(**call, **images))
-    check(taken)
-    assert len(taken) == 4
-
-
-# The schedulers of these pipelines set no begin_index.
-@pytest.mark.parametrize("name", ["cogvideox, video", "wan, video", "ltx, condition"])
-def test_last_step_of_partial_schedule_is_computed(name):
-    pipe = apply_cache_on_pipe(build(name), residual_diff_threshold=1e9, always_compute_last=True, forecast_order=1)
-    part = "denoise_strength" if name == "ltx, condition" else "strength"
-    generate(pipe, name, num_inference_steps=8, **{part: 0.5})
+# The scheduler of this pipeline sets no begin_index.
+def test_last_step_of_partial_schedule_is_computed():
+    pipe = apply_cache_on_pipe(build("ltx, condition"), residual_diff_threshold=1e9, always_compute_last=True)
+    generate(pipe, "ltx, condition", num_inference_steps=8, denoise_strength=0.5)
     branch = cache_report(pipe).rows[0].branch
     assert verdicts(cache_report(pipe), branch) == ["warmup", "hit", "hit", "schedule"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FORCING)
 def test_calls_are_counted_if_copies_of_the_scheduler_step(name):
     options = {"residual_diff_threshold": 1e9, "start": 0.3, "end": 0.9, "always_compute_last": True}
-    pipe = apply_cache_on_pipe(build(name), **options)
-    sections = []
+    pipe, sections = apply_cache_on_pipe(build(name), **options), []
 
     def note_sections(pipe, step, timestep, tensors):
         if step == 0:
             sections.append(pipe.num_timesteps)
         return tensors
 
-    _, positions = followed(
-        pipe, lambda pipe: generate(pipe, name, num_inference_steps=8, callback_on_step_end=note_sections)
-    )
-    if name != "skyreels v2, forcing from an image":
-        assert len(sections) > 1
-    expected = []
+    _, positions = followed(pipe, name, num_inference_steps=8, callback_on_step_end=note_sections)
+    assert len(sections) > (name != "skyreels v2, forcing from an image")
+    expected, steps = [], [step for total in sections for step in range(total)]
     for total in sections:
         outside = [not 0.3 <= step / total < 0.9 or step == total - 1 for step in range(total)]
         expected += ["warmup", *["schedule" if out else "hit" for out in outside[1:]]]
     for branch in ("cond", "uncond"):
         assert verdicts(cache_report(pipe), branch) == expected
-    assert [row.step for row in cache_report(pipe).rows if row.branch == "cond"] == [
-        step for total in sections for step in range(total)
-    ]
+        assert [row.step for row in cache_report(pipe).rows if row.branch == branch] == steps
     # Forecasts need times that decrease within a section.
     assert all(later.time < earlier.time or later.step <= earlier.step for earlier, later in pairwise(positions))

@@ -1,20 +1,14 @@
-"""A planned model raises and names the module if attention of one module bypasses scaled_dot_product_attention."""
+"""A planned model raises and names the module if attention bypasses SDPA, or if tokens were added or left whole."""
 
-import sys
-import warnings
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
-from para_core import ParallelWarning
-from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, parallelize_transformer
-from para_core.distributed.agreed_inputs import assume_agreed
-from para_core.plans.region import region_of
+from para_core.adapters import parallelize_pipe, parallelize_transformer
 from tests.adapters.test_transformers import SIZES, call
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.transformers.registry import MODELS
@@ -22,22 +16,8 @@ from zoo.tiny.transformers.registry import MODELS
 pytestmark = pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")
 
 
-def scores(query, key):
-    return query @ key.mT * query.shape[-1] ** -0.5
-
-
 def by_matmul(query, key, value):
-    return scores(query, key).softmax(-1) @ value
-
-
-def by_einsum(query, key, value):
-    weights = torch.softmax(torch.einsum("bhid,bhjd->bhij", query, key) * query.shape[-1] ** -0.5, -1)
-    return torch.einsum("bhij,bhjd->bhid", weights, value)
-
-
-def by_exp(query, key, value):
-    weights = scores(query, key).exp()
-    return weights / weights.sum(-1, keepdim=True) @ value
+    return (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
 
 
 class Kernel(torch.autograd.Function):
@@ -46,9 +26,6 @@ class Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value):
         return by_matmul(query, key, value)
-
-
-ways = {"matmul": by_matmul, "einsum": by_einsum, "exp": by_exp, "kernel": Kernel.apply}
 
 
 def with_other_sdpa(processor, attend):
@@ -68,95 +45,75 @@ def with_other_sdpa(processor, attend):
     return Processor()
 
 
-def bypass(way):
-    """Return the errors of three FLUX transformers that have a user's processor in one block."""
-    errors = []
-    for path in ("transformer_blocks.1.attn", "single_transformer_blocks.0.attn"):
-        transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
-        transformer.get_submodule(path).set_processor(with_other_sdpa(FluxAttnProcessor(), ways[way]))
-        with torch.no_grad():
-            for _ in range(2):  # The second call is refused too.
-                with pytest.raises(RuntimeError, match=rf"{path} .*Processor.* 2 ranks") as error:
-                    transformer(**flux_inputs(13, 5))
-                errors.append(str(error.value))
-            transformer.get_submodule(path).set_processor(FluxAttnProcessor())
-            errors.append(transformer(**flux_inputs(13, 5)).sample)
-    return errors
-
-
-@pytest.mark.parametrize("way", list(ways))
-def test_one_module_that_bypasses_sdpa_is_named_on_every_rank(rank_pool, way):
-    with torch.no_grad():
-        expected = flux_transformer()(**flux_inputs(13, 5)).sample
-    for outcomes in rank_pool.run(bypass, 2, way):
-        assert all(relative_error(x, expected) < 1e-5 for x in outcomes if torch.is_tensor(x))
-
-
-def bypass_wan(which):
-    transformer = parallelize_transformer(MODELS["wan"].build(), mesh=cpu_mesh(2, 1))
-    for block in transformer.blocks:
-        getattr(block, which).set_processor(with_other_sdpa(WanAttnProcessor(), by_matmul))
-    try:
-        return call(transformer, "wan", SIZES[0])[0]
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_self_attention_next_to_cross_attention_is_named(rank_pool):
-    for out in rank_pool.run(bypass_wan, 2, "attn1"):
-        assert "blocks.0.attn1" in out
-
-
-def test_cross_attention_to_replicated_text_may_be_anything(rank_pool):
-    expected = call(MODELS["wan"].build(), "wan", SIZES[0])[0]
-    for out in rank_pool.run(bypass_wan, 2, "attn2"):
-        assert relative_error(out, expected) < 1e-5
-
-
-def change_processors_between_generations(compiled):
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
-    if compiled:
-        pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
-    first = pipe(**flux_call()).images
-    attn = getattr(pipe.transformer, "_orig_mod", pipe.transformer).transformer_blocks[0].attn
-    processor = attn.processor
-    attn.set_processor(with_other_sdpa(FluxAttnProcessor(), by_matmul) if not compiled else HandMade())
-    with pytest.raises(RuntimeError, match="2 ranks"):
-        pipe(**flux_call())
-    attn.set_processor(processor)
-    return first, pipe(**flux_call()).images
-
-
 class HandMade(FluxAttnProcessor):
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         return hidden_states, encoder_hidden_states
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_processors_that_change_are_checked_again(rank_pool, compiled):
-    expected = flux_pipe()(**flux_call()).images
-    for outs in rank_pool.run(change_processors_between_generations, 2, compiled):
-        assert all(relative_error(out, expected) < 1e-5 for out in outs)
+def parallel_flux():
+    return parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
 
 
-def processors_on_one_rank(rank):
-    import torch.distributed as dist
+def parallel_pipe():
+    return parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
 
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
-    if dist.get_rank() == rank:
-        pipe.transformer.transformer_blocks[0].attn.set_processor(HandMade())
+
+def bypass():
+    """Return the outputs of FLUX transformers, after they had a user's processor in one block."""
+    outputs, paths = [], ["transformer_blocks.1.attn", "single_transformer_blocks.0.attn"]
+    for index, attend in enumerate((by_matmul, Kernel.apply)):
+        transformer, path = parallel_flux(), paths[index % 2]
+        transformer.get_submodule(path).set_processor(with_other_sdpa(FluxAttnProcessor(), attend))
+        with torch.no_grad():
+            for _ in range(2):  # The second call is refused too.
+                with pytest.raises(RuntimeError, match=rf"{path} .*Processor.* 2 ranks"):
+                    transformer(**flux_inputs(13, 5))
+            transformer.get_submodule(path).set_processor(FluxAttnProcessor())
+            outputs.append(transformer(**flux_inputs(13, 5)).sample)
+    return outputs
+
+
+def test_one_module_that_bypasses_sdpa_is_named_on_every_rank(rank_pool):
+    with torch.no_grad():
+        expected = flux_transformer()(**flux_inputs(13, 5)).sample
+    for outputs in rank_pool.run(bypass, 2):
+        assert max(relative_error(out, expected) for out in outputs) < 1e-5
+
+
+def change_processors():
+    """Change processors between generations, in a callback, and on one rank. Return generations without these."""
+    pipe = parallel_pipe()
+    images = [pipe(**flux_call()).images]
+    attn = pipe.transformer.transformer_blocks[0].attn
+    processor = attn.processor
+
+    def bypass_from_now_on(pipe, step, timestep, tensors):
+        attn.set_processor(HandMade())
+        return tensors
+
+    attn.set_processor(with_other_sdpa(FluxAttnProcessor(), by_matmul))
+    with pytest.raises(RuntimeError, match="2 ranks"):
+        pipe(**flux_call())
+    attn.set_processor(processor)
+    images.append(pipe(**flux_call()).images)
+    with pytest.raises(RuntimeError, match=r"transformer_blocks\.0\.attn .*HandMade"):
+        pipe(**{**flux_call(), "num_inference_steps": 3}, callback_on_step_end=bypass_from_now_on)
+    if dist.get_rank() == 0:
+        attn.set_processor(processor)
+    # Before the model runs, the ranks compare their processors.
     with pytest.raises(ValueError, match="HandMade"):
         pipe(**flux_call())
-    return True
+    return images
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_different_processors_raise_before_the_model_runs(rank_pool, rank):
-    assert all(rank_pool.run(processors_on_one_rank, 2, rank))
+def test_processors_that_change_are_checked_again(rank_pool):
+    expected = flux_pipe()(**flux_call()).images
+    for images in rank_pool.run(change_processors, 2):
+        assert max(relative_error(out, expected) for out in images) < 1e-5
 
 
 def replace_sdpa():
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+    pipe = parallel_pipe()
     original = F.scaled_dot_product_attention
 
     def patched(query, key, value, **options):
@@ -176,22 +133,9 @@ def test_replaced_sdpa_raises_before_a_pipeline_runs(rank_pool):
         assert relative_error(out, expected) < 1e-5
 
 
-def old_processor_of_diffusers():
-    """Run PixArt's self-attention with a processor of diffusers that computes scores itself."""
-    transformer = parallelize_transformer(MODELS["pixart"].build(), mesh=cpu_mesh(1, 2))
-    transformer.transformer_blocks[1].attn1.set_processor(AttnProcessor())
-    with pytest.raises(RuntimeError, match=r"transformer_blocks\.1\.attn1 .*AttnProcessor"):
-        call(transformer, "pixart", SIZES[0])
-    return True
-
-
-def test_old_processor_of_diffusers_is_named(rank_pool):
-    assert all(rank_pool.run(old_processor_of_diffusers, 2))
-
-
 def skip_all_blocks():
-    """Run a model whose forward skips all blocks in every second call, as a step cache in the model does."""
-    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
+    """Run a model whose forward skips all blocks, as a step cache in the model does."""
+    transformer = parallel_flux()
     for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]:
         block.forward = lambda hidden_states, encoder_hidden_states, **_: (encoder_hidden_states, hidden_states)
     with torch.no_grad(), pytest.raises(RuntimeError, match="apply_cache_on_pipe"):
@@ -203,81 +147,39 @@ def test_skipped_blocks_name_the_cache_and_not_the_backend(rank_pool):
     assert all(rank_pool.run(skip_all_blocks, 2))
 
 
-def softmax_outside_of_attention():
-    """Run a model that attends by hand in a module that the plan does not know, and by SDPA in the known ones."""
-    transformer = flux_transformer()
-    forward = transformer.transformer_blocks[0].ff.forward
-
-    def mixing(x):
-        return forward((x @ x.mT).softmax(-1) @ x)
-
-    transformer.transformer_blocks[0].ff.forward = mixing
-    parallelize_transformer(transformer, mesh=cpu_mesh(1, 2))
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always", ParallelWarning)
-        for _ in range(2):
-            transformer(**flux_inputs(13, 5))
-    return [str(x.message) for x in caught if x.category is ParallelWarning]
+def add_a_token(module, args):
+    return (torch.cat([args[0], args[0][:, :1]], dim=1), *args[1:])
 
 
-def test_scores_by_hand_outside_of_attention_modules_warn_once(rank_pool):
-    for messages in rank_pool.run(softmax_outside_of_attention, 2):
-        assert len(messages) == 1
-        assert "transformer_blocks.0.ff" in messages[0]
+class WeighingProcessor(FluxAttnProcessor):
+    """A user's processor that scales image tokens, in blocks where image and text are separate."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, token_weights=None, **kwargs):
+        if encoder_hidden_states is not None and isinstance(token_weights, torch.Tensor):
+            hidden_states = hidden_states * token_weights
+        elif encoder_hidden_states is not None and token_weights is not None:
+            hidden_states = hidden_states[:, token_weights["keep"][0]]
+        return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 
-def frames_of_the_check():
-    """Return the number of Python functions that the check runs in each of four calls with verified inputs."""
-    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
-    numbers = []
-    with torch.no_grad(), assume_agreed([region_of(transformer)]):
-        for _ in range(4):
-            numbers.append(0)
-
-            def count(frame, event, _):
-                code = frame.f_code
-                if event == "call" and (
-                    code.co_filename.endswith(("attention_check.py", "handwritten.py", "foreign_code.py"))
-                ):
-                    numbers[-1] += 1
-
-            sys.setprofile(count)
-            transformer(**flux_inputs(13, 5))
-            sys.setprofile(None)
-    return numbers
-
-
-def test_calls_after_the_first_run_without_the_check(rank_pool):
-    for first, *later in rank_pool.run(frames_of_the_check, 2):
-        assert first > 0
-        assert later == [0, 0, 0]
-
-
-def cached_and_checked():
-    pipe = apply_cache_on_pipe(
-        parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2)), residual_diff_threshold=10.0, max_consecutive_hits=1
-    )
-    return pipe(**{**flux_call(), "num_inference_steps": 4}).images
-
-
-def test_steps_that_a_cache_skips_pass_the_check(rank_pool):
-    alone = apply_cache_on_pipe(flux_pipe(), residual_diff_threshold=10.0, max_consecutive_hits=1)
-    expected = alone(**{**flux_call(), "num_inference_steps": 4}).images
-    for out in rank_pool.run(cached_and_checked, 2):
-        assert relative_error(out, expected) < 1e-4
-
-
-def change_processors_in_a_callback():
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
-
-    def bypass_from_now_on(pipe, step, timestep, tensors):
-        pipe.transformer.transformer_blocks[0].attn.set_processor(HandMade())
-        return tensors
-
-    with pytest.raises(RuntimeError, match=r"transformer_blocks\.0\.attn .*HandMade"):
-        pipe(**{**flux_call(), "num_inference_steps": 3}, callback_on_step_end=bypass_from_now_on)
+def use_tokens_that_do_not_fit():
+    model = parallelize_transformer(MODELS["pixart"].build(), mesh=cpu_mesh(1, 2))
+    model.transformer_blocks[0].attn1.register_forward_pre_hook(add_a_token)
+    with pytest.raises(ValueError, match=r"AttnProcessor2_0 .*\d+ .*\d+\b.*unparallelize_pipe\(pipe\)"):
+        call(model, "pixart", SIZES[0])
+    named = rf"FluxTransformer2DModel .*joint_attention_kwargs\['token_weights'\]%s.* {32 - dist.get_rank()} "
+    for weights, error, message in [
+        (torch.rand(1, 63, 1), ValueError, named % r" \[1, 63, 1\]"),
+        ({"keep": [torch.ones(63, dtype=torch.bool)]}, ValueError, named % r"\['keep'\]\[0\] \[63\]"),
+        # Other errors of sizes stay as they are.
+        (torch.rand(1, 7, 1), RuntimeError, r"\(7\)"),
+    ]:
+        pipe = parallel_pipe()
+        pipe.transformer.set_attn_processor(WeighingProcessor())
+        with pytest.raises(error, match=message):
+            pipe(**flux_call(joint_attention_kwargs={"token_weights": weights}))
     return True
 
 
-def test_processors_that_a_callback_sets_are_checked(rank_pool):
-    assert all(rank_pool.run(change_processors_in_a_callback, 2))
+def test_added_tokens_and_tensors_for_all_tokens_are_named(rank_pool):
+    assert all(rank_pool.run(use_tokens_that_do_not_fit, 2))

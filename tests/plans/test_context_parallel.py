@@ -8,11 +8,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from para_core import ContextParallelConfig, ParallelConfig, apply_context_parallel, remove_context_parallel
-from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
 PLAN = WanTransformer3DModel._cp_plan
+
+
+THEIRS = diffusers.ContextParallelConfig
 
 
 def call(transformer):
@@ -20,8 +22,8 @@ def call(transformer):
         return transformer(**MODELS["wan"].inputs(3, 6, 10), return_dict=False)[0]
 
 
-def diffusers_config(**options):
-    return diffusers.ContextParallelConfig(**options)
+def mesh_of_more_dims():
+    return init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("fsdp", "ring", "ulysses"))
 
 
 CONFIGS = {
@@ -31,19 +33,38 @@ CONFIGS = {
     "ring, in two dims": lambda: ContextParallelConfig(ring_degree=2, rotate_method="2d"),
     "inside a ParallelConfig": lambda: ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2)),
     "a mesh": lambda: ContextParallelConfig(mesh=cpu_mesh(2, 1)),
-    "a mesh of more dims": lambda: ContextParallelConfig(
-        ulysses_degree=2, mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("fsdp", "ring", "ulysses"))
+    "a mesh of more dims": lambda: ContextParallelConfig(ulysses_degree=2, mesh=mesh_of_more_dims()),
+    "theirs, Ulysses": lambda: diffusers.ParallelConfig(
+        context_parallel_config=THEIRS(ulysses_degree=2, ulysses_anything=True)
     ),
-    "diffusers', Ulysses": lambda: diffusers_config(ulysses_degree=2, ulysses_anything=True),
-    "diffusers', ring": lambda: diffusers_config(ring_degree=2, ring_anything=True),
-    "diffusers', a mesh": lambda: diffusers_config(ring_degree=2, mesh=cpu_mesh(2, 1)),
-    "diffusers', inside a ParallelConfig": lambda: diffusers.ParallelConfig(
-        context_parallel_config=diffusers_config(ulysses_degree=2)
+    "theirs, a mesh": lambda: THEIRS(ring_degree=2, ring_anything=True, mesh=cpu_mesh(2, 1)),
+}
+BAD = {
+    "too many": (lambda: ContextParallelConfig(ring_degree=3), ValueError, r"3 × 1 = 3.* 2 ranks"),
+    "none": (lambda: ContextParallelConfig(ring_degree=0), ValueError, "ring_degree.* 0"),
+    "no such method": (
+        lambda: ContextParallelConfig(ring_degree=2, rotate_method="p2p"),
+        ValueError,
+        "rotate_method.* 'p2p'.* 'alltoall'",
     ),
+    "another mesh": (
+        lambda: ContextParallelConfig(ring_degree=2, mesh=cpu_mesh(1, 2)),
+        ValueError,
+        r"ring × ulysses = 1 × 2.* 2 × None",
+    ),
+    "weights": (
+        lambda: diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig(tp_degree=2)),
+        ValueError,
+        "tensor_parallel_config",
+    ),
+    "something else": (dict, TypeError, r"parallel_config.* \{\}.* ContextParallelConfig"),
 }
 
 
 def run_configs():
+    for make, error, message in BAD.values():
+        with pytest.raises(error, match=message):
+            apply_context_parallel(MODELS["wan"].build(), make(), PLAN)
     outs = {}
     for name, make in CONFIGS.items():
         transformer = MODELS["wan"].build()
@@ -56,7 +77,7 @@ def run_configs():
     return outs
 
 
-def test_every_config_is_exact(rank_pool):
+def test_every_config_is_exact_or_refused_on_every_rank(rank_pool):
     expected = call(MODELS["wan"].build())
     for outs in rank_pool.run(run_configs, 2):
         for name, (out, collectives) in outs.items():
@@ -70,33 +91,3 @@ def test_one_rank_needs_no_process_group_and_changes_nothing():
     assert type(transformer) is WanTransformer3DModel
     with pytest.raises(RuntimeError, match="apply_context_parallel needs a process group"):
         apply_context_parallel(transformer, ContextParallelConfig(ring_degree=2), PLAN)
-
-
-BAD = {
-    "too many": (lambda: ContextParallelConfig(ring_degree=3), r"ValueError: .*3 × 1 = 3.* 2 ranks"),
-    "none": (lambda: ContextParallelConfig(ring_degree=0), "ValueError: .*ring_degree.* 0"),
-    "no such method": (
-        lambda: ContextParallelConfig(ring_degree=2, rotate_method="p2p"),
-        "ValueError: .*rotate_method.* 'p2p'.* 'alltoall'",
-    ),
-    "another mesh": (
-        lambda: ContextParallelConfig(ring_degree=2, mesh=cpu_mesh(1, 2)),
-        r"ValueError: .*ring × ulysses = 1 × 2.* 2 × None",
-    ),
-    "weights": (
-        lambda: diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig(tp_degree=2)),
-        "ValueError: .*tensor_parallel_config",
-    ),
-    "something else": (dict, r"TypeError: .*parallel_config.* \{\}.* ContextParallelConfig"),
-}
-
-
-def apply_bad(name):
-    apply_context_parallel(MODELS["wan"].build(), BAD[name][0](), PLAN)
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_unfitting_config_raises_on_every_rank(rank_pool, name):
-    with pytest.raises(RankPoolError, match=BAD[name][1]) as error:
-        rank_pool.run(apply_bad, 2, name)
-    assert "raised on 2 of 2 ranks" in str(error.value)

@@ -1,6 +1,7 @@
-"""Plans: their effect, what they refuse, and compiling them in parts."""
+"""Plans: what they refuse, their rules one by one, and the graphs of a model whose plan comes and goes."""
 
 import gc
+from dataclasses import replace
 from weakref import ref
 
 import pytest
@@ -8,138 +9,33 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from transformers import LlamaConfig, LlamaModel
 
+from para_core import Attention, Plan
 from para_core.distributed.mesh import one_rank, sequence_mesh
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.apply_rules import RuleExecutor
-from para_core.plans.plan import Entries, Gather, Plan, Split
+from para_core.plans.plan import AttentionByHeads, Entries, Gather, Split
+from para_core.plans.published_plan import convert_published_plan
 from para_core.plans.region import mesh_of_plan
-from tests.plans.test_published_plan import GATHER, cut
-from tests.tiny import cpu_mesh, fill, relative_error
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(8, 24)
-
-    def forward(self, hidden_states, rotation):
-        q, k, v = self.project(hidden_states).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q * rotation, k * rotation, v)
-        return hidden_states + out.transpose(1, 2).flatten(2)
-
-
-class Rotation(nn.Module):
-    def forward(self, hidden_states):
-        return torch.linspace(-1, 1, hidden_states.shape[1])[:, None], torch.ones(())
-
-
-class Model(nn.Module):
-    """A model whose tokens are split at the first block, as Wan's are. A rotation is split at the output of the module
-    that makes it.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.rotation = Rotation()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.proj_out = nn.Linear(8, 8)
-
-    def forward(self, hidden_states):
-        # Before the split all ranks compute the same, so nothing may be rerouted.
-        hidden_states = hidden_states + F.scaled_dot_product_attention(hidden_states, hidden_states, hidden_states)
-        rotation, _ = self.rotation(hidden_states)
-        for block in self.blocks:
-            hidden_states = block(hidden_states, rotation)
-        out = self.proj_out(hidden_states)
-        # After the gather all ranks compute the same again, so nothing may be rerouted.
-        return out + F.scaled_dot_product_attention(out, out, out)
-
-
-PLAN = {
-    "rotation": {0: cut(dim=0, dims=2, output=True)},
-    "blocks.0": {"hidden_states": cut()},
-    "proj_out": GATHER,
-}
-
-
-def run_model(compiled):
-    model = fill(Model(), seed=1)
-    mesh = cpu_mesh(2, 1) if compiled == "no" else cpu_mesh(1, 2)
-    if compiled == "blocks before":
-        for block in model.blocks:
-            block.compile(backend="eager", fullgraph=True)
-    if compiled == "blocks replaced":
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = torch.compile(block, backend="eager", fullgraph=True)
-    apply_plan(model, PLAN, sequence_mesh(mesh))
-    if compiled == "blocks after":
-        for block in model.blocks:
-            block.compile(backend="eager", fullgraph=True)
-    called = torch.compile(model, backend="eager", fullgraph=True) if compiled == "whole" else model
-    outs = [called(tokens(num)) for num in (11, 11, 6)]
-    remove_plan(model)
-    return outs, called(tokens(11))
-
-
-def run_decoder(lengths):
-    plan = Plan(
-        inputs={},
-        inner={
-            "layers.0": {"hidden_states": Split(1, "text", ndim=3)},
-            "rotary_emb": {0: Split(1, like="text"), 1: Split(1, like="text")},
-        },
-        outputs={"layers.-1": Gather(1, "text")},
-        joint_order=("text",),
-    )
-    model, outs = make_decoder(), []
-    apply_plan(model, plan, sequence_mesh(cpu_mesh(1, 2)))
-    with torch.no_grad():
-        for num in lengths:
-            ids = torch.arange(num)[None]
-            outs += [model(ids).last_hidden_state, model(ids, attention_mask=torch.ones(1, num)).last_hidden_state]
-    return outs
-
-
-def make_decoder():
-    sizes = {"vocab_size": 20, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
-    torch.manual_seed(1)
-    return LlamaModel(LlamaConfig(**sizes, num_attention_heads=4, attn_implementation="sdpa")).eval()
-
-
-def test_decoder_with_few_tokens_is_exact(rank_pool):
-    lengths, model = [1, 2, 3, 4, 5, 9], make_decoder()
-    with torch.no_grad():
-        expected = [model(torch.arange(num)[None]).last_hidden_state for num in lengths for _ in range(2)]
-    for outs in rank_pool.run(run_decoder, 2, lengths):
-        errors = [relative_error(out, whole) for out, whole in zip(outs, expected, strict=True)]
-        assert max(errors) < 1e-5, errors
-
-
-def tokens(num):
-    return torch.randn(2, num, 8, generator=torch.Generator().manual_seed(num))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "compiled",
-    [
-        "no",
-        "blocks replaced",
-        "whole",
-        *[pytest.param(x, marks=pytest.mark.long) for x in ("blocks before", "blocks after")],
-    ],
+from tests.plans.test_exactness import (
+    BY_HEADS,
+    CROSS,
+    EXAMPLES,
+    GATHER,
+    HEADS,
+    INSIDE,
+    ROWS,
+    Checkpointed,
+    Model,
+    OfRows,
+    call,
+    cut,
+    fused,
+    noise,
+    rows,
+    tokens,
 )
-def test_a_plan_that_cuts_inside_the_model_is_exact(rank_pool, compiled):
-    model = fill(Model(), seed=1)
-    expected = [model(tokens(num)) for num in (11, 11, 6)]
-    for outs, alone in rank_pool.run(run_model, 2, compiled):
-        errors = [
-            relative_error(out, reference)
-            for out, reference in zip([*outs, alone], [*expected, expected[0]], strict=True)
-        ]
-        assert max(errors) < 1e-5, errors
+from tests.tiny import cpu_mesh, fill, flux_inputs, relative_error
 
 
 def apply_in_rounds(in_place):
@@ -152,7 +48,8 @@ def apply_in_rounds(in_place):
     meshes = {shape: sequence_mesh(cpu_mesh(*shape)) for shape in [(1, 2), (2, 1)]}
     outs, frames = [], []
     for shape in [(1, 2), (1, 2), (2, 1), (1, 2), (2, 1)]:
-        apply_plan(model, PLAN, meshes[shape])
+        apply_plan(model, INSIDE, meshes[shape])
+        assert mesh_of_plan(model) == meshes[shape]
         outs.append(called(tokens(11)))
         remove_plan(model)
         assert type(model) is Model
@@ -166,7 +63,7 @@ def apply_in_rounds(in_place):
     return outs, frames, reference() is None
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_next_equal_plan_of_a_compiled_model_uses_its_graphs(rank_pool, in_place):
     expected = fill(Model(), seed=1)(tokens(11))
     for outs, frames, collected in rank_pool.run(apply_in_rounds, 2, in_place):
@@ -175,31 +72,142 @@ def test_next_equal_plan_of_a_compiled_model_uses_its_graphs(rank_pool, in_place
         assert collected
 
 
-def apply_unfitting():
+def planned(model, plan, args):
+    """Return the output of ``model`` under ``plan`` on two ranks."""
+    apply_plan(model, plan, sequence_mesh(cpu_mesh(1, 2)))
+    return call(model, args)
+
+
+def with_unfitting_plan():
     model = Model()
     missing = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
-    with pytest.raises(ValueError, match=r"'nothing'.* Model "):
+    try:
         apply_plan(model, missing, sequence_mesh(cpu_mesh(1, 2)))
-    assert type(model) is Model
-    assert mesh_of_plan(model) is None
+    finally:
+        assert type(model) is Model
+        assert mesh_of_plan(model) is None
 
 
-def test_plan_of_another_model_changes_nothing(rank_pool):
-    rank_pool.run(apply_unfitting, 2)
+def with_three_ids():
+    flux = EXAMPLES["flux, published"]
+    planned(flux.model(), flux.plan, {**flux_inputs(10, 5), "img_ids": torch.zeros(1, 10, 3)})
 
 
-def cut_entries():
+def with_long_tuple():
+    of_video, whole = Split(dim=0, like="video"), torch.arange(5.0)
+    RuleExecutor(sequence_mesh(cpu_mesh(1, 2))).cut((whole, whole), Entries((None, of_video, of_video)), "rope")
+
+
+def by_rows(attend=None, num=6, checkpointing=False):
+    model = OfRows()
+    if attend is not None:
+        model.attend.forward = attend
+    model.gradient_checkpointing, model._gradient_checkpointing_func = checkpointing, None
+    with torch.set_grad_enabled(checkpointing):
+        planned(model, ROWS, rows(num)[0])
+
+
+def with_bypass_in_a_graph():
+    model = Checkpointed("none")
+    model.blocks[0].attn1.forward = lambda x, context: x
+    plan = replace(CROSS, attention={"blocks.*.attn1": (Attention(("image",)),), **CROSS.attention})
+    apply_plan(model, plan, sequence_mesh(cpu_mesh(1, 2)))
+    torch.compile(model, backend="eager", fullgraph=True)(noise(2, 7, 16), noise(2, 4, 16))
+
+
+class Grouped(nn.Module):
+    """Attention with four heads of queries and two heads of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v = nn.Linear(20, 16), nn.Linear(20, 8), nn.Linear(20, 8)
+        self.out = nn.Linear(16, 20)
+
+    def forward(self, x):
+        q, k, v = (project(x).unflatten(2, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def with_grouped_heads(num):
+    plan = replace(HEADS, inputs={"input": Split(dim=1, segment="tokens")}, attention={"0": BY_HEADS})
+    planned(nn.Sequential(Grouped()), plan, [noise(2, num, 20)])
+
+
+def with_fused(parts):
+    example = fused(2, parts)
+    planned(example.model(), example.plan, [noise(2, 7, 20)])
+
+
+def published(plan):
+    return convert_published_plan, (plan,), ValueError
+
+
+def by_heads(parts):
+    return AttentionByHeads, ("tokens", ("qkv",), "out", "heads", (), parts), ValueError
+
+
+INPUT = {"hidden_states": cut()}
+SUMS = r"scaled_dot_product_attention .*LinearAttention\("
+REFUSED = [
+    (with_unfitting_plan, (), ValueError, r"'nothing'.* Model "),
+    (with_three_ids, (), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
+    (with_long_tuple, (), TypeError, r"rope.* tuple of 2.* 3 "),
+    (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
+    (by_rows, (lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
+    (by_rows, (lambda x: x,), RuntimeError, r"\[\('sum', 0\), \('matmul', 1\)\]"),
+    (by_rows, (None, 3), ValueError, r"3 rows on 2 ranks.* 2 "),
+    (by_rows, (None, 6, True), RuntimeError, r"OfRows .*activation checkpointing"),
+    (with_bypass_in_a_graph, (), RuntimeError, "2 ranks"),
+    (with_fused, (None,), ValueError, "qkv"),
+    (with_fused, ((2,),), ValueError, "qkv"),
+    (with_grouped_heads, (7,), ValueError, r"4 heads.*\[4, 2\]"),
+    (with_grouped_heads, (3,), ValueError, r"4 heads.*\[4, 2\]"),
+    (*by_heads((3, 1)), r"\(3, 1\) .*qkv"),
+    (*by_heads(0), "parts is 0"),
+    (*published({"": INPUT}), "'hidden_states' .*gather"),
+    (*published({"proj_out": GATHER}), "'hidden_states' .*gather"),
+    (*published({"": {**INPUT, 0: cut(output=True)}, "proj_out": GATHER}), r"outputs \[0\]"),
+    (*published({"": {"hidden_states": [cut(), cut()]}, "proj_out": GATHER}), "list of tensors"),
+    (*published({"": {"hidden_states": cut(output=True)}, "proj_out": GATHER}), "split_output=False"),
+    (*published({"": INPUT, "proj_out": 1}), "'proj_out' is 1.* 'gather_dim'"),
+]
+
+
+def refuse_all():
+    for function, args, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            function(*args)
+    return True
+
+
+def test_what_does_not_fit_raises_on_every_rank(rank_pool):
+    assert all(rank_pool.run(refuse_all, 2))
+
+
+def cut_and_gather():
+    """Return entries that were cut, and tokens that were cut and gathered with replicated text behind them."""
     cutting, of_video = RuleExecutor(sequence_mesh(cpu_mesh(1, 2))), Split(dim=0, like="video")
     whole = torch.arange(5.0)
-    rule = Entries((None, of_video, of_video))
-    with pytest.raises(TypeError, match=r"rope.* tuple of 2.* 3 "):
-        cutting.cut((whole, whole), rule, "rope")
-    return cutting.cut((whole, (whole, whole), {"query": whole, "key": whole}), rule, "rope")
+    arguments = (whole, (whole, None), {"query": whole, "key": [whole]})
+    entries, gathered = cutting.cut(arguments, Entries((None, of_video, of_video)), "rope"), []
+    # The last length is smaller than the number of ranks, so every rank holds all tokens.
+    for num in (11, 12, 1):
+        cutting = RuleExecutor(sequence_mesh(cpu_mesh(1, 2)))
+        held = cutting.cut(tokens(num), Split(dim=1, segment="video"), "video")
+        rule = Gather(dim=1, segment="video", then_replicated=True)
+        gathered += cutting.outputs((torch.cat([held, tokens(3)], dim=1),), (rule,))
+    return entries, gathered
 
 
-def test_entries_of_tuples_and_dicts_are_sharded(rank_pool):
-    for own, entries in zip(torch.arange(5.0).tensor_split(2), rank_pool.run(cut_entries, 2), strict=True):
-        torch.testing.assert_close(entries, (torch.arange(5.0), (own, own), {"query": own, "key": own}))
+def test_entries_are_sharded_and_later_segments_replicated(rank_pool):
+    for own, (entries, gathered) in zip(
+        torch.arange(5.0).tensor_split(2), rank_pool.run(cut_and_gather, 2), strict=True
+    ):
+        torch.testing.assert_close(entries, (torch.arange(5.0), (own, None), {"query": own, "key": [own]}))
+        for num, out in zip((11, 12, 1), gathered, strict=True):
+            assert torch.equal(out, torch.cat([tokens(num), tokens(3)], dim=1))
 
 
 def test_replicated_segment_leaves_its_entries_whole():
@@ -214,21 +222,3 @@ def test_gather_of_unsharded_segment_is_named():
         cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),))
     cutting.cut(torch.ones(1, 2), Split(1, segment="image"), "hidden_states")
     assert cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),)).shape == (1, 2)
-
-
-def gathered_with_text_behind(num):
-    mesh = sequence_mesh(cpu_mesh(1, 2))
-    cutting = RuleExecutor(mesh)
-    video, text = tokens(num), tokens(3)
-    held = cutting.cut(video, Split(dim=1, segment="video"), "video")
-    (out,) = cutting.outputs((torch.cat([held, text], dim=1),), (Gather(dim=1, segment="video", then_replicated=True),))
-    return out
-
-
-# The last length is smaller than the number of ranks, so every rank holds all tokens.
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("num", [11, 12, 1])
-def test_gather_replicates_later_segments(rank_pool, num):
-    expected = torch.cat([tokens(num), tokens(3)], dim=1)
-    for out in rank_pool.run(gathered_with_text_behind, 2, num):
-        assert torch.equal(out, expected)
