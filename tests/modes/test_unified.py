@@ -176,6 +176,9 @@ def call_what_no_mode_sees():
             "weights": outcome(lambda: attention(x, x, x)),
             "mask": outcome(lambda: attention(x, x, x, need_weights=False, attn_mask=torch.zeros(4, 4).bool())),
         }
+        q, rank = torch.zeros(1, 2, 4, 8), dist.get_rank()
+        mask = torch.ones(4, 8, dtype=torch.bool) if rank == 0 else None
+        messages["one mask"] = outcome(lambda: F.scaled_dot_product_attention(q, q, q, mask, is_causal=rank == 1))
         with UnifiedAttnMode.disable():
             disabled = torch._native_multi_head_attention(x, x, x, 12, 3, *native)[0]
             return messages, relative_error(disabled, attention(x, x, x)[0])
@@ -186,6 +189,7 @@ def test_unseen_attention_raises(rank_pool):
         assert re.search(r"_native_multi_head_attention.*UnifiedAttnMode\.disable\(\)", messages["native"])
         assert "need_weights=True" in messages["weights"]
         assert "attn_mask is [..., 4, 4]" in messages["mask"]
+        assert "They also disagree about" in messages["one mask"]
         assert error < 1e-6
 
 

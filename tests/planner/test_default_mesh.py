@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from para_core.adapters import default_mesh, parallelize_pipe
+from para_core.adapters import default_mesh, features, parallelize_pipe
 from para_core.adapters.default_mesh import MeshChoice
 from para_core.adapters.inspect.guidance import default_guidance, number_of_heads
 from para_core.adapters.planner import default_mesh as chooser
@@ -141,7 +141,7 @@ def choose_by_other_features():
 
     with mock.patch.object(default_mesh, "feature", lambda name: fail), pytest.raises(ZeroDivisionError) as caught:
         default_mesh._choose("cuda", flux_pipe(), None)
-    with mock.patch.object(default_mesh, "feature", lambda name: None):
+    with mock.patch.object(features, "FEATURES", ()):
         return str(caught.value), default_mesh._choose("cuda", flux_pipe(), None)
 
 

@@ -236,6 +236,7 @@ DIFFERENCES = {
     "code between modules": (lambda: pixels(make(change=lambda x: x * x.shape[1] ** 0.5)), "", "blocks.0"),
     "own lines with a wrong block": (lambda: pixels(make(centred=[1]), forward=shard_pixels), "blocks.1", "blocks.1"),
     "own lines that are wrong": (lambda: pixels(make(), forward=gather_twice), "", "forward="),
+    "own lines that miss infinities": (lambda: pixels(make(**FORBID), forward=shard_pixels), "", "inf"),
     "a plan": (lambda: flux(WRONG_PLAN), "transformer_blocks.1.attn", "transformer_blocks.1.attn"),
     "random numbers": (lambda: pixels(make(change=lambda x: x + torch.randn_like(x))), "", "random numbers"),
     "an exception": (lambda: layers(Fails(5, ArithmeticError), tokens=11), "", "ArithmeticError: 5 tokens"),

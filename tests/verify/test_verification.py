@@ -164,29 +164,6 @@ def test_cached_pipeline_is_verified_once(rank_pool):
         assert len(texts) == (1 if rank == 0 else 0)
 
 
-def one_block():
-    return flux_transformer(num_layers=1, num_single_layers=1)
-
-
-def compiled_by_the_user():
-    before = torch.compile(one_block(), backend="eager", fullgraph=True)
-    parallelize_transformer(before, mesh=cpu_mesh(1, 2), verify=True)
-    after = parallelize_transformer(one_block(), mesh=cpu_mesh(1, 2), verify=True)
-    with torch.no_grad(), logged(verification.__name__, logging.INFO) as texts:
-        out = before(**flux_inputs(13, 5)).sample
-        with pytest.raises(RuntimeError, match="verify=True"):
-            torch.compile(after, backend="eager", fullgraph=True)(**flux_inputs(13, 5))
-    return out, texts
-
-
-def test_compiled_transformer_is_verified_or_refused(rank_pool):
-    with torch.no_grad():
-        expected = one_block()(**flux_inputs(13, 5)).sample
-    for rank, (out, texts) in enumerate(rank_pool.run(compiled_by_the_user, 2)):
-        assert relative_error(out, expected) < 1e-5
-        assert len(texts) == (1 if rank == 0 else 0)
-
-
 def short_of_memory():
     outs = []
     for rank in (0, 1):
