@@ -1,4 +1,4 @@
-"""What the host does for one attention call: the kernels that it launches, and its path through Python."""
+"""Budgets of the host for one attention call: the kernels that it launches, and its path through Python."""
 
 import sys
 from pathlib import Path
