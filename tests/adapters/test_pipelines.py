@@ -154,7 +154,7 @@ def long_but(names, of):
     return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in of]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", long_but([name for name in PIPELINES if name not in OTHER_WAYS], PIPELINES))
 def test_every_pipeline_is_exact(rank_pool, name):
     check(rank_pool, name, [(1, 1, 2)])
@@ -327,7 +327,7 @@ def draw_calls(name):
     return outs
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", long_but(["flux", "wan", "qwen-image", "hunyuan"], CALLS))
 def test_every_kind_of_call_is_exact(rank_pool, name):
     pipe = build(name)

@@ -86,7 +86,7 @@ def test_every_transformer_is_exact_on_two_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 1, 2), (1, 2, 1)])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", SOME)
 def test_every_transformer_is_exact_on_four_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 2, 2)])
