@@ -1,6 +1,7 @@
 """Autoencoders of diffusers on ranks, compared with the unmodified ones on one device."""
 
 import re
+from unittest import TestCase, mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import PeakMemory, TrafficCounter
 from para_core.adapters import parallelize_pipe, parallelize_vae, unparallelize_pipe, unparallelize_vae
+from para_core.adapters.vae import vae as vae_module
 from para_core.adapters.vae.families import REFUSED_VAES, VAES, rows_per_latent
 from para_core.instance.record import is_filled, slot_owner
 from para_core.instance.slots import Slot
@@ -26,14 +28,14 @@ from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, random_image
 
 ROWS = [name for name in TINY_VAES if name not in BY_TILES]
-DEFAULT = ("KL", "Wan 2.1", "HunyuanVideo15", "LongCatAudioDiT")
+DEFAULT = ("KL", "Wan 2.1", "HunyuanVideo15", "KVAE, video", "TemporalDecoder", "LongCatAudioDiT")
 
 
 def shapes_of(name):
     """Return shapes of latents and pixels by name: odd sizes, wide ones, and more frames or a single one."""
     tiny = TINY_VAES[name]
     shapes = {"plain": (tiny.latents, tiny.pixels)}
-    if len(tiny.latents) > 3:
+    if len(tiny.latents) == 4:
         shapes["wide"] = tuple((*shape[:-2], shape[-1], shape[-2]) for shape in shapes["plain"])
     # Qwen-Image's latents have a frame dim, but its autoencoder accepts only one frame.
     if len(tiny.latents) == 5 and not name.startswith("QwenImage"):
@@ -47,81 +49,66 @@ def shapes_of(name):
 
 
 @torch.no_grad()
-def both_ways(name, parallel, **options):
-    """Decode and encode images of each shape. Return the results by shape and way."""
-    tiny, outs = TINY_VAES[name], {}
-    vae = parallelize_vae(tiny.make(), **options) if parallel else tiny.make()
-    for shape, (latents, pixels) in shapes_of(name).items():
-        outs[shape, "decode"] = tiny.decode(vae, random_image(latents))
-        outs[shape, "encode"] = tiny.encode(vae, random_image(pixels))
-    return outs
+def require_equal(name, **options):
+    """Decode and encode images of each shape on the ranks and on this one."""
+    tiny = TINY_VAES[name]
+    alone, vae = tiny.make(), parallelize_vae(tiny.make(), **options)
+    for shape, sizes in shapes_of(name).items():
+        for way, size in zip(("decode", "encode"), sizes, strict=True):
+            expected, out = (getattr(tiny, way)(each, random_image(size)) for each in (alone, vae))
+            assert relative_error(out, expected) < 1e-5, (name, shape, way)
 
 
-def require_equal(outs, expected):
-    errors = {key: relative_error(outs[key], reference) for key, reference in expected.items()}
-    assert max(errors.values()) < 1e-5, errors
+def check_autoencoders(names):
+    for name in names:
+        heartbeat()
+        require_equal(name)
 
 
-def both_ways_of(names):
-    return {name: both_ways(name, parallel=True) for name in names}
+def check_groups(names):
+    """Share rows over a group without rank 0, and over all dims of meshes, whose groups the first ranks use."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() in (1, 2):
+        require_equal(*names, mesh=group)
+    for ranks, name in (([[0, 1], [2, 3]], "ulysses"), ([[0, 2], [1, 3]], "ring")):
+        mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("ring", "ulysses"))
+        require_equal(*names, mesh=mesh)
+        run = slot_owner(parallelize_vae(TINY_VAES["KL"].make(), mesh=mesh), Slot.PARALLEL_VAE, object)
+        assert (run.row_ranks.first(2).group is mesh.get_group(name)) == (dist.get_rank() < 2)
+
+
+@torch.no_grad()
+def check_few_rows():
+    """Decode and encode images with more and more rows, so that formerly idle ranks join."""
+    tiny = TINY_VAES["KL"]
+    for gather in ("all", "first"):
+        alone, vae = tiny.make(), parallelize_vae(tiny.make(), gather=gather)
+        # They give rows to one rank, to two, to three and to four.
+        for height in (2, 5, 7, 9):
+            x = random_image((1, 4, height, 3))
+            image, expected = tiny.decode(vae, x), tiny.decode(alone, x)
+            if gather == "all" or dist.get_rank() == 0:
+                assert relative_error(image, expected) < 1e-5, (gather, height)
+            else:
+                assert image.shape == expected.shape and not image.any()
+            if gather == "all":
+                assert relative_error(tiny.encode(vae, image), tiny.encode(alone, image)) < 1e-5, height
 
 
 @pytest.mark.parametrize(
-    ("names", "world_size"),
-    [(DEFAULT, 2), *[pytest.param([name], ranks, marks=pytest.mark.long) for name in ROWS for ranks in (2, 3, 4)]],
+    ("check", "ranks", "names"),
+    [
+        (check_autoencoders, 2, DEFAULT),
+        (check_groups, 4, ["KL"]),
+        *[pytest.param(check_autoencoders, n, [name], marks=pytest.mark.long) for name in ROWS for n in (2, 3, 4)],
+    ],
 )
-def test_every_autoencoder_equals_one_device(rank_pool, names, world_size):
-    expected = {name: both_ways(name, parallel=False) for name in names}
-    for outs in rank_pool.run(both_ways_of, world_size, names):
-        for name in names:
-            require_equal(outs[name], expected[name])
-
-
-@torch.no_grad()
-def on_groups():
-    """Return the results on a group without rank 0, and on all dims of meshes, whose groups the first ranks use."""
-    group, outs = dist.new_group([1, 2]), []
-    if dist.get_rank() in (1, 2):
-        outs.append(both_ways("KL", True, mesh=group))
-    for ranks, name in (([[0, 1], [2, 3]], "ulysses"), ([[0, 2], [1, 3]], "ring")):
-        mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("ring", "ulysses"))
-        outs.append(both_ways("KL", True, mesh=mesh))
-        run = slot_owner(parallelize_vae(TINY_VAES["KL"].make(), mesh=mesh), Slot.PARALLEL_VAE, object)
-        assert (run.row_ranks.first(2).group is mesh.get_group(name)) == (dist.get_rank() < 2)
-    return outs
-
-
-def test_any_group_shares_the_rows(rank_pool):
-    expected = both_ways("KL", parallel=False)
-    for rank, outs in enumerate(rank_pool.run(on_groups, 4)):
-        assert len(outs) == (3 if rank in (1, 2) else 2)
-        for each in outs:
-            require_equal(each, expected)
-
-
-HEIGHTS = (2, 5, 7, 9)  # They give rows to one rank, to two, to three and to four.
-
-
-@torch.no_grad()
-def decode_few(ways):
-    """Decode and encode images with more and more rows, so that formerly idle ranks join."""
-    tiny, outs = TINY_VAES["KL"], {}
-    for gather in ways:
-        vae = tiny.make() if gather is None else parallelize_vae(tiny.make(), gather=gather)
-        images = [tiny.decode(vae, random_image((1, 4, height, 3))) for height in HEIGHTS]
-        outs[gather] = images, [] if gather == "first" else [tiny.encode(vae, image) for image in images]
-    return outs
+def test_rows_equal_one_device(rank_pool, check, ranks, names):
+    rank_pool.run(check, ranks, names)
 
 
 def test_few_rows_use_fewer_ranks(rank_pool):
-    expected, whole_latents = decode_few([None])[None]
-    for rank, outs in enumerate(rank_pool.run(decode_few, 4, ["all", "first"])):
-        pairs = [*zip(outs["all"][0], expected, strict=True), *zip(outs["all"][1], whole_latents, strict=True)]
-        if rank == 0:
-            pairs += zip(outs["first"][0], expected, strict=True)
-        assert max(relative_error(*pair) for pair in pairs) < 1e-5
-        for image, whole in zip(outs["first"][0], expected, strict=True):
-            assert image.shape == whole.shape and bool(image.any()) == (rank == 0)
+    rank_pool.run(check_few_rows, 4)
 
 
 # -- Costs.
@@ -202,7 +189,7 @@ def test_masks_traffic_and_activations(rank_pool, ranks):
 
 
 @torch.no_grad()
-def settings_of_a_vae():
+def check_settings():
     tiny, here, errors = TINY_VAES["KL"], torch.device("cpu"), {}
     batch = random_image((3, *tiny.latents[1:]))
     plain = tiny.decode(tiny.make(), batch)
@@ -228,6 +215,10 @@ def settings_of_a_vae():
             for apply in order:
                 apply(vae)
             errors[name, order[0] is change] = relative_error(tiny.decode(vae, batch), expected)
+    # The first rank tells of more ranks than are useful.
+    logged = TestCase().assertLogs if dist.get_rank() == 0 else TestCase().assertNoLogs
+    with mock.patch.object(vae_module, "_MOST_USEFUL_RANKS", 1), logged(vae_module.logger):
+        parallelize_vae(tiny.make())
     # Another autoencoder of the class stays as it is, and undoing leaves nothing.
     video = TINY_VAES["Wan 2.1"]
     vae, other, x = video.make(), video.make(), random_image(video.latents)
@@ -254,12 +245,7 @@ def settings_of_a_vae():
     errors["encoded without tiles"] = relative_error(tiled.encode(vaes[1], x), tiled.encode(vaes[0], x))
     with pytest.raises(RuntimeError, match=r"^getitem .*dim 1 "):
         tiled.decode(vaes[1], random_image(tiled.latents))
-    return errors, seams
-
-
-def test_settings_stay_exact_and_undoing_restores_one_instance(rank_pool):
-    for errors, seams in rank_pool.run(settings_of_a_vae, 2):
-        assert max(errors.values()) < 1e-5 < seams, errors
+    assert max(errors.values()) < 1e-5 < seams, errors
 
 
 # -- Inside compiled functions.
@@ -326,7 +312,7 @@ ERRORS = {
 }
 
 
-def decode_wrongly():
+def check_errors():
     for how, (change, height, message) in ERRORS.items():
         heartbeat()
         vae, x = parallelize_vae(TINY_VAES["KL"].make()), random_image((1, 4, height, 3))
@@ -338,8 +324,9 @@ def decode_wrongly():
             TINY_VAES["KL"].decode(vae, x)
 
 
-def test_inexact_changes_raise_on_every_rank(rank_pool):
-    rank_pool.run(decode_wrongly, 3)
+@pytest.mark.parametrize(("check", "ranks"), [(check_settings, 2), (check_errors, 3)])
+def test_settings_are_exact_or_errors_on_every_rank(rank_pool, check, ranks):
+    rank_pool.run(check, ranks)
 
 
 def test_refused_autoencoders_and_words_are_errors_that_name_them():
@@ -376,14 +363,14 @@ def test_every_autoencoder_of_diffusers_runs_or_has_a_reason():
 # -- Pipelines whose VAE also runs on all ranks.
 
 
-def generate_on_ranks(name):
-    """Return the error of the image, the previews that a callback decoded, and the error of a pipe without a VAE."""
+def check_pipeline(name):
+    """Compare an image with one process. Then decode previews in a callback, and leave the VAE out."""
     pipe, previews = PIPELINES[name].build(), []
     alone = generate(pipe, name, output_type="pt")
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=True)
     vaes = [pipe.vae, *([pipe.audio_vae] if name == "ltx2" else [])]
     assert all(is_filled(vae, Slot.PARALLEL_VAE) for vae in vaes)
-    image = generate(pipe, name, output_type="pt")
+    assert relative_error(generate(pipe, name, output_type="pt"), alone) < 1e-4
 
     def show(pipe, step, time, kwargs):
         previews.append(pipe.vae.decode(torch.ones(1, pipe.vae.config.latent_channels, 6, 10)).sample)
@@ -391,12 +378,12 @@ def generate_on_ranks(name):
 
     if name == "ovis":
         generate(pipe, name, callback_on_step_end=show)
+        assert previews
     unparallelize_pipe(pipe)
     assert not any(is_filled(vae, Slot.PARALLEL_VAE) for vae in vaes)
     pipe.vae = None
     with pytest.raises(TypeError, match=r"pipe\.vae"):
         parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=True)
-    return relative_error(image, alone), len(previews)
 
 
 # The pipelines start from text or from an image, which is encoded. Some have videos, and one also has sound.
@@ -404,9 +391,7 @@ def generate_on_ranks(name):
     "name", ["ovis", *[pytest.param(name, marks=pytest.mark.long) for name in ("chroma, image", "wan, image", "ltx2")]]
 )
 def test_pipeline_with_parallel_vae_equals_one_device(rank_pool, name):
-    for error, previews in rank_pool.run(generate_on_ranks, 2, name):
-        assert error < 1e-4
-        assert (previews > 0) == (name == "ovis")
+    rank_pool.run(check_pipeline, 2, name)
 
 
 # -- diffusers' own tiling with distributed tiles gives the bits of one device.

@@ -68,22 +68,26 @@ def count_calls(modules):
 
 
 def place(name, dims, options):
-    """Return the images, placed and undone, whether text encoders and VAE ran here, and which blocks are offloaded."""
-    pipe = make(name)
-    counts = [count_calls(encoders(pipe).values()), count_calls([pipe.vae.decoder])]
+    """Compare the images, placed and undone, with the unmodified pipeline, and see where its parts run."""
+    pipe, expected, rank = make(name), draw(make(name), name), dist.get_rank() if dims else 0
+    encodings, decodings = count_calls(encoders(pipe).values()), count_calls([pipe.vae.decoder])
     draw(pipe, name)  # Some parts add attributes to themselves in their first call.
     before = snapshot(pipe)
-    for calls in counts:
-        calls.clear()
+    encodings.clear()
+    decodings.clear()
     parallelize_pipe(pipe, mesh=mesh_of(dims) if dims else None, **options)
-    images, ran = [draw(pipe, name) for _ in range(2)], [bool(calls) for calls in counts]
+    images = [draw(pipe, name) for _ in range(2)]
+    assert bool(encodings) == (options["text_encoders"] != "first" or rank == 0)
+    assert bool(decodings) == (options.get("vae_placement") != "first" or rank == 0)
     blocks = [is_filled(entry.block, Slot.OFFLOADED_BLOCK) for entry in stack_of(pipe.transformer)]
+    assert blocks == [index >= options.get("resident_blocks", len(blocks)) for index in range(len(blocks))]
     # Nothing undoes sharded weights.
     if "pipe" not in dims and "fsdp" not in options.values() and not options.get("weights"):
         images.append(draw(unparallelize_pipe(pipe), name))
         changed = differences(snapshot(pipe), before)
         assert not changed, changed
-    return images, ran, blocks
+    assert max(relative_error(image, expected) for image in images) < 1e-5
+    assert dims or all(torch.equal(image, expected) for image in images)
 
 
 FIRST = {"text_encoders": "first", "vae_placement": "first"}
@@ -106,19 +110,14 @@ BLOCKS = {"offload": "blocks"}
     ],
 )
 def test_placed_parts_are_exact_and_undone(rank_pool, name, dims, options):
-    expected = draw(make(name), name)
-    results = rank_pool.run(place, prod(dims.values()), name, dims, options) if dims else [place(name, dims, options)]
-    for rank, (images, ran, blocks) in enumerate(results):
-        assert max(relative_error(image, expected) for image in images) < 1e-5
-        assert dims or all(torch.equal(image, expected) for image in images)
-        assert ran[0] == (options["text_encoders"] != "first" or rank == 0)
-        assert ran[1] == (options.get("vae_placement") != "first" or rank == 0)
-        resident = options.get("resident_blocks", len(blocks))
-        assert blocks == [index >= resident for index in range(len(blocks))]
+    if dims:
+        rank_pool.run(place, prod(dims.values()), name, dims, options)
+    else:
+        place(name, dims, options)
 
 
 def special_cases():
-    """Return the error of the image or the latents by case, on two ranks."""
+    """Compare images or latents by case, on two ranks."""
     expected = draw(make("flux"))
     outs = {"after refusals": (refused_on_ranks(), expected)}
     pipe = parallelize_pipe(make("flux"), mesh=mesh_of({"tensor": 2}), weights="tensor")
@@ -158,7 +157,8 @@ def special_cases():
         with pytest.raises(ValueError, match="vae_placement='first'"):
             parallelize_pipe(other, mesh=mesh_of({"ulysses": 2}), **later)
         outs[f"a shared VAE with {earlier}"] = torch.cat([draw(pipe), draw(other)]), torch.cat([expected] * 2)
-    return {name: relative_error(*pair) for name, pair in outs.items()}
+    errors = {name: relative_error(*pair) for name, pair in outs.items()}
+    assert max(errors.values()) < 1e-5, errors
 
 
 # -- Refusals.
@@ -228,8 +228,7 @@ def refused_on_ranks():
 
 @pytest.mark.filterwarnings("ignore:.*branches of guidance")
 def test_special_cases_of_placement_are_exact_or_refused_on_every_rank(rank_pool):
-    for errors in rank_pool.run(special_cases, 2):
-        assert max(errors.values()) < 1e-5, errors
+    rank_pool.run(special_cases, 2)
 
 
 # -- Copies of weights.

@@ -1,7 +1,6 @@
 """Heads and hidden units sharded over tensor ranks give the result of one device, also with sharded tokens."""
 
 import warnings
-from math import prod
 from unittest import mock
 
 import pytest
@@ -63,33 +62,18 @@ def build(name):
     return MODELS[name].build(**CONFIGS.get(name, HEADS))
 
 
-def over(name, shape):
-    transformer = build(name)
+def shard_heads(name, shape):
+    transformer, alone = build(name), build(name)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses", "tensor"))
     held = bytes_of(transformer)
     shard_tensors(transformer, tensor_plan_for(transformer), mesh["tensor"])
     parallelize_transformer(transformer, mesh=mesh)
-    return [call(transformer, name, size) for size in SIZES], bytes_of(transformer) / held
-
-
-# Meshes are batch × ring × ulysses × tensor.
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("wan, image context", (1, 1, 2, 2)),
-        *[pytest.param(name, (1, 1, 1, 2), marks=() if name in NAMES[5:6] else pytest.mark.long) for name in NAMES],
-        *[pytest.param(name, (1, 2, 1, 2), marks=pytest.mark.long) for name in NAMES],
-    ],
-)
-def test_tensor_ranks_equal_one_device(rank_pool, name, shape):
-    expected = [call(build(name), name, size) for size in SIZES]
-    for rank, (outs, share) in enumerate(rank_pool.run(over, prod(shape), name, shape)):
-        for size, out, alone in zip(SIZES, outs, expected, strict=True):
-            errors = [relative_error(tensor, reference) for tensor, reference in zip(out, alone, strict=True)]
-            assert max(errors) < 1e-5, f"rank {rank}, {size}: {errors}"
-        # Modulations and layers outside the blocks are replicated, and they are most of so small a model. HunyuanVideo
-        # 1.5 embeds a second text with 2,048 channels, whatever its size.
-        assert share < (0.99 if name == "hunyuan 1.5, image" else 0.9)
+    for size in SIZES:
+        for out, expected in zip(call(transformer, name, size), call(alone, name, size), strict=True):
+            assert relative_error(out, expected) < 1e-5, size
+    # Modulations and layers outside the blocks are replicated, and they are most of so small a model. HunyuanVideo 1.5
+    # embeds a second text with 2,048 channels, whatever its size.
+    assert bytes_of(transformer) < (0.99 if name == "hunyuan 1.5, image" else 0.9) * held
 
 
 def shard_by_diffusers(transformer, tensor):
@@ -103,7 +87,7 @@ def shard_by_diffusers(transformer, tensor):
 
 def generate_over(how, dims):
     """Generate with para_core's plan or with diffusers' sharding, and again with a cache."""
-    mesh, pipe = mesh_of(dims), make("flux")
+    mesh, pipe, cached = mesh_of(dims), make("flux"), []
     alone = generate(pipe, "flux", num_inference_steps=4)
     held = bytes_of(pipe.transformer)
     if how == "ours":
@@ -114,27 +98,13 @@ def generate_over(how, dims):
             with pytest.raises(ValueError, match=r"pipe\.transformer .*diffusers.* weights="):
                 shard_weights(pipe, other, method=method)
         parallelize_pipe(pipe, mesh=mesh)
-    out = generate(pipe, "flux", num_inference_steps=4)
-    share = bytes_of(pipe.transformer) / held
-    apply_cache_on_pipe(pipe, residual_diff_threshold=2.0, max_consecutive_hits=1)
-    cached = generate(pipe, "flux", num_inference_steps=4)
-    return alone, out, share, cached, [row.hit for row in cache_report(pipe).rows]
-
-
-@pytest.mark.parametrize(("how", "dims"), [("ours", {"tensor": 2}), ("diffusers", {"ulysses": 2, "tensor": 2})])
-def test_heads_are_sharded_by_either_plan(rank_pool, how, dims):
-    pipe = apply_cache_on_pipe(make("flux"), residual_diff_threshold=2.0, max_consecutive_hits=1)
-    cached_alone = generate(pipe, "flux", num_inference_steps=4)
-    outs = rank_pool.run(generate_over, prod(dims.values()), how, dims)
-    for alone, out, share, cached, hits in outs:
-        assert relative_error(out, alone) < 1e-5
-        assert relative_error(cached, cached_alone) < 1e-5
-        assert share < 0.9
-        assert any(hits)
-        assert torch.equal(out, outs[0][1])
-
-
-# -- Refusals.
+    assert bytes_of(pipe.transformer) < 0.9 * held
+    assert relative_error(generate(pipe, "flux", num_inference_steps=4), alone) < 1e-5
+    for each in (pipe, make("flux")):
+        apply_cache_on_pipe(each, residual_diff_threshold=2.0, max_consecutive_hits=1)
+        cached.append(generate(each, "flux", num_inference_steps=4))
+    assert relative_error(*cached) < 1e-5
+    assert any(row.hit for row in cache_report(pipe).rows)
 
 
 class Doubled(nn.Linear):
@@ -201,40 +171,47 @@ def test_model_or_mesh_that_does_not_fit_is_refused(size, options, message):
     assert type(pipe) is FluxPipeline
 
 
-# -- Gradients.
-
-
-def gradients_of(name, ranks):
-    """Return the gradients of the tokens of a call. With ``ranks=1`` the model is unmodified."""
-    transformer = build(name).requires_grad_(False)
-    if ranks > 1:
-        shard_tensors(transformer, tensor_plan_for(transformer), init_device_mesh("cpu", (ranks,)))
-    inputs = MODELS[name].inputs(*SIZES[0])
-    # Z-Image takes lists of tokens under other names.
-    tokens = [inputs.get(key) for key in ("hidden_states", "encoder_hidden_states", "x", "cap_feats")]
-    wanted = [x.requires_grad_() for x in tree_leaves(tokens) if isinstance(x, Tensor)]
-    out = torch.cat([x.flatten() for x in tree_leaves(transformer(**inputs, return_dict=False))])
-    (out * torch.arange(out.numel()).sin()).sum().backward()
-    if name in TRAINED and ranks > 1:
-        transformer.get_parameter(TRAINED[name]).requires_grad_()
-        assert torch.equal(call(transformer, name, SIZES[0])[0].flatten(), out.detach())
-        with pytest.raises(RuntimeError, match=rf"{TRAINED[name]}.*fsdp"):
-            transformer(**MODELS[name].inputs(*SIZES[0]))
-    return [x.grad for x in wanted]
-
-
 # Gradients of these weights are refused.
 TRAINED = {"wan, image context": "blocks.0.attn2.to_k.bias", "flux": "transformer_blocks.0.attn.norm_q.weight"}
 
 
-def gradients_and_refusals(names):
-    refusals_on_ranks()
-    return {name: gradients_of(name, 2) for name in names}
+def check_gradients():
+    """Compare the gradients of tokens, and require that those of weights are refused."""
+    for name in ("flux", "wan, image context", "z-image", "ovis"):
+        gradients = {}
+        for ranks in (1, 2):
+            transformer = build(name).requires_grad_(False)
+            if ranks > 1:
+                shard_tensors(transformer, tensor_plan_for(transformer), init_device_mesh("cpu", (ranks,)))
+            inputs = MODELS[name].inputs(*SIZES[0])
+            # Z-Image takes lists of tokens under other names.
+            tokens = [inputs.get(key) for key in ("hidden_states", "encoder_hidden_states", "x", "cap_feats")]
+            wanted = [x.requires_grad_() for x in tree_leaves(tokens) if isinstance(x, Tensor)]
+            out = torch.cat([x.flatten() for x in tree_leaves(transformer(**inputs, return_dict=False))])
+            (out * torch.arange(out.numel()).sin()).sum().backward()
+            gradients[ranks] = [x.grad for x in wanted]
+        errors = [relative_error(x, y) for x, y in zip(gradients[2], gradients[1], strict=True)]
+        assert len(errors) >= 2 and max(errors) < 1e-5, (name, errors)
+        if name in TRAINED:
+            transformer.get_parameter(TRAINED[name]).requires_grad_()
+            assert torch.equal(call(transformer, name, SIZES[0])[0].flatten(), out.detach())
+            with pytest.raises(RuntimeError, match=rf"{TRAINED[name]}.*fsdp"):
+                transformer(**MODELS[name].inputs(*SIZES[0]))
 
 
-def test_gradients_of_inputs_are_exact_and_other_uses_are_refused(rank_pool):
-    expected = {name: gradients_of(name, 1) for name in ("flux", "wan, image context", "z-image", "ovis")}
-    for gradients in rank_pool.run(gradients_and_refusals, 2, [*expected]):
-        for name, wanted in expected.items():
-            errors = [relative_error(x, y) for x, y in zip(gradients[name], wanted, strict=True)]
-            assert len(errors) >= 2 and max(errors) < 1e-5, (name, errors)
+# Meshes are batch × ring × ulysses × tensor.
+@pytest.mark.parametrize(
+    ("check", "ranks", "arguments"),
+    [
+        (shard_heads, 4, ("wan, image context", (1, 1, 2, 2))),
+        (shard_heads, 2, ("z-image", (1, 1, 1, 2))),
+        *[pytest.param(shard_heads, 2, (name, (1, 1, 1, 2)), marks=pytest.mark.long) for name in NAMES],
+        *[pytest.param(shard_heads, 4, (name, (1, 2, 1, 2)), marks=pytest.mark.long) for name in NAMES],
+        (generate_over, 2, ("ours", {"tensor": 2})),
+        (generate_over, 4, ("diffusers", {"ulysses": 2, "tensor": 2})),
+        (refusals_on_ranks, 2, ()),
+        (check_gradients, 2, ()),
+    ],
+)
+def test_on_ranks(rank_pool, check, ranks, arguments):
+    rank_pool.run(check, ranks, *arguments)
