@@ -81,7 +81,7 @@ def cached(block, threshold, streams, **settings):
         (OfOne, ("video.x",), False, "compiled"),
         (OfTwo, ("video", "sound"), True, "eager"),
         (OfTwo, ("video.x", "sound.x"), True, "eager"),
-        (OfTwo, ("video.x", "sound.x"), False, "eager"),
+        (OfTwo, ("video", "sound"), False, "eager"),
     ],
 )
 def test_blocks_of_dataclasses_are_cached(block, streams, sound, way):

@@ -79,7 +79,12 @@ def test_lora_is_added_and_removed(first):
 
 
 @pytest.mark.parametrize(
-    ("rule", "way"), [("first_block", "eager"), ("modulated_input", "eager"), ("first_block", "compiled")]
+    ("rule", "way"),
+    [
+        ("first_block", "eager"),
+        ("modulated_input", "eager"),
+        pytest.param("first_block", "compiled", marks=pytest.mark.long),
+    ],
 )
 def test_one_negative_prompt_for_two_prompts_equals_two(rule, way):
     call = {"prompt": ["a red circle", "a green square"], "true_cfg_scale": 2.0}

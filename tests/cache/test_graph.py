@@ -1,4 +1,4 @@
-"""A cached model is one full graph, and neither a hit nor another generation, size or cache recompiles it."""
+"""A cached model is one full graph, and neither a hit nor another generation or cache recompiles it."""
 
 import copy
 import gc
@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
 from para_core import (
     BlockGroup,
@@ -17,19 +16,16 @@ from para_core import (
     remove_cache,
     reset_cache,
 )
-from para_core.adapters import (
-    cache_report,
-    remove_cache_from_pipe,
-)
+from para_core.adapters import cache_report, remove_cache_from_pipe
 from para_core.cache.apply import require_cache
 from tests.cache.scripted import BLOCKS, IN_TWO_STAGES, STREAMS, Pipe, Scripted, cached, call_model, verdicts
+from tests.cache.test_steps import TEXT, X, build_video, noise
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, relative_error
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*cache ")]
 CHANGING = [1.0, 1.05, 1.09, 1.12, 1.13]
 EXPECTED = ["warmup", "hit", "hit", "miss", "hit"]
-ALTERNATE = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
 
 
 class Counter:
@@ -136,44 +132,20 @@ def test_next_cache_of_a_compiled_model_gives_back_its_classes(of_a_pipe, in_pla
     assert alive() is None
 
 
-class SelfAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-        self.out = nn.Linear(16, 16)
-
-    def forward(self, hidden_states):
-        q, k, v = (x.unflatten(-1, (2, 8)).transpose(1, 2) for x in self.qkv(hidden_states).chunk(3, dim=-1))
-        attended = nn.functional.scaled_dot_product_attention(q, k, v)
-        return hidden_states + self.out(attended.transpose(1, 2).flatten(2))
-
-
-class OwnModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([SelfAttention() for _ in range(4)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def run_own_model(compiled, threshold=0.3, parallel=True):
-    torch.manual_seed(0)
     torch._dynamo.reset()
-    model, inputs = OwnModel(), [torch.randn(1, 7, 16)]
-    inputs += [inputs[0] + 0.01, inputs[0] + 3 * torch.randn(1, 7, 16), inputs[0]]
-    mesh = cpu_mesh(1, 2) if parallel else None
+    model, mesh = build_video(), cpu_mesh(1, 2) if parallel else None
+    blocks = CachedBlocks((BlockGroup(("blocks",), ("x",), "x", chained=True),), conditions=("text",))
     # In eager code, the mode around the call gives the sequence of these tokens.
-    options = {"residual_diff_threshold": threshold, "mesh": mesh if compiled else None}
-    apply_cache(model, CachedBlocks((BlockGroup(("blocks",), chained=True),)), **options)
+    apply_cache(model, blocks, residual_diff_threshold=threshold, mesh=mesh if compiled else None)
     called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    steps = [(X, 1.0), (X + 0.01, 0.99), (X + 3 * noise(1, 7, 16, seed=5), 0.98), (X, 0.97)]
+    calls = [(x, TEXT, torch.tensor([time])) for x, time in steps]
     with torch.no_grad():
         if mesh is None:
-            return [called(x) for x in inputs]
+            return [called(*call) for call in calls]
         with UnifiedAttnMode(mesh) as cp:
-            return [cp.gather(called(cp.shard(x, dim=1)), dim=1) for x in inputs]
+            return [cp.gather(called(cp.shard(x, dim=1), *others), dim=1) for x, *others in calls]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -186,20 +158,6 @@ def test_own_model_under_a_mode_is_cached(rank_pool, compiled):
     for outputs in rank_pool.run(run_own_model, 2, compiled=compiled):
         for out, wanted in zip(outputs, expected, strict=True):
             assert relative_error(out, wanted) < 1e-5
-
-
-def run_under_a_mode_for_each_step():
-    blocks = CachedBlocks((BlockGroup(("blocks",)),), modulated=lambda block, arguments: arguments["hidden_states"])
-    model = apply_cache(OwnModel(), blocks, residual_diff_threshold=0.5, rule="modulated_input")
-    for _ in range(2):
-        with torch.no_grad(), UnifiedAttnMode(cpu_mesh(1, 2)) as cp:
-            model(cp.shard(torch.ones(1, 7, 16), dim=1))
-    return verdicts(model_cache_report(model))
-
-
-def test_skipped_step_in_mode_does_not_warn(rank_pool):
-    # Warnings are errors in this test.
-    assert rank_pool.run(run_under_a_mode_for_each_step, 2) == [["warmup", "hit"]] * 2
 
 
 class Replayed(Counter):

@@ -373,7 +373,8 @@ def test_branches_of_any_kind_warn_unless_they_are_named(kind):
 def test_unknown_condition_raises(conditions):
     with pytest.raises(ValueError, match=rf"{conditions[-1]}.*x, time, y"):
         cached_video(OfAny, conditions)
-    assert cached_video(WithKeywords, conditions)
+    for known in (conditions, None):
+        assert cached_video(WithKeywords, known)
 
 
 @pytest.mark.parametrize(("num_texts", "conditions"), [(1, None), (1, ("y",)), (3, ("y",))])

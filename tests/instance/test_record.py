@@ -229,17 +229,6 @@ def test_another_class_that_is_assigned_keeps_the_slots():
     assert torch.compile(other, backend="eager", fullgraph=True)(ONE) == 6
 
 
-def test_parametrization_goes_on_and_off_a_filled_module():
-    module, x = filled(lambda: nn.Linear(3, 3), PARALLEL_PIPE=twice), torch.ones(2, 3)
-    expected = module(x)
-    torch.testing.assert_close(nn.utils.parametrizations.weight_norm(module)(x), expected)
-    nn.utils.parametrize.remove_parametrizations(module, "weight")
-    torch.testing.assert_close(module(x), expected)
-    empty_slot(module, Slot.PARALLEL_PIPE)
-    assert type(module) is nn.Linear
-    torch.testing.assert_close(2 * module(x), expected)
-
-
 def test_tree_sees_added_removed_replaced_and_compiled_modules():
     def compile_forward(model):
         model[1]["a"].forward = torch.compile(model[1]["a"].forward, backend="eager")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from tests.adapters.test_transformers import SIZES, call
@@ -162,7 +163,18 @@ class WeighingProcessor(FluxAttnProcessor):
         return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 
+def read_cached_keys_of_an_image():
+    model = MODELS["glm-image"].build()
+    caches = GlmImageKVCache(num_layers=model.config.num_layers)
+    parallelize_transformer(model, mesh=cpu_mesh(1, 2))
+    for mode in ("write", "read"):
+        caches.set_mode(mode)
+        call(model, "glm-image", SIZES[0], kv_caches=caches)
+
+
 def use_tokens_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"GlmImageAttnProcessor .*\d+ .*\d+\b.*unparallelize_pipe\(pipe\)"):
+        read_cached_keys_of_an_image()
     model = parallelize_transformer(MODELS["pixart"].build(), mesh=cpu_mesh(1, 2))
     model.transformer_blocks[0].attn1.register_forward_pre_hook(add_a_token)
     with pytest.raises(ValueError, match=r"AttnProcessor2_0 .*\d+ .*\d+\b.*unparallelize_pipe\(pipe\)"):

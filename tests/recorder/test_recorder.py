@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -17,6 +18,7 @@ from para_core.recorder.events import (
 )
 from para_core.recorder.operator_count import OperatorCount
 from para_core.recorder.recorder import Recorder
+from para_core.recorder.run_counter import RunCounter
 from para_core.recorder.without_data import attend_without_data, attention_without_data
 from para_core.torch_internals import FakeTensorMode, function_mode_stack
 from tests.modes import fake_flash_attn as flash
@@ -188,3 +190,33 @@ def test_attention_without_data_allocates_no_scores():
 
     with FakeTensorMode():
         assert sum(counted({"attend": attend_without_data}, attend).peak) == 2 * 4000
+
+
+def bytes_by_collective():
+    """Return the bytes that this rank sends in each collective, as multiples of those of a tensor of 12 numbers."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
+    functional = torch.ops._c10d_functional  # Compiled graphs use these operators.
+    x, wide = torch.ones(12), torch.ones(12 * ranks)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x.clone()),
+        "all_gather": lambda: dist.all_gather([torch.empty(12) for _ in range(ranks)], x),
+        "all_to_all_single": lambda: dist.all_to_all_single(x.clone(), x),
+        "broadcast": lambda: dist.broadcast(x.clone(), src=0),
+        "functional all_reduce": lambda: functional.all_reduce(x, "sum", group),
+        "functional all_gather": lambda: functional.all_gather_into_tensor(x, ranks, group),
+        "functional reduce_scatter": lambda: functional.reduce_scatter_tensor(wide, "sum", ranks, group),
+    }
+    sent = []
+    for name, call in calls.items():
+        with RunCounter() as counter:
+            out = call()
+        if name.startswith("functional"):
+            functional.wait_tensor(out)
+        assert counter.collectives == 1, name
+        sent.append(counter.bytes_sent / (12 * 4))
+    return sent
+
+
+def test_bytes_of_each_collective(rank_pool):
+    for sent in rank_pool.run(bytes_by_collective, 4):
+        assert sent == [1.5, 3, 0.75, 1, 1.5, 3, 3]
