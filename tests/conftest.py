@@ -1,15 +1,12 @@
 """The settings of every test, and the pool of rank processes."""
 
 import gc
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-from tests.distributions import build
 from tests.rank_pool import RankPool, fill_uninitialized_memory
 from tests.sampling import spread
 from tests.simulated_gpu.ranks import SimulatedRanks
@@ -33,7 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and {"rank_pool", "gpu_ranks"} & set(item.fixturenames):
             item.add_marker("ranks")
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sample") and not is_long(item):
+        if (
+            isinstance(item, pytest.Function)
+            and item.get_closest_marker("sample")
+            and not item.get_closest_marker("long")
+        ):
             samples.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for function, cases in samples.items():
         (count,) = cases[0].get_closest_marker("sample").args
@@ -43,15 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker("long")
 
 
-def is_long(item: pytest.Item) -> bool:
-    """Return whether the default run leaves a test out."""
-    return item.get_closest_marker("long") is not None
-
-
 def pytest_collection_finish() -> None:
-    """Exclude modules and collected tests from garbage collection, because walking them took a tenth of the time of a
-    test.
-    """
+    """Exclude modules and tests from garbage collection: walking them took a tenth of the time of a test."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -76,11 +70,3 @@ def gpu_ranks() -> Iterator[SimulatedRanks]:
     pool = RankPool()
     yield SimulatedRanks(pool)
     pool.close()
-
-
-@pytest.fixture(scope="session")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return (sdist, the wheel built from it), built once for all processes of pytest-xdist."""
-    folder = tmp_path_factory.getbasetemp()
-    # pytest-xdist gives each of its processes a folder inside a shared one.
-    return build((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "distributions")

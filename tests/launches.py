@@ -45,11 +45,8 @@ def count_attention(
 ) -> RunCounter:
     """Return the launches of one intercepted forward call on rank 0. It is the second call, when sizes are known.
 
-    Args:
-        tokens, heads: of the whole sequence. 288 × 24 are sharded like FLUX's 4608 × 24 at 1024².
-        device: of the tensors. ``"meta"`` gives the launches of CUDA for bfloat16 with the flash backend.
-        backend: the named backend, with ``"meta"``.
-        mask: over all tokens, ``[B or 1, H or 1, S or 1, S]``, on the device of the tensors.
+    288 × 24 tokens × heads are sharded like FLUX's 4608 × 24 at 1024². ``device="meta"`` gives the launches of CUDA for
+    bfloat16 with the flash backend, or with ``backend``. ``mask`` is over all tokens: ``[B or 1, H or 1, S or 1, S]``.
     """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with fake_group(ring * ulysses), torch.no_grad():

@@ -23,9 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.lift_out import ROOT, Feature, without
+from tests.lift_out import ROOMS, ROOT, Feature, without
 
-_ROOMS = ("para_core", "adapters", "kernels", "fleet", "cli")
 _SECONDS = 3600
 _QUICK = "not ranks and not slow and not long and not nodes and not comfyui"
 _DEFAULT = "not long and not nodes and not comfyui"
@@ -121,12 +120,10 @@ def _between(
 
 
 def choose(seed: int, count: int) -> list[Mutant]:
-    """Return ``count`` mutants, drawn from all lines of the library; the same for the same seed and files.
-
-    A line is drawn before a change of it, so that a line with many operators is not broken more often.
-    """
+    """Return ``count`` mutants, drawn from all lines of the library; the same for the same seed and files."""
+    # A line is drawn before a change of it, so that a line with many operators is not broken more often.
     by_line: dict[tuple[str, int], list[Mutant]] = {}
-    for room in _ROOMS:
+    for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             for mutant in mutants_of(path):
                 by_line.setdefault((mutant.file, mutant.line), []).append(mutant)
@@ -162,7 +159,7 @@ def stages_of(file: str, *, whole: bool) -> list[tuple[str, list[str], str]]:
 def try_mutant(mutant: Mutant, *, whole: bool) -> Outcome:
     """Run the tests on a copy of the repository with ``mutant``, until one stage of them fails."""
     start = time.monotonic()
-    with without(Feature(())) as copy:
+    with without(Feature("")) as copy:
         apply(mutant, copy)
         killed: tuple[str, ...] = ()
         last = ""
@@ -190,11 +187,9 @@ def apply(mutant: Mutant, folder: Path) -> None:
 
 
 def _failures(folder: Path, paths: Sequence[str], marks: str) -> tuple[str, ...]:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-m", marks, "-p", "no:cacheprovider"]
+    command = [sys.executable, *["-m", "pytest", "-q", "-x", "-n", "2", "-p", "no:cacheprovider", "-m"], marks, *paths]
     try:
-        run = subprocess.run(
-            [*command, *paths], cwd=folder, capture_output=True, text=True, check=False, timeout=_SECONDS
-        )
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         return (f"no end within {_SECONDS} s",)
     # pytest ends with 5 if no test was selected.
@@ -211,9 +206,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--whole", action="store_true", help="run the whole suite on what the other tests leave alive")
     parser.add_argument("--show", action="store_true", help="print the mutants and run nothing")
-    parser.add_argument(
-        "--file", type=Path, default=ROOT / "build" / "mutants.json", help="outcomes, resumed from here"
-    )
+    parser.add_argument("--file", type=Path, default=ROOT / "build/mutants.json", help="outcomes, resumed from here")
     options = parser.parse_args()
     mutants = choose(options.seed, options.count)
     outcomes = json.loads(options.file.read_text()) if options.file.exists() else []

@@ -10,129 +10,81 @@ import logging
 import os
 import signal
 import sys
+import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 WATCHED = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "huggingface_hub", "numpy")
+# torch.DispatchKey does not list them.
+KEYS_FOR_TESTS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
+# The switches of torch, as expressions.
+FLAGS = """
+get_default_dtype() get_default_device() get_num_threads() is_grad_enabled() get_rng_state().tolist()
+are_deterministic_algorithms_enabled() get_float32_matmul_precision() is_warn_always_enabled()
+backends.cuda.matmul.allow_tf32 backends.cudnn.allow_tf32 backends.cudnn.benchmark backends.cuda.flash_sdp_enabled()
+backends.cuda.mem_efficient_sdp_enabled() backends.cuda.math_sdp_enabled() backends.cuda.cudnn_sdp_enabled()
+_C._len_torch_function_stack() _C._len_torch_dispatch_stack() _tensor_str.PRINT_OPTS
+nn.modules.module._global_forward_hooks nn.modules.module._global_forward_pre_hooks
+multiprocessing.get_sharing_strategy() distributed.is_initialized() cuda.is_initialized()
+"""
 
 
-def is_watched(name: str) -> bool:
-    return name.partition(".")[0] in WATCHED
-
-
-def attributes() -> dict[str, int]:
-    """Return the identities of the attributes of modules and classes of other packages."""
-    identities: dict[str, int] = {}
+def attributes() -> dict[str, Any]:
+    """Return the identities of the attributes of modules and classes of other packages, and the names of classes."""
+    identities: dict[str, Any] = {}
     for name, module in list(sys.modules.items()):
-        if is_watched(name) and type(module) is types.ModuleType:
+        if name.split(".")[0] in WATCHED and type(module) is types.ModuleType:
             for attribute, value in list(vars(module).items()):
                 if not attribute.startswith("__"):
                     identities[f"{name}.{attribute}"] = id(value)
-                if issubclass(type(value), type) and is_watched(value.__module__):
+                if issubclass(type(value), type) and value.__module__.split(".")[0] in WATCHED:
+                    identities[f"{name}.{attribute}'s name"] = value.__name__, value.__qualname__
                     for member, method in list(vars(value).items()):
                         if callable(method):
                             identities[f"{name}.{attribute}.{member}"] = id(method)
     return identities
 
 
-def class_names() -> dict[str, tuple[str, str, str]]:
-    names = {}
-    for name, module in list(sys.modules.items()):
-        if is_watched(name) and type(module) is types.ModuleType:
-            for attribute, value in list(vars(module).items()):
-                if issubclass(type(value), type):
-                    names[f"{name}.{attribute}"] = (value.__name__, value.__qualname__, value.__module__)
-    return names
-
-
-# torch.DispatchKey does not list them.
-KEYS_FOR_TESTS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
-
-
-def dispatch_keys(torch: Any) -> dict[str, Any]:
-    keys = dict(torch._C.DispatchKey.__members__)
-    for name in KEYS_FOR_TESTS:
-        with suppress(RuntimeError):
-            keys[name] = torch._C._dispatch_key_parse(name)
-    return keys
-
-
 def registrations(torch: Any) -> set[str]:
-    """Return the registered kernels with their dispatch keys."""
+    """Return the registered kernels and fallbacks with their dispatch keys."""
     kernels = set()
-    for key in dispatch_keys(torch):
-        try:
+    for key in (*torch._C.DispatchKey.__members__, *KEYS_FOR_TESTS):
+        # Some names are aliases that have no table.
+        with suppress(RuntimeError):
             operators = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-        except RuntimeError:
-            continue
-        kernels |= {f"{operator} {key}" for operator in operators}
+            kernels |= {f"{operator} {key}" for operator in operators}
+        with suppress(RuntimeError):
+            if torch._C._dispatch_has_backend_fallback(torch._C._dispatch_key_parse(key)):
+                kernels.add(f"fallback {key}")
     return kernels
 
 
-def fallbacks(torch: Any) -> set[str]:
-    keys = set()
-    for name, key in dispatch_keys(torch).items():
-        try:
-            if torch._C._dispatch_has_backend_fallback(key):
-                keys.add(name)
-        except RuntimeError:
-            continue
-    return keys
-
-
-def flags(torch: Any) -> dict[str, str]:
-    cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
-    read: dict[str, Callable[[], Any]] = {
-        "default dtype": torch.get_default_dtype,
-        "default device": torch.get_default_device,
-        "threads": torch.get_num_threads,
-        "gradients": torch.is_grad_enabled,
-        "deterministic": torch.are_deterministic_algorithms_enabled,
-        "precision": torch.get_float32_matmul_precision,
-        "tf32": lambda: (matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
-        "benchmark": lambda: torch.backends.cudnn.benchmark,
-        "flash": cuda.flash_sdp_enabled,
-        "efficient": cuda.mem_efficient_sdp_enabled,
-        "math": cuda.math_sdp_enabled,
-        "cudnn": cuda.cudnn_sdp_enabled,
-        "rng": lambda: torch.get_rng_state().tolist(),
-        "modes": torch._C._len_torch_function_stack,
-        "dispatch modes": torch._C._len_torch_dispatch_stack,
-        "module hooks": lambda: (
-            len(torch.nn.modules.module._global_forward_hooks),
-            len(torch.nn.modules.module._global_forward_pre_hooks),
-        ),
-        "warn always": torch.is_warn_always_enabled,
-        "print options": lambda: vars(torch._tensor_str.PRINT_OPTS),
-        "sharing": torch.multiprocessing.get_sharing_strategy,
-        "distributed": torch.distributed.is_initialized,
-        "cuda": torch.cuda.is_initialized,
-    }
-    values = {name: repr(value()) for name, value in read.items()}
+def process(torch: Any) -> dict[str, Any]:
+    """Return the switches of torch, the levels and handlers of loggers, and the state of the process."""
+    states: dict[str, Any] = {flag: repr(eval(f"torch.{flag}", {"torch": torch})) for flag in FLAGS.split()}
     for config in ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config"):
         if config in sys.modules:
-            values[config] = repr(sys.modules[config].save_config_portable())  # type: ignore[attr-defined]
-    return values
-
-
-def loggers() -> dict[str, Any]:
-    states: dict[str, Any] = {}
-    for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]:
+            states[config] = repr(sys.modules[config].save_config_portable())  # type: ignore[attr-defined]
+    for name, logger in [("root", logging.root), *logging.root.manager.loggerDict.items()]:
         if isinstance(logger, logging.Logger) and not name.startswith("para_core"):
-            states[f"{name} level"] = logger.level
-            states[f"{name} handlers"] = [id(handler) for handler in logger.handlers]
-            states[f"{name} rest"] = logger.propagate, logger.disabled, len(logger.filters)
-    return states
+            states[f"logger {name}"] = logger.level, logger.propagate, logger.disabled, len(logger.filters)
+            states[f"handlers of {name}"] = [id(handler) for handler in logger.handlers]
+    return states | {
+        "environment": dict(os.environ),
+        "hooks": [id(sys.excepthook), id(threading.excepthook), id(sys.displayhook), id(__import__), id(sys.stdout)],
+        "threads": threading.active_count(),
+        "signals": {str(number): repr(signal.getsignal(number)) for number in signal.valid_signals()},
+        "limits": [str(Path.cwd()), sys.getrecursionlimit(), locale.setlocale(locale.LC_ALL)],
+        "finders": [id(finder) for finder in sys.meta_path],
+        "path": list(sys.path),
+    }
 
 
 def exit_hooks() -> list[str]:
-    """Return the functions registered with atexit, which cannot list them, but compares each with a function that is
-    being unregistered.
-    """
+    """Return the functions registered with atexit, which compares each with a function that is being unregistered."""
     hooks = []
 
     class Watch:
@@ -146,70 +98,30 @@ def exit_hooks() -> list[str]:
     return hooks
 
 
-def process() -> dict[str, Any]:
-    import threading
-
-    return {
-        "environment": dict(os.environ),
-        "excepthook": id(sys.excepthook),
-        "thread excepthook": id(threading.excepthook),
-        "threads": threading.active_count(),
-        "signals": {str(number): repr(signal.getsignal(number)) for number in signal.valid_signals()},
-        "folder": str(Path.cwd()),
-        "recursion limit": sys.getrecursionlimit(),
-        "locale": locale.setlocale(locale.LC_ALL),
-        "meta path": [id(finder) for finder in sys.meta_path],
-        "path": list(sys.path),
-        "stdout": id(sys.stdout),
-        "displayhook": id(sys.displayhook),
-        "import": id(__import__),
-    }
-
-
-def changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return the names whose value changed. A new name belongs to a module that another import loaded."""
-    return (name for name, value in before.items() if name in after and after[name] != value)
+    return sorted(name for name, value in before.items() if name in after and after[name] != value)
 
 
 def main(module: str, first: list[str]) -> None:
     import torch
 
     for name in first:
-        # Modules of other packages that the import loads may register anything. Only changes by para_core's modules are
-        # compared.
+        # Modules of other packages that the import loads may register anything. Only what para_core's do is compared.
         with suppress(Exception):
             importlib.import_module(name)
-    before = observe(torch)
-    loaded = set(sys.modules)
+    loaded, hooks, filters = set(sys.modules), exit_hooks(), list(warnings.filters)
+    before = attributes(), registrations(torch), process(torch)
     importlib.import_module(module)
-    after = observe(torch)
     report = {
-        "attributes": sorted(changed(before["attributes"], after["attributes"])),
-        "class names": sorted(changed(before["class names"], after["class names"])),
-        "registrations": sorted(after["registrations"] - before["registrations"]),
-        "fallbacks": sorted(after["fallbacks"] ^ before["fallbacks"]),
-        "flags": sorted(changed(before["flags"], after["flags"])),
-        "warning filters": [repr(item) for item in after["filters"] if item not in before["filters"]],
-        "loggers": sorted(changed(before["loggers"], after["loggers"])),
-        "exit hooks": [hook for hook in after["exit hooks"] if hook not in before["exit hooks"]],
-        "process": sorted(changed(before["process"], after["process"])),
-        "modules": [name for name in sys.modules if name not in loaded and is_watched(name)],
+        "attributes": changed(before[0], attributes()),
+        "registrations": sorted(registrations(torch) ^ before[1]),
+        "process": changed(before[2], process(torch)),
+        "warning filters": [repr(item) for item in warnings.filters if item not in filters],
+        "exit hooks": [hook for hook in exit_hooks() if hook not in hooks],
+        "modules": [name for name in sys.modules if name not in loaded and name.split(".")[0] in WATCHED],
     }
     print(json.dumps(report))
-
-
-def observe(torch: Any) -> dict[str, Any]:
-    return {
-        "attributes": attributes(),
-        "class names": class_names(),
-        "registrations": registrations(torch),
-        "fallbacks": fallbacks(torch),
-        "flags": flags(torch),
-        "filters": list(warnings.filters),
-        "loggers": loggers(),
-        "exit hooks": exit_hooks(),
-        "process": process(),
-    }
 
 
 if __name__ == "__main__":

@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-Row = tuple[Any, ...]
-
 
 def _pairs(indices: Sequence[int]) -> set[tuple[int, int, int, int]]:
     return {(i, j, indices[i], indices[j]) for i, j in combinations(range(len(indices)), 2)}
 
 
 def _covering(axes: tuple[Sequence[Any], ...]) -> set[tuple[int, ...]]:
-    """Return indices of rows that hold every pair of values, chosen greedily. They are the same for the same
-    lengths.
-    """
+    """Return indices of rows that hold every pair of values, chosen greedily."""
     rows = list(product(*(range(len(axis)) for axis in axes)))
     missing = set().union(*map(_pairs, rows))
     chosen = set()
@@ -28,7 +24,7 @@ def _covering(axes: tuple[Sequence[Any], ...]) -> set[tuple[int, ...]]:
     return chosen
 
 
-def pairwise(*axes: Sequence[Any]) -> list[Row]:
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return rows with one value per axis that hold every pair of values. In the long run return all rows.
 
     >>> pairwise([0, 1], "ab", "xy")

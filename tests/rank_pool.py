@@ -1,9 +1,8 @@
 """Rank processes for distributed tests, started once per world size and kept for the whole run.
 
-They are forked from one process that has imported torch, diffusers and the tiny models (tests/rank_preload.py). New
-ones, after a failure or for another world size, therefore cost a fraction of a second. Modules that this process
-imported have read the environment of that time. ``os.environ``, ``sys.path`` and the working directory of a rank are
-those of the parent when the rank starts.
+They are forked from one process that has imported torch, diffusers and the tiny models (tests/rank_preload.py), so new
+ones cost a fraction of a second. ``os.environ``, ``sys.path`` and the working directory of a rank are those of the
+parent when the rank starts.
 
     def total(x):                                   # a plain top-level function; it runs on every rank
         dist.all_reduce(x)
@@ -19,8 +18,7 @@ warning filters of the calling test. Arguments and results travel by value.
 **When a job counts as hung.** A rank makes progress when its job starts and ends, when the job calls :func:`heartbeat`,
 and while it imports the test's module or compiles, up to ``compile_limit`` seconds per job. The job is hung if no rank
 has made progress for ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` seconds (environment; 60). The test then fails with the
-stack of every rank. Being busy is not progress, because an endless loop is busy too. Importing a large module inside
-the job is not progress either.
+stack of every rank. Being busy is not progress, because an endless loop is busy too.
 
 If a rank hangs, dies or cannot import the test, only that test fails: the ranks of that world size are killed, and the
 next test gets new ones. Errors that all ranks raised leave the processes alive.
@@ -42,7 +40,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -56,15 +54,17 @@ import torch
 import torch.distributed as dist
 
 NO_PROGRESS_TIMEOUT = float(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60"))
-# The first rank waits for all imports: ten seconds if it runs alone, minutes on two busy cores.
+# The first rank waits for all imports, which may take minutes on busy cores.
 START_TIMEOUT = 600.0
-# After a rank has failed, the others count as stuck if they make no progress for this time.
-GRACE = 10.0
+# A collective of WORLD gives up after this time. Groups that a job creates have their own time-outs.
+_GROUP_TIMEOUT = timedelta(seconds=60)
 _WATCH_INTERVAL = 0.25
 # After a rank has died, the others have this time to report what they raised because of it.
 _LAST_REPORTS = 3.0
 # Between two jobs, a rank with a group of all ranks and no other has five threads.
 _MOST_THREADS = 16
+
+Function = Callable[..., Any]
 
 
 class RankPoolError(RuntimeError):
@@ -90,14 +90,6 @@ class RankDied(RankPoolError):
 
 
 @dataclass
-class _Rank:
-    process: BaseProcess
-    connection: Connection
-    beat: Any  # The shared double has the time.monotonic() of the last progress.
-    stack_file: Path
-
-
-@dataclass
 class _Report:
     """The result or the error of a job on one rank."""
 
@@ -106,13 +98,38 @@ class _Report:
     traceback: str = ""
 
 
+Reports = dict[int, _Report]
+
+
+@dataclass
+class _Rank:
+    process: BaseProcess
+    connection: Connection
+    beat: Any  # The shared double has the time.monotonic() of the last progress.
+    stack_file: Path
+
+    def stack(self) -> str:
+        """Return the Python stack of every thread of the rank, or the last one if it died on a signal."""
+        if self.process.is_alive():
+            # faulthandler's own signal handler writes it, which works even if the rank is stuck in C++.
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+            deadline, size = time.monotonic() + 5.0, -1
+            # The stack is complete when the file has stopped growing.
+            while time.monotonic() < deadline and (size <= 0 or size != self.stack_file.stat().st_size):
+                size = self.stack_file.stat().st_size
+                time.sleep(0.1)
+        threads = self.stack_file.read_text(errors="replace").strip().split("\n\n")
+        own = [thread for thread in threads if thread and f" in {_watch.__name__}\n" not in f"{thread}\n"]
+        return "\n".join(own) + "\n" if own else "(it left no Python stack)\n"
+
+
 @dataclass
 class _Group:
     """The processes of one world size."""
 
     store: dist.TCPStore
-    ranks: list[_Rank]
     folder: tempfile.TemporaryDirectory[str]
+    ranks: list[_Rank] = field(default_factory=list)
     num_jobs: int = 0
 
     def kill(self) -> None:
@@ -123,66 +140,81 @@ class _Group:
             rank.connection.close()
         self.folder.cleanup()
 
+    def describe(self, reports: Reports) -> str:
+        """Return a text about every rank: its traceback if it raised, or its stack if it is still running."""
+        texts = []
+        for index, rank in enumerate(self.ranks):
+            if index not in reports:
+                state = "is" if rank.process.is_alive() else "died"
+                texts.append(f"rank {index} {state} here:\n{rank.stack()}")
+            elif reports[index].error is not None:
+                texts.append(f"rank {index} raised:\n{reports[index].traceback}")
+            else:
+                texts.append(f"rank {index} ended well.\n")
+        return "\n".join(texts)
+
+    def death(self, fn: Function, reports: Reports, dead: int) -> RankDied:
+        """Return the error about a rank that died in ``fn``."""
+        process = self.ranks[dead].process
+        process.join(_LAST_REPORTS)
+        code = process.exitcode
+        # A collective often fails soon on the ranks that shared it with a dead one. Their error is what they report.
+        deadline = time.monotonic() + _LAST_REPORTS
+        for index, rank in enumerate(self.ranks):
+            if index not in (*reports, dead):
+                with contextlib.suppress(EOFError, ConnectionError):
+                    if rank.connection.poll(max(0.0, deadline - time.monotonic())):
+                        reports[index] = _decode_report(rank.connection.recv_bytes())
+        how = f"exit code {code}" + (f" ({signal.Signals(-code).name})" if code is not None and code < 0 else "")
+        return RankDied(f"rank {dead} died in {_name(fn)} with {how}.\n\n{self.describe(reports)}", _errors(reports))
+
 
 @dataclass
 class RankPool:
     """Rank processes for each world size, started at its first use.
 
     Args:
-        no_progress_timeout: seconds without progress on any rank after which a job counts as hung.
         compile_limit: seconds per job for which importing the test's module and compiling count as progress.
-        group_timeout: seconds after which a collective of WORLD gives up. Groups that a job creates have their own
-            time-outs.
         grace: seconds without progress, after a rank has raised, after which the others count as stuck.
     """
 
-    no_progress_timeout: float = NO_PROGRESS_TIMEOUT
     compile_limit: float = 600.0
-    group_timeout: float = 60.0
-    grace: float = GRACE
+    grace: float = 10.0
     _groups: dict[int, _Group] = field(default_factory=dict, init=False, repr=False)
 
     def run(
-        self, fn: Callable[..., Any], world_size: int, /, *args: Any, timeout: float | None = None, **kwargs: Any
+        self, fn: Function, world_size: int, /, *args: Any, timeout: float = NO_PROGRESS_TIMEOUT, **kwargs: Any
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
 
-        Args:
-            fn: a function at the top level of a module that the ranks can import. ``dist.get_rank()`` gives its rank.
-            world_size: number of ranks.
-            timeout: seconds without progress after which this job counts as hung. None takes the pool's.
+        ``fn`` is a function at the top level of a module that the ranks can import. The job counts as hung after
+        ``timeout`` seconds without progress.
 
         Raises:
-            RankPoolError: ``fn`` raised on some ranks. ``errors`` has the exceptions, and the message has every
-                traceback.
-            RankPoolTimeout: No rank made progress.
-            RankDied: A process ended.
+            RankPoolError: ``fn`` raised on some ranks, no rank made progress, or a process ended.
         """
         reports = self._run(fn, world_size, args, kwargs, timeout)
-        errors = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
+        errors = _errors(reports)
         if errors:
-            raise RankPoolError(_describe_errors(fn, world_size, dict(enumerate(reports))), errors) from min(
-                errors.items()
-            )[1]
-        return [report.value for report in reports]
+            texts = [f"rank {index}:\n{reports[index].traceback}" for index in errors]
+            message = "\n".join([f"{_name(fn)} raised on {len(errors)} of {world_size} ranks.\n", *texts])
+            raise RankPoolError(message, errors) from next(iter(errors.values()))
+        return [reports[index].value for index in range(world_size)]
 
     def run_expecting_errors(
-        self, fn: Callable[..., Any], world_size: int, /, *args: Any, timeout: float | None = None, **kwargs: Any
+        self, fn: Function, world_size: int, /, *args: Any, timeout: float = NO_PROGRESS_TIMEOUT, **kwargs: Any
     ) -> list[Any]:
-        """Run ``fn`` like :meth:`run`, but return the exceptions of ranks that raised. The traceback is a note on the
-        exception.
+        """Run ``fn`` like :meth:`run`, but return the exceptions of ranks that raised, with the traceback as a note.
 
         Every rank has to return or raise. A rank that is stuck or dies raises as in :meth:`run`.
         """
         reports = self._run(fn, world_size, args, kwargs, timeout)
-        return [report.value if report.error is None else report.error for report in reports]
+        ordered = [reports[index] for index in range(world_size)]
+        return [report.value if report.error is None else report.error for report in ordered]
 
     def pids(self, world_size: int) -> list[int | None]:
-        """Return the process ids of the ranks of this world size in rank order, or an empty list if none are
-        running.
-        """
-        group = self._groups.get(world_size)
-        return [] if group is None else [rank.process.pid for rank in group.ranks]
+        """Return the process ids of the ranks of this world size in rank order; an empty list if none are running."""
+        return [rank.process.pid for rank in self._groups[world_size].ranks] if world_size in self._groups else []
 
     def close(self) -> None:
         """End all processes. The pool can be used again, and then starts new ones."""
@@ -190,17 +222,12 @@ class RankPool:
             self._groups.popitem()[1].kill()
 
     def _run(
-        self,
-        fn: Callable[..., Any],
-        world_size: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float | None,
-    ) -> list[_Report]:
+        self, fn: Function, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    ) -> Reports:
         job = _encode_job(fn, args, kwargs)
-        group = self._groups.get(world_size)
-        if group is None:
-            group = self._groups[world_size] = self._start(world_size)
+        if world_size not in self._groups:
+            self._groups[world_size] = _start(world_size, self.compile_limit)
+        group = self._groups[world_size]
         group.num_jobs += 1
         try:
             for rank in group.ranks:
@@ -208,27 +235,27 @@ class RankPool:
                 # If a rank died between two jobs, _wait finds it.
                 with contextlib.suppress(BrokenPipeError):
                     rank.connection.send((group.num_jobs, job))
-            reports = self._wait(group, fn, self.no_progress_timeout if timeout is None else timeout)
+            reports = self._wait(group, fn, timeout)
             self._clean_up(group, fn)
         except BaseException:  # This includes KeyboardInterrupt, because ranks in an unknown state are of no use.
             self._groups.pop(world_size).kill()
             raise
         return reports
 
-    def _clean_up(self, group: _Group, fn: Callable[..., Any]) -> None:
+    def _clean_up(self, group: _Group, fn: Function) -> None:
         """Let the ranks destroy the job's process groups. None of them is in a collective any more."""
         for index, rank in enumerate(group.ranks):
             try:
                 rank.connection.send(None)
                 if not rank.connection.poll(self.grace):
-                    raise RankPoolError(f"rank {index} is stuck destroying the groups of {_name(fn)}:\n{_stack(rank)}")
+                    raise RankPoolError(f"rank {index} is stuck destroying the groups of {_name(fn)}:\n{rank.stack()}")
                 rank.connection.recv()
             except (EOFError, ConnectionError):
                 done = {other: _Report() for other in range(len(group.ranks)) if other != index}
-                raise RankDied(_describe_death(group, fn, done, index)) from None
+                raise group.death(fn, done, index) from None
 
-    def _wait(self, group: _Group, fn: Callable[..., Any], timeout: float) -> list[_Report]:
-        reports: dict[int, _Report] = {}
+    def _wait(self, group: _Group, fn: Function, timeout: float) -> Reports:
+        reports: Reports = {}
         last_failure = float("inf")
         while len(reports) < len(group.ranks):
             pending = [(index, rank) for index, rank in enumerate(group.ranks) if index not in reports]
@@ -240,76 +267,63 @@ class RankPool:
                         if reports[index].error is not None:
                             last_failure = time.monotonic()
                 except (EOFError, ConnectionResetError):
-                    raise RankDied(_describe_death(group, fn, reports, index), _errors(reports)) from None
-
+                    raise group.death(fn, reports, index) from None
             if len(reports) == len(group.ranks):
                 break
             idle = time.monotonic() - max(rank.beat.value for rank in group.ranks)
             if idle > timeout:
-                message = (
+                raise RankPoolTimeout(
                     f"{_name(fn)} made no progress for {timeout:g} s on {len(group.ranks)} ranks. If it is only slow, "
-                    "call "
-                    f"tests.rank_pool.heartbeat() in it, or pass timeout=.\n\n{_describe(group, reports)}"
+                    f"call tests.rank_pool.heartbeat() in it, or pass timeout=.\n\n{group.describe(reports)}",
+                    _errors(reports),
                 )
-                raise RankPoolTimeout(message, _errors(reports))
-            waited = time.monotonic() - last_failure
-            if min(waited, idle) > self.grace:
-                message = (
+            if min(time.monotonic() - last_failure, idle) > self.grace:
+                raise RankPoolError(
                     f"{_name(fn)} raised on {len(_errors(reports))} of {len(group.ranks)} ranks, and the others were "
-                    "still "
-                    f"stuck {self.grace:g} s later.\n\n{_describe(group, reports)}"
+                    f"still stuck {self.grace:g} s later.\n\n{group.describe(reports)}",
+                    _errors(reports),
                 )
-                raise RankPoolError(message, _errors(reports))
-        return [reports[index] for index in range(len(group.ranks))]
-
-    def _start(self, world_size: int) -> _Group:
-        # With port 0 the system chooses a free one, and the store holds it from then on.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        folder = tempfile.TemporaryDirectory(prefix="rank_pool_")
-        context = _context()
-        group = _Group(store, [], folder)
-        environment = {**os.environ, **_ENVIRONMENT, "WORLD_SIZE": str(world_size)}
-        try:
-            for index in range(world_size):
-                ours, theirs = context.Pipe()
-                beat = context.Value("d", time.monotonic(), lock=False)
-                stack_file = Path(folder.name) / f"rank{index}.txt"
-                settings = _Settings(
-                    index,
-                    world_size,
-                    store.port,
-                    str(stack_file),
-                    {**environment, "RANK": str(index), "LOCAL_RANK": str(index)},
-                    self.compile_limit,
-                    self.group_timeout,
-                )
-                process = context.Process(
-                    target=_work, args=(settings, theirs, beat), daemon=True, name=f"rank {index}"
-                )
-                # The first rank starts the process from which ranks are forked. It needs sys.path too, which Python
-                # 3.11 to 3.13 do not pass on.
-                with mock.patch.dict(os.environ, {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
-                    process.start()
-                theirs.close()
-                group.ranks.append(_Rank(process, ours, beat, stack_file))
-            deadline = time.monotonic() + START_TIMEOUT
-            for index, rank in enumerate(group.ranks):
-                if not rank.connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise RankPoolTimeout(f"rank {index} of {world_size} did not start within {START_TIMEOUT:g} s")
-                try:
-                    rank.connection.recv()
-                except EOFError:
-                    raise RankDied(f"rank {index} of {world_size} died while starting: its output tells why") from None
-        except BaseException:
-            group.kill()
-            raise
-        return group
+        return reports
 
 
 # Several ranks share the cores, so more threads would only wait for each other.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 if sys.platform == "linux":
     _ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"  # This works even if the host's name does not resolve.
+
+
+def _start(world_size: int, compile_limit: float) -> _Group:
+    # With port 0 the system chooses a free one, and the store holds it from then on.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = _Group(store, tempfile.TemporaryDirectory(prefix="rank_pool_"))
+    context = _context()
+    environment = {**os.environ, **_ENVIRONMENT, "WORLD_SIZE": str(world_size)}
+    try:
+        for index in range(world_size):
+            ours, theirs = context.Pipe()
+            beat = context.Value("d", time.monotonic(), lock=False)
+            stack_file = Path(group.folder.name) / f"rank{index}.txt"
+            environment |= {"RANK": str(index), "LOCAL_RANK": str(index)}
+            arguments = (index, world_size, store.port, stack_file, environment, compile_limit, theirs, beat)
+            process = context.Process(target=_work, args=arguments, daemon=True, name=f"rank {index}")
+            # The first rank starts the process from which ranks are forked. It needs sys.path too, which Python
+            # 3.11 to 3.13 do not pass on.
+            with mock.patch.dict(os.environ, {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
+                process.start()
+            theirs.close()
+            group.ranks.append(_Rank(process, ours, beat, stack_file))
+        deadline = time.monotonic() + START_TIMEOUT
+        for index, rank in enumerate(group.ranks):
+            if not rank.connection.poll(max(0.0, deadline - time.monotonic())):
+                raise RankPoolTimeout(f"rank {index} of {world_size} did not start within {START_TIMEOUT:g} s")
+            try:
+                rank.connection.recv()
+            except EOFError:
+                raise RankDied(f"rank {index} of {world_size} died while starting: its output tells why") from None
+    except BaseException:
+        group.kill()
+        raise
+    return group
 
 
 def _context() -> BaseContext:
@@ -321,7 +335,7 @@ def _context() -> BaseContext:
     return context
 
 
-def _encode_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def _encode_job(fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     if not module or module == "__main__" or "<" in qualname or not qualname:
         raise TypeError(
@@ -329,16 +343,7 @@ def _encode_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             "importable module (no lambda, no closure, no partial): move it there and pass what it needs as arguments."
         )
     # Send the function by name: pickle would hide an import error of its module in the worker's receive.
-    return _save((module, qualname, _save((args, kwargs)), _portable_filters()))
-
-
-def _portable_filters() -> list[tuple[str, str, type[Warning], str, int]]:
-    """Return the active warning filters in order of precedence, in the form that warnings.filterwarnings takes."""
-    return [
-        (action, message.pattern if message else "", category, module.pattern if module else "", line)
-        for action, message, category, module, line in warnings.filters
-        if not isinstance(message, str) and not isinstance(module, str)  # CPython's own defaults are plain strings.
-    ]
+    return _save((module, qualname, _save((args, kwargs)), list(warnings.filters)))
 
 
 def _decode_report(data: bytes) -> _Report:
@@ -355,78 +360,15 @@ def _decode_report(data: bytes) -> _Report:
     return _Report(value, raised, text)
 
 
-def _errors(reports: dict[int, _Report]) -> dict[int, BaseException]:
+def _errors(reports: Reports) -> dict[int, BaseException]:
     return {index: report.error for index, report in sorted(reports.items()) if report.error is not None}
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def _name(fn: Function) -> str:
     return f"{fn.__module__}.{fn.__qualname__}"
 
 
-def _describe_errors(fn: Callable[..., Any], world_size: int, reports: dict[int, _Report]) -> str:
-    failed = [
-        f"rank {index}:\n{report.traceback}" for index, report in sorted(reports.items()) if report.error is not None
-    ]
-    return "\n".join([f"{_name(fn)} raised on {len(failed)} of {world_size} ranks.\n", *failed])
-
-
-def _describe(group: _Group, reports: dict[int, _Report]) -> str:
-    """Return a text about every rank: its traceback if it raised, or its stack if it is still running."""
-    texts = []
-    for index, rank in enumerate(group.ranks):
-        if index not in reports:
-            state = "is" if rank.process.is_alive() else "died"
-            texts.append(f"rank {index} {state} here:\n{_stack(rank)}")
-        elif reports[index].error is not None:
-            texts.append(f"rank {index} raised:\n{reports[index].traceback}")
-        else:
-            texts.append(f"rank {index} ended well.\n")
-    return "\n".join(texts)
-
-
-def _describe_death(group: _Group, fn: Callable[..., Any], reports: dict[int, _Report], dead: int) -> str:
-    process = group.ranks[dead].process
-    process.join(GRACE)
-    code = process.exitcode
-    # A collective often fails soon on the ranks that shared it with a dead one. Their error is then what they report.
-    pending = [index for index in range(len(group.ranks)) if index not in reports and index != dead]
-    deadline = time.monotonic() + _LAST_REPORTS
-    for index in pending:
-        with contextlib.suppress(EOFError, ConnectionError):
-            if group.ranks[index].connection.poll(max(0.0, deadline - time.monotonic())):
-                reports[index] = _decode_report(group.ranks[index].connection.recv_bytes())
-    how = f"exit code {code}" + (f" ({signal.Signals(-code).name})" if code is not None and code < 0 else "")
-    return f"rank {dead} died in {_name(fn)} with {how}.\n\n{_describe(group, reports)}"
-
-
-def _stack(rank: _Rank) -> str:
-    """Return the Python stack of every thread of a rank, or the last one of a rank that died on a signal."""
-    if rank.process.is_alive():
-        # faulthandler's own signal handler writes it, which works even if the rank is stuck in C++.
-        os.kill(rank.process.pid or 0, signal.SIGUSR1)
-        deadline = time.monotonic() + 5.0
-        size = -1
-        # The stack is complete when the file has stopped growing.
-        while time.monotonic() < deadline and (size <= 0 or size != rank.stack_file.stat().st_size):
-            size = rank.stack_file.stat().st_size
-            time.sleep(0.1)
-    threads = rank.stack_file.read_text(errors="replace").strip().split("\n\n")
-    own = [thread for thread in threads if thread and f" in {_watch.__name__}\n" not in f"{thread}\n"]
-    return "\n".join(own) + "\n" if own else "(it left no Python stack)\n"
-
-
 # -- In a rank.
-
-
-@dataclass(frozen=True)
-class _Settings:
-    rank: int
-    world_size: int
-    port: int
-    stack_file: str
-    environment: dict[str, str]
-    compile_limit: float
-    group_timeout: float
 
 
 _beat: Any = None  # The shared double of this process stays None outside a rank.
@@ -438,45 +380,43 @@ def heartbeat() -> None:
         _beat.value = time.monotonic()
 
 
+@dataclass
 class _JobClock:
-    """A clock of the seconds that the current job has spent importing its module and compiling."""
+    """The seconds that the current job has spent importing its module and compiling."""
 
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        self.seconds = 0.0
-        self.is_importing = False
-
-    @contextlib.contextmanager
-    def importing(self) -> Iterator[None]:
-        self.is_importing = True
-        try:
-            yield
-        finally:
-            self.is_importing = False
+    seconds: float = 0.0
+    is_importing: bool = False
 
 
-def _work(settings: _Settings, connection: Connection, beat: Any) -> None:
+def _work(
+    rank: int,
+    world_size: int,
+    port: int,
+    stack_path: Path,
+    environment: dict[str, str],
+    compile_limit: float,
+    connection: Connection,
+    beat: Any,
+) -> None:
     global _beat  # noqa: PLW0603  one process, one rank: heartbeat() takes no argument that could carry it
     _beat = beat
     os.environ.clear()
-    os.environ.update(settings.environment)
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process, and the parent ends this one.
     torch.set_num_threads(1)
     job = _JobClock()
-    threading.Thread(target=_watch, args=(settings.compile_limit, job), daemon=True, name="watch").start()
-    store = dist.TCPStore("127.0.0.1", settings.port, is_master=False, wait_for_workers=False)
+    threading.Thread(target=_watch, args=(compile_limit, job), daemon=True, name="watch").start()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
-    with Path(settings.stack_file).open("w") as stack_file:
+    with stack_path.open("w") as stack_file:
         faulthandler.enable(stack_file)
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
         connection.send("ready")
         with contextlib.suppress(EOFError):
             while True:
                 number, data = connection.recv()
-                job.start()
-                report = _do(data, settings, dist.PrefixStore(f"job{number}", store), job)
+                job.seconds = 0.0
+                report = _do(data, rank, world_size, dist.PrefixStore(f"job{number}", store), job)
                 heartbeat()
                 connection.send_bytes(report)
                 connection.recv()
@@ -489,34 +429,30 @@ def _work(settings: _Settings, connection: Connection, beat: Any) -> None:
 def _end_threads_of_old_groups() -> None:
     """Free the gloo groups of earlier jobs that only reference cycles keep alive, if they have many threads.
 
-    Each group has several threads, and some of them wake up 100 times a second. A rank with 77 threads took 4 % of a
-    core while it waited. Collecting takes 50 ms, so not every job does it.
+    Some threads of a group wake up 100 times a second. Collecting takes 50 ms, so not every job does it.
     """
     if sys.platform == "linux" and sum(1 for _ in Path("/proc/self/task").iterdir()) > _MOST_THREADS:
         gc.collect()
 
 
-def _do(data: bytes, settings: _Settings, store: dist.Store, job: _JobClock) -> bytes:
+def _do(data: bytes, rank: int, world_size: int, store: dist.Store, job: _JobClock) -> bytes:
     """Run one job, and return its report: (value or None, pickled exception or None, traceback or "")."""
     try:
         module, qualname, arguments, filters = _load(data)
         _start_fresh()
-        with _warning_filters(filters):
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            warnings.filters.extend(filters)
             # Import before there is a group: a rank that imports longer than the others would meet the group's
             # time-out.
             try:
-                with job.importing():
-                    fn = importlib.import_module(module)
+                job.is_importing = True
+                fn = importlib.import_module(module)
             finally:
-                store.set(f"imported{settings.rank}", "")
-            store.wait([f"imported{rank}" for rank in range(settings.world_size)], timedelta(seconds=START_TIMEOUT))
-            dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=settings.rank,
-                world_size=settings.world_size,
-                timeout=timedelta(seconds=settings.group_timeout),
-            )
+                job.is_importing = False
+                store.set(f"imported{rank}", "")
+            store.wait([f"imported{other}" for other in range(world_size)], timedelta(seconds=START_TIMEOUT))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
             for name in qualname.split("."):
                 fn = getattr(fn, name)
             args, kwargs = _load(arguments)
@@ -552,15 +488,6 @@ def fill_uninitialized_memory() -> None:
     # Without warn_only, operators that have no deterministic form would raise; their warning is filtered.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-@contextlib.contextmanager
-def _warning_filters(filters: list[tuple[str, str, type[Warning], str, int]]) -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.resetwarnings()
-        for action, message, category, module, line in reversed(filters):
-            warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
-        yield
 
 
 def _watch(limit: float, job: _JobClock) -> None:

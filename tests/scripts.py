@@ -1,6 +1,4 @@
-"""Run a script as a user does: on the ranks of the pool, which have imported torch and diffusers already, on one rank,
-or under torchrun.
-"""
+"""Run a script as a user does: on the ranks of the pool, which have imported torch and diffusers, or as a program."""
 
 import contextlib
 import io
@@ -19,47 +17,24 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[1]
 
 
-def under_torchrun(script: Path, *arguments: str) -> str:
-    """Run ``script`` on two ranks under torchrun, and return their output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+def as_program(*command: str | Path, cwd: Path) -> str:
+    """Run a script with its arguments in a process of its own, which must end well, and return its output."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=script.parent,
-        check=False,
+        [sys.executable, *command], env=environment, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def processes(script: Path) -> str:
-    """Run ``script`` in two rank processes with torchrun's environment, and return the output of rank 0. torchrun
-    itself would be one more process that imports torch.
-    """
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with meeting_point() as rendezvous:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, script],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**environment, **rendezvous, "RANK": str(rank)},
-            )
-            for rank in range(2)
-        ]
-        printed = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], printed
-    return printed[0]
+def under_torchrun(script: Path) -> str:
+    """Run ``script`` on two ranks under torchrun, and return their output."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return as_program(*command, script, cwd=script.parent)
 
 
 def run_script(script, arguments, environment):
-    """Run ``script`` as the main program of this rank, or on rank 0 only if ``environment`` is None. Return its
-    output.
-    """
+    """Run ``script`` on this rank, or on rank 0 alone if ``environment`` is None. Return its output."""
     rank = dist.get_rank()
     # The script creates its own group. Wait until all ranks have created this one, because a rank that leaves closes
     # the connections that others are still opening.

@@ -13,6 +13,8 @@ def test_an_option_without_a_check_raises(monkeypatch):
     monkeypatch.setattr(call_checks, "CHECKS", {})
     with pytest.raises(ValueError, match="verify=True"):
         call_checks.make_check("verify")
+    call_checks.check_options({"verify": True}, ["backend"], 4)
+    assert not call_checks.can_check("verify", [], 1)
 
 
 @pytest.mark.parametrize(
@@ -25,9 +27,3 @@ def test_options_that_leave_nothing_to_compare_are_refused(approximations, stage
     if obstacle is not None:
         with pytest.raises(ValueError, match=obstacle):
             call_checks.check_options({"verify": True}, approximations, stages)
-
-
-def test_missing_check_cannot_check(monkeypatch):
-    monkeypatch.setattr(call_checks, "CHECKS", {})
-    call_checks.check_options({"verify": True}, ["backend"], 4)
-    assert not call_checks.can_check("verify", [], 1)

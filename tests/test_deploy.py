@@ -13,15 +13,13 @@ from para_core.cli.app import run
 from para_core.fleet.http import host_server
 from tests.fleet import test_server
 
-ROOT = Path(__file__).parents[1]
-LINES = re.sub(r"\\\n", " ", (ROOT / "deploy" / "Dockerfile").read_text()).splitlines()
-COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+DEPLOY = Path(__file__).parents[1] / "deploy"
+LINES = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text()).splitlines()
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICE = COMPOSE["services"]["para_core"]
-
-
 MANIFESTS = {
     (manifest["kind"], manifest["metadata"]["name"]): manifest
-    for manifest in yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
+    for manifest in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
 }
 POD = MANIFESTS["Deployment", "para-core"]["spec"]["template"]
 (CONTAINER,) = POD["spec"]["containers"]
@@ -31,19 +29,14 @@ def instructions(name):
     return [line.removeprefix(name).strip() for line in LINES if line.startswith(name + " ")]
 
 
-def test_copied_files_exist():
+def test_files_exist_and_the_server_runs_without_root():
     sources = [source for copy in instructions("COPY") for source in copy.split()[:-1]]
     assert {"setup.py", "para_core", "fleet"} <= set(sources)
-    for source in sources:
-        assert (ROOT / source).exists(), source
-    assert (ROOT / "deploy" / SERVICE["build"]["context"] / SERVICE["build"]["dockerfile"]).is_file()
-
-
-def test_server_runs_without_root():
+    assert all((DEPLOY.parent / source).exists() for source in sources)
+    assert (DEPLOY / SERVICE["build"]["context"] / SERVICE["build"]["dockerfile"]).is_file()
     last = max(i for i, line in enumerate(LINES) if line.startswith("RUN "))
     users = [(i, line.split()[1]) for i, line in enumerate(LINES) if line.startswith("USER ")]
-    assert users and users[-1][0] > last
-    assert users[-1][1].partition(":")[0] not in ("root", "0")
+    assert users[-1][0] > last and users[-1][1].partition(":")[0] not in ("root", "0")
 
 
 @pytest.mark.parametrize("arguments", [SERVICE["command"], CONTAINER["args"]], ids=["compose", "kubernetes"])
@@ -60,66 +53,39 @@ def test_command_of_the_container_starts_a_server(monkeypatch, arguments):
     assert (rest["host"], rest["port"], server.api_key, str(server.videos)) == ("0.0.0.0", 8000, "secret", "/results")
 
 
-@pytest.mark.parametrize(("ready", "code"), [(1, 0), (0, 1)])
-def test_health_check(ready, code):
+@pytest.mark.parametrize(("ready", "code", "status"), [(1, 0, 200), (0, 1, 503)])
+def test_health_check_and_probes_ask_the_route_that_knows(ready, code, status):
     (line,) = instructions("HEALTHCHECK")
     command = json.loads(line.partition("CMD")[2])
-    # The container has a key, which the health check does not send.
+    # The container has a key, which neither sends. A probe sends the address of the pod as its host.
     with test_server.serving(api_key="secret") as (port, backend):
         backend.live = ready
         script = command[2].replace("8000", str(port))
         assert subprocess.run([sys.executable, "-c", script], stderr=subprocess.DEVNULL, check=False).returncode == code
-
-
-def test_volumes_and_ports_agree():
-    volumes = {volume.partition(":")[2] for volume in SERVICE["volumes"]}
-    assert volumes == set(json.loads(instructions("VOLUME")[0]))
-    assert SERVICE["ports"] == [f"{instructions('EXPOSE')[0]}:{instructions('EXPOSE')[0]}"]
-    assert COMPOSE["volumes"].keys() == {volume.partition(":")[0] for volume in SERVICE["volumes"]}
-
-
-def test_manifest_fits_the_container():
-    port = int(instructions("EXPOSE")[0])
-    assert {each["name"]: each["containerPort"] for each in CONTAINER["ports"]} == {"http": port}
-    assert MANIFESTS["Service", "para-core"]["spec"]["ports"][0]["targetPort"] == "http"
-    assert MANIFESTS["Service", "para-core"]["spec"]["selector"] == POD["metadata"]["labels"]
-    assert MANIFESTS["Deployment", "para-core"]["spec"]["selector"]["matchLabels"] == POD["metadata"]["labels"]
-    volumes = {volume["name"]: volume for volume in POD["spec"]["volumes"]}
-    mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in CONTAINER["volumeMounts"]}
-    assert mounted.keys() == {"/dev/shm", *json.loads(instructions("VOLUME")[0])}
-    assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-    claims = {volume["persistentVolumeClaim"]["claimName"] for path, volume in mounted.items() if path != "/dev/shm"}
-    assert claims == {name for kind, name in MANIFESTS if kind == "PersistentVolumeClaim"}
-    assert str(POD["spec"]["securityContext"]["fsGroup"]) in (ROOT / "deploy" / "Dockerfile").read_text()
-    ranks = CONTAINER["args"][CONTAINER["args"].index("--ranks") + 1]
-    assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(ranks)
-
-
-def test_compose_and_manifest_pass_the_same_variables():
-    secrets = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in CONTAINER["env"]}
-    required = {name: value.startswith(f"${{{name}:?") for name, value in SERVICE["environment"].items()}
-    assert {name: not secret.get("optional", False) for name, secret in secrets.items()} == required
-    assert len({secret["key"] for secret in secrets.values()}) == len(secrets)
-
-
-@pytest.mark.parametrize(("ready", "status"), [(1, 200), (0, 503)])
-def test_probes_ask_the_route_that_knows(ready, status):
-    # A probe sends the address of the pod as its host, and no key.
-    with test_server.serving(api_key="secret") as (port, backend):
-        backend.live = ready
         for name in ("startupProbe", "readinessProbe"):
             path = CONTAINER[name]["httpGet"]["path"]
             assert test_server.ask(port, None, method="GET", path=path, Host="10.0.0.7:8000")[0] == status
 
 
-@pytest.mark.parametrize(("page", "file"), [("nginx", "nginx.conf"), ("caddy", "Caddyfile")])
-def test_proxy_configurations_of_the_page_are_those_of_the_files(page, file):
-    def directives(text):
-        lines = [line.partition("#")[0].split() for line in text.splitlines()]
-        return [line for line in lines if line]
-
-    (block,) = re.findall(rf"^```{page}\n(.*?)^```", (ROOT / "docs" / "serving.md").read_text(), re.M | re.S)
-    whole = directives((ROOT / "deploy" / file).read_text())
-    shown = directives(block)
-    begin = whole.index(shown[0])
-    assert whole[begin : begin + len(shown)] == shown
+def test_volumes_ports_and_variables_of_compose_and_manifest_agree():
+    volumes, (port,) = set(json.loads(instructions("VOLUME")[0])), instructions("EXPOSE")
+    assert {volume.partition(":")[2] for volume in SERVICE["volumes"]} == volumes
+    assert COMPOSE["volumes"].keys() == {volume.partition(":")[0] for volume in SERVICE["volumes"]}
+    assert SERVICE["ports"] == [f"{port}:{port}"]
+    assert {each["name"]: each["containerPort"] for each in CONTAINER["ports"]} == {"http": int(port)}
+    service = MANIFESTS["Service", "para-core"]["spec"]
+    assert service["ports"][0]["targetPort"] == "http"
+    assert service["selector"] == POD["metadata"]["labels"]
+    assert MANIFESTS["Deployment", "para-core"]["spec"]["selector"]["matchLabels"] == POD["metadata"]["labels"]
+    named = {volume["name"]: volume for volume in POD["spec"]["volumes"]}
+    mounted = {mount["mountPath"]: named[mount["name"]] for mount in CONTAINER["volumeMounts"]}
+    assert mounted.pop("/dev/shm")["emptyDir"]["medium"] == "Memory"
+    assert mounted.keys() == volumes
+    claims = {volume["persistentVolumeClaim"]["claimName"] for volume in mounted.values()}
+    assert claims == {name for kind, name in MANIFESTS if kind == "PersistentVolumeClaim"}
+    ranks = CONTAINER["args"][CONTAINER["args"].index("--ranks") + 1]
+    assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(ranks)
+    secrets = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in CONTAINER["env"]}
+    required = {name: value.startswith(f"${{{name}:?") for name, value in SERVICE["environment"].items()}
+    assert {name: not secret.get("optional", False) for name, secret in secrets.items()} == required
+    assert len({secret["key"] for secret in secrets.values()}) == len(secrets)

@@ -1,22 +1,18 @@
 """Every python block of README and docs/ runs, on two ranks, on the tiny pipeline; doctests run by import name.
 
-Most scripts run in the rank processes, which have imported torch and diffusers already, because importing takes longer
-than the scripts.
+Most scripts run in the rank processes, which have imported torch and diffusers already.
 """
 
 import doctest
-import os
 import re
-import subprocess
-import sys
 from importlib import import_module
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from para_core.adapters.models import ADAPTERS
-from tests.scripts import ROOT, on_ranks
+from tests.lift_out import module_files
+from tests.scripts import ROOT, as_program, on_ranks
 from zoo.flux.check import check
 from zoo.flux.scenes import ImageScene, Thing
 
@@ -32,137 +28,88 @@ SUBSTITUTIONS = {
     "height=1024, width=1024, num_inference_steps=28": (
         "height=64, width=64, num_inference_steps=2, max_sequence_length=16"
     ),
+    "num_inference_steps=28": "height=64, width=64, num_inference_steps=2",
+    "ranks=4": "ranks=2",
     'backend="inductor"': 'backend="eager"',
     "compile_repeated_blocks(fullgraph=True)": 'compile_repeated_blocks(fullgraph=True, backend="eager")',
 }
+# Is in blocks that are programs of their own.
+LAUNCHES = "from para_core import launch"
+# README imports these in the block before.
+IMPORTS = "import torch\nfrom diffusers import FluxPipeline\nfrom para_core.adapters import parallelize_pipe\n"
+SMALL = '"zoo/flux/pipeline"'
+# Other tests of the default run cover the content of these two pages, and each takes several seconds.
+LONG = ("docs/weights.md", "docs/cache.md")
+
+
+def blocks_of(page: str) -> list[str]:
+    return BLOCK.findall((ROOT / page).read_text())
 
 
 def programs(page: str) -> list[str]:
-    """Return the Python blocks of a page. Blocks are joined up to the next one that initialises the process group.
-    Those that launch ranks themselves are left out.
+    """Return the Python blocks of a page, joined up to the next one that initialises the process group.
 
     Two groups in one process would use the same store: a rank that is early the second time would read the other's old
     address and wait for it for ever.
     """
-    blocks: list[str] = []
-    for block in BLOCK.findall((ROOT / page).read_text()):
+    programs: list[str] = []
+    for block in blocks_of(page):
         if LAUNCHES in block:
             continue
-        if not blocks or "init_process_group(" in block:
-            blocks.append(block)
+        if not programs or "init_process_group(" in block:
+            programs.append(block)
         else:
-            blocks[-1] += "\n" + block
-    return blocks
+            programs[-1] += "\n" + block
+    return programs
 
 
-# Is in blocks that are programs of their own.
-LAUNCHES = "from para_core import launch"
-# Other tests of the default run cover the content of these two pages, and each takes several seconds.
-LONG = ("docs/weights.md", "docs/cache.md")
-PROGRAMS = [
-    pytest.param(program, id=f"{page}-{index}", marks=pytest.mark.long if page in LONG else ())
-    for page in PAGES
-    if page != "docs/migration.md"  # tests/test_migration.py runs its blocks, which are independent.
-    for index, program in enumerate(programs(page))
-]
-
-
-def test_the_default_thresholds_are_those_that_the_page_says():
-    table = re.findall(r"^\| (.*) \| (0\.\d+) \| (.*) \|$", (ROOT / "docs/cache.md").read_text(), re.MULTILINE)
-    *named, (_, usual, usual_source) = table
-    cached = {adapter.pipelines: adapter for adapter in ADAPTERS if adapter.blocks is not None}
-    for pipelines, threshold, source in named:
-        for name in pipelines.split(", "):
-            adapter = cached.pop(name)
-            assert (adapter.threshold, adapter.threshold_source) == (float(threshold), source)
-    assert len(cached) > 10
-    for adapter in cached.values():
-        assert (adapter.threshold, adapter.threshold_source) == (float(usual), usual_source)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("source", PROGRAMS)
-def test_python_blocks_run_from_top_to_bottom(rank_pool, source, tmp_path):
-    for shown, used in {**SUBSTITUTIONS, '"circle.png"': repr(str(tmp_path / "circle.png"))}.items():
+def written(source, folder):
+    """Write ``source`` as this machine runs it to a file in ``folder``, and return the file."""
+    for shown, used in SUBSTITUTIONS.items():
         source = source.replace(shown, used)
-    script = tmp_path / "page.py"
-    script.write_text(source)
-    on_ranks(rank_pool, script)
+    script = folder / "page.py"
+    script.write_text(source.replace('"circle.png"', repr(str(folder / "circle.png"))))
+    return script
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(program, id=f"{page}-{index}", marks=pytest.mark.long if page in LONG else ())
+        for page in PAGES
+        if page != "docs/migration.md"  # tests/test_migration.py runs its blocks, which are independent.
+        for index, program in enumerate(programs(page))
+        if SMALL not in program
+    ],
+)
+def test_python_blocks_run_from_top_to_bottom(rank_pool, source, tmp_path):
+    on_ranks(rank_pool, written(source, tmp_path))
+
+
+def test_small_program_of_the_readme_draws_a_red_circle(rank_pool, tmp_path):
+    source = next(block for block in blocks_of("README.md") if SMALL in block)
+    on_ranks(rank_pool, written(source, tmp_path))
+    scene = ImageScene((Thing("red", "circle", "large", "centre"),), "white")
+    assert check(np.asarray(Image.open(tmp_path / "circle.png")), scene).all_right
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("page", ["README.md", "docs/one_process.md"])
 def test_blocks_that_launch_ranks_run(page, tmp_path):
-    blocks = BLOCK.findall((ROOT / page).read_text())
-    (source,) = [block for block in blocks if LAUNCHES in block]
-    source = source.replace("ranks=4", "ranks=2").replace(
-        "num_inference_steps=28", "height=64, width=64, num_inference_steps=2"
-    )
-    for shown, used in SUBSTITUTIONS.items():
-        source = source.replace(shown, used)
-    # README imports these in the block before.
-    imports = "import torch\nfrom diffusers import FluxPipeline\nfrom para_core.adapters import parallelize_pipe\n"
-    script = tmp_path / "page.py"
-    script.write_text(f"{imports}{source}\nassert image.size == (64, 64)\n")
-    subprocess.run([sys.executable, script], check=True, cwd=tmp_path)
+    (source,) = [block for block in blocks_of(page) if LAUNCHES in block]
+    as_program(written(f"{IMPORTS}{source}\nassert image.size == (64, 64)\n", tmp_path), cwd=tmp_path)
 
 
-def test_small_program_of_the_readme_draws_a_red_circle(rank_pool, tmp_path):
-    small = '"zoo/flux/pipeline"'
-    program = next(block for block in BLOCK.findall((ROOT / "README.md").read_text()) if small in block)
-    script, image = tmp_path / "readme.py", tmp_path / "circle.png"
-    script.write_text(program.replace(small, SUBSTITUTIONS[small]).replace('"circle.png"', repr(str(image))))
-    on_ranks(rank_pool, script)
-    scene = ImageScene((Thing("red", "circle", "large", "centre"),), "white")
-    assert check(np.asarray(Image.open(image)), scene).all_right
-
-
-# Without the exit hook, a script that ends directly after a collective (tests/test_examples.py has one) aborts in one
-# run of four, and on a busy machine more rarely. The reason for the hook can be seen each time: a thread that wants the
-# GIL when the interpreter begins to end still gets it.
-LATE_THREAD = """
-import atexit, os, threading, time
-import torch
-
-atexit.register(os.write, 1, b", then the rest")  # called after what para_core registers
-
-from para_core import UnifiedAttnMode
-
-ending = threading.Event()
-
-def let_go():
-    ending.wait()
-    time.sleep(0.001)
-    os.write(1, b"let go")
-
-threading.Thread(target=let_go, daemon=True).start()
-atexit.register(ending.set)  # called before it
-"""
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_collective_threads_get_the_gil_at_exit(tmp_path):
-    script = tmp_path / "ends_with_a_thread.py"
-    script.write_text(LATE_THREAD)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    printed = subprocess.run([sys.executable, script], capture_output=True, env=environment, check=True).stdout
-    assert printed == b"let go, then the rest"
-
-
-def modules_with_examples():
-    """Yield the names of the modules of para_core and its adapters that have an example with a result."""
-    for folder, package in ((ROOT / "para_core", "para_core"), (ROOT / "adapters", "para_core.adapters")):
-        for file in sorted(folder.rglob("*.py")):
-            if re.search(r"^ *>>> (?!.*SKIP).*\n *[^ >.`]", file.read_text(), re.MULTILINE):
-                yield ".".join([package, *file.relative_to(folder).with_suffix("").parts])
-
-
-@pytest.mark.parametrize("module", [*modules_with_examples(), "para_core.kernels.merge_reference"])
-def test_doctests_pass(module):
-    results = doctest.testmod(import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert results.attempted > 0
-    assert results.failed == 0
+def test_doctests_pass():
+    """Run the examples that have a result, of every module of the library."""
+    attempted = 0
+    for name, path in module_files(ROOT).items():
+        if re.search(r"^ *>>> (?!.*SKIP).*\n *[^ >.`]", (ROOT / path).read_text(), re.MULTILINE):
+            results = doctest.testmod(import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+            assert results.failed == 0, name
+            attempted += results.attempted
+    assert attempted > 50
 
 
 def test_links_between_pages_lead_somewhere():

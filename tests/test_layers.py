@@ -1,87 +1,58 @@
 """No room imports a room above it, so there are no import cycles. Imports inside functions count too."""
 
 import ast
-from collections import defaultdict
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.lift_out import ROOT, module_files
+
 # Each entry is a folder, or a file at the top of para_core or adapters. Rooms in one line do not import each other.
-LAYERS = (
-    (
-        "kernels",
-        "para_core/declared_options.py",
-        "para_core/option_values.py",
-        "para_core/progress.py",
-        "para_core/torch_internals.py",
-        "para_core/user_warnings.py",
-        "para_core/version.py",
-        "para_core/devices.py",
-    ),
-    (
-        "para_core/dataclass_fields.py",
-        "para_core/lazy_tensors.py",
-        "para_core/instance",
-        "para_core/triton_support.py",
-        "para_core/foreign_errors.py",
-    ),
-    ("para_core/call_checks.py", "para_core/dataclass_json.py"),
-    ("para_core/launcher",),
-    ("para_core/distributed",),
-    ("para_core/layout",),
-    ("para_core/attention",),
-    ("para_core/pipeline_options.py", "para_core/modes"),
-    ("para_core/recorder",),
-    ("para_core/plans",),
-    ("para_core/cfg",),
-    ("para_core/spatial", "para_core/weights", "para_core/cache"),
-    ("para_core/same_bits",),
-    ("para_core/comparison",),
-    ("para_core/verify",),
-    ("para_core/api.py",),
-    ("para_core/__init__.py",),
-    ("para_core/doctor_report.py",),
-    ("para_core/doctor.py",),
-    ("adapters/adapter.py", "adapters/refusal.py", "adapters/features.py"),
-    ("adapters/default_mesh.py",),
-    ("adapters/models",),
-    ("adapters/denoisers.py",),
-    ("adapters/registry.py",),
-    ("adapters/closest_names.py",),
-    ("adapters/model_checks.py",),
-    ("adapters/inspect",),
-    ("adapters/planner", "adapters/agree"),
-    ("adapters/weights",),
-    ("adapters/vae",),
-    ("adapters/compatibility",),
-    ("adapters/cache",),
-    ("adapters/parallel", "adapters/propose", "adapters/cfg", "adapters/same_bits.py"),
-    ("adapters/api.py",),
-    ("adapters/__init__.py",),
-    ("fleet",),
-    ("cli",),
-    ("para_core/__main__.py",),
-)
-# Each exception is an import that goes upwards, as (file, room), with its reason.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
-LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-
-
-def module_files():
-    """Return the files of the library by their import name."""
-    files = {}
-    for top in ("para_core", "adapters", "fleet", "cli", "kernels"):
-        for path in (ROOT / top).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            parts = parts[:-1] if parts[-1] == "__init__" else parts
-            files[".".join(parts if top == "para_core" else ("para_core", *parts))] = path.relative_to(ROOT)
-    return files
-
-
-FILES = module_files()
+LAYERS = """\
+kernels para_core/declared_options.py para_core/option_values.py para_core/progress.py para_core/torch_internals.py \
+para_core/user_warnings.py para_core/version.py para_core/devices.py
+para_core/dataclass_fields.py para_core/lazy_tensors.py para_core/instance para_core/triton_support.py \
+para_core/foreign_errors.py
+para_core/call_checks.py para_core/dataclass_json.py
+para_core/launcher
+para_core/distributed
+para_core/layout
+para_core/attention
+para_core/pipeline_options.py para_core/modes
+para_core/recorder
+para_core/plans
+para_core/cfg
+para_core/spatial para_core/weights para_core/cache
+para_core/same_bits
+para_core/comparison
+para_core/verify
+para_core/api.py
+para_core/__init__.py
+para_core/doctor_report.py
+para_core/doctor.py
+adapters/adapter.py adapters/refusal.py adapters/features.py
+adapters/default_mesh.py
+adapters/models
+adapters/denoisers.py
+adapters/registry.py
+adapters/closest_names.py
+adapters/model_checks.py
+adapters/inspect
+adapters/planner adapters/agree
+adapters/weights
+adapters/vae
+adapters/compatibility
+adapters/cache
+adapters/parallel adapters/propose adapters/cfg adapters/same_bits.py
+adapters/api.py
+adapters/__init__.py
+fleet
+cli
+para_core/__main__.py
+"""
+LEVEL = {room: level for level, rooms in enumerate(LAYERS.splitlines()) for room in rooms.split()}
+FILES = {name: path for name, path in module_files(ROOT).items() if name.startswith("para_core")}
 
 
 def room_of(path):
@@ -106,37 +77,18 @@ def imported_by(path):
     return files
 
 
-@cache
-def edges():
-    lines = defaultdict(set)
-    for path in FILES.values():
-        for target, line in imported_by(path):
-            if room_of(path) != room_of(target):
-                lines[room_of(path), room_of(target)].add(f"{path}:{line}")
-    return lines
-
-
-def test_every_room_has_a_layer():
+def test_every_room_has_a_layer_and_imports_none_above_it():
     assert {room_of(path) for path in FILES.values()} == set(LEVEL)
-
-
-def test_no_room_imports_a_room_above_it():
     upwards = [
-        f"{where} imports {target}"
-        for (room, target), places in edges().items()
-        if LEVEL[target] >= LEVEL[room]
-        for where in sorted(places)
-        if (where.rpartition(":")[0], target) not in EXCEPTIONS
+        f"{path}:{line} imports {room_of(target)}"
+        for path in FILES.values()
+        for target, line in imported_by(path)
+        if room_of(path) != room_of(target) and LEVEL[room_of(target)] >= LEVEL[room_of(path)]
     ]
     assert not upwards, "\n".join(upwards)
 
 
-def test_exceptions_are_needed():
-    used = {(where.rpartition(":")[0], target) for (_, target), places in edges().items() for where in places}
-    assert set(EXCEPTIONS) <= used
-
-
-def test_an_upward_import_inside_a_function_is_seen(tmp_path, monkeypatch):
+def test_an_upward_import_inside_a_function_is_seen(tmp_path):
     path = tmp_path / "late.py"
     path.write_text("def f():\n    from para_core.adapters.parallel.parallelize import parallelize_pipe\n")
     assert [str(target) for target, _ in imported_by(path)] == ["adapters/parallel/parallelize.py"]

@@ -4,7 +4,6 @@ that of one plain pipeline, or the cached one.
 
 import importlib.util
 import re
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,53 +11,38 @@ import torch
 import torch.distributed as dist
 from diffusers import FirstBlockCacheConfig, FluxPipeline
 
-from tests.attention.one_device import relative_error
+from tests.lift_out import ROOT
+from tests.tiny import relative_error
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/migration.md").read_text()
 BLOCK = re.compile(r"^<!-- (there: (\w+), |here: )(exact|cached) -->\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = [(peer or "para_core", kind, source) for _, peer, kind, source in BLOCK.findall(PAGE)]
-
-
-def load():
-    pipe = FluxPipeline.from_pretrained(ROOT / "zoo/flux/pipeline", dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 # The cache needs enough steps to skip some.
 STEPS = {"exact": 4, "cached": 28}
 
 
-def latents(pipe, kind):
-    return pipe(
-        "a large red circle in the centre",
-        height=64,
-        width=64,
-        max_sequence_length=16,
-        num_inference_steps=STEPS[kind],
-        generator=torch.Generator().manual_seed(0),
-        output_type="latent",
-    ).images
+def draw(kind, prepare):
+    pipe = FluxPipeline.from_pretrained(ROOT / "zoo/flux/pipeline", dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    prepare(pipe)
+    size = {"height": 64, "width": 64, "max_sequence_length": 16, "num_inference_steps": STEPS[kind]}
+    generator = torch.Generator().manual_seed(0)
+    return pipe("a large red circle in the centre", generator=generator, output_type="latent", **size).images
 
 
-def after(source, kind):
-    pipe = load()
+def draw_after(source, kind):
     # diffusers reads the number of accelerators, which is 0 on a CPU.
     with mock.patch.object(torch.accelerator, "device_count", dist.get_world_size):
-        exec(compile(source, "docs/migration.md", "exec"), {"pipe": pipe})
-        return latents(pipe, kind)
+        return draw(kind, lambda pipe: exec(compile(source, "docs/migration.md", "exec"), {"pipe": pipe}))
 
 
 @pytest.fixture(scope="module")
 def expected():
     """Return the outputs of plain diffusers on one device, without a cache and with its First Block Cache."""
-    pipe = load()
-    exact, plain = latents(pipe, "exact"), latents(pipe, "cached")
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.12))
-    cached = latents(pipe, "cached")
-    assert relative_error(cached, plain) > 1e-4  # The cache skipped some steps.
-    return {"exact": exact, "cached": cached}
+    config = FirstBlockCacheConfig(threshold=0.12)
+    cached = draw("cached", lambda pipe: pipe.transformer.enable_cache(config))
+    assert relative_error(cached, draw("cached", lambda pipe: None)) > 1e-4  # The cache skipped some steps.
+    return {"exact": draw("exact", lambda pipe: None), "cached": cached}
 
 
 @pytest.mark.sample(1)
@@ -69,10 +53,9 @@ def test_block_generates_the_same_as_one_device(rank_pool, expected, peer, kind,
         pytest.skip("ParaAttention 0.3.38 does not run with diffusers 0.42: what it raises stands on the page")
     if peer != "para_core" and importlib.util.find_spec(peer) is None:
         pytest.skip(f"{peer} is not installed")
-    for out in rank_pool.run(after, 2, source, kind, timeout=120):
+    for out in rank_pool.run(draw_after, 2, source, kind, timeout=120):
         assert relative_error(out, expected[kind]) < 1e-5
 
 
 def test_every_python_block_says_whose_it_is():
     assert len(BLOCKS) == PAGE.count("```python") > 8
-    assert {peer for peer, _, _ in BLOCKS} == {"para_core", "diffusers", "para_attn", "cache_dit"}

@@ -1,7 +1,4 @@
-"""Tiny diffusers pipelines. All parameters are random, nonzero, and the same in every process.
-
-Zero or untrained parameters would hide a wrong shard. tests/adapters checks that these do not.
-"""
+"""Tiny diffusers pipelines. All parameters are random, nonzero, and the same in every process."""
 
 from __future__ import annotations
 
@@ -167,9 +164,7 @@ def _all_to_all_alone(x: Tensor, send_sizes: list[int], receive_sizes: list[int]
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """Return ``‖out − expected‖ / ‖expected‖`` in float64, or infinity if shapes differ or a number is NaN, which max()
-    would pass over.
-    """
+    """Return ``‖out − expected‖ / ‖expected‖`` in float64, or infinity if shapes differ or a number is NaN."""
     if out.shape != expected.shape:
         return math.inf
     error = (out.double() - expected.double()).norm() / expected.double().norm()
