@@ -12,9 +12,9 @@ Without them every other module must import, and the main job must give the resu
 from __future__ import annotations
 
 import argparse
+import ast
 import multiprocessing
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -282,9 +282,10 @@ def module_files(folder: Path) -> dict[str, Path]:
 
 def failing_tests(*features: Feature) -> str | None:
     """Return the output of the quick tests of everything else in a copy without ``features``; None if all pass."""
-    modules = module_files(ROOT)
     with without(*features) as copy:
-        _delete_tests_of(set(modules) - set(module_files(copy)), copy)
+        gone = importable_names(ROOT) - importable_names(copy)
+        while gone:
+            gone = _delete_importers(gone, copy)
         words = sorted({word for feature in features for word in feature.words.split()})
         others = " and ".join(f"not {word}" for word in words)
         quick = "not ranks and not slow and not long and not nodes and not comfyui"
@@ -295,22 +296,34 @@ def failing_tests(*features: Feature) -> str | None:
     return run.stdout[-5000:]
 
 
-def _delete_tests_of(gone: set[str], copy: Path) -> None:
-    """Delete the files of tests and of benchmarks that import one of the modules ``gone``, or import such a file."""
-    pattern = re.compile(r"(?:from|import) (" + "|".join(map(re.escape, gone)) + r")\b")
-    while True:
-        deleted = []
-        for path in [*(copy / "tests").rglob("*.py"), *(copy / "benchmarks").rglob("*.py")]:
-            if pattern.search(path.read_text()):
-                deleted.append(".".join(path.relative_to(copy).with_suffix("").parts))
+def importable_names(folder: Path) -> set[str]:
+    """Return the import names of the modules of the library in ``folder``, and of its public names."""
+    names = set(module_files(folder))
+    for package, api in (("para_core", "para_core/api.py"), ("para_core.adapters", "adapters/api.py")):
+        names |= {f"{package}.{name.rpartition('.')[2]}" for name in _imports_of(folder / api)}
+    return names
+
+
+def _imports_of(path: Path) -> set[str]:
+    """Return the modules that a file imports, and what it imports from them: ``a.b`` and ``a.b.c``."""
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {str(node.module), *[f"{node.module}.{alias.name}" for alias in node.names]}
+    return imported
+
+
+def _delete_importers(gone: set[str], copy: Path) -> set[str]:
+    """Delete the files of tests, benchmarks and the zoo that import one of ``gone``. Return their import names."""
+    deleted = set()
+    for room in ("tests", "benchmarks", "zoo"):
+        for path in (copy / room).rglob("*.py"):
+            if _imports_of(path) & gone:
+                deleted.add(".".join(path.relative_to(copy).with_suffix("").parts))
                 path.unlink()
-        if not deleted:
-            return
-        names = [re.escape(name) for name in deleted]
-        packages = [
-            rf"{re.escape(name.rpartition('.')[0])} import (?:.*, )?{name.rpartition('.')[2]}" for name in deleted
-        ]
-        pattern = re.compile(r"(?:from|import) (?:" + "|".join([*names, *packages]) + r")\b")
+    return deleted
 
 
 def load_pipe() -> Any:

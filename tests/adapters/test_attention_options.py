@@ -72,7 +72,8 @@ def test_pipeline_uses_the_requested_backend_until_undone(rank_pool, mesh):
     rank_pool.run(draw_in_every_way, torch.Size(mesh).numel(), *mesh)
 
 
-SAGE = AttentionSchedule("sage", first=1, last=2)
+def sage_schedule():
+    return AttentionSchedule("sage", first=1, last=2)
 
 
 def calls_by_step(pipe, calls, draw):
@@ -90,7 +91,7 @@ def calls_by_step(pipe, calls, draw):
 def test_one_rank_follows_the_schedule_until_undone():
     pipe, expected = small_pipe(), draw(small_pipe())
     with libraries_installed() as calls:
-        assert parallelize_pipe(pipe, backend=SAGE) is pipe
+        assert parallelize_pipe(pipe, backend=sage_schedule()) is pipe
         out, steps = calls_by_step(pipe, calls, draw)
         assert relative_error(out, expected) < 1e-5
         assert steps == [0, 2, 2, 0, 0]
@@ -99,7 +100,7 @@ def test_one_rank_follows_the_schedule_until_undone():
         _, steps = calls_by_step(parallelize_pipe(pipe, backend="math"), calls, draw)
         assert steps == [0] * 5
         # Another scheduler is counted by its own steps.
-        parallelize_pipe(pipe, backend=SAGE)
+        parallelize_pipe(pipe, backend=sage_schedule())
         scheduler, pipe.scheduler = pipe.scheduler, FlowMatchEulerDiscreteScheduler(shift=1.0)
         assert calls_by_step(pipe, calls, partial(draw, num_inference_steps=6))[1] == [0, 2, 2, 2, 0, 0]
         pipe.scheduler = scheduler
@@ -120,7 +121,7 @@ def follow_schedule(ring, ulysses):
     plain, draw_wan = draw(small_pipe()), partial(generate, name="wan 2.2", num_inference_steps=5)
     expected = draw_wan(build("wan 2.2"))
     with libraries_installed() as calls:
-        pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(ring, ulysses), backend=SAGE)
+        pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(ring, ulysses), backend=sage_schedule())
         out, steps = calls_by_step(pipe, calls, draw)
         assert relative_error(out, plain) < 1e-5
         assert steps == [0, a_step, a_step, 0, 0]
@@ -129,7 +130,7 @@ def follow_schedule(ring, ulysses):
         assert calls_by_step(pipe, calls, draw)[1] == [0, ring, ring, 0, 0]
         heartbeat()
         # Each guided step calls the model twice, and a second transformer computes the last steps.
-        pipe = parallelize_pipe(build("wan 2.2"), mesh=cpu_mesh(ring, ulysses), backend=SAGE)
+        pipe = parallelize_pipe(build("wan 2.2"), mesh=cpu_mesh(ring, ulysses), backend=sage_schedule())
         out, steps = calls_by_step(pipe, calls, draw_wan)
         assert relative_error(out, expected) < 1e-5
         assert steps[1] == steps[2] > 0 == steps[0] == steps[3] == steps[4]
@@ -145,13 +146,13 @@ def test_a_schedule_needs_its_library_and_a_pipeline():
     pipe, expected = small_pipe(), draw(small_pipe())
     with libraries_installed():
         with pytest.raises(ValueError, match=r"AttentionSchedule.*parallelize_pipe"):
-            parallelize_transformer(pipe.transformer, backend=SAGE)
-        parallelize_pipe(pipe, backend=SAGE)
+            parallelize_transformer(pipe.transformer, backend=sage_schedule())
+        parallelize_pipe(pipe, backend=sage_schedule())
         pipe.transformer.transformer_blocks[0].attn.processor._attention_backend = "flash"
         with pytest.raises(ValueError, match=r"'flash' in 'transformer_blocks\.0\.attn'.*AttentionSchedule"):
             draw(pipe)
         pipe.transformer.transformer_blocks[0].attn.processor._attention_backend = None
         unparallelize_pipe(pipe)
         with mock.patch.object(pipe, "scheduler", None), pytest.raises(ValueError, match="scheduler"):
-            parallelize_pipe(pipe, backend=SAGE)
+            parallelize_pipe(pipe, backend=sage_schedule())
     assert torch.equal(draw(pipe), expected)
