@@ -122,7 +122,7 @@ def attend_with_small_masks(ring, ulysses):
     return outs
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (2, 2)])
 def test_masks_of_few_entries_are_accepted(rank_pool, ring, ulysses):
     for outs in rank_pool.run(attend_with_small_masks, ring * ulysses, ring, ulysses):
         for S, mask, out in outs:
