@@ -180,7 +180,7 @@ SMALL = {f"{name}, D = {dim}": call for dim in (96, 256) for name, call in calls
 LAST_STEPS = (residual.add_up_kernel, norm.merge_kernel)
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(14)
 @on_each_arch
 @pytest.mark.parametrize("name", SMALL)
 def test_small_kernel_fits_and_moves_16_bytes_at_once(name, arch):
@@ -242,7 +242,7 @@ def launch_attention(config, dims, *, ranges, eight_bits, dtype=BF16, mask=None,
     launch(config, call, out=heads(dims[1], FP32 if continues else dtype), lse=lse(), rounded=rounded)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @on_each_arch
 @pytest.mark.parametrize("dims", [(64, 64), (72, 72), (96, 96), (128, 128), (256, 256), (192, 128)], ids=str)
 @pytest.mark.parametrize("name", CALLS)
@@ -273,5 +273,5 @@ def test_attention_fits_its_gpu(name, dims, arch):
 
 
 def test_tile_that_is_too_large_spills():
-    call = partial(launch_attention, Config(128, 128, 4, 2), (128, 128), ranges=0, eight_bits=False)
-    assert compiled_by(call, 80)[0].spills > 448
+    call = partial(launch_attention, Config(128, 64, 2, 2), (64, 64), ranges=0, eight_bits=False)
+    assert compiled_by(call, 80)[0].spills > 40
