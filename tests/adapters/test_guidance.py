@@ -48,7 +48,7 @@ def generate_counting(name, *shape):
     return outs, counts
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2), (3, 1, 1)])
 @pytest.mark.parametrize("name", SEQUENTIAL)
 def test_each_rank_computes_half_of_the_calls(rank_pool, name, shape):
@@ -189,7 +189,7 @@ def forms(tree):
     return spec, [(x.shape, x.dtype) for x in leaves]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORESEEN)

@@ -50,7 +50,6 @@ def two_controlnets():
 
 
 IMAGE, CONTROL = {"image": random_image(72, 56)}, {"control_image": random_image(72, 56, seed=2)}
-# With one step less, strength would leave a single step.
 FROM_IMAGE = {**IMAGE, "strength": 0.9}
 MASK = {"mask_image": random_image(72, 56, seed=3).convert("L").point(lambda x: 255 * (x > 127))}
 # The 72 × 56 pixels of context add 126 image tokens. Without these options the pipeline takes a size of a megapixel.

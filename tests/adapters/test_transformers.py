@@ -64,9 +64,10 @@ def check(rank_pool, name, shapes, text=None):
     results = rank_pool.run(call_parallel, torch.Size(shapes[0]).numel(), name, shapes, text)
     for rank, outs in enumerate(results):
         for shape in shapes:
-            # All ranks have the same bits, also of a single token.
-            assert all(map(torch.equal, tree_leaves(outs[shape]), tree_leaves(results[0][shape]))), (shape, rank)
-            for size, out, alone in zip(SIZES, outs[shape], computed_alone(name), strict=True):
+            rows = zip(SIZES, outs[shape], computed_alone(name), results[0][shape], strict=True)
+            for size, out, alone, first in rows:
+                # All ranks have the same bits, also of one token. Each computes a second output, of sound, itself.
+                assert torch.equal(out[0], first[0]), (shape, rank, size)
                 errors = [relative_error(tensor, reference) for tensor, reference in zip(out, alone, strict=True)]
                 assert max(errors) < BOUNDS.get(name, 1e-5), f"{shape}, rank {rank}, {size}: {errors}"
         if "unaware" in outs:
@@ -117,7 +118,7 @@ def on_other_meshes():
             yield name, [(1, 3, 1)], text
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "shapes", "text"), [*on_other_meshes()])
 def test_every_transformer_is_exact_on_other_meshes(rank_pool, name, shapes, text):
     check(rank_pool, name, shapes, text)
