@@ -68,7 +68,7 @@ def generate_on(name, shapes, sizes):
     [
         ("sd, control", [THREE], SIZES),
         ("xl, control", [BOTH], []),
-        ("svd", [ROWS], []),
+        ("svd", [ROWS, BATCH], []),
         *[pytest.param(name, [ROWS, BATCH], [], marks=pytest.mark.long) for name in UNET_PIPELINES],
     ],
 )

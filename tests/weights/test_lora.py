@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import cache
 
 import pytest
 import torch
@@ -29,19 +30,24 @@ TARGETS = {
 }
 
 
-def lora_weights(name, rank=3, seed=11, encoder=False):
-    """Return a LoRA in file format, by parameter name, large enough to change the output measurably."""
-    generator, pipe = torch.Generator().manual_seed(seed), make(name)
+@cache
+def sizes_of(name, encoder):
+    """Return the numbers of outputs and inputs of the layers, by path."""
+    pipe = make(name)
     layers = {f"transformer.{path}": pipe.transformer.get_submodule(path) for path in TARGETS[name].split()}
     if encoder and name == "flux":
         path = "encoder.layers.0.self_attn.q_proj"
         layers[f"text_encoder.{path}"] = pipe.text_encoder.get_submodule(path)
-    shapes = {
-        f"{path}.lora_{part}.weight": shape
-        for path, layer in layers.items()
-        for part, shape in {"A": (rank, layer.in_features), "B": (layer.out_features, rank)}.items()
-    }
-    return {key: 0.2 * torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    return {path: (layer.out_features, layer.in_features) for path, layer in layers.items()}
+
+
+def lora_weights(name, rank=3, seed=11, encoder=False):
+    """Return a LoRA in file format, by parameter name, large enough to change the output measurably."""
+    generator, weights = torch.Generator().manual_seed(seed), {}
+    for path, (outputs, inputs) in sizes_of(name, encoder).items():
+        for part, shape in {"A": (rank, inputs), "B": (outputs, rank)}.items():
+            weights[f"{path}.lora_{part}.weight"] = 0.2 * torch.randn(shape, generator=generator)
+    return weights
 
 
 def share(pipe, method):
@@ -105,7 +111,12 @@ def draw(name, method, when):
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "when"), [("flux", "fsdp", "before"), ("wan", "tensor", "after"), ("flux", "stages", "after")]
+    ("name", "method", "when"),
+    [
+        ("flux", "fsdp", "before"),
+        ("flux", "tensor", "after"),
+        *[pytest.param(*case, "after", marks=pytest.mark.long) for case in (("wan", "tensor"), ("flux", "stages"))],
+    ],
 )
 def test_a_lora_is_exact_over_shared_weights(rank_pool, name, method, when):
     expected = draw(name, None, when)

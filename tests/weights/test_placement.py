@@ -95,7 +95,7 @@ OFFLOAD = {"text_encoders": "offload", "vae_placement": "offload"}
 BLOCKS = {"offload": "blocks"}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "dims", "options"),
     [

@@ -204,7 +204,7 @@ def check_gradients():
     ("check", "ranks", "arguments"),
     [
         (shard_heads, 4, ("wan, image context", (1, 1, 2, 2))),
-        (shard_heads, 2, ("z-image", (1, 1, 1, 2))),
+        (shard_heads, 2, ("ltx", (1, 1, 1, 2))),
         *[pytest.param(shard_heads, 2, (name, (1, 1, 1, 2)), marks=pytest.mark.long) for name in NAMES],
         *[pytest.param(shard_heads, 4, (name, (1, 2, 1, 2)), marks=pytest.mark.long) for name in NAMES],
         (generate_over, 2, ("ours", {"tensor": 2})),
