@@ -132,7 +132,7 @@ def verdicts(report, branch=None):
 
 
 class Waits(TorchFunctionMode):
-    """Counts the times that the host reads a tensor. Forecast weights are float64, and never on a device."""
+    """A counter of the times that the host reads a tensor. Forecast weights are float64, and never on a device."""
 
     def __init__(self):
         super().__init__()

@@ -77,7 +77,7 @@ def cached(block, threshold, streams, **settings):
 @pytest.mark.parametrize(
     ("block", "streams", "sound", "way"),
     [
-        (OfOne, ("video",), False, "compiled"),
+        (OfOne, ("video",), False, "eager"),
         (OfOne, ("video.x",), False, "compiled"),
         (OfTwo, ("video", "sound"), True, "eager"),
         (OfTwo, ("video.x", "sound.x"), True, "eager"),
