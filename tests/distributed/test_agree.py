@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.distributed.agree import agree, exchange, together
-from para_core.distributed.mesh import one_rank, sequence_mesh
+from para_core.distributed.mesh import sequence_mesh
 from para_core.distributed.records import Signature
 from tests.modes.outcomes import outcome
 from tests.tiny import cpu_mesh
@@ -107,10 +107,3 @@ def test_inconsistent_ranks_raise_same_error(rank_pool):
             assert re.match(words, errors[name]), (name, errors[name])
         assert own == [(0,), (1,), (2,), (3,)]
         assert records == [{"rank": rank, "of its own": "é" * rank} for rank in range(4)]
-
-
-def test_one_rank_agrees_with_itself_and_still_raises():
-    mesh = one_rank("cpu")
-    assert agree({"a": 1}, mesh, (7,)) == [(7,)]
-    with pytest.raises(ValueError, match="sequence rank 0: bad"):
-        agree(ValueError("bad"), mesh)

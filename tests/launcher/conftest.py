@@ -1,9 +1,11 @@
 """Launched pipelines that the tests of this folder share, and programs that launch their own."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,18 @@ def steps():
 
 
 @pytest.fixture(scope="package")
-def flux():
+def flux_and_lines():
+    """Return the small FLUX on two ranks, and the lines that were shown while it was loaded."""
+    with redirect_stderr(io.StringIO()) as lines:
+        pipe = launch(load_flux, ranks=2)
+    with pipe:
+        yield pipe, lines.getvalue()
+
+
+@pytest.fixture(scope="package")
+def flux(flux_and_lines):
     """Return the small FLUX on two ranks."""
-    with launch(load_flux, ranks=2, progress=False) as pipe:
-        yield pipe
+    return flux_and_lines[0]
 
 
 @pytest.fixture(scope="package")

@@ -142,10 +142,6 @@ def load_nothing():
     return None
 
 
-def load_missing():
-    raise OSError("no such model")
-
-
 def load_and_exit():
     import os
     import sys
@@ -160,7 +156,6 @@ def load_and_exit():
 @pytest.mark.parametrize(
     ("load", "ranks", "error", "message"),
     [
-        (load_missing, 1, OSError, "no such model"),
         (load_nothing, 1, TypeError, "load returned None"),
         (load_and_exit, 2, RankDied, r"(?s)rank 1 ended with exit code 7\. Its last output.*its last words"),
     ],

@@ -74,14 +74,3 @@ def test_generators_arrive_with_their_state(travel):
     assert first is second
     assert torch.equal(torch.rand(3, generator=first), torch.rand(3, generator=generator))
     assert generators_in(((first, [generator, first]), {"x": {"y": generator}})) == [first, generator]
-
-
-def test_end_of_the_other_process_is_an_eof_error():
-    ours, theirs = map(Channel, socket.socketpair())
-    ours.end()
-    with pytest.raises(EOFError):
-        theirs.receive()
-    with pytest.raises(OSError, match=r".*"):
-        ours.send(("x",))
-    ours.close()
-    theirs.close()

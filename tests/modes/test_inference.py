@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from para_core import Segment, SequenceLayout
@@ -54,6 +54,7 @@ def verdict_by_hand(held, segments, rank, ranks, ordered):
 
 
 @pytest.mark.parametrize("infer", INFER)
+@settings(max_examples=max(60, settings().max_examples))
 @given(data=st.data(), segments=SEGMENTS, ranks=st.integers(1, 5), ordered=st.booleans())
 def test_verdict_equals_exhaustive_comparison_on_every_rank(infer, data, segments, ranks, ordered):
     choice = data.draw(st.sampled_from(all_choices(segments)))
