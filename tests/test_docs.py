@@ -1,7 +1,4 @@
-"""Every python block of README and docs/ runs, on two ranks, on the tiny pipeline; doctests run by import name.
-
-Most scripts run in the rank processes, which have imported torch and diffusers already.
-"""
+"""Every python block of README and docs/ runs, on two ranks, on the tiny pipeline; doctests run by import name."""
 
 import doctest
 import re

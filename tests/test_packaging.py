@@ -72,7 +72,7 @@ def make_environment(folder, installed, *, shared):
     packages = folder / f"venv/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     if shared:
         # A directory named in a .pth file joins sys.path, but the .pth files in it (of the editable install) do not.
-        (packages / "shared.pth").write_text(str(HERE))
+        (packages / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     # --ignore-installed: pip also sees the para_core of the environment that runs the tests.
     run(sys.executable, "-m", "pip", "--python", python, *INSTALL, "--ignore-installed", *installed, cwd=folder)
     return python, packages

@@ -104,10 +104,11 @@ def test_exceptions_are_raised_or_returned_and_the_pool_recovers(pool):
 
 
 def test_function_that_ranks_cannot_import_is_refused(pool, tmp_path, monkeypatch):
+    check_works(pool)
     for fn in (lambda: None, time.sleep.__call__):
         with pytest.raises(TypeError, match="top level"):
             pool.run(fn, 2)
-    # The ranks have started before, so they do not see this folder.
+    # The ranks have started, so they do not see this folder.
     (tmp_path / "of_the_test_alone.py").write_text("def never_runs(): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     import of_the_test_alone
