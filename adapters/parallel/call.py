@@ -21,7 +21,7 @@ from para_core.adapters.agree.loras import describe_loras, models_of
 from para_core.adapters.agree.rng import share_random_state
 from para_core.adapters.cache.generation import caching_of
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallel_call
-from para_core.adapters.denoisers import denoiser_run_of
+from para_core.adapters.denoisers import denoiser_run_of, kind_of
 from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import ParallelSession
@@ -100,7 +100,7 @@ class ParallelCall:
         check = partial(
             check_parallel_call,
             [
-                CheckedModel(pipe, module, name, applied=self._applied[name])
+                CheckedModel(pipe, module, name, applied=self._applied[name], kind=kind_of(module))
                 for name, module in models.items()
             ],
             self.mesh,

@@ -202,8 +202,8 @@ class DecoderRows:
         if self._dim is None or self._sizes is None:
             return call(module, x)
         rows = self._rows_of(x)
-        start, stop = find_windows(rows.sizes, module.kernel_size[rows.dim - 1])[self.ranks.index]
-        shape = [*x.shape[: rows.dim], stop - start, *x.shape[rows.dim + 1 :]]
+        _, length = find_windows(rows.sizes, module.kernel_size[rows.dim - 1])[self.ranks.index]
+        shape = [*x.shape[: rows.dim], length, *x.shape[rows.dim + 1 :]]
         return call(module, x.new_empty(()).expand(shape))
 
     def _rows_of(self, x: Tensor) -> RowTag:

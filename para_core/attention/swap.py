@@ -81,7 +81,7 @@ class Swap:
         heads: For each tensor, the heads ``(start, count)`` that each rank computes.
         dim: The mesh dim of the ranks.
         replicated: Whether replicated tokens are sent, too.
-        wire: The format in which tensors are sent.
+        wire: The format in which tensors are sent; None sends them as they are.
     """
 
     def __init__(
@@ -91,10 +91,12 @@ class Swap:
         dim: MeshDim,
         *,
         replicated: bool = False,
-        wire: Wire = AS_IT_IS,
+        wire: Wire | None = None,
     ) -> None:
         self.rows, self.heads, self.dim = rows, heads, dim
-        self.replicated, self.wire = replicated, wire
+        self.replicated = replicated
+        # Not a default argument, because Dynamo cannot trace an instance that it finds there.
+        self.wire = AS_IT_IS if wire is None else wire
         self.sizes = [of.sizes(replicated=replicated) for of in rows]
         # If all parts are equal, the collective needs no sizes and is faster. Do not compare lengths while
         # tracing, because a comparison of symbolic lengths would add a guard.

@@ -30,8 +30,8 @@ from para_core.torch_internals import top_saved_tensors_hooks
 # Maximum number of MeshAttention objects that are cached per model. A full cache is emptied.
 _MOST_KNOWN = 64
 
-# Segments that no call shards count as replicated. mesh.alone() needs such segments: it keeps this rank's
-# index in the full mesh, and a segment that is sharded over one rank has no part for that index.
+# Segments that no call shards count as replicated. mesh.alone() needs such segments, in a layout of all ranks: it
+# keeps this rank's index in the full mesh, of which a layout of one rank has no part.
 _UNKNOWN_SEGMENTS = Attention(("queries",), ("keys",))
 
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
@@ -208,10 +208,11 @@ class PlannedAttention:
                 return None
             # Without sharded keys a rank attends alone, and the positions of its queries in the sequence do
             # not matter.
-            mesh_of_one = self.mesh.alone()
-            layouts = partial(planned_layouts, _UNKNOWN_SEGMENTS, (), mesh_of_one)
+            layouts = partial(planned_layouts, _UNKNOWN_SEGMENTS, (), self.mesh)
             func = self.prepared.attn_func
-            return MeshAttention(mesh_of_one, layouts, self.prepared.cross, assume_equal=True, attn_func=func)
+            return MeshAttention(
+                self.mesh.alone(), layouts, self.prepared.cross, assume_equal=True, attn_func=func
+            )
         segments = segments_of(self.segments)
         if torch.compiler.is_compiling():
             return self._make(attention, segments)

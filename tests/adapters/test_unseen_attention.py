@@ -18,7 +18,7 @@ from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
 # There are models with and without masks, with text in the sequence and outside it, and with their own processors.
-FAMILIES = ["mochi", "wan, image context", "qwen-image, masked", "sd3"]
+FAMILIES = ["mochi", "wan, image context", "qwen-image, masked", "sd3", "ltx"]
 # Their processors call SDPA themselves and ignore the backend, also on one device.
 DEAF = ["mochi", "sd3"]
 

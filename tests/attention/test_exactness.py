@@ -250,8 +250,6 @@ COMPILED = [
 )
 def test_a_call_in_one_graph_equals_one_device(rank_pool, ring, ulysses, learns, compile_with, options):
     cases = [case for case in COMPILED if "attn_func" not in options or not case.options.get("is_causal")]
-    if ulysses > 1:  # Dynamo cannot trace the exchange of a mask's rows for heads.
-        cases = [case for case in cases if case.mask is None or case.mask.rows != "local"]
     check_all(rank_pool, cases, ring, ulysses, learns=learns, compile_with=compile_with, **options)
 
 
