@@ -244,18 +244,16 @@ def torchrun(
     hosts: Hosts,
     module: str,
     *arguments: str,
-    options: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
     seconds: float = 300.0,
 ) -> list[str]:
     """Run ``python -m module arguments`` on two ranks of each host, and return the output of each host.
 
-    ``options`` are further options of torchrun, such as ``--max-restarts=1``. Raise RuntimeError with the end of each
-    output if the torchrun of a host ended with an error, or all were killed after ``seconds``.
+    Raise RuntimeError with the end of each output if the torchrun of a host ended with an error, or all were killed
+    after ``seconds``.
     """
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.address(0)}:{_PORT}", f"--rdzv-id={hosts.name}"]
     size = [f"--nnodes={hosts.num_hosts}", "--nproc-per-node=2"]
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), **(environment or {})}
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
     started: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         outputs = [Path(folder) / f"host{host}" for host in range(hosts.num_hosts)]
@@ -263,7 +261,7 @@ def torchrun(
             # Nothing resolves names here. Without these options no host finds itself in the end point, and each tells
             # the others a name.
             local = [f"--local-addr={hosts.address(host)}", f"--rdzv-conf=is_host={'true' if host == 0 else 'false'}"]
-            program = [*size, *rendezvous, *local, *options, "-m", module, *arguments]
+            program = [*size, *rendezvous, *local, "-m", module, *arguments]
             file = stack.enter_context(output.open("w"))
             command = [sys.executable, "-m", "torch.distributed.run", *program]
             pipes = {"stdout": file, "stderr": subprocess.STDOUT}

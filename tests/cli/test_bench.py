@@ -3,9 +3,7 @@
 import json
 import re
 import signal
-import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,13 +13,12 @@ import para_core.cli.measurement
 from benchmarks.harness import counted_traffic
 from para_core.adapters import AttentionSchedule, KeptKeys
 from para_core.cli.app import run
-from para_core.cli.comparison import Reference, compare, make_reference, relative_error
-from para_core.cli.measurement import MeasuredRank, MeasurementJob, _summarize_seconds, count_run, time_run
+from para_core.cli.comparison import Reference, compare, make_reference
+from para_core.cli.measurement import count_run, time_run
 from para_core.fleet.build import build
 from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
-from para_core.launcher.link import NO_CALLER
 
 pytestmark = pytest.mark.slow
 
@@ -82,14 +79,6 @@ def test_warmup_runs_are_not_timed_and_a_signal_writes_no_figures(tmp_path, monk
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_the_slowest_rank_counts():
-    fast = [{"seconds": 1.0, "steps": [0.25, 0.75]}, {"seconds": 4.0, "steps": [1.0, 2.0]}]
-    slow = [{"seconds": 2.0, "steps": [0.5, 1.0]}, {"seconds": 3.0, "steps": [1.0, 1.5]}]
-    seconds = _summarize_seconds([fast, slow])
-    assert seconds["per generation"] == {"median": 3.0, "min": 2.0, "max": 4.0, "each": [2.0, 4.0]}
-    assert seconds["per step"]["each"] == [0.75, 1.5]
-
-
 @pytest.mark.parametrize(("approximation", "passes"), [([], False), (["--cache", "0.1"], True)])
 def test_wrong_result_fails_unless_it_is_an_approximation(tmp_path, monkeypatch, capsys, approximation, passes):
     def build_wrong(recipe):
@@ -104,13 +93,6 @@ def test_wrong_result_fails_unless_it_is_an_approximation(tmp_path, monkeypatch,
     assert check["relative error"] > 1e-4
     assert (check["passed"], check["bound"] is None) == (passes, passes)
     assert ("--cache" in capsys.readouterr().out) == passes
-
-
-def test_missing_and_infinite_pixels_are_no_result():
-    pixels = np.ones((2, 3, 3), np.float32)
-    assert relative_error(pixels, pixels[:1]) == float("inf")
-    assert relative_error(np.full_like(pixels, np.nan), pixels) == float("inf")
-    assert relative_error(pixels * 1.5, pixels) == 0.5
 
 
 def test_only_options_that_approximate_have_no_bound():
@@ -163,31 +145,6 @@ def test_ranks_count_their_traffic_and_see_other_bits(rank_pool, mesh):
         assert second["relative error"] in (None, first["relative error"])
 
 
-def measure_wrong(wrong):
-    """Measure with ``--check`` on this rank, with a transformer that treats its own tokens alone if ``wrong``."""
-
-    def build_wrong(recipe):
-        pipe = build(recipe)
-        if wrong:
-            pipe.transformer.transformer_blocks[0].ff.register_forward_hook(
-                lambda module, args, output: output - output.mean(1, keepdim=True)
-            )
-        return pipe
-
-    job = MeasurementJob(Recipe(str(TINY_FLUX), mesh=(("ulysses", 2),)), Request(FIELDS), 0, 1, check=True)
-    reference = Reference(np.zeros((1, 32, 48, 3), np.float32), 1.0) if torch.distributed.get_rank() == 0 else None
-    with mock.patch("para_core.cli.measurement.build", build_wrong):
-        return MeasuredRank(job, verifies=True).measure(reference, NO_CALLER)
-
-
-@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")
-def test_check_names_the_module_that_differs_on_ranks(rank_pool):
-    for error in rank_pool.run_expecting_errors(measure_wrong, 2, True):
-        assert re.search(r"transformer_blocks\.0\.ff", str(error))
-    figures, nothing = rank_pool.run(measure_wrong, 2, False)
-    assert nothing is None and figures["warmup_runs"] == 0
-
-
 def test_reference_of_an_approximation_is_made_beside_a_launcher(monkeypatch):
     # Ranks of a launcher compute the reference before their process group exists.
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -195,12 +152,3 @@ def test_reference_of_an_approximation_is_made_beside_a_launcher(monkeypatch):
         reference = make_reference(Recipe(str(TINY_FLUX), mesh=(("ring", 2),), **options), Request(FIELDS))
         assert reference.bound is None
         assert np.isfinite(reference.pixels).all()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak can be reset on Linux only")
-def test_host_memory_counts_from_the_reset():
-    large = torch.ones(60_000_000)
-    before = para_core.cli.measurement._read_peak_memory()["host memory"]
-    del large
-    para_core.cli.measurement._reset_memory()
-    assert para_core.cli.measurement._read_peak_memory()["host memory"] < before - 200e6

@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-import weakref
 from collections import namedtuple
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from para_core.fleet.outputs import Result, compute_digest, encode, lock_folder
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Request
 from para_core.progress import readable_bytes
-from tests.modular_folders import plain_modular, save_modular
 from tests.scripts import command_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -145,33 +142,6 @@ def test_bad_lines_are_reported_others_generated_and_finished_ones_kept(tmp_path
     # A run overwrites no result of another run.
     assert [file.stat().st_mtime_ns for file in sorted(out.glob("0000[17].*"))] == times
     assert len(names_in(out, "*.png")) == 6
-
-
-@pytest.mark.slow
-def test_modular_folder_equals_diffusers_alone(tmp_path, capsys):
-    folder = save_modular("qwen-image", str(tmp_path / "model"))
-    start = Image.fromarray(np.arange(48 * 64 * 3, dtype=np.uint8).reshape(48, 64, 3))
-    start.save(tmp_path / "start.png")
-    common = ["generate", "--model", folder, "--prompt", "a circle", "--negative-prompt", "a square", *SMALL]
-    options = ["--guidance", "2.5", "--image", str(tmp_path / "start.png"), "--set", "strength=0.5", "--seed", "5"]
-    assert run([*common, *options, "--out", str(tmp_path / "out")]) == 0
-    call = {"prompt": "a circle", "negative_prompt": "a square", "height": 48, "width": 64, "num_inference_steps": 2}
-    expected = plain_modular(folder, "images", seed=5, guidance=2.5, strength=0.5, image=start, **call)[0]
-    assert np.array_equal(pixels(tmp_path / "out/00001.png"), np.asarray(expected))
-    record = json.loads((tmp_path / "out/00001.json").read_text())
-    assert (record["pipeline"], record["request"]["guidance_scale"]) == ("QwenImageModularPipeline", 2.5)
-    for refused, named in (
-        (["--frames", "5"], "frames"),
-        (["--offload", "model"], "offload.*QwenImageModularPipeline"),
-        (["--set", "latents=1"], "latents"),
-        (["--format", "mp4"], "QwenImageModularPipeline"),
-    ):
-        assert run([*common, *refused, "--out", str(tmp_path / "none")]) == 2
-        assert re.search(named, capsys.readouterr().err)
-    assert not (tmp_path / "none").exists()
-    # The mesh follows from the guider.
-    assert run([*common, "--ranks", "2", "--dry-run", "--out", str(tmp_path)]) == 0
-    assert re.search(r"batch 2 × ring 1 × ulysses 1", capsys.readouterr().out)
 
 
 def test_placed_text_encoders_and_stages_equal_plain_pipeline(rank_pool, tmp_path):
@@ -428,18 +398,3 @@ def test_sigterm_ends_with_a_sentence(tmp_path, prompts, stand_in, monkeypatch, 
     monkeypatch.setattr(para_core.fleet.rank, "generate", generate)
     assert run(command) == 0
     assert stand_in == ["a", "b"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_that_arrives_in_a_callback_of_a_weak_reference_ends_the_command(number):
-    # A shell starts its background jobs with SIGINT ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), para_core.cli.signals.terminable():
-            kept = {1, 2}
-            reference = weakref.ref(kept, lambda _: signal.raise_signal(number))
-            del kept  # Python ignores what the callback raises.
-            assert reference() is None
-            time.sleep(30)
-    finally:
-        signal.signal(signal.SIGINT, before)

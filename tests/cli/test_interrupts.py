@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from para_core.cli.signals import Terminated, terminable
 from tests.fleet.commands import find_free_port
 
 pytestmark = pytest.mark.slow
@@ -80,8 +79,6 @@ def run_until(text, seconds, words, number, port=None):
 
 
 INTERRUPTED = r"interrupted: run the same command again to continue\.\n0 generated in "
-TERMINATED = INTERRUPTED.replace("interrupted", "ended by SIGTERM")
-SERVED = r"[^\n]*interrupted[^\n]*"
 UNFINISHED = "1 requests were not finished"
 # Each row has a command, its ranks, the text and seconds until the signal, the signal, the exit code, and what is said.
 ROWS = [
@@ -89,18 +86,11 @@ ROWS = [
     ("generate", 2, "starting 2 ranks", 1.0, "SIGINT", 130, INTERRUPTED),
     ("request", 2, "is the first", 0.5, "SIGTERM", 0, rf"[^\n]*ended by SIGTERM[^\n]*{UNFINISHED}"),
 ]
-LONG_ROWS = [
-    ("generate", 2, "loaded component 2", 1.0, "SIGTERM", 143, TERMINATED),
-    ("generate", 2, "generating", 1.0, "SIGINT", 130, INTERRUPTED),
-    ("request", 1, "is the first", 0.5, "SIGINT", 0, rf"{SERVED}{UNFINISHED}"),
-    ("serve", 2, "starting 2 ranks", 0.5, "SIGINT", 0, SERVED),
-    ("bench", 2, "parallelizing", 2.0, "SIGINT", 130, r"interrupted: there are no figures\.$"),
-]
 
 
 @pytest.mark.parametrize(
     ("command", "ranks", "text", "seconds", "name", "code", "says"),
-    [*ROWS, *(pytest.param(*row, marks=pytest.mark.long) for row in LONG_ROWS)],
+    ROWS,
 )
 def test_signal_ends_a_command(tmp_path, command, ranks, text, seconds, name, code, says):
     port = find_free_port()
@@ -122,13 +112,3 @@ def test_in_a_step_that_sees_no_signal(tmp_path):
     )
     assert code == 130
     assert re.match("interrupted: run", lines[0])
-
-
-def test_one_end_is_reported_once():
-    reported = []
-    with pytest.raises(Terminated), terminable(lambda end: reported.append(end) or 0):
-        signal.raise_signal(signal.SIGTERM)
-        time.sleep(5)
-    time.sleep(1.5)
-    assert reported == []
-    assert signal.set_wakeup_fd(-1) == -1

@@ -15,8 +15,6 @@ from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.prediction import default_text_encoders
 from para_core.cli.app import run
 from para_core.fleet.pipeline_info import find_tiny_flux
-from tests.modular_folders import save_modular
-from zoo.tiny.pipelines import PIPELINES
 
 CONFIGS_OF_UNET = {
     "block_out_channels": (32, 64),
@@ -53,9 +51,7 @@ def printed_command(out):
 PLANS = [
     {},
     {"device": "RTX 4090"},
-    {"device": "RTX 4090", "offload": "model"},
     {"device": "RTX 4090", "quantize": "int8"},
-    {"ranks": 4},
     {"ranks": 4, "device": "RTX 4090"},
     {"ranks": 4, "weights": "tensor"},
     {"ranks": 4, "mesh": {"pipe": 2}},
@@ -114,24 +110,6 @@ def test_printed_command_runs_and_quotes_a_folder_for_the_shell(capsys, tmp_path
     assert [path.name for path in (tmp_path / "out").glob("*.png")] == ["00001.png"]
 
 
-@pytest.mark.slow
-def test_sizes_and_images_of_a_folder_are_in_its_command(capsys, tmp_path):
-    folders = [tmp_path / name for name in ("hunyuan, image", "cogvideox, video", "flux2")]
-    for folder in folders:
-        PIPELINES[folder.name].build().save_pretrained(folder)
-    assert run(["plan", "--model", str(folders[0])]) == 0
-    assert "--image" in options_of(printed_command(capsys.readouterr().out))
-    assert run(["plan", "--model", str(folders[2])]) == 0
-    assert "--image" not in options_of(printed_command(capsys.readouterr().out))
-    # A pipeline without an argument for frames.
-    assert run(["plan", "--model", str(folders[1])]) == 0
-    assert run(["plan", "--model", str(folders[1]), "--frames", "9"]) == 2
-    assert "--frames is 9" in capsys.readouterr().err
-    assert run(["plan", "--model", save_modular("ltx", str(tmp_path / "ltx"))]) == 0
-    options = options_of(printed_command(capsys.readouterr().out))
-    assert (options["--size"], options["--frames"], options["--steps"]) == ("704x512", "161", "50")
-
-
 def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, monkeypatch, tmp_path):
     unet = UNet2DConditionModel(**CONFIGS_OF_UNET)
     unet.save_config(tmp_path / "unet")
@@ -177,7 +155,6 @@ CARD = "my card,24,140,pcie"
 # Each row has options of the command, the same arguments of plan_mesh, and options of the printed command.
 SAME = [
     (["--ranks", "2", "--size", "1024x768"], {"ranks": 2, "width": 1024, "height": 768}, {"--size": "1024x768"}),
-    (["--compile", "no"], {"ranks": 1, "compiled": False}, {"--compile": None}),
     (
         ["--ranks", "1", "--device", "RTX 4090", "--quantize", "int8"],
         {"ranks": 1, "device": "RTX 4090", "quantize": "int8"},

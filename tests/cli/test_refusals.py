@@ -29,7 +29,6 @@ FILES = ("README.md", "zoo")
 # Each with the exit code and the words that the message has.
 CASES = [
     (["generate"], 2, "no prompt"),
-    (["generate", "--model", "zoo/video/pipeline", "--steps", "3"], 2, "no prompt"),
     # A bad value of an option.
     *[
         ([*PROMPT, f"--{name}", "foo"], 2, f"--{name} is 'foo'", known)
@@ -41,20 +40,16 @@ CASES = [
     ],
     ([*PROMPT, "--weights", "tensor"], 2, "--weights", "--mesh tensor=2"),
     ([*PROMPT, "--attention-backend=foo"], 2, "--backend is 'foo'"),
-    ([*PROMPT, "--attention-schedule", "foo:1:1"], 2, "'foo'"),
     ([*PROMPT, "--attention-schedule", "fast"], 2, "--attention-schedule fast", "triton-int8"),
-    ([*PROMPT, "--attention-schedule", "sage:4"], 2, "--attention-schedule sage:4", "sage:4:4"),
     ([*PROMPT, "--attention-schedule", "keys=2:4:4"], 2, "--attention-schedule keys=2:4:4", "2.0"),
     ([*PROMPT, "--attention-schedule", "math", "--backend", "sage"], 2, "--backend sage", "flash"),
     ([*PROMPT, "--pipefusion", "2", "--attention-schedule", "triton-int8:1:1"], 2, "--pipefusion is 2"),
     ([*PROMPT, "--mesh", "foo=2"], 2, "--mesh has 'foo=2'; ", "batch, ring, ulysses, tensor"),
-    ([*PROMPT, "--mesh", ","], 2, "--mesh has ''"),
     ([*PROMPT, "--mesh", "ring=2,ring=3"], 2, "--mesh has two sizes for ring"),
     *[([*PROMPT, "--cache", value], 2, "--cache", value) for value in ("abc", "-1", "inf", "nan")],
     ([*PROMPT, "--resident-blocks", "4"], 2, "--resident-blocks", "'blocks'"),
     ([*PROMPT, "--vae-placement", "first", "--vae"], 2, "--vae-placement is 'first'"),
     ([*PROMPT, "--size", "12"], 2, "--size is '12'"),
-    ([*PROMPT, "--format", "xyz"], 2, "--format is 'xyz'"),
     ([*PROMPT, "--format", "mp4"], 2, "--format is 'mp4'", "FluxPipeline", "png or jpg or webp"),
     ([*PROMPT, "--frames", "3"], 2, "FluxPipeline has no --frames"),
     ([*PROMPT, "--guidance", "nan"], 2, "--guidance", "nan"),
@@ -63,99 +58,67 @@ CASES = [
     ([*PROMPT, "--replicas", "0"], 2, "--replicas 0"),
     ([*PROMPT, "--ranks", "0"], 2, "--ranks 0"),
     ([*PROMPT, "--memory", "0"], 2, "--memory 0"),
-    ([*PROMPT, "--timeout", "0"], 2, "--timeout is 0"),
     ([*PROMPT, "--timeout", "inf"], 2, "--timeout", "inf s"),
     ([*PROMPT, "--name", "a/b"], 2, "--name is 'a/b'"),
-    ([*PROMPT, "--out", ""], 2, "--out"),
     # Arguments of the call.
     ([*PROMPT, "--set", "stepz=3"], 2, "steps?"),
     ([*PROMPT, "--set", "generator=3"], 2, "FluxPipeline has no --set generator"),
-    ([*PROMPT, "--set", "prompt_embeds=[1]"], 2, "FluxPipeline has no --set prompt_embeds"),
-    ([*PROMPT, "--set", "steps=3", "--steps", "4"], 2, "--set steps"),
     ([*PROMPT, "--set", "steps=3", "--set", "steps=4"], 2, "--set steps is given twice"),
-    ([*PROMPT, "--set", "=3"], 2, "--set =3"),
     ([*PROMPT, "--prompts", "prompts.jsonl"], 2, "--prompt and --prompts"),
     *[
         ([*PROMPT, *options], 2, *words)
         for options, *words in (
             (["--steps", "2", "--set", "num_inference_steps=3"], "--steps", "--set num_inference_steps"),
-            (["--size", "64x64", "--set", "width=32"], "--size", "--set height or width"),
-            (["--set", "n=1", "--set", "num_images_per_prompt=1"], "--set n", "--set num_images_per_prompt"),
             (["--set", "size=64x64", "--set", "width=32"], "--set size", "--set width"),
-            (["--guidance", "2", "--set", "guidance_scale=3"], "--set guidance_scale"),
-            (["--seed", "2", "--set", "seed=3"], "--set seed"),
         )
     ],
     # Files, models and pipelines.
     *[([*PROMPT, "--lora", value], 2, "--lora", f"'{value}'") for value in ("", ":0.5", "a/b:inf")],
     ([*PROMPT, "--lora", "absent.safetensors"], 1, "'absent.safetensors'"),
     ([*PROMPT, "--model", "/absent"], 1, "'/absent'"),
-    ([*PROMPT, "--model", "absent"], 1, "'absent'"),
     ([*PROMPT, "--model", "README.md"], 2, "--model is 'README.md'"),
     ([*PROMPT, "--pipeline", "FluxImg2ImgPipelin"], 2, "Did you mean FluxImg2ImgPipeline?"),
     ([*PROMPT, "--pipeline", "QwenImagePipeline"], 2, "FluxTransformer2DModel"),
-    ([*PROMPT, "--pipeline", "StableDiffusionPipeline"], 2, "unet"),
-    ([*PROMPT, "--pipeline", "FluxControlNetPipeline"], 2, "--controlnet"),
     ([*PROMPT, "--pipeline", "FluxImg2ImgPipeline"], 2, "--image FILE"),
     ([*PROMPT, "--image", "README.md"], 2, "FluxImg2ImgPipeline"),
-    ([*PROMPT, "--set", "mask_image=README.md"], 2, "FluxInpaintPipeline"),
-    ([*PROMPT, "--controlnet", "/absent"], 1, "'/absent'"),
     ([*PROMPT, "--config", "zoo/flux/pipeline"], 2, "--config is 'zoo/flux/pipeline'"),
     (["generate", "--prompts", "/absent.jsonl"], 1, "/absent.jsonl"),
-    (["generate", "--prompts", "README.md", "--steps", "0"], 2, "error: --steps is 0"),
     *[
         (["serve", *options], 2, message)
         for options, message in (
             (["--max-batch", "2", "--cache", "0.1"], "--cache"),
             (["--loras", "/nowhere"], "expected a folder"),
             (["--loras", ".", "--compile", "whole"], "--compile whole"),
-            (["--loras", ".", "--weights", "fsdp"], "--weights fsdp"),
-            (["--loras", ".", "--offload", "model"], "--offload model"),
-            (["--resident-blocks", "1", "--offload", "model"], "--resident-blocks is 1"),
             (["--host", "0.0.0.0"], "PARA_CORE_API_KEY"),
-            (["--seed", "9223372036854775808"], "--seed"),
             (["--log-level", "loud"], "--log-level loud"),
             (["--config", "/nowhere.yaml"], "cannot be read"),
-            (["--queue", "-1"], "--queue -1"),
-            (["--retries", "-1"], "--retries -1"),
             (["--max-steps", "0"], "--max-steps 0"),
             (["--request-seconds", "nan"], "--request-seconds nan"),
-            (["--memory", "0"], "--memory 0"),
-            (["--replicas", "0"], "--replicas 0"),
             *((["--warmup", size], f"--warmup {size}") for size in ("big", "64", "64x64x0", "64x64xmany")),
             *((["--max-size", size], f"--max-size {size}") for size in ("64", "64x-64", "64x64x", "64x64x²")),
-            (["--max-size", "64x64x" + "9" * 5000], "--max-size"),
         )
     ],
     (["bench", "--runs", "0"], 2, "--runs"),
-    (["bench", "--warmup-runs", "-1"], 2, "--warmup-runs"),
-    (["bench", "--set", "num_inference_steps=3", "--set", "num_inference_steps=4"], 2, "--set"),
     (["bench", "--out", "README.md"], 1, "README.md exists"),
     (["bench", "--out", "absent/figures.json"], 1, "absent/figures.json cannot be written"),
-    (["bench", "--profile", "README.md"], 1, "--profile README.md"),
     *[
         ([*command, "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, "--mesh is too small")
         for command in (PROMPT, ["bench"], ["serve"])
     ],
     (["plan", "--model", "/absent/model"], 1, "'/absent/model'"),
     (["plan", "--model", "zoo"], 1, "model_index.json"),
-    (["plan", "--model", "absent.gguf"], 2, "--model is 'absent.gguf'"),
     (["plan", "--model", "/absent.safetensors"], 1, "'/absent.safetensors'"),
     (["plan", "--model", "zoo/flux/pipeline", "--pipeline", "FluxImg2ImgPipelin"], 2, "FluxImg2ImgPipeline?"),
-    (["plan", "--model", "zoo/flux/pipeline", "--config", "zoo/video"], 2, "--config is 'zoo/video'"),
     *[
         (["plan", *options], 2, message)
         for options, message in (
             (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], "--mesh is too small"),
             (["--weights", "fsdp", "--offload", "blocks"], "--weights is 'fsdp' with offload 'blocks'"),
             (["--link", "0"], "--link is '0'"),
-            (["--memory", "-1"], "--memory -1"),
             (["--dtype", "float32"], "--dtype is 'float32'"),
             (["--device", "rtx 5900"], "did you mean RTX 5090"),
             (["--device", "card,24,fast,pcie"], "'fast' stands for TFLOPs"),
-            (["--compile", "foo"], "--compile is 'foo'"),
             (["--pipeline", "FluxFillPipeline"], "--pipeline is 'FluxFillPipeline'"),
-            (["--config", "zoo"], "--config is 'zoo'"),
             (["--model", "FLUX.1-dve"], "did you mean FLUX.1-dev"),
             (["--size", "large"], "large"),
         )

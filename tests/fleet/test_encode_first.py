@@ -46,8 +46,6 @@ def attached(recipe=Recipe(FLUX), *limits):  # noqa: B008, a frozen value
     [
         ({"cache": 0.1}, 2**32, [4], 3),  # The last prompt equals the first one.
         ({"quantize": "int8"}, 1, [1, 1, 1, 1], 4),
-        pytest.param({"compile": "whole"}, 2**32, [4], 3, marks=pytest.mark.long),
-        pytest.param({"compile": "blocks"}, 2**32, [4], 3, marks=pytest.mark.long),
     ],
 )
 def test_encoding_first_gives_the_images_of_one_by_one(options, max_bytes, sizes, encoded):

@@ -11,7 +11,6 @@ from diffusers import (
     FluxImg2ImgPipeline,
     FluxInpaintPipeline,
     FluxPipeline,
-    HunyuanVideoPipeline,
     WanImageToVideoPipeline,
     WanPipeline,
 )
@@ -78,18 +77,14 @@ MASK = image_url(_mask)
     ("pipeline", "fields", "images"),
     [
         (FluxImg2ImgPipeline, {"images": [reference(URL)]}, {"image": [8]}),
-        (FluxImg2ImgPipeline, {"images": [reference({"url": URL})]}, {"image": [8]}),
-        (FluxImg2ImgPipeline, {"images": [URL]}, {"image": [8]}),
         (FluxImg2ImgPipeline, {"images": reference(URL)}, {"image": [8]}),
         (FluxImg2ImgPipeline, {"image": reference(URL)}, {"image": [8]}),
-        (FluxImg2ImgPipeline, {"image": [reference(URL)]}, {"image": [8]}),
         (
             FluxImg2ImgPipeline,
             {"images": [reference(image_url(Image.new("1", (8 + i, 8)))) for i in range(3)]},
             {"image": [8, 9, 10]},
         ),
         (FluxControlPipeline, {"images": [reference(URL)]}, {"control_image": [8]}),
-        (FluxControlPipeline, {"image": URL}, {"control_image": [8]}),
         (FluxControlPipeline, {"control_image": URL}, {"control_image": [8]}),
         (FluxInpaintPipeline, {"image": URL, "mask": reference(MASK)}, {"image": [8], "mask_image": [8]}),
         (FluxInpaintPipeline, {"image": URL, "mask": MASK}, {"image": [8], "mask_image": [8]}),
@@ -108,15 +103,10 @@ def test_images_are_objects_with_addresses(served, pipeline, fields, images):
 
 OTHERS = [
     ([{"file_id": "file-1"}], "file_id"),
-    ([{}], "image_url"),
-    ([{"url": "data:"}], "'url'.*image_url"),
-    ([{"image_url": 5}], "image_url"),
     ([{"image_url": "file:///etc/passwd"}], "addresses"),
     ([{"image_url": "https://example.com/a.png"}], "addresses"),
     ([{"image_url": "data:image/png;base64,AAAA"}], "readable image"),
     ([reference(URL)] * 17, "16"),
-    ([], "'image'"),
-    (5, "'image'"),
     ([[{"image_url": URL}]], "'image'"),
 ]
 REFUSED = [
@@ -130,19 +120,12 @@ REFUSED = [
     *[(FluxPipeline, EDITS, fields, "FluxImg2ImgPipeline.*FluxKontext") for fields in ({}, {"images": [URL]})],
     *[(FluxPipeline, PATH, {name: URL}, "FluxImg2ImgPipeline.*FluxKontext") for name in ("image", "images", "mask")],
     (WanPipeline, VIDEOS, {"input_reference": URL}, "WanImageToVideoPipeline"),
-    (HunyuanVideoPipeline, VIDEOS, {"input_reference": URL}, "HunyuanVideoImageToVideoPipeline"),
     # Two names of one parameter.
     (FluxPipeline, PATH, {"size": "64x64", "width": 32}, "'size'.*'width'|'width'.*'size'"),
-    (FluxPipeline, PATH, {"size": "64x64", "height": 64}, "'height'"),
     (FluxPipeline, PATH, {"steps": 2, "num_inference_steps": 3}, "'steps'.*'num_inference_steps'"),
-    (FluxPipeline, PATH, {"n": 1, "num_images_per_prompt": 2}, "'n'.*'num_images_per_prompt'"),
     (FluxInpaintPipeline, EDITS, {"mask": URL, "mask_image": URL}, "'mask'.*'mask_image'"),
-    (FluxInpaintPipeline, EDITS, {"image": URL, "images": URL}, "'image'.*'images'"),
     (WanImageToVideoPipeline, VIDEOS, {"image": URL, "input_reference": URL}, "'image'.*'input_reference'"),
-    (WanImageToVideoPipeline, VIDEOS, {"frames": 5, "num_frames": 9}, "'frames'.*'num_frames'"),
-    (WanImageToVideoPipeline, VIDEOS, {"seconds": "1", "frames": 9}, "'seconds'.*'frames'"),
     (WanImageToVideoPipeline, VIDEOS, {"seconds": 1, "num_frames": 9}, "'seconds'.*'num_frames'"),
-    (HunyuanVideoPipeline, VIDEOS, {"n": 1, "num_videos_per_prompt": 2}, "'n'.*'num_videos_per_prompt'"),
 ]
 
 
@@ -185,18 +168,11 @@ NEGATIVE = {"negative_prompt": "text"}
     ("pipeline", "fields", "named"),
     [
         ("FluxPipeline", NEGATIVE, "true_cfg_scale"),
-        ("FluxPipeline", {**NEGATIVE, "true_cfg_scale": 1}, "true_cfg_scale"),
         ("FluxPipeline", {**NEGATIVE, "true_cfg_scale": 1.5}, None),
-        ("FluxPipeline", {"negative_prompt_2": "text"}, "negative_prompt_2"),
         ("FluxPipeline", {"true_cfg_scale": 4.0}, "negative_prompt"),
-        ("FluxPipeline", {"true_cfg_scale": 4.0, "negative_prompt": ""}, None),
         ("FluxPipeline", {}, None),
-        ("QwenImagePipeline", NEGATIVE, None),
         ("QwenImagePipeline", {**NEGATIVE, "true_cfg_scale": 1.0}, "true_cfg_scale"),
-        ("HunyuanVideoPipeline", NEGATIVE, "true_cfg_scale"),
-        ("StableDiffusion3Pipeline", NEGATIVE, None),
         ("StableDiffusion3Pipeline", {**NEGATIVE, "guidance_scale": 1.0}, "guidance_scale"),
-        ("WanPipeline", {**NEGATIVE, "guidance_scale": 1.0}, "guidance_scale"),
         ("ZImagePipeline", {**NEGATIVE, "guidance_scale": 0.5}, None),
         ("ZImagePipeline", {**NEGATIVE, "guidance_scale": 0.0}, "guidance_scale"),
         ("LTX2Pipeline", {**NEGATIVE, "guidance_scale": 1.0}, None),

@@ -1,4 +1,4 @@
-"""Modular pipelines: their inputs, and that one process and ranks give the output of diffusers."""
+"""Modular pipelines in one process: their inputs and refusals, and the images of diffusers with a LoRA."""
 
 import io
 import json
@@ -8,23 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from diffusers import ModularPipeline, TorchAoConfig
+from diffusers import ModularPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import save_file
-from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
 
-from para_core.adapters import cache_report
 from para_core.fleet.build import build, find_model
-from para_core.fleet.modular import call_modular, load_modular, open_modular
 from para_core.fleet.recipe import Recipe, check_options_of_model
 from para_core.fleet.request import Request, make_request
-from para_core.fleet.work import Watch, call_pipe, generate
-from para_core.launcher.errors import Cancelled
+from para_core.fleet.work import call_pipe
 from tests.modular_folders import plain_modular, save_modular
-from zoo.tiny.pipelines.modular import MODULAR as TINY_MODULAR
 
 SIZE = {"height": 48, "width": 80, "num_inference_steps": 2, "prompt": "a large red circle", "max_sequence_length": 64}
 GUIDED = {**SIZE, "negative_prompt": "a blue square", "guidance_scale": 3.0}
@@ -49,9 +43,6 @@ def pixels(images):
 
 def expected_pixels(folder, fields):
     return pixels(plain_modular(folder, "images", seed=3, **fields))
-
-
-# -- One process.
 
 
 def find(tmp_path, name, blocks):
@@ -119,31 +110,6 @@ def test_missing_weights_are_named(folders, tmp_path):
         build(Recipe(str(tmp_path)))
 
 
-# -- Two ranks.
-
-
-def cancelled_after(folder, step):
-    """Return the number of steps of a cancelled request, and the bytes of another one before and after it."""
-    recipe = Recipe(folder, mesh=(("ulysses", 2),), cache=0.0, vae=True)
-    pipe, done = build(recipe), []
-    watch = Watch(done.append, lambda: dist.get_rank() == 0 and len(done) == step)
-    before = call_pipe(pipe, [Request(SIZE, seed=3)]).images
-    assert cache_report(pipe).rows
-    with pytest.raises(Cancelled, match=f"after step {step}"):
-        generate(pipe, Request({**SIZE, "num_inference_steps": 4}, seed=3), recipe, watch=watch)
-    return len(done), pixels(before), pixels(call_pipe(pipe, [Request(SIZE, seed=3)]).images)
-
-
-def test_all_ranks_stop_after_same_step(rank_pool, folders):
-    for steps, before, after in rank_pool.run(cancelled_after, 2, folders("flux"), 2):
-        assert steps == 2
-        assert np.array_equal(before, after)
-        assert np.abs(before - expected_pixels(folders("flux"), SIZE)).max() <= 1
-
-
-# -- Changes of weights, in one process.
-
-
 def test_lora_equals_pipeline_alone(folders, tmp_path):
     folder, style = folders("flux"), tmp_path / "style.safetensors"
     plain = ModularPipeline.from_pretrained(folder)
@@ -159,27 +125,3 @@ def test_lora_equals_pipeline_alone(folders, tmp_path):
     recipe = Recipe(folder, lora=(str(style),))
     check_options_of_model(find_model(folder), recipe)
     assert np.array_equal(pixels(call_pipe(build(recipe), [Request(SIZE, seed=3)]).images), expected)
-
-
-def test_layers_of_an_image_are_results_of_their_own(folders, monkeypatch):
-    pipe = open_modular(folders("qwen-image"))
-    # A pipeline that generates several layers for each image, like QwenImageLayered.
-    monkeypatch.setattr(type(pipe), "__call__", lambda self, output, **fields: [["first", "second"], ["third"]])
-    assert call_modular(pipe, {"prompt": "a"}).images == ["first", "second", "third"]
-
-
-def test_transformers_of_any_name_are_quantized_as_by_diffusers(tmp_path):
-    folder, names = str(tmp_path / "h3"), ("transformer", "transformer_ref")
-    TINY_MODULAR["MiniMaxH3"].build().save_pretrained(folder, overwrite_modular_index=True)
-    plain = ModularPipeline.from_pretrained(folder)
-    config = TorchAoConfig(Int8WeightOnlyConfig())
-    plain.load_components(dtype=torch.float32, quantization_config=dict.fromkeys(names, config))
-    pipe = load_modular(folder, dtype=torch.float32, quantize="int8")
-    for name in names:
-        weights, expected = (quantized_weights(getattr(x, name)) for x in (pipe, plain))
-        assert weights.keys() == expected.keys() != set()
-        assert all(torch.equal(x, expected[path]) for path, x in weights.items())
-
-
-def quantized_weights(module):
-    return {path: x.dequantize() for path, x in module.named_parameters() if isinstance(x, Int8Tensor)}

@@ -207,22 +207,6 @@ def test_requests_that_wait_for_a_replica_are_cancelled_at_once(run):
     run(test)
 
 
-def test_replicas_that_end_without_an_answer_free_their_place(run):
-    async def test(replicas, replica):
-        run_pool, ends = replicas.run, [RankDied("gone")]
-
-        async def run_batch(batch):
-            if ends:
-                raise ends.pop()
-            await run_pool(batch)
-
-        replicas.run = run_batch
-        jobs = Jobs(replicas, ServerOptions())
-        assert await open_and_collect([replica], [ask(jobs, "dies"), ask(jobs, "lives")]) == [RankDied, "lives"]
-
-    run(test)
-
-
 def test_cancelled_request_is_not_retried_after_its_replica_died(run):
     async def test(replicas, replica):
         job = ask(jobs := Jobs(replicas, ServerOptions(retries=1)), "a")
@@ -233,19 +217,3 @@ def test_cancelled_request_is_not_retried_after_its_replica_died(run):
         assert replica.ran == ["a"]
 
     run(test)
-
-
-def test_retried_request_can_be_cancelled_when_its_first_replica_is_back(run):
-    async def test(replicas, first, second):
-        jobs = Jobs(replicas, ServerOptions(retries=1))
-        job = ask(jobs, "a")
-        await until(lambda: first.ran)
-        first.dead = True
-        first.open.set()
-        await until(lambda: second.ran and first.starts == 2)
-        await asyncio.sleep(0.01)
-        jobs.cancel("a")
-        assert (first.cancelled, second.cancelled) == ([], ["a"])
-        assert await open_and_collect([second], [job]) == ["a"]
-
-    run(test, 2)

@@ -8,23 +8,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from PIL import Image
 
 from para_core.fleet import group
 from para_core.fleet.build import build, find_model
-from para_core.fleet.engine import open_ranks
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.outputs import Output
-from para_core.fleet.prompt_file import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.replicas import connected, generate_lines, make_replicas
+from para_core.fleet.replicas import connected, make_replicas
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.work import generate
 from para_core.launcher.errors import Cancelled, RankDied
@@ -121,7 +116,7 @@ async def stop_with_a_request(replica):
 
 # Each start of ranks takes seconds, so one replica of each kind answers all questions.
 KINDS = [("", 1, [stop_with_a_request]), ("", 2, [die_and_start_again]), ("local", 2, [])]
-LONG_KINDS = [("", 2, [stop_with_a_request]), ("local", 2, [die_and_start_again])]
+LONG_KINDS = [("local", 2, [die_and_start_again])]
 
 
 @pytest.mark.parametrize(
@@ -169,45 +164,6 @@ def test_replica_that_cannot_load_says_why(monkeypatch, ranks, tmp_path):
     asyncio.run(start())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("address", ["", "local"])
-def test_lines_finish_although_a_rank_is_killed(monkeypatch, address):
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    lines, written = [Line(number, request(seed=number)) for number in range(1, 7)], {}
-
-    def write(line, result):
-        written[line.number] = pixels(result)
-        if len(written) == 2:
-            words = [(process, process.info["cmdline"] or [""]) for process in psutil.process_iter(["cmdline"])]
-            on_ray = [process for process, (first, *_) in words if first.startswith("ray::Rank")]
-            (on_ray or psutil.Process().children())[0].kill()
-
-    assert generate_lines(lines, RECIPE, ReplicaOptions(1), 2, write=write) == []
-    assert sorted(written) == [1, 2, 3, 4, 5, 6]
-    assert abs(written[4] - pixels(generate(build(RECIPE), lines[3].request, RECIPE))).max() <= 1
-
-
-@pytest.mark.long
-def test_ranks_on_two_nodes_equal_plain_pipeline(monkeypatch):
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    # The folders of notes are on another node, which removes them.
-    folders, written, notes = [], [], group.Notes
-    monkeypatch.setattr(group, "Notes", lambda folder: folders.append(folder) or notes(f"{folder}_elsewhere"))
-    try:
-        options = ReplicaOptions(2, spread=True)
-        assert generate_lines([Line(1, request())], RECIPE, options, 1, write=lambda _, x: written.append(x)) == []
-        assert [Path(folder).exists() for folder in folders] == [False, False]
-        assert abs(pixels(written[0]) - pixels(generate(build(RECIPE), request(), RECIPE))).max() <= 1
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
 def test_gpus_are_enough_and_those_of_replicas_are_disjoint(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
@@ -219,35 +175,6 @@ def test_gpus_are_enough_and_those_of_replicas_are_disjoint(monkeypatch):
     monkeypatch.setattr("para_core.fleet.replicas.LocalReplica", lambda *_, **options: made.append(options))
     make_replicas(RECIPE, ReplicaOptions(2), 2)
     assert [list(options["devices"]) for options in made] == [[0, 1], [2, 3]]
-
-
-class Endless:
-    """An object whose methods run on each rank."""
-
-    def count(self, link):
-        for step in range(6000):
-            link.push(step)
-            time.sleep(0.01)
-
-    def fail(self):
-        if os.environ["RANK"] == "1":
-            raise ValueError("on this rank only")
-
-
-def test_ranks_end_if_the_listener_or_one_rank_raises_and_start_again():
-    def interrupt(step):
-        raise KeyboardInterrupt
-
-    ranks, before = open_ranks(Endless, 2, timeout=60), []
-    for error, message, method in ((KeyboardInterrupt, "", "count"), (RankDied, "on this rank only", "fail")):
-        ranks.start()
-        assert not {*before} & {*ranks.process_ids}
-        before = ranks.process_ids
-        ranks.start()  # They run.
-        assert (ranks.process_ids, ranks.death()) == (before, None)
-        with pytest.raises(error, match=message):
-            ranks.call(method, listener=interrupt if method == "count" else None)
-    ranks.close()
 
 
 def test_one_host_imports_no_ray():

@@ -1,9 +1,6 @@
 """A request on the ranks of a group, without Ray: ways to put a pipeline on them, stopping together, and results."""
 
-import contextlib
 import io
-import logging
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +20,6 @@ from para_core.fleet.without_weights import without_weights
 from para_core.fleet.work import Watch, generate
 from para_core.launcher.errors import Cancelled
 from para_core.plans.region import region_of
-from para_core.verify import verification
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 4, "prompt": "a large red circle"}
 REQUEST = Request(FIELDS, seed=3)
@@ -56,21 +52,6 @@ def test_recipe_equals_plain_pipeline(rank_pool, plain):
     assert first.metadata["mesh"] == mesh
     assert foresee_mesh(without_weights(find_model(None), dtype_of(recipe)), recipe, 2) == mesh
     assert np.abs(pixels(first) - plain[1]).max() <= 1
-
-
-def verified(recipe):
-    """Return what this rank prints while it generates."""
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(printed):
-        generate(build(recipe), REQUEST, recipe)
-    logging.getLogger(verification.__name__).handlers.clear()
-    return printed.getvalue()
-
-
-def test_verified_recipe_prints_error_and_bits_on_first_rank(rank_pool):
-    first, second = rank_pool.run(verified, 2, Recipe(FLUX, verify=True))
-    assert len(re.findall(r"on 2 ranks .* error [0-9.e+-]+, .* bits", first)) == 1
-    assert "on 2 ranks" not in second
 
 
 def preview_and_cancel():
