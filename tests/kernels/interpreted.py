@@ -18,12 +18,9 @@ from para_core.attention.backends import triton_backend
 @contextmanager
 def interpreted(before_launch: Callable[[str, tuple[Any, ...]], tuple[Any, ...]] | None = None) -> Iterator[None]:
     """Interpret launches of any ``@triton.jit`` function in this context, on tensors of the CPU.
+    ``before_launch`` gets a kernel's name and positional arguments, and returns those to launch with.
 
-    TRITON_INTERPRET=1 does so permanently and for all of Triton, and only if it is set before Triton is imported.
-    Functions that were decorated under it cannot be compiled.
-
-    Args:
-        before_launch: a function of the kernel's name and its positional arguments that returns those to launch with.
+    TRITON_INTERPRET=1 does so for all of Triton and for good: functions decorated under it cannot be compiled.
     """
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from para_core.kernels import attention_configs
-from para_core.kernels.attention_configs import FLOAT32, FLOAT32_WIDE, TABLE, Config, KernelCall, config_for, fit_inputs
+from para_core.kernels.attention_configs import FLOAT32, FLOAT32_WIDE, TABLE, Config, KernelCall, config_for
 
 
 def on_cuda(*shape, dtype=torch.bfloat16):
@@ -23,16 +23,12 @@ BITS = {"mask": on_cuda(2, 1, 4096, 128, dtype=torch.int32)}
 # Query and key, value, further inputs, whether keys are in 8 bits, and the block sizes on compute capability 8.0.
 CALLS = [
     (D128, D128, {}, False, Config(128, 64, 8, 3)),
-    (D128, D128, {}, True, Config(128, 64, 8, 3)),
     (D72, D72, {}, False, TABLE[80][96]),
     (D128, D200, {}, False, TABLE[80][256]),
     (D128, D200, {}, True, Config(128, 32, 8, 2, split_values=True)),
     (D128, D128, {"mask": on_cuda(2, 1, 1, 4096, dtype=torch.bool)}, False, TABLE[80][128]),
-    (heads(64), heads(64), {}, False, Config(128, 64, 4, 3)),
     (heads(64), heads(64), BYTES, False, Config(128, 32, 8, 2)),
-    (D128, D128, {"mask": on_cuda(1, 1, 4096, 4096)}, False, Config(128, 32, 8, 2)),
     (D136, D136, BYTES, True, Config(128, 16, 8, 2, split_values=True)),
-    (D128, D128, BITS, False, Config(128, 64, 8, 3)),
     (D136, D136, BITS, False, Config(128, 32, 8, 2, split_values=True)),
     (D136, D136, {"key_ranges": on_cuda(2, 2, 2)}, False, Config(128, 32, 8, 2, split_values=True)),
     (heads(128, FP32), heads(128, FP32), {}, False, FLOAT32),
@@ -46,14 +42,6 @@ def test_call_uses_the_row_of_its_shape(monkeypatch, query, value, more, eight_b
     attention_configs.row_of_device.cache_clear()
     assert config_for(KernelCall(query, query, value, **more), eight_bits=eight_bits) == expected
     attention_configs.row_of_device.cache_clear()
-
-
-def test_inputs_limit_the_tiles_of_hopper():
-    # 128 keys per tile at a head dim of 128, and 64 above.
-    assert [fit_inputs(90, 128, ranges=ranges).block_n for ranges in (0, 1, 2)] == [128, 64, 64]
-    assert [fit_inputs(90, 256, ranges=ranges).block_n for ranges in (0, 1, 2)] == [64, 64, 32]
-    assert [fit_inputs(90, dim, mask="bits").block_n for dim in (128, 256)] == [64, 32]
-    assert [fit_inputs(90, dim, eight_bits=True).block_n for dim in (128, 256)] == [64, 32]
 
 
 def test_device_before_ampere_is_an_error():

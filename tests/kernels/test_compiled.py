@@ -27,7 +27,6 @@ from para_core.kernels import attention_int8, merge, norm, pack, residual
 from para_core.kernels.attention_configs import (
     FLOAT32,
     FLOAT32_WIDE,
-    Config,
     KernelCall,
     fit_inputs,
     row_of,
@@ -52,13 +51,7 @@ _run = JITFunction.run  # Tests of this folder replace it.
 
 
 class Compiled(NamedTuple):
-    """A kernel as ``ptxas`` compiled it.
-
-    Args:
-        registers: registers of a thread.
-        spills: bytes of a thread that did not fit into registers: those stored and those loaded.
-        shared: bytes of shared memory of a block, including dynamic ones.
-    """
+    """A kernel as ``ptxas`` compiled it: registers and spilled bytes of a thread, bytes of shared memory of a block."""
 
     kernel: JITFunction[Any]
     registers: int
@@ -199,12 +192,6 @@ def test_small_kernel_fits_and_moves_16_bytes_at_once(name, arch):
             assert ("st.global.b32" if rounds and not unpacks else "st.global.v4.b32") in compiled.ptx
 
 
-def test_ranks_with_other_counts_share_a_binary_of_the_exchange():
-    calls = [partial(exchange, [128, 128, dim], BF16, packs=True) for dim in (16, 48)]
-    (one,), (other,) = (compiled_by(call, 80) for call in calls)
-    assert one.ptx == other.ptx
-
-
 # -- Attention.
 
 # Name: (inputs that the block sizes depend on, further ones, bytes of a thread that may spill with head dims up to 128,
@@ -270,8 +257,3 @@ def test_attention_fits_its_gpu(name, dims, arch):
         assert "ld.global.b16" not in compiled.ptx
     if "eight_bits" in inputs:
         assert {90: "s32.s8.s8", 100: "kind::i8"}.get(arch, "s32.s8.s8.s32") in compiled.ptx
-
-
-def test_tile_that_is_too_large_spills():
-    call = partial(launch_attention, Config(128, 64, 2, 2), (64, 64), ranges=0, eight_bits=False)
-    assert compiled_by(call, 80)[0].spills > 40

@@ -172,14 +172,6 @@ def test_form_of_the_gpu_takes_every_dtype(dtype, eight):
     assert all(x.transpose(1, 2).is_contiguous() for x in restored)
 
 
-@pytest.mark.parametrize(
-    ("widths", "eight_bits", "aligned"),
-    [([32, 16], None, 16), ([32, 12], None, 1), ([16, 12], torch.int8, 4), ([16, 3], torch.int8, 1)],
-)
-def test_packed_rows_are_aligned_to_narrowest_dtype(widths, eight_bits, aligned):
-    assert pack.block_of(widths, 2, eight_bits)["ALIGNED"] == aligned
-
-
 def test_too_many_tensors_for_a_launch_are_refused():
     with pytest.raises(ValueError, match=r"4 tensors; .*3"):
         pack.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4))

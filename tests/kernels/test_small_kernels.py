@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from para_core.attention.merge import merge_on_gpu, merge_on_gpu_in_place
 from para_core.cache.residual_operators import change_on_gpu, forecast_on_gpu
@@ -211,12 +210,6 @@ def test_norm_over_ranks_equals_float64(of_values, last, affine):
     assert error < max(bound, 2 * own_error)
 
 
-def test_no_sample_gives_no_sample():
-    assert norm.moments(torch.empty(0, 4, 2, 2), 2).shape == (2, 0, 2)
-    (actual,) = normalized_by_ranks(norm, [torch.empty(0, 4, 2, 2)], 2, None, None, 1e-5)
-    assert actual.shape == (0, 4, 2, 2)
-
-
 # -- As operators.
 
 
@@ -235,21 +228,3 @@ def test_form_of_the_gpu_takes_what_a_kernel_refuses(dtype):
     normalized = normalized_on_gpu(image, moments_on_gpu(image, 2)[None], torch.ones(1), 2, weight, None, 1e-5)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-13
     torch.testing.assert_close(normalized, F.group_norm(image, 2, weight), rtol=tolerance, atol=tolerance)
-
-
-def test_operators_have_shapes_on_a_fake_gpu():
-    operators = torch.ops.para_core
-    with FakeTensorMode(), torch.no_grad():
-        x, image = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((2, 9), (1, 4, 6, 10)))
-        moments, exact = operators.group_moments(image, 2), operators.group_moments(image.double(), 2)
-        of_ranks, share = (torch.empty(shape, device="cuda") for shape in ((1, 2, 1, 2), (1,)))
-        normalized = operators.group_normalized(image, of_ranks, share, 2, None, None, 1e-5)
-        results = [operators.residual_change(x, x), operators.forecast(x, [x], [1.0]), moments, exact, normalized]
-    assert all(y.is_cuda for y in results)
-    assert [(y.dtype, tuple(y.shape)) for y in results] == [
-        (torch.float32, (2, 2)),
-        (torch.bfloat16, (2, 9)),
-        (torch.float32, (2, 1, 2)),
-        (torch.float64, (2, 1, 2)),
-        (torch.bfloat16, (1, 4, 6, 10)),
-    ]

@@ -39,10 +39,7 @@ Counted = tuple[list[Tensor], Record]
 
 @dataclass(frozen=True)
 class Call:
-    """A call on several ranks: its error against the unmodified model, and what it does more often than that.
-
-    ``lines`` has the added waits, copies and collectives by line.
-    """
+    """A call on several ranks: its error against the unmodified model, and what it adds, also by line."""
 
     error: float
     added: dict[str, float]
@@ -206,13 +203,8 @@ def generate(
     longer_by: int = 0,
     **options: Any,
 ) -> list[Call]:
-    """Generate with a tiny pipeline, alone and with ``options`` of ``parallelize_pipe``.
-
-    Args:
-        threshold: that of First Block Cache, which the pipeline alone does not get.
-        quantize: whether the transformer has torchao's int8 weights, each way.
-        steps: of the generation.
-        longer_by: steps that a second generation has in addition; none if 0.
+    """Generate with a tiny pipeline, alone and with ``options`` of ``parallelize_pipe``. A second generation has
+    ``longer_by`` more steps, if any. The pipeline alone has quantized weights too, but no cache.
     """
     lengths = (steps, steps + longer_by) if longer_by else (steps,)
     with torch.no_grad(), warnings.catch_warnings():

@@ -65,11 +65,7 @@ def kind_of(group: dist.ProcessGroup) -> Kind:
 
 
 def use_nccl(group: dist.ProcessGroup, *, alone: bool = False) -> None:
-    """Let an existing default group stand for NCCL, and the groups that are made from it.
-
-    Args:
-        alone: whether there is no gloo beside it, as after ``init_process_group("nccl")``.
-    """
+    """Let an existing default group, and those made from it, stand for NCCL (``alone``: without gloo beside it)."""
     _kinds[group.group_name] = Kind.NCCL_ALONE if alone else Kind.NCCL
     c10d._world.pg_map[group] = (BACKEND, c10d._world.pg_map[group][1])
 

@@ -18,15 +18,9 @@ Communicator = tuple[str, tuple[int, ...]]
 Spot = tuple[int, int]  # A rank, and the index of an event in its log.
 
 
-def problems(
-    logs: Sequence[Sequence[Event]], *, busy_hosts: bool = False, lazy_communicators: bool = True
-) -> list[str]:
-    """Return what is wrong with the logs of all ranks, a sentence each.
-
-    Args:
-        busy_hosts: whether a host may also wait for its device at any launch, as it does to load a kernel or to
-            allocate memory.
-        lazy_communicators: whether a communicator is made at its first use, where the hosts wait for each other.
+def problems(logs: Sequence[Sequence[Event]], *, busy_hosts: bool = False) -> list[str]:
+    """Return what is wrong with the logs of all ranks, a sentence each. With ``busy_hosts`` a host may also wait for
+    its device at any launch, as it does to load a kernel or to allocate memory.
     """
     partners: dict[Spot, list[Spot]] = {}
     found = []
@@ -43,7 +37,7 @@ def problems(
                 lines = sorted({launch.line for launch in launches})
                 found.append(f"{communicator}, collective {step}: {difference} @ {'; '.join(lines)}")
     try:
-        TopologicalSorter(_waits(logs, partners, busy_hosts, lazy_communicators)).prepare()
+        TopologicalSorter(_waits(logs, partners, busy_hosts)).prepare()
     except CycleError as error:
         found.append(f"hang: {', which waits for '.join(_described(logs, *node) for node in reversed(error.args[1]))}")
     return found
@@ -91,7 +85,7 @@ Node = tuple[str, int, int]  # A host that reaches an event, a compute stream, o
 
 
 def _waits(
-    logs: Sequence[Sequence[Event]], partners: dict[Spot, list[Spot]], busy_hosts: bool, lazy: bool
+    logs: Sequence[Sequence[Event]], partners: dict[Spot, list[Spot]], busy_hosts: bool
 ) -> dict[Node, set[Node]]:
     """Return for each host, stream and collective what it waits for."""
     waits: dict[Node, set[Node]] = defaultdict(set)
@@ -116,7 +110,7 @@ def _waits(
                 communicator, end = _communicator(rank, event), _end(partners, rank, index)
                 before = {last[communicator]} if communicator in last else set()
                 waits[end] |= {here, *stream, *before}
-                if lazy and not before:  # ncclCommInitRank
+                if not before:  # ncclCommInitRank: the hosts wait for each other at its first use.
                     held |= {("host", *spot) for spot in partners.get((rank, index), [])}
                 pending.add(end)
                 last[communicator] = end

@@ -32,11 +32,7 @@ class SimulatedRanks:
     ) -> list[Any]:
         """Run ``fn`` on every rank, with ``torch.device("cuda", rank)``, and return the results on the CPU.
 
-        Args:
-            nccl_alone: whether the default group has no gloo beside NCCL, as after ``init_process_group("nccl")``.
-
-        Raises:
-            RankPoolError: ``fn`` raised, used the device wrongly, or launched collectives that would not end on NCCL.
+        Raises ``RankPoolError`` if ``fn`` raised or used the device wrongly, or its collectives would hang on NCCL.
         """
         return self.pool.run(_run, world_size, (fn.__module__, fn.__qualname__), nccl_alone, args, kwargs)
 

@@ -53,12 +53,7 @@ Event = Launch | Waited | HostWaits
 
 @dataclass
 class Record:
-    """Everything that is counted.
-
-    Kinds of ``counts``: ``launches`` (operators that are no views, and Triton kernels), ``waits`` of the host,
-    ``copies to the device``, ``copies to the host``, ``collectives``, ``collectives of the host``, and
-    ``kernel: NAME`` for fused attention and Triton.
-    """
+    """Everything that is counted. Launches are operators that are no views, and Triton kernels."""
 
     counts: Counter[str] = field(default_factory=Counter)
     lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -87,11 +82,7 @@ class Record:
         self.job += 1
 
     def fault(self, text: str, *, at: str = "") -> None:
-        """Keep a fault, and raise it if it is this call that is wrong.
-
-        Args:
-            at: the line that is wrong, if it ran before. The fault is then only kept.
-        """
+        """Keep a fault, and raise it unless ``at`` names a line that ran before."""
         text = f"{text} @ {at or line()}"
         self.faults[text] += 1
         if self.raises and not at:

@@ -54,9 +54,6 @@ class Stream:
     def synchronize(self) -> None:
         host_waits("Stream.synchronize", self.known)
 
-    def query(self) -> bool:
-        return True
-
     def __enter__(self) -> Stream:
         _entered().append(self)
         return self
@@ -85,9 +82,6 @@ class Event:
 
     def synchronize(self) -> None:
         host_waits("Event.synchronize", self.clock)
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, end: Event) -> float:
         """Return a millisecond: time is not simulated."""
@@ -156,11 +150,7 @@ def set_current(stream: Stream) -> None:
 
 
 def host_waits(why: str, until: Clock | None = None) -> None:
-    """Count a wait of the host, unless it has waited that long before, and let arrive what was queued until then.
-
-    Args:
-        until: what the host waits for. Defaults to all that the current stream was given.
-    """
+    """Count a wait of the host for ``until`` (the current stream), unless it has waited that long before."""
     clock = current().known if until is None else until
     if not clock - device.known_to_host:
         return
