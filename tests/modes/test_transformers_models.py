@@ -1,6 +1,6 @@
 """Hugging Face transformers in the mode: which of a model's own masks and flags it sees, and which messages follow.
 
-tests/outside has padded encoders, decoders with 4-D masks, caches and training, all exact.
+tests/outside has caches and training, all exact.
 """
 
 import re

@@ -20,9 +20,6 @@ GRIDS = ((5, 5), (5, 9), (5, 7))
 FRAMES = 5
 LENGTHS = (29, 43, 37)
 IMAGE_TOKENS, VIDEO_TOKENS = 5 * 7, FRAMES * 5 * 7
-WINDOW = 24
-# The position embeddings of these models have a fixed length.
-ONE_SIZE = ("ViT", "DiT")
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 _TEXT = {**_SMALL, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -33,7 +30,6 @@ _DECODER = {**_TEXT, "num_key_value_heads": 2, "max_position_embeddings": 128}
 class Builder:
     """A function that builds a model, and a function that returns its inputs at size 0, 1 or 2 of :data:`GRIDS`."""
 
-    cls: str
     make: Callable[[], nn.Module]
     inputs: Callable[[int], dict[str, Any]]
 
@@ -52,15 +48,6 @@ def padded(size: int) -> dict[str, Any]:
     mask = torch.ones(2, LENGTHS[size], dtype=torch.long)
     mask[1, -5:] = 0
     return {**ids(size), "attention_mask": mask}
-
-
-def pixels(patch: int, channels: int = 3, classes: int = 0) -> Callable[[int], dict[str, Any]]:
-    def inputs(size: int) -> dict[str, Any]:
-        height, width = GRIDS[size]
-        # With the class token there are 31 tokens, which 2 ranks do not divide.
-        return {"pixel_values": noise(2, channels, patch * height, patch * (width - classes))}
-
-    return inputs
 
 
 def flux(size: int) -> dict[str, Any]:
@@ -137,69 +124,28 @@ def of_transformers(
     def make() -> nn.Module:
         return getattr(transformers, name)(getattr(transformers, config)(**options))
 
-    return Builder(name, make, inputs)
+    return Builder(make, inputs)
 
 
-def whisper_encoder() -> nn.Module:
-    options = {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_layers": 1,
-        "decoder_attention_heads": 4,
-    }
-    tokens = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = transformers.WhisperConfig(**options, **tokens, max_source_positions=37, num_mel_bins=16)
-    return transformers.WhisperModel(config).encoder
-
-
-_IMAGES = {**_SMALL, "image_size": (20, 24), "patch_size": 4}
-_VIT = of_transformers("ViTModel", "ViTConfig", _IMAGES, pixels(4, classes=1))
 BUILDERS = {
-    "BERT, padded": of_transformers("BertModel", "BertConfig", _TEXT, padded),
-    "ViT": _VIT,
-    "SigLIP vision": of_transformers(
-        "SiglipVisionModel",
-        "SiglipVisionConfig",
-        {**_SMALL, "image_size": 28, "patch_size": 4, "vision_use_head": False},
-        lambda size: {"pixel_values": noise(2, 3, 28, 28)},
-    ),
-    "Whisper encoder": Builder("WhisperEncoder", whisper_encoder, lambda size: {"input_features": noise(2, 16, 74)}),
-    "GPT-2": of_transformers(
-        "GPT2Model",
-        "GPT2Config",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2},
-        ids,
-    ),
-    "Llama": of_transformers("LlamaModel", "LlamaConfig", _DECODER, ids),
     "Qwen3": of_transformers("Qwen3Model", "Qwen3Config", {**_DECODER, "head_dim": 8}, ids),
-    "Mistral, sliding window": of_transformers(
-        "MistralModel", "MistralConfig", {**_DECODER, "sliding_window": WINDOW}, ids
-    ),
-    "Gemma 3, sliding window": of_transformers(
-        "Gemma3TextModel",
-        "Gemma3TextConfig",
-        {**_DECODER, "head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-        ids,
-    ),
     "ModernBERT, sliding window": of_transformers(
         "ModernBertModel",
         "ModernBertConfig",
-        {**_TEXT, "cls_token_id": 1, "sep_token_id": 2, "local_attention": WINDOW, "global_attn_every_n_layers": 2},
+        {**_TEXT, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 24, "global_attn_every_n_layers": 2},
         ids,
     ),
     "Llama, padded": of_transformers("LlamaModel", "LlamaConfig", _DECODER, padded),
     "Llama, decoding": of_transformers("LlamaForCausalLM", "LlamaConfig", _DECODER, ids),
     "Llama, training": of_transformers("LlamaForCausalLM", "LlamaConfig", _DECODER, ids),
-    "FLUX": Builder("Flux", official.Flux, flux),
-    "Wan 2.1": Builder("WanModel", official.WanModel, wan),
-    "HunyuanVideo": Builder("HYVideoDiffusionTransformer", official.HYVideoDiffusionTransformer, hunyuan),
-    "Mochi": Builder("AsymmDiTJoint", official.AsymmDiTJoint, mochi),
-    "Stable Diffusion 3.5": Builder("MMDiTX", official.MMDiTX, sd35),
-    "DiT": Builder("DiT", official.DiT, dit),
-    "timm ViT": Builder("VisionTransformer", others.VisionTransformer, timm),
-    "ComfyUI's FLUX": Builder("ComfyFlux", others.ComfyFlux, comfy),
+    "FLUX": Builder(official.Flux, flux),
+    "Wan 2.1": Builder(official.WanModel, wan),
+    "HunyuanVideo": Builder(official.HYVideoDiffusionTransformer, hunyuan),
+    "Mochi": Builder(official.AsymmDiTJoint, mochi),
+    "Stable Diffusion 3.5": Builder(official.MMDiTX, sd35),
+    "DiT": Builder(official.DiT, dit),
+    "timm ViT": Builder(others.VisionTransformer, timm),
+    "ComfyUI's FLUX": Builder(others.ComfyFlux, comfy),
 }
 
 

@@ -6,21 +6,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tests.together.options import AXES, EXCLUSIONS, Case, Exclusion, case_of, exclusion_of, parse
 
 SEED = 20
-NUM_CASES = 305
-NUM_SHORT = 10
 # At most this number of cases of each refused combination is run.
 NUM_TRIED = 3
-ALWAYS_VARIED = ("pipeline", "mesh")
-# Each line holds one case id.
+# Each line holds one case id. `make test` runs those marked "# short".
 CASES = Path(__file__).parent / "cases.txt"
-
-_NOT_COMPILED = {axis: AXES[axis][0] for axis in ("compile", "compile order")}
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
@@ -83,35 +78,23 @@ def _pair(axis: str, value: str, other: str, taken: str) -> Pair:
     return (first, second) if _ORDER[axis] < _ORDER[other] else (second, first)
 
 
-def covering_array(seed: int = SEED, num_cases: int = NUM_CASES, start: Iterable[Case] = ()) -> list[Case]:
-    """Return at least ``num_cases`` cases that hold every admissible pair, none of them excluded. Deterministic.
+def covering_array(start: Iterable[Case] = ()) -> list[Case]:
+    """Return cases that hold every admissible pair, none of them excluded. Deterministic.
 
     Args:
         start: cases to begin with, from an array that was made before an option was added. Excluded ones are dropped.
     """
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     left = set(admissible_pairs())
     cases = {case.id: case for case in start if exclusion_of(case.by_axis) is None}
     for case in cases.values():
         left.difference_update(pairs_of(case.by_axis))
-    # Compiling costs ten times as much, so uncompiled cases cover all pairs without compiling first.
-    for fixed in (_NOT_COMPILED, {}):
-        while pairs := sorted(
-            pair for pair in left if exclusion_of({**fixed, **dict(pair)}) is None and _agree(pair, fixed)
-        ):
-            wanted = {**fixed, **dict(rng.choice(pairs))}
-            tries = [complete(wanted, rng, left) for _ in range(8)]
-            best = max((values for values in tries if values is not None), key=lambda values: _gained(values, left))
-            left.difference_update(pairs_of(best))
-            case = case_of(best)
-            cases[case.id] = case
-    while len(cases) < num_cases:
-        # Keep most options at their defaults, because others could hide how a few interact.
-        kept = {axis: values[0] for axis, values in AXES.items() if axis not in ALWAYS_VARIED and rng.random() < 0.6}
-        values = complete({**kept, **(_NOT_COMPILED if rng.random() < 0.8 else {})}, rng)
-        if values is not None:
-            case = case_of(values)
-            cases[case.id] = case
+    while left:
+        tries = [complete(dict(rng.choice(sorted(left))), rng, left) for _ in range(8)]
+        best = max((values for values in tries if values is not None), key=lambda values: _gained(values, left))
+        left.difference_update(pairs_of(best))
+        case = case_of(best)
+        cases[case.id] = case
     return list(cases.values())
 
 
@@ -121,46 +104,20 @@ def read_cases() -> dict[Case, bool]:
     return {parse(case.strip()): "short" in mark for case, _, mark in lines if case.strip()}
 
 
-def write_cases(seed: int = SEED, num_cases: int = NUM_CASES) -> list[Case]:
+def write_cases() -> list[Case]:
     """Add cases to ``cases.txt`` for missing pairs, and drop cases that are excluded now."""
     before = read_cases() if CASES.exists() else {}
-    cases = covering_array(seed, num_cases, before)
-    _write({case: before.get(case, False) for case in cases}, seed)
+    cases = covering_array(before)
+    lines = [f"{case.id}  # short" if before.get(case) else case.id for case in cases]
+    CASES.write_text("\n".join([f"# python -m tests.together --write-cases; seed {SEED}", *lines]) + "\n")
     return cases
-
-
-def choose_short(exact: Collection[str], seed: int = SEED) -> list[Case]:
-    """Mark some of the ``exact`` cases in ``cases.txt`` for ``make test``: uncompiled, at most two ranks, as many pairs
-    as possible.
-    """
-    cases = read_cases()
-    cheap = [case for case in cases if case.id in exact and case.ranks <= 2 and case["compile"] == "eager"]
-    short: list[Case] = []
-    left = set(admissible_pairs())
-    while cheap and len(short) < NUM_SHORT:
-        best = max(cheap, key=lambda case: _gained(case.by_axis, left))
-        cheap.remove(best)
-        short.append(best)
-        left.difference_update(pairs_of(best.by_axis))
-    _write({case: case in short for case in cases}, seed)
-    return short
-
-
-def _write(cases: Mapping[Case, bool], seed: int) -> None:
-    head = f"# python -m tests.together --write-cases; seed {seed}"
-    lines = [f"{case.id}  # short" if is_short else case.id for case, is_short in cases.items()]
-    CASES.write_text("\n".join([head, *lines]) + "\n")
-
-
-def _agree(pair: Pair, fixed: Mapping[str, str]) -> bool:
-    return all(fixed.get(axis, value) == value for axis, value in pair)
 
 
 def _gained(values: Mapping[str, str], left: set[Pair]) -> int:
     return sum(pair in left for pair in pairs_of(values))
 
 
-def refused_cases(seed: int = SEED) -> list[tuple[Case, Exclusion]]:
+def refused_cases() -> list[tuple[Case, Exclusion]]:
     """Return a few cases of each refused combination. Each holds no other excluded combination, and defaults
     otherwise.
     """
@@ -169,7 +126,7 @@ def refused_cases(seed: int = SEED) -> list[tuple[Case, Exclusion]]:
         if not exclusion.refused:
             continue
         # Each exclusion has its own generator, so a new exclusion changes no other case.
-        rng = random.Random(f"{seed} {exclusion}")
+        rng = random.Random(f"{SEED} {exclusion}")
         longest = max(exclusion.values, key=lambda axis: len(exclusion.values[axis]))
         listed = exclusion.values[longest]
         tried: dict[Case, None] = {}

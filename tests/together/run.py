@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 import traceback
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,13 @@ class Outcome:
         status: ``exact``, ``refused``, ``wrong``, ``obscure``, ``hang``, or ``alone`` if it fails without para_core
             too.
         detail: the message of the refusal, or a description of the fault.
+        error: the largest relative error.
     """
 
     case: str
     status: str
     detail: str = ""
-    errors: list[float] = field(default_factory=list)
+    error: float = 0.0
 
 
 # -- On one process.
@@ -127,7 +128,7 @@ def _in_float32(pipe: Any, case: Case, drawn: list[Any]) -> list[Tensor]:
 
 def reference(case: Case) -> Reference:
     """Return the outputs of one process, uncompiled."""
-    with user.quiet():
+    with warnings.catch_warnings(action="ignore"):
         pipe = _untouched(case)
         plain = user.generate(pipe, case)
         result = Reference(plain, plain, None, snapshot(pipe))
@@ -225,7 +226,7 @@ def on_ranks(case: Case, threshold: float) -> dict[str, Any]:
     """
     results: dict[str, Any] = {"stage": "building"}
     pipe = None
-    with user.quiet():
+    with warnings.catch_warnings(action="ignore"):
         try:
             pipe = user.build(case)
             results["stage"] = "before para_core"
@@ -311,7 +312,7 @@ def described(error: BaseException) -> Raised:
 # -- The verdict.
 
 
-def run(case: Case, pool: RankPool, timeout: float = 180.0) -> Outcome:
+def run(case: Case, pool: RankPool) -> Outcome:
     """Run ``case`` on its ranks and on this process, and return the verdict."""
     try:
         alone = reference(case)
@@ -320,15 +321,10 @@ def run(case: Case, pool: RankPool, timeout: float = 180.0) -> Outcome:
     if alone.raised is not None:
         return _judge_raised(case, [{"raised": alone.raised, "stage": "on one process"}])
     try:
-        results = pool.run(on_ranks, case.ranks, case, alone.threshold, timeout=timeout)
+        results = pool.run(on_ranks, case.ranks, case, alone.threshold, timeout=180.0)
     except RankPoolError as error:
         return Outcome(case.id, "hang", str(error)[-6000:])
-    outcome = judge(case, alone, results)
-    if outcome.status == "obscure" and case["compile"] != "eager":
-        problem = _compiled_alone(case)
-        if problem is not None:
-            return Outcome(case.id, "alone", problem)
-    return outcome
+    return judge(case, alone, results)
 
 
 def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcome:
@@ -337,13 +333,13 @@ def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcom
     if any(raised):
         return _judge_raised(case, results)
     problems = []
-    errors = []
+    largest = 0.0
     for rank, result in enumerate(results):
         outs, undone = result["outs"], result.get("undone")
         problems += [f"rank {rank}: {kept}" for kept in result["kept"]]
         for call, (out, expected) in enumerate(zip(outs, alone.expected, strict=True)):
             error = relative_error(out, expected)
-            errors.append(error)
+            largest = max(largest, error)
             bound = _bound(alone, call)
             if alone.precise is not None:
                 error = relative_error(out, alone.precise[call])
@@ -360,7 +356,7 @@ def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcom
                 )
         if undone is not None:
             problems += [f"rank {rank} left: {left}" for left in differences(result["state"], alone.state)[:8]]
-    return Outcome(case.id, "wrong" if problems else "exact", "\n".join(problems[:20]), errors)
+    return Outcome(case.id, "wrong" if problems else "exact", "\n".join(problems[:20]), largest)
 
 
 def _bound(alone: Reference, call: int) -> float:
@@ -399,30 +395,3 @@ def _judge_raised(case: Case, results: list[dict[str, Any]]) -> Outcome:
     error = raised[0]
     assert error is not None
     return Outcome(case.id, "refused", f"{stage}: {error.kind} at {error.where}: {error.message}")
-
-
-def reason_of(detail: str) -> str:
-    """Return a refusal's message without the parts that differ between cases: numbers and quoted names."""
-    text = detail.split(": ", 2)[-1]
-    text = re.sub(r"'[^']*'|\"[^\"]*\"|pipe\.\w+", "…", re.split(r"(?<=[.:;]) ", text)[0])
-    return re.sub(r"\d+", "n", text)[:120]
-
-
-def _compiled_alone(case: Case) -> str | None:
-    """Return the error of one process that compiles the unmodified pipeline as the case does, or None."""
-    torch.compiler.reset()
-    try:
-        with user.quiet():
-            pipe = user.build(case)
-            user.before(pipe, case)
-            user.after(pipe, case)
-            user.generate(pipe, case)
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:1500]}"
-    finally:
-        torch.compiler.reset()
-    return None
-
-
-def largest(outcome: Outcome) -> float:
-    return max((error for error in outcome.errors if not math.isnan(error)), default=0.0)

@@ -12,9 +12,8 @@ from tests.together.covering import SEED, admissible_pairs, pairs_of, read_cases
 from tests.together.run import FLOAT32_BOUND
 
 
-def summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> dict[str, Any]:
-    """Return the number of cases by status, refusals by reason, the pairs that exact cases hold, and the error of each
-    exclusion.
+def summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the number of cases by status, the pairs that exact cases hold, and the error of each exclusion.
 
     Args:
         rows: the rows that ``python -m tests.together --out`` wrote, by case.
@@ -23,9 +22,9 @@ def summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> dict[str
     exact = [case for case, row in ran.items() if row["status"] == "exact"]
     admissible = set(admissible_pairs())
     held = {pair for case in exact for pair in pairs_of(case.by_axis)} & admissible
-    float32 = [rows[case.id]["errors"][0] for case in exact if case["dtype"] == "float32"]
+    float32 = [rows[case.id]["error"] for case in exact if case["dtype"] == "float32"]
     return {
-        "seed": seed,
+        "seed": SEED,
         "cases": len(ran),
         "statuses": dict(collections.Counter(row["status"] for row in ran.values())),
         "compiled": sum(case["compile"] != "eager" for case in ran),
@@ -33,19 +32,16 @@ def summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> dict[str
         "largest error in float32": max(float32, default=0.0),
         "bound in float32": FLOAT32_BOUND,
         "pairs": {"admissible": len(admissible), "held by exact cases": len(held)},
-        "refused by reason": dict(
-            collections.Counter(row["reason"] for row in ran.values() if row["status"] == "refused").most_common()
-        ),
-        "excluded": excluded(rows, seed),
+        "excluded": excluded(rows),
     }
 
 
-def excluded(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> list[dict[str, Any]]:
+def excluded(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return each refused combination with its reason, the number of cases that were run, and the error of one of
     them.
     """
     entries: dict[str, dict[str, Any]] = {}
-    for case, exclusion in refused_cases(seed):
+    for case, exclusion in refused_cases():
         row = rows.get(case.id)
         if row is None:
             continue
@@ -60,5 +56,5 @@ def excluded(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> list[di
     return list(entries.values())
 
 
-def write_summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> Path:
-    return write_results("together", summary(rows, seed), "diffusers", "transformers", "peft", "torchao")
+def write_summary(rows: Mapping[str, Mapping[str, Any]]) -> Path:
+    return write_results("together", summary(rows), "diffusers", "transformers", "peft", "torchao")

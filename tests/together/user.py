@@ -5,9 +5,7 @@ compiling), call it.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -274,11 +272,3 @@ def _offload(pipe: Any, case: Case, when: str) -> None:
     how, _, moment = case["offload"].partition("-")
     if moment == when:
         offload(pipe, how)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Return a context that silences warnings of models and caches, which other tests cover."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
