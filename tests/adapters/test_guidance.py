@@ -1,21 +1,16 @@
 """Guidance over the ``batch`` mesh dim: each half of the ranks computes one branch, and the images stay the same."""
 
 import copy
-import pickle
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import FluxTransformer2DModel, UniPCMultistepScheduler
-from torch import Tensor
-from torch.utils import _pytree as pytree
+from diffusers import FluxTransformer2DModel
 
 from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe
 from para_core.adapters.cfg.output_form import meta_output
 from tests.adapters.test_pipelines import PIPELINES
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
-from zoo.tiny.transformers.registry import MODELS
 
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 2.0}
 # These pipelines guide one branch after the other. Values are their options, and whether a rank has half of the calls
@@ -127,82 +122,6 @@ def test_callback_draws_with_another_pipe_of_the_transformer(rank_pool, threshol
     for images in rank_pool.run(draw_in_callback, 2, 2, threshold):
         errors = [relative_error(*pair) for pair in zip(images, expected, strict=True)]
         assert max(errors) < 1e-5, errors
-
-
-def tensors_of(scheduler):
-    return [x for x in pytree.tree_leaves(vars(scheduler)) if isinstance(x, torch.Tensor)]
-
-
-# The options of a generation with a callback, with one that fails in the second step, and without.
-GENERATIONS = [{"callback": True}, {"callback": True, "fail": True}, {"callback": False, "guidance_scale": 1.0}]
-
-
-def keep_what_generations_leave(batch):
-    """Return the tensors that each generation leaves in its scheduler and callback."""
-    tiny, tensors = PIPELINES["wan"], []
-    for generation in GENERATIONS:
-        options, kept = dict(generation), []
-        pipe = tiny.build()
-        pipe.scheduler = UniPCMultistepScheduler.from_config(pipe.scheduler.config)
-        if batch > 1:
-            parallelize_pipe(pipe, mesh=cpu_mesh(1, 1, batch=batch))
-        fail = options.pop("fail", False)
-
-        def keep(pipe, step, timestep, tensors, kept=kept, fail=fail):
-            kept.append(tensors["latents"])
-            if fail and step == 1:
-                raise KeyError("stop")
-            return {}
-
-        if options.pop("callback"):
-            options["callback_on_step_end"] = keep
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*WanPipeline .*guidance")
-            try:
-                pipe(**tiny.call(num_inference_steps=3, **options))
-            except KeyError:
-                assert fail
-        kept += tensors_of(pipe.scheduler)
-        for x in (*kept, *tensors_of(copy.deepcopy(pipe.scheduler))):
-            assert type(x) is torch.Tensor
-        pickle.loads(pickle.dumps(pipe.scheduler))
-        tensors.append(kept)
-    return tensors
-
-
-def test_kept_results_are_ordinary_tensors_after_the_call(rank_pool):
-    expected = keep_what_generations_leave(1)
-    for tensors in rank_pool.run(keep_what_generations_leave, 2, 2):
-        for kept, alone in zip(tensors, expected, strict=True):
-            for x, wanted in zip(kept, alone, strict=True):
-                assert relative_error(x, wanted) < 1e-5 or torch.equal(x, wanted)
-
-
-# Whether the output of these models can be predicted. Others read values of their arguments, have blocks that depend on
-# the number of blocks, make masks of flex_attention, or disable autocast, which the meta device does not support.
-FORESEEN = dict.fromkeys(("flux", "wan", "qwen-image", "hunyuan", "skyreels v2", "chronoedit", "motif"), True)
-FORESEEN |= dict.fromkeys(("framepack", "wan vace", "kandinsky 6 sr", "helios", "joyimage"), False)
-
-
-def forms(tree):
-    leaves, spec = pytree.tree_flatten(tree)
-    return spec, [(x.shape, x.dtype) for x in leaves]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FORESEEN)
-def test_output_is_foreseen(name, dtype):
-    model = MODELS[name].build().to(dtype)
-    inputs = pytree.tree_map_only(
-        Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, MODELS[name].inputs(3, 6, 10)
-    )
-    foreseen = meta_output(model, (), inputs)
-    assert (foreseen is not None) == FORESEEN[name]
-    if foreseen is not None:
-        with torch.no_grad():
-            assert forms(foreseen) == forms(model(**inputs))
 
 
 def test_model_unlike_its_config_is_not_predicted():

@@ -11,7 +11,6 @@ from para_core.adapters import (
     parallelize_vae,
     unparallelize_vae,
 )
-from para_core.adapters.vae.diffusion_decoder import find_windows
 from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh
 from zoo.tiny.base import fill
@@ -109,14 +108,3 @@ def test_what_the_decoder_cannot_do_raises(rank_pool):
         apply_cache_on_pipe(make_pipe(), residual_diff_threshold=0.1)
     with fake_group(2), pytest.raises(ValueError, match="weights='tensor'"):
         parallelize_pipe(make_pipe(), weights="tensor")
-
-
-def test_windows_cover_those_of_natten():
-    for layout in ((3, 3, 2), (1, 1, 6), (9,)):
-        total, kernel = sum(layout), 5
-        first = [min(max(row - 2, 0), total - kernel) for row in range(total)]
-        start = 0
-        for (low, length), rows in zip(find_windows(layout, kernel), layout, strict=True):
-            own = first[start : start + rows]
-            assert (low, low + length) == (min(own), max(own) + kernel)
-            start += rows

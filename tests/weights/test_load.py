@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import socket
-import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from benchmarks.harness import fake_group
-from para_core import PipeFusion
 from para_core.adapters import (
     apply_cache_on_pipe,
     from_pretrained_sharded,
@@ -31,30 +29,11 @@ from para_core.adapters import (
 )
 from para_core.adapters.parallel.load_sharded import _dtypes_of, _files_in
 from para_core.adapters.weights import fsdp_weights, staged_transformer, tensor_weights
-from para_core.adapters.weights.features import features, require_method
 from tests.adapters.parallel.test_undo import same_pipe
 from tests.rank_pool import heartbeat
 from tests.tiny import flux_call, flux_pipe, flux_transformer, relative_error
 from tests.weights.hub import REPOSITORY, Hub, asking
 from tests.weights.pipes import METHODS, generate, load_whole, make, mesh_of
-
-
-@pytest.mark.parametrize(
-    ("missing", "call", "message"),
-    [
-        ("block_offload", lambda pipe: parallelize_pipe(pipe, offload="blocks"), "offload= "),
-        ("vae_offload", lambda pipe: parallelize_pipe(pipe, vae_placement="first"), "vae_placement= "),
-        ("vae", lambda pipe: parallelize_pipe(pipe, vae=True), "vae= "),
-        ("fsdp", lambda _: require_method("fsdp"), "'fsdp'; expected 'tensor'"),
-    ],
-)
-def test_deleted_feature_is_refused(monkeypatch, missing, call, message):
-    others = {name: feature for name, feature in features().items() if name != missing}
-    monkeypatch.setattr("para_core.adapters.weights.features.features", lambda: others)
-    pipe = flux_pipe()
-    with fake_group(2), pytest.raises(ValueError, match=message):
-        call(pipe)
-    assert type(pipe) is FluxPipeline
 
 
 def on_rank_1(context):
@@ -173,28 +152,6 @@ def fail_and_change_settings(folder):
 @pytest.mark.filterwarnings("ignore:the cache of the")
 def test_failed_sharding_is_an_error_on_all_and_needs_another_load(rank_pool, tmp_path):
     rank_pool.run(fail_and_change_settings, 2, tmp_path)
-
-
-def raise_between_blocks():
-    """End a generation by an exception on one rank. The other waits for it until the time-out."""
-    options = {"mesh": mesh_of({"pipe": 2}), "pipefusion": PipeFusion(4)}
-    pipe, calls = parallelize_pipe(make("flux"), timeout=1.0, **options), []
-
-    def fail(*_):
-        calls.append(0)
-        if len(calls) == 2 and dist.get_rank() == 1:
-            time.sleep(1.5)  # The rank lives on while the other waits.
-            raise ValueError("only here")
-
-    pipe.transformer.single_transformer_blocks[-1].register_forward_pre_hook(fail)
-    generate(pipe, "flux", num_inference_steps=9)
-
-
-@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hook only raises.
-def test_rank_raising_between_blocks_ends_others(rank_pool):
-    first, second = rank_pool.run_expecting_errors(raise_between_blocks, 2, timeout=30)
-    assert isinstance(first, RuntimeError) and isinstance(second, ValueError)
-    assert re.search(r"rank 1 .*ValueError: only here", str(first))
 
 
 # -- All ranks of a node load a pipeline at once: they share one copy in host memory, or all raise.

@@ -79,27 +79,6 @@ def painter_of_words():
     return painter(forward, "Weighted", True)
 
 
-def comparing_painter():
-    """Return a model in which each sample depends on the other samples of its batch."""
-
-    def forward(self, latents, caption, positions):
-        out = paint(self, latents, caption, positions)
-        return out - out.mean(dim=0, keepdim=True)
-
-    return painter(forward)
-
-
-def painter_of_two():
-    """Return a model that accepts batches of two samples only."""
-
-    def forward(self, latents, caption, words):
-        if latents.shape[0] != 2:
-            raise RuntimeError("two")
-        return paint(self, latents, caption, words)
-
-    return painter(forward, "OfTwo", True)
-
-
 def painter_inputs(tokens, *, controlled=False, **more):
     inputs = {"latents": noise(2, tokens, 4), "caption": noise(2, 5, 16), "positions": noise(5 + tokens, 8)}
     if controlled:
@@ -148,19 +127,16 @@ def tokens_of(length):
     return {"x": noise(1, length, 6)}
 
 
-def lists(make=block, norms=False):
-    """Return a list of lists with residuals added outside, as in vit-pytorch, or of norms, as in x-transformers."""
+def lists(make=block):
+    """Return a list of lists with residuals added outside, as in vit-pytorch."""
 
     def add(self, x):
         for first, second in self.layers:
-            x = x + second(first[0](x)) if norms else second(first(x) + x)
+            x = second(first(x) + x)
         return x
 
     modules = [make(), nn.Linear(24, 24), make(), nn.Linear(24, 24)]
-    if norms:
-        layers = [nn.ModuleList([nn.ModuleList([nn.LayerNorm(24)]), each]) for each in modules]
-    else:
-        layers = [nn.ModuleList(modules[:2]), nn.ModuleList(modules[2:])]
+    layers = [nn.ModuleList(modules[:2]), nn.ModuleList(modules[2:])]
     return module(
         "Lists",
         lambda self, x: self.head(self.transformer(self.patches(x).flatten(2).transpose(1, 2)).mean(dim=1)),
@@ -176,32 +152,6 @@ def by_hand(q, k, v):
 
 def lists_by_hand():
     return lists(lambda: block(lambda self, x: mix(self, x, attention=by_hand)))
-
-
-def by_hand_with_class_token():
-    """Return the structure of timm's Cait: blocks by hand, and a class token that attends to them by SDPA."""
-
-    def forward(self, x):
-        x = self.blocks(self.patches(x).flatten(2).transpose(1, 2))
-        return F.scaled_dot_product_attention(self.query.expand(x.shape[0], -1, -1), x, x)
-
-    whole = lists_by_hand()
-    return module("Cait", forward, patches=whole.patches, blocks=whole.transformer, query=nn.Parameter(noise(1, 1, 24)))
-
-
-def padded():
-    """Return a model whose attention pads all tokens to a multiple of 4, and masks the padding."""
-
-    def forward(self, x):
-        q, k, v = (y(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for y in (self.q, self.k, self.v))
-        tokens = q.shape[2]
-        q, k, v = (F.pad(y, (0, 0, 0, -tokens % 4)) for y in (q, k, v))
-        valid = torch.arange(q.shape[2]) < tokens
-        out = F.scaled_dot_product_attention(q, k, v, valid[None, None, None])[:, :, :tokens]
-        return self.out(out.transpose(1, 2).flatten(2))
-
-    parts = [{key: nn.Linear(24, 24) for key in ("q", "k", "v", "out")} for _ in range(2)]
-    return model([module("Padded", forward, heads=4, **of_block) for of_block in parts])
 
 
 def image(height, width):
@@ -258,59 +208,25 @@ class Stream:
     enabled: bool = True
 
 
-@dataclass
-class Holder:
-    """A stream in an object that blocks change in place."""
-
-    stream: Stream
-
-
 def cross(q, kv):
     (q,), (k, v) = heads_of(q, 1), heads_of(kv, 2)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def streams(kind):
-    """Return a model that passes its blocks dataclasses. The second stream of a pair sees the first."""
+def streams():
+    """Return a model that passes its blocks a dataclass and returns it."""
 
     def of_stream(self, stream):
         x = mix(self, stream.x * (1 + stream.time))
         return replace(stream, x=x + cross(self.q(x), self.kv(stream.text)))
 
-    def of_pair(self, video, audio):
-        video, audio = of_stream(self, video), of_stream(self, audio)
-        return video, replace(audio, x=audio.x + cross(audio.x, self.to_video(video.x)))
-
-    def of_holder(self, holder):
-        holder.stream = of_stream(self, holder.stream)
-        return holder
-
-    def forward(self, x, time, text, audio=None):
-        stream = Stream(self.inp(x), time, text)
-        if kind == "pair":
-            other = Stream(audio, time[:, :1], text)
-            for each in self.blocks:
-                stream, other = each(stream, other)
-        elif kind == "holder":
-            stream = run_blocks(self, Holder(stream)).stream
-        else:
-            stream = run_blocks(self, stream)
-        return stream if kind == "returned" else self.final(stream.x)
-
-    def forward_given(self, stream):
-        return forward(self, stream.x, stream.time, stream.text)
-
-    parts = {"q": (24, 24), "kv": (24, 48), "to_video": (24, 48)}
-    of_block = {"pair": of_pair, "holder": of_holder}.get(kind, of_stream)
-    blocks = [block(of_block, **{key: nn.Linear(*sizes) for key, sizes in parts.items()}) for _ in range(2)]
-    return model(blocks, forward_given if kind == "given" else forward)
+    parts = {"q": (24, 24), "kv": (24, 48)}
+    blocks = [block(of_stream, **{key: nn.Linear(*sizes) for key, sizes in parts.items()}) for _ in range(2)]
+    return model(blocks, lambda self, x, time, text: run_blocks(self, Stream(self.inp(x), time, text)))
 
 
-def stream_inputs(kind, tokens):
-    inputs = {"x": noise(1, tokens, 6), "time": noise(1, tokens, 1), "text": noise(1, 8, 24)}
-    if kind == "pair":
-        inputs["audio"] = noise(1, 11, 24)
-    return {"stream": Stream(**inputs)} if kind == "given" else inputs
+def stream_inputs(tokens):
+    return {"x": noise(1, tokens, 6), "time": noise(1, tokens, 1), "text": noise(1, 8, 24)}
 
 
 # -- Rotary tables.
@@ -320,38 +236,30 @@ def angles_of(tokens):
     return torch.linspace(0.1, 5.0, tokens)[:, None] * torch.tensor([1.0, 0.4, 0.2, 0.1])
 
 
-def rotated(tokens=None):
-    """Return the structure of RAE: a rotary embedding inside attention makes a table of all tokens, or holds it."""
-
-    def turn(self, x):
-        return turned(x, angles_of(x.shape[-2]) if self.table is None else self.table)
+def rotated():
+    """Return the structure of RAE: a rotary embedding inside attention makes a table of all tokens."""
 
     def rotary():
-        made = module("Rotary", turn)
-        made.register_buffer("table", None if tokens is None else angles_of(tokens))
-        return made
+        return module("Rotary", lambda self, x: turned(x, angles_of(x.shape[-2])))
 
     return model([block(lambda self, x: mix(self, x, self.turn), turn=rotary()) for _ in range(2)])
 
 
-def with_others(before):
-    """Return the structure of DINOv3: the table has rows for patches. Other tokens come after, or ``before``."""
+def with_others():
+    """Return the structure of DINOv3: the table has rows for patches. Other tokens come before them."""
 
     def with_angles(self, x, angles):
         patches = angles[0].shape[0]
-        sizes = [x.shape[1] - patches, patches] if before else [patches, x.shape[1] - patches]
 
         def turn(t):
-            parts = [*t.split(sizes, dim=2)]
-            parts[before] = turned(turned(parts[before], angles[0]), angles[1])
-            return torch.cat(parts, dim=2)
+            others, image = t.split([x.shape[1] - patches, patches], dim=2)
+            return torch.cat([others, turned(turned(image, angles[0]), angles[1])], dim=2)
 
         return mix(self, x, turn)
 
     def forward(self, x):
-        parts = [self.others.expand(len(x), -1, -1), self.inp(x)]
         angles = angles_of(x.shape[1])
-        x = torch.cat(parts if before else parts[::-1], dim=1)
+        x = torch.cat([self.others.expand(len(x), -1, -1), self.inp(x)], dim=1)
         return self.final(run_blocks(self, x, (angles, 2 * angles)))
 
     return model([block(with_angles), block(with_angles)], forward, others=nn.Parameter(torch.randn(1, 3, 24)))
@@ -361,7 +269,7 @@ def with_others(before):
 
 
 def hybrid(kind):
-    """Return layers that mix tokens without attention, around one of attention, with softmaxes of a ``kind``."""
+    """Return layers that mix tokens without attention, around one of attention. ``kind`` may add it by hand, too."""
 
     def accumulate(self, x):
         return self.out(self.inp(x).cumsum(dim=1))
@@ -373,14 +281,10 @@ def hybrid(kind):
         )
 
     def forward(self, x):
-        x = self.inp((x @ x.mT).softmax(-1) @ x if kind == "before" else x)
+        x = self.inp(x)
         for each in self.blocks:
             x = each(x)
-            if kind == "unused":
-                (x @ x.mT).softmax(-1)
-            elif kind == "classes":
-                x = x * x.unflatten(2, (4, 6)).softmax(-1).flatten(2)
-            elif kind == "attention":
+            if kind == "attention":
                 x = x + (x @ x.mT).softmax(-1) @ x
         return self.final(x)
 
