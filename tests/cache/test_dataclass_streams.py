@@ -79,7 +79,6 @@ def cached(block, threshold, streams, **settings):
     [
         (OfOne, ("video",), False, "eager"),
         (OfOne, ("video.x",), False, "compiled"),
-        (OfTwo, ("video", "sound"), True, "eager"),
         (OfTwo, ("video.x", "sound.x"), True, "eager"),
         (OfTwo, ("video", "sound"), False, "eager"),
     ],

@@ -78,24 +78,14 @@ def test_lora_is_added_and_removed(first):
     assert torch.equal(generate(pipe), without)
 
 
-@pytest.mark.parametrize(
-    ("rule", "way"),
-    [
-        ("first_block", "eager"),
-        ("modulated_input", "eager"),
-        pytest.param("first_block", "compiled", marks=pytest.mark.long),
-    ],
-)
-def test_one_negative_prompt_for_two_prompts_equals_two(rule, way):
+@pytest.mark.parametrize("rule", ["first_block", "modulated_input"])
+def test_one_negative_prompt_for_two_prompts_equals_two(rule):
     call = {"prompt": ["a red circle", "a green square"], "true_cfg_scale": 2.0}
     pipe, exact = flux_pipe(), generate(flux_pipe(), negative_prompt="blue", **call)
     apply_cache_on_pipe(pipe, residual_diff_threshold=0.0, rule=rule)
     assert torch.equal(generate(pipe, negative_prompt="blue", **call), exact)
     expected = generate(apply_cache_on_pipe(pipe, **ALWAYS, rule=rule), negative_prompt=["blue"] * 2, **call)
     assert cache_report(pipe).hits == 4
-    if way == "compiled":
-        torch._dynamo.reset()
-        pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
     assert relative_error(generate(pipe, negative_prompt="blue", **call), expected) < 1e-5
     assert cache_report(pipe).hits == 4
 

@@ -80,11 +80,10 @@ def test_cache_has_two_graphs_for_any_threshold(order):
         assert relative_error(out, wanted) < 1e-6
 
 
-@pytest.mark.parametrize("blocks", [IN_TWO_STAGES, pytest.param(BLOCKS, marks=pytest.mark.long)])
-def test_code_between_blocks_runs_as_in_eager(blocks):
-    eager = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1)
+def test_code_between_blocks_runs_as_in_eager():
+    eager = apply_cache(Scripted(), IN_TWO_STAGES, residual_diff_threshold=0.1)
     expected = call_model(eager, *CHANGING, between=torch.tensor(0.5))
-    compiled, counter = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1), Counter("eager")
+    compiled, counter = apply_cache(Scripted(), IN_TWO_STAGES, residual_diff_threshold=0.1), Counter("eager")
     compiled.compile(fullgraph=True, backend=counter)
     for out, wanted in zip(call_model(compiled, *CHANGING, between=torch.tensor(0.5)), expected, strict=True):
         assert relative_error(out, wanted) < 1e-6
@@ -202,10 +201,9 @@ def run_branches(model, check=lambda: None):
     return outputs
 
 
-@pytest.mark.parametrize("blocks", [IN_TWO_STAGES, pytest.param(BLOCKS, marks=pytest.mark.long)])
-def test_state_is_not_kept_in_memory_that_a_replay_overwrites(blocks):
-    expected = run_branches(apply_cache(Scripted(), blocks, residual_diff_threshold=0.1))
-    model, backend = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1), Replayed()
+def test_state_is_not_kept_in_memory_that_a_replay_overwrites():
+    expected = run_branches(apply_cache(Scripted(), IN_TWO_STAGES, residual_diff_threshold=0.1))
+    model, backend = apply_cache(Scripted(), IN_TWO_STAGES, residual_diff_threshold=0.1), Replayed()
     model.compile(fullgraph=True, backend=backend)
     numbers = []
 

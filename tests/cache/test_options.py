@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
-from para_core.adapters.models import ADAPTERS
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.forecast_rule import Forecast
@@ -267,7 +266,6 @@ def test_any_options_decide_and_forecast_as_the_reference(data):
         {"samples": 2, "blocks": IN_TWO_STAGES, "guided": False, "forecast_order": 2},
         {"samples": 2, "blocks": BLOCKS, "guided": True, "rule": "modulated_input", "forecast_order": 0},
         {"samples": 1, "blocks": BLOCKS, "guided": False, "forecast": MEAN, "first_blocks": 2, "last_blocks": 1},
-        pytest.param({"samples": 1, "blocks": BLOCKS, "guided": False, "policy": generous}, marks=pytest.mark.long),
     ],
 )
 def test_any_numbers_decide_in_one_graph_as_the_reference(structure):
@@ -319,15 +317,6 @@ def test_own_rule_compares_every_nth_channel():
     assert cache_report(pipe).rule == "part"
 
 
-@pytest.mark.parametrize(
-    "steps", [{0, 2, 5}, (2, -1), range(2, 6, 3), torch.tensor([2, 5]), np.array([False, False, True] * 2)]
-)
-def test_compute_steps_may_be_any_collection(steps):
-    pipe = cached(compute_steps=steps)
-    pipe([1.0] * 6)
-    assert verdicts(cache_report(pipe)) == ["warmup", "masked", "schedule", "masked", "masked", "schedule"]
-
-
 def test_options_may_differ_for_one_of_several_transformers():
     pipe = PIPELINES["wan 2.2"].build()
     options = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
@@ -365,23 +354,19 @@ BAD_OPTIONS = [
     ({"downsample": 0}, ValueError, "downsample .*0; .*1"),
     ({"forecast_order": 3}, ValueError, "forecast_order .*3; .*0 .*2"),
     ({"forecast": "taylor"}, ValueError, "forecast .*'taylor'; .*'foca'"),
-    ({"forecast": 1}, TypeError, "forecast .*1; .*Forecast"),
     ({"forecast": MEAN, "forecast_order": 1}, ValueError, "forecast_order=1 .*forecast=mean"),
     ({"compute_steps": 5}, TypeError, "compute_steps .*5; .*bool"),
     ({"compute_steps": []}, TypeError, r"compute_steps .*\[\]"),
-    ({"compute_steps": [1, True]}, TypeError, r"compute_steps .*\[1, True\]"),
     ({"compute_steps": [0.5]}, TypeError, r"compute_steps .*\[0\.5\]"),
     ({"compute_steps": [1], "warmup_steps": 2}, ValueError, "compute_steps .*warmup_steps"),
     ({"compute_steps": [1], "policy": generous}, ValueError, "compute_steps .*policy"),
     ({"policy": 3}, TypeError, "policy .*3"),
     ({"rule": "magic"}, ValueError, "rule .*'magic'; .*'first_block', 'modulated_input'"),
-    ({"rule": 3}, TypeError, "rule .*3; .*Rule"),
     ({"rule": "modulated_input"}, ValueError, r"modulated_input .*Scripted.*CachedBlocks\(modulated="),
     ({"rule": "modulated_input", "residual_diff_threshold": None}, ValueError, "modulated_input .*residual_diff_"),
     ({"rule": "modulated_input", "first_blocks": 2, "adapter": KNOWN_BEFORE}, ValueError, "first_blocks=2"),
     ({"per_transformer": {"transformer_2": {}}}, ValueError, "'transformer_2'; .*Pipe .*transformer"),
     ({"per_transformer": {"transformer": 5}}, TypeError, "per_transformer .*5}; .*'transformer'"),
-    ({"per_transformer": 0}, TypeError, "per_transformer .*0; .*dict"),
     ({"warm_up": 3}, TypeError, "apply_cache_on_pipe .*'warm_up'.* residual_diff_threshold"),
     ({"adapter": BLOCKS}, TypeError, r"adapter .*CachedBlocks\(.*adapter=Adapter\(transformer='Scripted'"),
 ]
@@ -436,7 +421,6 @@ def with_blocks(group):
 
 BAD_INPUT = [
     (lambda: apply_cache_on_pipe(Pipe()), TypeError, r"Scripted\b.*CachedBlocks"),
-    (lambda: apply_cache_on_transformer(Scripted()), TypeError, r"Scripted\b.*CachedBlocks"),
     (lambda: apply_cache_on_transformer(Scripted(), adapter=BLOCKS), TypeError, r"adapter .*CachedBlocks\(.*Adapter"),
     (lambda: apply_cache_on_pipe(Pipe(transformer=None)), TypeError, "Pipe.* transformer"),
     (lambda: apply_cache_on_pipe(None), TypeError, "got None"),
@@ -444,7 +428,6 @@ BAD_INPUT = [
     (lambda: cache_report(cached()).plot("steps.png"), ValueError, "steps.png"),
     (lambda: apply_cache(Scripted(), BLOCKS), TypeError, "apply_cache needs residual_diff_threshold="),
     (lambda: CachedBlocks(BlockGroup(("early",))), TypeError, r"groups=BlockGroup\(.*CachedBlocks\(\(BlockGroup"),
-    (lambda: CachedBlocks([BlockGroup(("early",))]), TypeError, r"groups=\[BlockGroup\(.*tuple"),
     (lambda: CachedBlocks(()), ValueError, "at least one BlockGroup"),
     (lambda: CachedBlocks((BlockGroup(("early",)),), conditions="text"), TypeError, r"conditions=\('text',\)"),
     (lambda: BlockGroup("early"), TypeError, r"BlockGroup\(lists='early'\).* lists=\('early',\)"),
@@ -458,14 +441,11 @@ BAD_INPUT = [
         ValueError,
         r"Block .*\('hidden_states', 'enc.*shapes",
     ),
-    (lambda: with_blocks(BlockGroup(("early",))), ValueError, r"Block .*\('hidden_states',\) .*shapes"),
     (cut_tokens_at_first_block, ValueError, r"\(1, 6, 8\).*sharded.*hook"),
     (lambda: cached(policy=lambda seen: None)([1.0, 1.0]), TypeError, "policy .*None"),
     (lambda: cached(compute_steps=[4, 9])([1.0] * 4), ValueError, "compute_steps .*4, 9.* 0 to 3"),
-    (lambda: cached(compute_steps=[-5])([1.0] * 4), ValueError, "compute_steps .*-5.* 0 to 3"),
     (lambda: cached(compute_steps=[True, False])([1.0] * 4), ValueError, "compute_steps .*2 .*4 steps"),
     (lambda: Forecast("x", 0, mean_of_two, "a test"), ValueError, "num_residuals is 0"),
-    (lambda: Forecast("x", True, mean_of_two, "a test"), TypeError, "num_residuals is True"),
     (lambda: Forecast("x", 1, 5, "a test"), TypeError, "weights is 5"),
 ]
 
@@ -497,17 +477,3 @@ def test_policy_reading_numbers_raises_in_graph():
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
     with pytest.raises(RuntimeError, match=r"policy=.*cautious .*& .*\|"):
         pipe([1.0, 1.0])
-
-
-def test_default_thresholds_are_the_published_ones():
-    # These values were read in the sources that the adapters name.
-    published = {
-        "FluxTransformer2DModel": 0.08,
-        "HunyuanVideoTransformer3DModel": 0.06,
-        "HunyuanVideoFramepackTransformer3DModel": 0.06,
-        "CogVideoXTransformer3DModel": 0.025,
-        "MochiTransformer3DModel": 0.035,
-    }
-    for adapter in ADAPTERS:
-        if adapter.blocks is not None:
-            assert adapter.threshold == published.get(adapter.transformer, 0.05)

@@ -23,9 +23,6 @@ NEVER_ASKED = "qwen-image 2.1"
 CACHED = [name for name in PIPELINES if name not in (NEVER_ASKED, UNCACHED)]
 # The default run chooses from the first way to call each model.
 FIRST_WAYS = [name for name in CACHED if "," not in name]
-# These models call the branches of guidance one after the other, and the second half of the ranks computes the second
-# branch.
-GUIDED = ("wan", "qwen-image", "hunyuan 1.5", "lumina2", "helios")
 
 
 def latents(pipe, name):
@@ -106,14 +103,3 @@ def test_parallel_cache_skips_same_steps(rank_pool, name, shape, cache_first):
     for output, decisions in rank_pool.run(generate_cached, 2, name, shape, cache_first):
         assert relative_error(output, expected) < 1e-4
         assert decisions == alone
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", GUIDED)
-def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool, name):
-    expected, alone = cached_alone(name)
-    for output, decisions in rank_pool.run(generate_cached, 2, name, (2, 1, 1)):
-        assert relative_error(output, expected) < 1e-4
-        # All ranks compute the first call if its output cannot be predicted.
-        extra = 0 if name in ("wan", "qwen-image") else 1
-        assert len(alone) // 2 <= len(decisions) <= len(alone) // 2 + extra

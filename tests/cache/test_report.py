@@ -80,14 +80,6 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
     assert (points, computed, others) == ([[2, pytest.approx(0.05)]], [[3, pytest.approx(1.0)]], [[0, 0], [1, 0]])
 
 
-def test_held_back_samples_are_named():
-    pipe = cached()
-    pipe([(1.0, 100.0), (1.2, 100.0), (1.25, 101.0), (1.25, 150.0)], size=(2, 6, 8))
-    lines = str(cache_report(pipe)).splitlines()
-    assert ["held back" in line for line in lines] == [False, False, True, False, True, False]
-    assert lines[2].endswith("cond sample 0") and lines[4].endswith("cond sample 1")
-
-
 def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch, tmp_path):
     monkeypatch.setattr(call_records, "MOST_READINGS", 5)
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.0)

@@ -5,7 +5,6 @@ import re
 import threading
 import warnings
 import weakref
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from diffusers.callbacks import PipelineCallback
 
-from para_core import CacheWarning, apply_cache, model_cache_report, remove_cache, reset_cache
+from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import apply_cache_on_transformer, cache_report, remove_cache_from_pipe
 from para_core.adapters.cache.generation import caching_of
 from para_core.cache.apply import cache_options, require_cache
@@ -87,29 +86,6 @@ def test_branches_have_separate_states(named):
     names = ["cond", "uncond"] if named else ["branch 0", "branch 1"]
     assert verdicts(cache_report(pipe), names[0]) == ["warmup", "hit", "miss"]
     assert verdicts(cache_report(pipe), names[1]) == ["warmup", "miss", "hit"]
-
-
-class InTurn(Pipe):
-    """A pipeline that calls its model in each step for two sets of latents, with one text."""
-
-    def __call__(self, values):
-        self.scheduler.set_timesteps(sigmas=[1 - i / len(values) for i in range(len(values))])
-        outputs, text, latents = [], torch.zeros(1, 3, 8), torch.zeros(1, 6, 8)
-        for t, pair in zip(self.scheduler.timesteps, values, strict=True):
-            for k, value in enumerate(pair):
-                with torch.no_grad(), self.transformer.cache_context("cond") if self.named else nullcontext():
-                    added = torch.tensor([value, 10 * value])
-                    outputs.append(self.transformer(torch.full((1, 6, 8), float(k)), text, added))
-            latents = self.scheduler.step(latents, t, latents, return_dict=False)[0]
-        return outputs
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_tiles_in_a_pipeline_are_computed(named):
-    tiles = [(1.0, 5.0), (1.01, 5.01), (1.02, 5.02)]
-    with pytest.warns(CacheWarning, match="cache_context"):
-        outputs = cached(InTurn(named=named), residual_diff_threshold=1e9)(tiles)
-    assert equal(outputs, InTurn()(tiles))
 
 
 @pytest.mark.parametrize("anew", [False, True])

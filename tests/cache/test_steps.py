@@ -1,10 +1,7 @@
 """Each branch is called once in a time step. Two calls are told apart, or computed with a warning."""
 
-import enum
 import functools
 import random
-import warnings
-import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -30,10 +27,6 @@ from tests.tiny import cpu_mesh, relative_error
 
 OPTIONS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 2}
 NUM_STEPS = 9
-
-
-class How(enum.Enum):
-    WHOLE, SKIP = 0, 1
 
 
 @dataclass
@@ -67,9 +60,8 @@ class Video(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(5))
         self.perturb = False
 
-    def forward(self, x, text, time, setting=None, positions=None):
+    def forward(self, x, text, time, setting=None):
         time = self.clock(time[:, None])[:, None]
-        x = x if positions is None else x + positions
         for i, block in enumerate(self.blocks):
             x = block(x, time, text, self.perturb and i == 2)
         return x
@@ -107,13 +99,10 @@ FLAGS = {
     "bool": lambda on: on,
     "list": lambda on: [2] if on else None,
     "int": lambda on: 2 if on else None,
-    "enum": lambda on: How.SKIP if on else How.WHOLE,
-    "dict": lambda on: {"layers": [2]} if on else {},
     "dataclass": lambda on: Perturbation((2,) if on else ()),
     "object, changed in place": lambda on: mutated([2] if on else []),
     "closure": closure,
     "partial": lambda on: functools.partial(bool, on),
-    "float": lambda on: 0.5 if on else 0.0,
     "mask": lambda on: torch.full((1,), float(on)),
     "numpy": lambda on: np.full(2, on),
 }
@@ -181,15 +170,12 @@ def test_call_that_differs_in_an_attribute_is_computed(order):
         denoise(cached_video(), ORDERS["perturbed first"], None, perturbed_from=2)
 
 
-def denoise_tiles(model, tiles, texts=(TEXT,), named=False, positions=None):
+def denoise_tiles(model, tiles, texts):
     xs = list(tiles)
     for step in range(NUM_STEPS):
         time = torch.tensor([1 - step / NUM_STEPS])
         for k, x in enumerate(xs):
-            out = []
-            for j, text in enumerate(texts):
-                with cache_context(model, f"{k} {j}") if named else nullcontext():
-                    out.append(model(x, text, time, positions=None if positions is None else positions[k]))
+            out = [model(x, text, time) for text in texts]
             xs[k] = x - 0.02 * (3 * out[0] - 2 * out[-1])
     return xs
 
@@ -205,23 +191,6 @@ def test_tiles_in_turn_are_computed(num_tiles, spread, texts):
         for x, wanted in zip(denoise_tiles(model, tiles, texts), exact, strict=True):
             assert torch.equal(x, wanted)
     assert set(verdicts(model_cache_report(model))) == {"warmup", "repeated"}
-
-
-@pytest.mark.parametrize("by_position", [False, True])
-def test_tiles_that_are_told_apart_equal_loops_of_their_own(by_position):
-    tiles = [noise(1, 7, 16, seed=seed) for seed in range(3)]
-    positions = [noise(1, 7, 16, seed=10 + seed) for seed in range(3)] if by_position else None
-    expected = []
-    for k, tile in enumerate(tiles):
-        alone = cached_video()
-        expected += denoise_tiles(alone, [tile], positions=None if positions is None else [positions[k]])
-    model = cached_video()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore" if by_position else "error", ".*positions")
-        xs = denoise_tiles(model, tiles, named=not by_position, positions=positions)
-    for x, wanted in zip(xs, expected, strict=True):
-        assert torch.equal(x, wanted)
-    assert model_cache_report(model).hits == 3 * 6
 
 
 def denoise_alone(model, times=None, x=X):
@@ -301,23 +270,6 @@ def test_third_call_of_a_compiled_model(in_place):
         # The branches of a graph share one state, so all calls are computed.
         expected = denoise(build_video(), *settings)
     assert relative_error(denoise(model, *settings), expected) < 1e-6
-
-
-def test_one_branch_of_a_compiled_model_is_skipped():
-    torch._dynamo.reset()
-    expected = denoise_alone(cached_video())
-    compiled = torch.compile(cached_video(), backend="eager", fullgraph=True)
-    assert relative_error(denoise_alone(compiled), expected) < 1e-6
-    assert relative_error(denoise_alone(build_video()), expected) > 1e-4
-
-
-def test_large_arguments_are_not_kept():
-    model = cached_video()
-    latents = torch.randn(1 << 12, 7, 16)
-    kept = weakref.ref(latents)
-    model(latents, TEXT, torch.ones(1))
-    del latents
-    assert kept() is None
 
 
 class OfAny(Video):

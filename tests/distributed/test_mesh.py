@@ -344,33 +344,3 @@ def device_types():
 
 def test_build_for_cuda_without_gpu_uses_cpu(rank_pool):
     assert rank_pool.run(device_types, 2) == [("cpu", "cpu")] * 2
-
-
-def nccl_options_of_a_group():
-    """Return the options and the device that torch's function gets for an NCCL group, after torch assigned a group to
-    split.
-    """
-    c10d, calls, assigned = dist.distributed_c10d, [], {"split_from": "of C++"}
-
-    class Options:
-        split_from = property(lambda _: assigned["split_from"], lambda _, group: assigned.update(split_from=group))
-        lazy_init = False
-
-    def record(*args, **kwargs):
-        kwargs["backend_options"].split_from = "the default group"
-        calls.append(kwargs)
-        return mock.Mock(), None
-
-    world = mock.Mock(pg_map=c10d._world.pg_map, default_pg=dist.group.WORLD, pg_group_ranks={})
-    with (
-        mock.patch.object(dist, "ProcessGroupNCCL", mock.Mock(Options=Options), create=True),
-        mock.patch.object(c10d, "_new_process_group_helper", record),
-        mock.patch.object(c10d, "_world", world),
-    ):
-        find_or_make_group("of NCCL", [dist.get_rank()], backend="cpu:gloo,cuda:nccl", timeout=timedelta(seconds=7))
-    options = calls[0]["backend_options"]
-    return assigned["split_from"], options.lazy_init, options._timeout, calls[0].get("device_id")
-
-
-def test_partial_nccl_group_is_not_split_from_default(rank_pool):
-    assert rank_pool.run(nccl_options_of_a_group, 1) == [("of C++", True, timedelta(seconds=7), None)]

@@ -12,7 +12,7 @@ from torch import nn
 
 from para_core.instance.modules import ModuleTree
 from para_core.instance.private_class import original_class
-from para_core.instance.record import emptied_during, empty_slot, fill_slot, is_filled, restored_on_failure, slot_owner
+from para_core.instance.record import empty_slot, fill_slot, is_filled, slot_owner
 from para_core.instance.slots import Slot
 
 
@@ -104,30 +104,6 @@ def test_fillings_with_names_share_a_slot():
     assert one("hi") == 2 * "hi x!"
 
 
-def test_failure_restores_slots_and_owners():
-    one, plain = Greeter(), Greeter()
-    fill_slot(one, Slot.PLAN, {"__call__": twice}, owner="plan")
-    with pytest.raises(KeyError), restored_on_failure([one, plain]):
-        empty_slot(one, Slot.PLAN)
-        fill_slot(plain, Slot.CACHE, {"__call__": twice})
-        raise KeyError
-    assert slot_owner(one, Slot.PLAN, str) == "plan"
-    assert (one("hi"), plain("hi")) == (2 * "hi x!", "hi x!")
-    assert type(plain) is Greeter
-
-
-def test_what_has_no_attributes_has_no_slots():
-    class Slotted:
-        __slots__ = ("name",)
-
-    for instance in (None, "text", 3, Slotted()):
-        assert not is_filled(instance, Slot.PLAN)
-        assert slot_owner(instance, Slot.PLAN, object) is None
-        empty_slot(instance, Slot.PLAN)
-    with pytest.raises(TypeError, match=r"Slotted.*__slots__"):
-        fill_slot(Slotted(), Slot.PLAN, {"__init__": twice})
-
-
 def test_instances_run_their_own_slots_of_each_method():
     class Replaced(Scaled):
         def forward(self, x):
@@ -147,15 +123,6 @@ def test_instances_run_their_own_slots_of_each_method():
     assert type(first) is not Replaced
     empty_slot(first, Slot.PLAN)
     assert bound(ONE) == 5
-
-
-def test_slots_that_are_kept_stay_filled():
-    one = filled(Greeter, PLAN=twice, CACHE=twice)
-    with emptied_during([one], keep={Slot.CACHE}):
-        assert one("hi") == 2 * "hi x!"
-    with emptied_during([one]):
-        assert type(one) is Greeter
-    assert one("hi") == 4 * "hi x!"
 
 
 @pytest.mark.parametrize("cls", [Greeter, Scaled])

@@ -31,11 +31,6 @@ def return_other_tensors(pipe, step, timestep, tensors):
     return {"latents": tensors["latents"] * 0.9, "prompt_embeds": tensors["prompt_embeds"].flip(1)}
 
 
-def replace_in_the_dict(pipe, step, timestep, tensors):
-    tensors["latents"] = tensors["latents"] + step
-    return tensors
-
-
 def stop_after_two_steps(pipe, step, timestep, tensors):
     pipe._interrupt = step >= 1
     assert pipe.interrupt == (step >= 1)
@@ -53,7 +48,7 @@ def add_noise(pipe, step, timestep, tensors):
     return {"latents": tensors["latents"] + 0.1 * (torch.randn(1, generator=GENERATOR) + torch.randn(1))}
 
 
-CHANGES = (scale_in_place, scale_by_numpy, return_other_tensors, replace_in_the_dict)
+CHANGES = (scale_in_place, scale_by_numpy, return_other_tensors)
 CHANGES += (stop_after_two_steps, guide_less_at_half, add_noise)
 
 

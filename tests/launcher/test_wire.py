@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-from para_core.launcher.pickling import generators_in
 from para_core.launcher.wire import Body, Channel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint8)
@@ -65,12 +64,3 @@ def test_images_arrive(travel):
         arrived = travel(image)
         assert (arrived.mode, arrived.size, arrived.info) == (mode, (300, 200), {"dpi": (72, 72)})
         assert arrived.tobytes() == image.tobytes()
-
-
-def test_generators_arrive_with_their_state(travel):
-    generator = torch.Generator().manual_seed(4)
-    torch.rand(5, generator=generator)
-    first, second = travel([generator, generator])
-    assert first is second
-    assert torch.equal(torch.rand(3, generator=first), torch.rand(3, generator=generator))
-    assert generators_in(((first, [generator, first]), {"x": {"y": generator}})) == [first, generator]

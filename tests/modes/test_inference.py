@@ -74,14 +74,6 @@ def test_verdict_equals_exhaustive_comparison_on_every_rank(infer, data, segment
     assert extra or len(verdicts) == 1, "ranks whose parts are of one sequence find the same, or all raise"
 
 
-@pytest.mark.parametrize("infer", INFER)
-def test_some_of_the_sequences_fit_nothing(infer):
-    segments = tuple(Segment("x", total) for total in (10, 200, 4000))
-    assert infer(2105, segments, 0, 2, kind="query", ordered=False).segments == segments
-    with pytest.raises(ValueError, match=r"query has 105 .*fits nothing.*all in the order.*cp\.using"):
-        infer(105, segments, 0, 2, kind="query", ordered=False)
-
-
 def test_total_of_a_block_mask_finds_one_sequence():
     x, y, other = Segment("x", 10), Segment("y", 200), Segment("z", 20)
     for total in (200, 30):  # A sequence of 30 was not sharded: it has equal parts.
@@ -89,10 +81,3 @@ def test_total_of_a_block_mask_finds_one_sequence():
     for segments, total in (((x, x), 10), ((x, other), 30)):
         with pytest.raises(ValueError, match=r"cp\.shard\(block_mask, sequence="):
             layout_of_total(total, segments, 2, kind="query")
-
-
-def test_error_lists_some_of_many_sequences():
-    segments = tuple(Segment("x", 10 * i) for i in range(1, 41))
-    with pytest.raises(ValueError, match=r"key has 3 .*40 of 80, ….*cp\.using") as error:
-        sequence_of_length(3, segments, 0, 2, kind="key", ordered=False)
-    assert len(str(error.value)) < 1000

@@ -22,7 +22,6 @@ from para_core import (
     UnifiedAttnMode,
     init_context_parallel_mesh,
 )
-from para_core.distributed.mesh import one_rank
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.outcomes import outcome
 from tests.tiny import cpu_mesh
@@ -276,16 +275,6 @@ def test_two_threads_have_modes_and_meshes_of_their_own(rank_pool):
         for index, outs in enumerate(both):
             assert all(relative_error(out, on_one_device(13 + index, seed=index)) < 1e-5 for out in outs)
         assert restored, "a switch of torch was left as the other thread had it"
-
-
-def test_disabled_fast_path_stays_disabled():
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with UnifiedAttnMode(one_rank("cpu")), UnifiedAttnMode(one_rank("cpu")):
-            assert not torch.backends.mha.get_fastpath_enabled()
-        assert not torch.backends.mha.get_fastpath_enabled()
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
 
 
 # -- Which sequence a tensor belongs to.

@@ -11,23 +11,16 @@ from benchmarks.planner.published_models import PUBLISHED, counted_workload, pub
 from para_core.adapters import plan_mesh
 from para_core.adapters.planner.count import bytes_of, count_call, without_data
 from para_core.adapters.planner.inputs import INPUTS
-from para_core.adapters.planner.plan_mesh import predict_bytes, workload_of
+from para_core.adapters.planner.plan_mesh import workload_of
 from para_core.adapters.planner.published import find_published, published_workload
 from para_core.adapters.planner.work import GenerationSizes
 from tests.tiny import flux_pipe
 from zoo.tiny.transformers.registry import MODELS
 
-# The first tiny model of each class that has planner inputs.
-TINY = {model.cls: name for name, model in reversed(MODELS.items()) if model.cls in INPUTS}
-# CogVideoX's positions are learned for one size; Mochi remains as a model whose samples are in one batch.
-del TINY["CogVideoXTransformer3DModel"]
-QUICK = ("FluxTransformer2DModel", "WanTransformer3DModel")
 SIZES = GenerationSizes(height=64, width=96, frames=9, text=5, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, id=cls, marks=[] if cls in QUICK else pytest.mark.long) for cls, name in TINY.items()]
-)
+@pytest.mark.parametrize("name", ["flux", "wan"])
 def test_counts_of_a_model_equal_those_with_data(name):
     model = MODELS[name].build().eval()
     inputs = INPUTS[type(model).__name__](model.config, SIZES)
@@ -106,18 +99,6 @@ def test_a_pipeline_is_planned_for_at_its_own_defaults():
     assert not best.problem and best.shape.ranks == 3
 
 
-def test_bytes_of_any_size_follow_from_two():
-    pipe = flux_pipe()
-    fixed, per_pixel = predict_bytes(pipe, {"ulysses": 2})
-    for side in (768, 2048):
-        memory = next(
-            row.memory for row in plan_mesh(pipe, ranks=2, height=side, width=side).rows if row.shape.ulysses == 2
-        )
-        assert fixed + per_pixel * side * side == pytest.approx(memory, rel=0.02)
-    assert predict_bytes(pipe, {"ulysses": 2}, quantize="int8")[0] < fixed
-    assert predict_bytes(pipe, {"ring": 1}, text_encoders="offload")[0] < fixed
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -125,26 +106,21 @@ def test_bytes_of_any_size_follow_from_two():
         ({"pipe_or_name": object()}, TypeError, "has no transformer"),
         ({"height": -1}, ValueError, r"height .*-1; "),
         ({"ranks": 0}, ValueError, "ranks .*0; "),
-        ({"ranks": 2.0}, ValueError, "ranks .*2.0; expected a positive integer"),
         ({"steps": 0}, ValueError, "steps .*0; "),
         ({"device": "TPU v5"}, ValueError, "device .*'TPU v5'; .*H100"),
         ({"link": "string"}, ValueError, "link .*'string'; .*nvlink"),
-        ({"between": 10}, TypeError, "link .*10; .*'nvlink'"),
         ({"ranks_per_host": -8}, ValueError, "ranks_per_host .*-8; "),
         ({"frames": 81}, ValueError, r"frames .*81, .*FLUX\.1-dev "),
         ({"height": 8}, ValueError, r"1024 × 8 .*FLUX\.1-dev; .*16 × 16"),
         ({"weights": "stages"}, ValueError, "weights .*'stages'; .*'replicate', 'fsdp', 'tensor'"),
         ({"weights": "fsdp", "offload": "blocks"}, ValueError, "weights .*'fsdp' with offload 'blocks'"),
         ({"weights": "tensor", "mesh": {"ring": 2}}, ValueError, "'ring=2' and weights 'tensor'"),
-        ({"weights": "fsdp", "mesh": {"tensor": 2}}, ValueError, "'tensor=2' and weights 'fsdp'"),
         ({"quantize": "int4"}, ValueError, "quantize .*'int4'; .*'int8'"),
-        ({"weights": "fsdp", "mesh": {"batch": 2}}, ValueError, "'batch=2' and weights 'fsdp'"),
         ({"offload": "disk"}, ValueError, "offload .*'disk'; .*'blocks', 'model'"),
         ({"mesh": {"rings": 2}}, ValueError, "mesh .*'rings=2'; .*ring, ulysses"),
         ({"mesh": {"ring": 0}}, ValueError, "mesh has 'ring=0'"),
         ({"mesh": {"ring": 2, "ulysses": 1}, "ranks": 4}, ValueError, "mesh is too small"),
         ({"memory": -1.0}, ValueError, "memory .*-1.0; "),
-        ({"memory": float("nan")}, ValueError, "memory .*nan; "),
     ],
 )
 def test_unplannable_arguments_raise(arguments, error, words):

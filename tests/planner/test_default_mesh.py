@@ -8,14 +8,13 @@ import torch.distributed as dist
 
 from para_core.adapters import default_mesh, features, parallelize_pipe
 from para_core.adapters.default_mesh import MeshChoice
-from para_core.adapters.inspect.guidance import default_guidance, number_of_heads
+from para_core.adapters.inspect.guidance import default_guidance
 from para_core.adapters.planner import default_mesh as chooser
 from para_core.adapters.planner.default_mesh import choose_default_mesh, choose_mesh
 from para_core.plans.region import region_of
 from tests.gpus import gpu_named
 from tests.tiny import flux_call, flux_pipe, relative_error
 from zoo.tiny.pipelines import PIPELINES
-from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
 
 @pytest.mark.parametrize(
@@ -25,22 +24,17 @@ from zoo.tiny.pipelines.unet import UNET_PIPELINES
         (8, 2, True, (2, 2, 2, 1), {}),
         (16, 12, False, (1, 2, 8, 1), {}),
         (6, 24, True, (2, 1, 3, 1), {}),
-        (7, 3, False, (1, 7, 1, 1), {}),
-        (2, 1, True, (2, 1, 1, 1), {}),
         (1, 24, True, (1, 1, 1, 1), {}),
         (4, None, False, (1, 1, 4, 1), {}),
         # Ulysses stays on a host, and each host has one branch of guidance.
         (16, 24, False, (1, 2, 8, 1), {"ranks_per_host": 8}),
         (16, 24, True, (2, 1, 8, 1), {"ranks_per_host": 8}),
-        (8, 24, False, (1, 1, 8, 1), {"ranks_per_host": 8}),
         # FSDP2 shards weights over the ranks of one branch.
         (2, 24, True, (1, 1, 2, 1), {"weights": "fsdp"}),
-        (4, 24, True, (2, 1, 2, 1), {"weights": "fsdp"}),
         (2, 1, True, (1, 2, 1, 1), {"weights": "fsdp"}),
         # The tensor dim has the fewest ranks that divide the heads. No size divides both 5 ranks and 24 heads.
         (4, 24, True, (2, 1, 1, 2), {"weights": "tensor"}),
         (8, 4, False, (1, 2, 2, 2), {"weights": "tensor"}),
-        (6, 3, False, (1, 2, 1, 3), {"weights": "tensor"}),
         (5, 24, False, (1, 1, 5, 1), {"weights": "tensor"}),
     ],
 )
@@ -52,17 +46,9 @@ def test_guidance_comes_first_then_heads_then_the_ring(ranks, heads, guided, sha
         assert bool(re.search(r"8 .*host", choice.reason)) == (ranks > 8)
 
 
-def test_heads_and_growing_guidance_are_known():
-    assert default_guidance(UNET_PIPELINES["svd"].build(), None) == "guidance_scale is 3.0 by default"
-    # A model with fewer key heads may repeat them for its calls.
-    assert number_of_heads(flux_pipe().transformer) == 4
-    assert number_of_heads(PIPELINES["wan"].build().transformer) == 3
-
-
 # These tiny pipelines are called with their default scales. The entry says what is special.
 CALLED = [
     *[(name, {}) for name in ("hunyuan", "hunyuan 1.5", "ltx2", "auraflow", "flux2 klein")],
-    ("flux2 klein", {"is_distilled": True}),
     ("flux2 klein, inpainting", {"is_distilled": True}),
     ("wan animate, replacing", {}),
 ]

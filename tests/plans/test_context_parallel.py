@@ -4,7 +4,6 @@ import diffusers
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from para_core import ContextParallelConfig, ParallelConfig, apply_context_parallel, remove_context_parallel
@@ -22,18 +21,12 @@ def call(transformer):
         return transformer(**MODELS["wan"].inputs(3, 6, 10), return_dict=False)[0]
 
 
-def mesh_of_more_dims():
-    return init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("fsdp", "ring", "ulysses"))
-
-
 CONFIGS = {
     "Ulysses": lambda: ContextParallelConfig(ulysses_degree=2),
-    "ring": lambda: ContextParallelConfig(ring_degree=2),
     "ring, gathered": lambda: ContextParallelConfig(ring_degree=2, rotate_method="allgather"),
     "ring, in two dims": lambda: ContextParallelConfig(ring_degree=2, rotate_method="2d"),
     "inside a ParallelConfig": lambda: ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2)),
     "a mesh": lambda: ContextParallelConfig(mesh=cpu_mesh(2, 1)),
-    "a mesh of more dims": lambda: ContextParallelConfig(ulysses_degree=2, mesh=mesh_of_more_dims()),
     "theirs, Ulysses": lambda: diffusers.ParallelConfig(
         context_parallel_config=THEIRS(ulysses_degree=2, ulysses_anything=True)
     ),

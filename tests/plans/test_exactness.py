@@ -314,13 +314,10 @@ EXAMPLES = {
         lambda: [flux_inputs(*s) for s in ((63, 13), (1, 1), (10, 5))],
     ),
     "rows": Example(OfRows, ROWS, lambda: rows(8, 11, 2), learns=True),
-    "rows, few": Example(OfRows, ROWS, lambda: rows(4, 7, 1)),
     "heads": Example(lambda: OfHeads(4, 3), HEADS, lambda: [[noise(2, num, 20)] for num in (7, 3)]),
     # A segment of fewer than two tokens per rank is replicated.
     "cached heads": Example(lambda: OfHeads(5, 5), CACHED_HEADS, lambda: chunks(9, 1, 3)),
-    "cached heads, short": Example(lambda: OfHeads(5, 5), CACHED_HEADS, lambda: chunks(1, 11, 2)),
     "fused, parts first": fused(2, 3),
-    "fused, a tuple": fused(2, (3,)),
     "fused, heads first": fused(3, 1),
     "checkpoint, reentrant": checkpointed("reentrant"),
     "checkpoint, diffusers": checkpointed("diffusers"),
@@ -330,7 +327,7 @@ CASES = [
     *[(name, (1, 2), "no") for name in EXAMPLES if name != "rows"],
     *[(name, (2, 1), "no") for name in ("heads", "checkpoint, inside", "checkpoint, reentrant")],
     # On these meshes (ring × Ulysses) neighbours are in one group, in the other, or in both.
-    *[(name, shape, "no") for name in ("rows", "cached heads", "cached heads, short") for shape in ((3, 1), (2, 2))],
+    *[(name, shape, "no") for name in ("rows", "cached heads") for shape in ((3, 1), (2, 2))],
     ("cut inside", (1, 2), "whole"),
     ("cut inside", (2, 1), "blocks replaced"),
 ]

@@ -21,13 +21,11 @@ from para_core.adapters import (
 )
 from para_core.plans.attention_check import AttentionCheck
 from para_core.verify import verification
-from tests.adapters.test_transformers import SIZES, call
 from tests.modes.outcomes import logged
 from tests.plans.test_attention_check import HandMade
 from tests.plans.test_foreign_code import FirstTokens, Subclass, as_class
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
-from zoo.tiny.transformers.registry import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")
 
@@ -188,23 +186,3 @@ def test_missing_memory_is_said_once_on_every_rank(rank_pool):
         expected = flux_transformer()(**flux_inputs(13, 5)).sample
     for results in rank_pool.run(short_of_memory, 2):
         assert all(relative_error(out, expected) < 1e-5 for out in results)
-
-
-def verify_models(names):
-    texts = {}
-    for name in names:
-        heartbeat()
-        transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2), verify=True)
-        with logged(verification.__name__, logging.INFO) as of_model:
-            call(transformer, name, SIZES[0])
-        texts[name] = len(of_model)
-    return texts
-
-
-# These models have key caches among their arguments, rows, heads per rank, or masks.
-VERIFIED_MODELS = ["anyflow far", "sana", "mochi", "qwen-image, masked"]
-
-
-def test_models_of_other_structures_are_verified_without_a_warning(rank_pool):
-    texts, *_ = rank_pool.run(verify_models, 2, VERIFIED_MODELS)
-    assert texts == dict.fromkeys(VERIFIED_MODELS, 1)
