@@ -27,12 +27,6 @@ def as_program(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def under_torchrun(script: Path) -> str:
-    """Run ``script`` on two ranks under torchrun, and return their output."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return as_program(*command, script, cwd=script.parent)
-
-
 def run_script(script, arguments, environment):
     """Run ``script`` on this rank, or on rank 0 alone if ``environment`` is None. Return its output."""
     rank = dist.get_rank()

@@ -1,25 +1,9 @@
-"""The ways of benchmarks/cache skip steps, and the forecast FoCa is that of its paper."""
+"""The forecast FoCa is that of its paper."""
 
 import pytest
 import torch
 
-from benchmarks.cache import ways
-from benchmarks.cache.judged import images_of, judge
 from para_core.cache.forecasts import FOCA
-
-STEPS = 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "skips"), [(ways.ours(0.0), False), (ways.forecast(0.5), True), (ways.sea_cache(0.9), True)]
-)
-def test_way_skips_steps_and_generates_nearly_the_same(way, skips):
-    images, cost = images_of(way, STEPS, 1)
-    judged = judge(images, images_of(ways.NO_CACHE, STEPS, 1)[0])
-    assert (cost["computed"] < [STEPS]) == skips
-    assert (judged["psnr"] == [100.0]) == (not skips)
-    assert judged["psnr"][0] > 10
 
 
 def test_foca_equals_its_equations():

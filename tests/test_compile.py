@@ -77,7 +77,6 @@ LENGTHS = [12, 12, 13, 7, 9, 30, 12]
         ("made inside", [(1, 2)], LENGTHS, "eager"),
         ("made outside", [(2, 1)], LENGTHS, "eager"),
         ("around", [(2, 1)], [12, 12], "inductor"),
-        pytest.param("around", [(2, 2)], LENGTHS, "inductor", marks=pytest.mark.long),
     ],
 )
 def test_lengths_and_meshes_are_right_and_cost_few_graphs(rank_pool, form, meshes, lengths, backend):

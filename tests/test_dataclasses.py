@@ -99,11 +99,3 @@ def test_value_is_read_again_and_other_texts_are_refused():
             from_json(Share, text)
     with pytest.raises(TypeError, match="Tensor"):
         to_json(Record("a", Share(0.5, 1), torch.zeros(1)))
-
-
-def test_dynamo_traces_the_writing():
-    @torch.compile(backend="eager", fullgraph=True)
-    def scale(x):
-        return x * len(to_json(Record("a", Share(0.5, 1), None, torch.int8)))
-
-    assert scale(torch.ones(1)).item() == len(to_json(Record("a", Share(0.5, 1), None, torch.int8)))

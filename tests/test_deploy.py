@@ -65,27 +65,3 @@ def test_health_check_and_probes_ask_the_route_that_knows(ready, code, status):
         for name in ("startupProbe", "readinessProbe"):
             path = CONTAINER[name]["httpGet"]["path"]
             assert test_server.ask(port, None, method="GET", path=path, Host="10.0.0.7:8000")[0] == status
-
-
-def test_volumes_ports_and_variables_of_compose_and_manifest_agree():
-    volumes, (port,) = set(json.loads(instructions("VOLUME")[0])), instructions("EXPOSE")
-    assert {volume.partition(":")[2] for volume in SERVICE["volumes"]} == volumes
-    assert COMPOSE["volumes"].keys() == {volume.partition(":")[0] for volume in SERVICE["volumes"]}
-    assert SERVICE["ports"] == [f"{port}:{port}"]
-    assert {each["name"]: each["containerPort"] for each in CONTAINER["ports"]} == {"http": int(port)}
-    service = MANIFESTS["Service", "para-core"]["spec"]
-    assert service["ports"][0]["targetPort"] == "http"
-    assert service["selector"] == POD["metadata"]["labels"]
-    assert MANIFESTS["Deployment", "para-core"]["spec"]["selector"]["matchLabels"] == POD["metadata"]["labels"]
-    named = {volume["name"]: volume for volume in POD["spec"]["volumes"]}
-    mounted = {mount["mountPath"]: named[mount["name"]] for mount in CONTAINER["volumeMounts"]}
-    assert mounted.pop("/dev/shm")["emptyDir"]["medium"] == "Memory"
-    assert mounted.keys() == volumes
-    claims = {volume["persistentVolumeClaim"]["claimName"] for volume in mounted.values()}
-    assert claims == {name for kind, name in MANIFESTS if kind == "PersistentVolumeClaim"}
-    ranks = CONTAINER["args"][CONTAINER["args"].index("--ranks") + 1]
-    assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(ranks)
-    secrets = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in CONTAINER["env"]}
-    required = {name: value.startswith(f"${{{name}:?") for name, value in SERVICE["environment"].items()}
-    assert {name: not secret.get("optional", False) for name, secret in secrets.items()} == required
-    assert len({secret["key"] for secret in secrets.values()}) == len(secrets)

@@ -4,9 +4,7 @@ import json
 import os
 
 import pytest
-import torch
 
-from benchmarks.gpu import two_ranks
 from benchmarks.gpu.runner import SECTIONS
 from benchmarks.harness import read_results
 from tests.simulated_gpu.__main__ import reports, run
@@ -76,14 +74,3 @@ def test_section_runs_to_its_end(check, section):
     # Triton runs the kernels, by its interpreter.
     assert {row["form"] for row in content["rows"] if "form" in row} <= {"Triton"}
     assert found == []
-
-
-def rows_of(part):
-    return list(two_ranks.rows_of_part(torch.device("cpu"), part))
-
-
-def test_pipelines_on_two_ranks_equal_one(rank_pool):
-    part = "PipeFusion, failed callback"
-    for rows in rank_pool.run(rows_of, 2, part):
-        assert [row["step"] for row in rows] == [*two_ranks.PARTS[part]]
-        assert {row["verdict"] for row in rows} == {"ok"}, rows

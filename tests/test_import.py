@@ -35,16 +35,6 @@ def test_import_of_para_core_changes_nothing_of_others():
     assert changes["exit hooks"] == ["time.sleep"]
 
 
-def test_the_observer_sees_changes():
-    report = observe("tests.import_with_changes")
-    assert "torch.distributed.distributed_c10d._hash_ranks_to_str" in report["attributes"]
-    assert {"torch.nn.Linear.forward", "torch.nn.Conv1d's name"} <= set(report["attributes"])
-    key = "TESTING_ONLY_GenericMode"
-    assert report["registrations"] == [f"aten::scaled_dot_product_attention {key}", f"fallback {key}"]
-    assert report["process"] == ["environment", "get_default_dtype()", "hooks", "logger torch"]
-    assert len(report["warning filters"]) == len(report["exit hooks"]) == 1
-
-
 WITHOUT_OPTIONAL_PACKAGES = """
 import builtins, sys
 

@@ -88,12 +88,6 @@ def test_every_room_has_a_layer_and_imports_none_above_it():
     assert not upwards, "\n".join(upwards)
 
 
-def test_an_upward_import_inside_a_function_is_seen(tmp_path):
-    path = tmp_path / "late.py"
-    path.write_text("def f():\n    from para_core.adapters.parallel.parallelize import parallelize_pipe\n")
-    assert [str(target) for target, _ in imported_by(path)] == ["adapters/parallel/parallelize.py"]
-
-
 def test_imports_of_files_have_no_cycle():
     """Check that files of one folder have no import cycle at import time."""
     for top in ("adapters", "fleet", "cli"):

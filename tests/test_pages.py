@@ -1,9 +1,5 @@
 """Tables of pages equal the JSON that a program of benchmarks/ wrote, and tables of refusals those of the code."""
 
-import ast
-from importlib import import_module
-from importlib.util import find_spec
-
 import pytest
 
 from benchmarks import pages
@@ -20,18 +16,6 @@ from zoo.tiny.transformers.registry import MODELS
 @pytest.mark.parametrize("page", pages.PAGES)
 def test_tables_equal_the_results(page):
     assert pages.render(page) == (ROOT / page).read_text(), "run python -m benchmarks.pages"
-
-
-@pytest.mark.slow
-def test_late_imports_of_programs_exist():
-    pytest.importorskip("ray")
-    for file in sorted((ROOT / "benchmarks").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("para_core", "benchmarks"):
-                module = import_module(node.module)
-                for name in (alias.name for alias in node.names):
-                    is_module = find_spec(f"{node.module}.{name}") if hasattr(module, "__path__") else None
-                    assert is_module or hasattr(module, name), (file, node.module, name)
 
 
 def test_every_check_has_a_row_with_its_phases_and_error():

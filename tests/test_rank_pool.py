@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import re
-import signal
 import sys
 import time
 import warnings
@@ -103,22 +102,6 @@ def test_exceptions_are_raised_or_returned_and_the_pool_recovers(pool):
     assert check_works(pool)[1] == pids
 
 
-def test_function_that_ranks_cannot_import_is_refused(pool, tmp_path, monkeypatch):
-    check_works(pool)
-    for fn in (lambda: None, time.sleep.__call__):
-        with pytest.raises(TypeError, match="top level"):
-            pool.run(fn, 2)
-    # The ranks have started, so they do not see this folder.
-    (tmp_path / "of_the_test_alone.py").write_text("def never_runs(): pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import of_the_test_alone
-
-    with pytest.raises(RankPoolError, match="No module named 'of_the_test_alone'") as caught:
-        pool.run(of_the_test_alone.never_runs, 2)
-    assert list(caught.value.errors) == [0, 1]
-    check_works(pool)
-
-
 def wait_for_the_others():
     dist.barrier()
 
@@ -163,19 +146,6 @@ def test_failure_of_one_rank_shows_every_stack(pool, how, error, message, words)
     assert words in first and "in wait_for_the_others" not in first
     assert "in wait_for_the_others" in second
     check_works(pool)
-
-
-def test_death_between_jobs_is_reported_by_the_next(pool):
-    check_works(pool)
-    os.kill(pool.pids(2)[1], signal.SIGKILL)
-    with pytest.raises(RankDied, match=r"rank 1 died .* exit code -9 \(SIGKILL\)"):
-        check_works(pool)
-    pids = check_works(pool)[1]
-    pool.close()
-    assert pool.pids(2) == []
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 def slow_backend(graph, inputs):

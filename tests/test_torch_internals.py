@@ -77,13 +77,6 @@ def test_no_other_module_uses_a_private_name_of_torch():
     assert lines and not re.search("fsdp|_inductor|_composable", " ".join(lines))
 
 
-def test_the_search_sees_private_names():
-    source = "import torch\nfrom torch.utils import _pytree as tree\nx = torch._C._nn._parse_to\ny = tree.tree_map\n"
-    source += "z = torch.__version__, y._version"
-    names = {"torch.utils._pytree", "torch._C._nn._parse_to", "torch._C._nn", "torch._C", "_version"}
-    assert private_names(source) == names
-
-
 class Watch(TorchFunctionMode):
     def __init__(self):
         super().__init__()

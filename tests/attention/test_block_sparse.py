@@ -63,7 +63,6 @@ CASES = [
         (2, 2, 0.4, {"rotate_method": "gathered"}),
         (1, 3, 0.0, {}),
         (2, 1, 0.4, {"attn_func": own_attention}),
-        pytest.param(2, 1, 1.0, {}, marks=pytest.mark.long),
     ],
 )
 def test_block_mask_equals_dense_mask(rank_pool, ring, ulysses, share, options, learns):

@@ -2,7 +2,6 @@
 call.
 """
 
-from itertools import product
 from unittest import mock
 
 import pytest
@@ -241,11 +240,6 @@ COMPILED = [
         (1, 3, False, "aot_eager", {}),
         (1, 2, False, "aot_eager", {"attn_func": own_attention}),
         pytest.param(2, 1, True, "aot_eager", {}, id="gradient"),
-        *[
-            pytest.param(4, 1, learns, "aot_eager", {"rotate_method": method}, marks=pytest.mark.long)
-            for method, learns in product(ROTATE_METHODS, [False, True])
-        ],
-        *[pytest.param(2, 1, learns, "inductor", {}, marks=pytest.mark.long) for learns in (False, True)],
     ],
 )
 def test_a_call_in_one_graph_equals_one_device(rank_pool, ring, ulysses, learns, compile_with, options):

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from benchmarks.pipelines.traffic import CountedAttention, Tokens, bytes_of_attention
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.adapters.planner.mesh import MeshShape
-from para_core.attention.grid_shape import choose_grid
 from tests.attention.cases import make_mesh
 from tests.attention.one_device import make_qkv
 from tests.attention.test_traffic import Traffic, sizes
@@ -17,15 +16,15 @@ from tests.attention.test_traffic import Traffic, sizes
 B, H, D, E = 2, 5, 8, 4
 
 
-def count(ring, num_text, heads=H, kv_heads=H):
+def count(ring, num_text):
     mesh = make_mesh(ring, 1)
     layout = SequenceLayout((Segment("text", num_text, replicated=True), Segment("image", 13)), ring)
-    qkv = [x.requires_grad_() for x in make_qkv(layout.size(mesh.get_rank()), heads, D, B=B, H_kv=kv_heads)]
+    qkv = [x.requires_grad_() for x in make_qkv(layout.size(mesh.get_rank()), H, D, B=B)]
     counted = []
     with UnifiedAttnMode(mesh, layout=layout, assume_equal=True, rotate_method="2d"):
         for grad in (False, True):
             with torch.set_grad_enabled(grad), Traffic() as traffic:
-                out = F.scaled_dot_product_attention(*qkv, enable_gqa=kv_heads < heads)
+                out = F.scaled_dot_product_attention(*qkv)
             counted.append(traffic)
     with Traffic() as backward:
         out.sum().backward()
@@ -56,15 +55,3 @@ def test_attention_2d_sends_documented_bytes(rank_pool, num_text):
             4 * B * H * D * sum(queries[other] for other in row),
             4 * B * H * 2 * D * sum(image[other] for other in column),
         ], f"rank {rank}"
-
-
-@pytest.mark.parametrize(("ring", "heads", "kv_heads"), [(3, 5, 5), (4, 8, 2)])
-def test_one_column_gathers_keys(rank_pool, ring, heads, kv_heads):
-    for (forward, _), size in zip(rank_pool.run(count, ring, ring, 0, heads, kv_heads), sizes(13, ring), strict=True):
-        assert forward == [B * E * kv_heads * 2 * D * size * (ring - 1)]
-
-
-def test_grid_is_the_one_with_fewest_bytes():
-    grids = {1: (1, 1), 2: (2, 1), 9: (3, 3), 12: (4, 3), 64: (8, 8), 512: (32, 16)}
-    assert {ranks: choose_grid(ranks, 4, 4) for ranks in grids} == grids
-    assert choose_grid(64, 8, 1) == (32, 2)  # This grid sends 8 · 1 + 1 · 31 vectors, and (64, 1) would send 63.

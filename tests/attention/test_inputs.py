@@ -11,10 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import para_core
-from para_core import BatchParallelAttnMode, Segment, SequenceLayout, UnifiedAttnMode
-from para_core.attention.masks import MaskExtents, mask_extents
+from para_core import BatchParallelAttnMode, UnifiedAttnMode
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.layout.sequence import even_layout
 from tests.attention.cases import make_mesh, own_attention
 from tests.attention.one_device import make_qkv, relative_error
 
@@ -153,21 +151,6 @@ def test_replicated_keys_and_local_masks_are_declared(rank_pool, ring, ulysses):
     for outs in rank_pool.run(attend_with_declared_masks, ring * ulysses, ring, ulysses):
         for out, whole in zip(outs, expected, strict=True):
             assert relative_error(out, whole) < 1e-5
-
-
-def test_mask_extents_are_not_guessed():
-    one_of_four = even_layout(7, 4)  # The ranks have 2, 2, 2 and 1 tokens.
-    on_first = SequenceLayout((Segment("one", 1), Segment("other", 1)), 2)  # The ranks have 2 and 0 tokens.
-    for layout, size, rank in [(one_of_four, 2, 0), (on_first, 2, 0), (on_first, 0, 1)]:
-        with pytest.raises(ValueError, match=rf"attn_mask has key dim {size}.* {layout.total}"):
-            mask_extents([(1, size)], layout, layout, [rank])
-    for layout, sizes, columns in [
-        (one_of_four, [2, 2, 2, 1], "local"),
-        (on_first, [2, 0], "local"),
-        (on_first, [2, 2], "global"),
-    ]:
-        shapes = [(1, size) for size in sizes]
-        assert mask_extents(shapes, layout, layout, range(len(sizes))) == MaskExtents("broadcast", columns)
 
 
 # -- Attention of the user's own.

@@ -66,25 +66,6 @@ def test_options_are_passed_on():
     assert passed["smooth_k"] is False
 
 
-MASK = torch.ones(1, 1, 1, 13, dtype=torch.bool)
-REFUSED = {
-    "mask of FA3": (lambda qkv: WRAPPED["FlashAttention-3"]()(*qkv, attn_mask=MASK), r"attn_mask.* \[1, 1, 1, 13\]"),
-    "mask of Sage": (lambda qkv: WRAPPED["SageAttention"]()(*qkv, attn_mask=MASK), r"attn_mask.* \[1, 1, 1, 13\]"),
-    "not installed": (lambda _: flash_attention_3(), r"flash_attn_interface\.flash_attn_func of FlashAttention-3"),
-    "no lse": (
-        lambda qkv: flash_attention_3(lambda q, k, v, softmax_scale=None, causal=False: q)(*qkv),
-        "returned out alone",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_wrapper_refuses(name):
-    call, message = REFUSED[name]
-    with pytest.raises((ImportError, RuntimeError, ValueError), match=message):
-        call(make_qkv(13, 2, seed=0))
-
-
 def test_library_is_imported_without_a_function(monkeypatch):
     module = ModuleType("sageattention")
     monkeypatch.setitem(sys.modules, "sageattention", module)

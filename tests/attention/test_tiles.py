@@ -1,9 +1,5 @@
 """Tiles of causal and block masks, compared element by element with the masks that they replace."""
 
-import doctest
-from importlib import import_module
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,14 +21,6 @@ RUNS = (
 
 def positions(runs):
     return torch.cat([torch.arange(0), *[torch.arange(start, start + length) for start, length in runs]])
-
-
-@pytest.mark.parametrize("name", ["tiles", "to_heads"])
-def test_the_docstrings_are_right(name):
-    module = import_module(f"para_core.attention.{name}")
-    results = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert results.attempted > 0
-    assert results.failed == 0
 
 
 @given(queries=RUNS, keys=RUNS, seed=st.integers(0, 99), sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)))

@@ -2,8 +2,6 @@
 one.
 """
 
-import doctest
-from importlib import import_module
 from itertools import chain
 from unittest import mock
 
@@ -49,13 +47,6 @@ def positions(layout, rank):
         held += part.tolist()
         before += segment.total
     return held
-
-
-@pytest.mark.parametrize("name", ["sequence", "held", "runs", "fetch", "windows"])
-def test_the_docstrings_are_right(name):
-    results = doctest.testmod(import_module(f"para_core.layout.{name}"))
-    assert results.attempted > 0
-    assert results.failed == 0
 
 
 @given(segments=SEGMENTS, ranks=RANKS)

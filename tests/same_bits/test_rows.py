@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from para_core import Segment
-from para_core.same_bits.one_process import OneProcess, resize, take
+from para_core.same_bits.one_process import OneProcess
 from para_core.same_bits.row_check import RowCheck
 from para_core.same_bits.rows import convolution, linear
 
@@ -72,19 +72,6 @@ def test_convolutions_see_the_samples_of_one_process():
             assert torch.equal(convolution(function, one, x[index : index + 1], weight, stride=2), expected[[index]])
 
 
-@given(order=st.permutations(range(3)), cut=st.booleans())
-def test_larger_tensor_lies_in_memory_as_the_small_one(order, cut):
-    sizes = [3, 5, 8]
-    x = torch.zeros([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(3)])
-    if cut:
-        x = x.narrow(order[-1], 0, sizes[order[-1]] - 1)
-    y = resize(x, [2 * size for size in x.shape])
-    assert y.shape == tuple(2 * size for size in x.shape)
-    assert y.is_contiguous() == x.is_contiguous()
-    by_stride = [sorted(range(3), key=lambda dim: -tensor.stride(dim)) for tensor in (x, y)]
-    assert by_stride[0] == by_stride[1]
-
-
 def test_check_names_what_depends_on_rows():
     check, one = RowCheck(nn.Identity()), OneProcess((Segment("image", 13),), 1, 2)
     x = torch.randn(2, 6, 96, generator=torch.Generator().manual_seed(0))
@@ -117,11 +104,3 @@ def test_products_of_few_rows_of_no_sequence_are_noted():
         check.compare(F.linear, one, x, F.linear(x, weight), (weight,), {})
     assert check.unplaced == ["linear of 3 × 8 in float32"]
     assert check.findings == []
-
-
-def test_part_of_a_result_is_at_the_place_of_its_tokens():
-    one = OneProcess((Segment("text", 5), Segment("image", 8, balanced=True)), 1, 2, 1, 2)
-    y = torch.arange(2 * 13).view(2, 13, 1)
-    x = rank_part(y, one)
-    found = one.place_of_tokens(x)
-    assert torch.equal(take(y, one, found, samples=True), x)
