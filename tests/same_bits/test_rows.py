@@ -90,9 +90,8 @@ def test_check_names_what_depends_on_rows():
     for function in (add_up, add_up, of_features):  # The second time it is known.
         check.compare(function, one, x, function(x), (), {})
     first, second = check.findings
-    assert first.one_process == (2, 13, 96)
-    assert str(first) == "add_up of 2 × 6 × 96 in float32: differs from 2 × 13 × 96 in one process"
-    assert str(second).startswith("<lambda> of ")
+    assert first == "add_up of 2 × 6 × 96 in float32: differs from 2 × 13 × 96 in one process"
+    assert second.startswith("<lambda> of ")
 
 
 def test_products_of_few_rows_of_no_sequence_are_noted():
