@@ -90,14 +90,14 @@ REPORTS = (
         "deepspeedai/DeepSpeed#5177",
         "a sequence that the ranks do not divide",
         "exact",
-        "tests/attention/test_exactness.py::test_any_attention_on_any_mesh_equals_one_device",
+        "tests/attention/test_exactness.py::test_any_call_on_any_mesh_equals_one_device",
     ),
     Report(
         SIZE,
         "feifeibear/long-context-attention#154",
         "8,423 tokens",
         "exact",
-        "tests/attention/test_exactness.py::test_any_attention_on_any_mesh_equals_one_device",
+        "tests/attention/test_exactness.py::test_any_call_on_any_mesh_equals_one_device",
     ),
     Report(
         SIZE,
@@ -113,7 +113,7 @@ REPORTS = (
         "Wan-Video/Wan2.1#109",
         "12 heads on 8 ranks of Ulysses",
         "exact",
-        "tests/attention/test_exactness.py::test_any_attention_on_any_mesh_equals_one_device",
+        "tests/attention/test_exactness.py::test_any_call_on_any_mesh_equals_one_device",
     ),
     Report(
         SIZE,
@@ -127,7 +127,7 @@ REPORTS = (
         "verl-project/verl#1226",
         "more ranks than key heads",
         "exact",
-        "tests/attention/test_exactness.py::test_grouped_heads_equal_one_device",
+        "tests/attention/test_exactness.py::test_calls_equal_one_device",
     ),
     Report(
         WAIT,
@@ -280,7 +280,7 @@ REPORTS = (
         "verl-project/verl-omni#59",
         "gradients under sequence parallelism",
         "exact",
-        "tests/attention/test_gradients.py::test_any_attention_on_any_mesh",
+        "tests/attention/test_gradients.py::test_gradients_equal_those_of_one_device",
     ),
     Report(
         PARTS,

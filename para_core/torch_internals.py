@@ -1,8 +1,8 @@
 """All private names of torch that para_core uses.
 
 The names were read in torch 2.11, 2.13 and 2.15. Comments say how these versions differ.
-tests/test_torch_internals.py has a test for each name, which says what fails without it, and a test that no
-other module uses a private name of torch. Nothing here changes torch.
+tests/test_torch_internals.py tests those whose change no other test would name, and that no other module uses
+a private name of torch. Nothing here changes torch.
 
 Classes and functions that appear in graphs are aliases, not wrappers, because Dynamo recognises them by
 identity.
