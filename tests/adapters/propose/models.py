@@ -154,6 +154,21 @@ def lists_by_hand():
     return lists(lambda: block(lambda self, x: mix(self, x, attention=by_hand)))
 
 
+def padded():
+    """Return a model whose attention pads all tokens to a multiple of 4, and masks the padding."""
+
+    def forward(self, x):
+        q, k, v = (y(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for y in (self.q, self.k, self.v))
+        tokens = q.shape[2]
+        q, k, v = (F.pad(y, (0, 0, 0, -tokens % 4)) for y in (q, k, v))
+        valid = torch.arange(q.shape[2]) < tokens
+        out = F.scaled_dot_product_attention(q, k, v, valid[None, None, None])[:, :, :tokens]
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    parts = [{key: nn.Linear(24, 24) for key in ("q", "k", "v", "out")} for _ in range(2)]
+    return model([module("Padded", forward, heads=4, **of_block) for of_block in parts])
+
+
 def image(height, width):
     return {"x": noise(2, 3, height, width)}
 
