@@ -153,8 +153,10 @@ class Recipe(PipelineChoices):
 
     @property
     def digest(self) -> str:
-        """16 hex digits, equal for recipes whose results are equal up to rounding, even on different
-        meshes.
+        """16 hex digits. Recipes with the same have results that are equal up to rounding; some others have, too.
+
+        :mod:`.outputs` finds finished files by it. An option that changes results is added only if it is set, so
+        that files of earlier versions are still found.
         """
         backend: Any = self.backend
         if self.schedule:

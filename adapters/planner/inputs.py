@@ -1,5 +1,8 @@
-"""Sizes of a pipeline's result by default, and inputs of its transformer, as empty tensors.
-For diffusers 0.42.
+"""Inputs of one call of a transformer by class (``INPUTS``, which :mod:`.count` reads), and the sizes of a
+generation with default arguments. For diffusers 0.42.
+
+Inputs are empty tensors: only their shapes count. After a change, ``counts.json`` beside this file must be
+counted anew.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ def _common(
     sizes: GenerationSizes, hidden: tuple[int, ...], text_dim: int, samples: int = 1
 ) -> dict[str, Any]:
     """Return the arguments that all transformers take.
-    ``hidden`` is the shape of one sample of the hidden states.
+    ``hidden`` is the shape of one sample of the hidden states. ``samples`` is 2 if a pipeline passes both branches of
+    guidance in one call.
     """
     return {
         "hidden_states": sizes.empty(samples, *hidden),

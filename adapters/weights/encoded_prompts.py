@@ -21,10 +21,11 @@ from para_core.instance.slots import Slot
 class EncodedPrompts:
     """Store of the outputs of a pipeline's text encoders, keyed by their inputs.
 
-    Drops the least recently used first.
+    Drops the least recently used first. Ranks that make the same calls must keep the same outputs, because a call that
+    only some ranks compute may wait for the others: drop by nothing that differs between them, such as free memory.
 
     Calls with gradients enabled are always computed. If the text encoders' weights change, for example by a
-    LoRA, call :meth:`clear`. Ranks that make the same calls keep the same outputs.
+    LoRA, call :meth:`clear`.
 
     Args:
         pipe (`DiffusionPipeline`): The pipeline.
@@ -32,7 +33,7 @@ class EncodedPrompts:
             memory.
 
     Attributes:
-        hits, misses: Numbers of calls that were answered from memory and that were computed.
+        hits, misses: Numbers of calls without gradients that were answered from memory and that were computed.
         complete: Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the
             text encoders were freed. False by default.
     """
@@ -65,7 +66,7 @@ class EncodedPrompts:
     def _call(
         self, name: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.complete:
             return call(module, *args, **kwargs)
         pickled, tensors = split_tensors((name, args, kwargs))
         digest = sha256(pickled)

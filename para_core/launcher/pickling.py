@@ -22,7 +22,8 @@ except ModuleNotFoundError:
 _Base: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
 # Modes of PIL images whose pixels are plain bytes.
 _IMAGE_MODES = ("L", "RGB", "RGBA")
-# cloudpickle keeps one registry of modules for the whole process.
+# cloudpickle keeps one registry of modules for the whole process. Held during dump(): a dump inside of a dump
+# must not pass by_value, or it waits for itself.
 _registry_lock = threading.Lock()
 
 
@@ -97,6 +98,7 @@ def _load_exception(
 
 def _can_be_pickled(value: Any) -> bool:
     try:
+        # True keeps buffers in the pickle.
         pickle.loads(dump(value, lambda buffer: True))
     # Pickling and loading call the value's own methods.
     except Exception:

@@ -44,7 +44,8 @@ SDPA = scaled_dot_product_attention
 # The same function when a model calls the operator by its name in torch.ops.
 SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
 _UNFLATTEN = Tensor.unflatten
-# Functions that compute attention in one piece. A feature may compute them; otherwise they are refused.
+# Functions that compute attention in one piece. A feature may compute them; otherwise they are refused. Disabled hides
+# these, so every function that register_function gets must be one of them.
 _REFUSED_FUNCTIONS = (F.multi_head_attention_forward, flex_attention_operator, *FUSED_ATTENTION_FUNCTIONS)
 # Operators whose arguments include functions: torch.cond, and the operator to which Dynamo lowers
 # torch.utils.checkpoint.
@@ -312,10 +313,11 @@ def dispatcher_is_available() -> bool:
 def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Return a context in which ``handler`` computes every ``scaled_dot_product_attention`` of this thread.
 
-    ``handler`` also computes FlashAttention operators; all other attention operators of other packages raise
-    RuntimeError. Such operators are intercepted only while ``is_active()`` is True. Use a mode instead in
-    traced code and for calls that require a gradient, because autograd runs the backward outside of this
-    context. Raise ``RuntimeError`` if :func:`dispatcher_is_available` is False.
+    ``handler`` also computes FlashAttention operators; those of ``DISPATCHED_OPERATORS`` that no feature
+    computes raise RuntimeError. Such operators are intercepted only while ``is_active()`` is True, and SDPA
+    always: ``handler`` must test it. Use a mode instead in traced code and for calls that require a gradient,
+    because autograd runs the backward outside of this context. Raise ``RuntimeError`` if
+    :func:`dispatcher_is_available` is False.
     """
     if not dispatcher_is_available():
         raise RuntimeError("attention cannot be intercepted at the dispatcher of this torch. Use a mode.")

@@ -86,7 +86,10 @@ class Interception:
 
     @contextmanager
     def switch_off(self) -> Iterator[None]:
-        """Turn interception off inside the ``with`` block: each attention call runs on one device."""
+        """Turn interception off inside the ``with`` block: each attention call runs on one device.
+
+        Only outside of :meth:`attend_to`: what a context that was entered before uses has a flag of its own.
+        """
         active = self.planned.active
         before = active[0]
         active[0] = False
@@ -100,6 +103,7 @@ class Interception:
             active[0] = before
 
     def _attend(self, call: SdpaCall) -> Tensor:
+        # The dispatcher asks whether it is active for other operators only.
         planned = self.attending[-1]
         if not planned.active[0]:
             return call.on_one_device()
@@ -109,7 +113,8 @@ class Interception:
     def attend_to(self, attending: tuple[Attention, ...]) -> Iterator[PlannedAttention]:
         """Use the segments ``attending`` for the first, second, … attention call inside the ``with`` block.
 
-        Yield the attention function of these calls.
+        For speed, :mod:`.submodule_calls` repeats what this does at the dispatcher: change both. Yield the
+        attention function of these calls.
         """
         planned = self.planned.within(attending)
         if torch.compiler.is_compiling():

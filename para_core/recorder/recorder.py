@@ -1,4 +1,8 @@
-"""Record a model call. :class:`Recorder` passes each event to a function at once, so it decides what to keep."""
+"""Record a model call as events (:mod:`.events`), which are passed to a function as they happen.
+
+The counts of the planner, comparisons with the unmodified model and proposals of plans use it. A mode sees
+functions, hooks see modules, and a dispatch mode sees operators.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,8 @@ class _RunningModule(NamedTuple):
 class Recorder(TorchFunctionMode):
     """A mode that passes each event of a model call to ``handle``, in order of time.
 
-    Inside ``handle`` functions of torch are neither recorded nor intercepted. Attention that a plan or an
+    Inside ``handle`` functions of torch are neither recorded nor intercepted; with ``operators`` their operators are
+    reported, except while an operator is handled. Attention that a plan or an
     outer mode computes over several ranks is recorded with this rank's tensors. Nothing inside a compiled
     function is recorded, so call it under ``torch.compiler.set_stance("force_eager")``.
 
@@ -108,7 +113,7 @@ class Recorder(TorchFunctionMode):
             self._report(ModuleStart(self._next_time(), name, module, args, kwargs))
 
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            # A hook of another module may have raised before the hook above.
+            # An earlier hook of this module may have raised, so that the one above did not run.
             if not self._calls or self._calls[-1].module is not module:
                 return
             call = self._calls.pop()

@@ -1,7 +1,9 @@
 """Find functions whose bits depend on the number of rows, at the first call with each shape.
 
 A rank's tensor is put at its place in zeros of the sizes of one process, the same function computes both, and the bytes
-of the rank's part are compared. That needs no second run of the model and no exchange.
+of the rank's part are compared. That needs no second run of the model and no exchange. On CUDA, the number of parts
+into which FlashAttention splits keys is compared, too. The mode of :mod:`.mode` calls this, and :mod:`.call` compares
+the findings of all ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from para_core.same_bits.one_process import OneProcess, put, resize, take
 from para_core.same_bits.rows import CONVOLUTIONS, few_rows
 from para_core.torch_internals import DisableTorchFunctionSubclass
 
-# Functions of one tensor with tokens, whose rows do not depend on each other. Those that reduce a dim do so for a norm
-# that is composed of them.
+# Functions whose first argument is a tensor with tokens, whose rows do not depend on each other, without randomness.
+# Those that reduce a dim do so for a norm that is composed of them; a reduction over tokens is left out by compare().
 CHECKED: frozenset[Callable[..., Any]] = frozenset(
     {
         F.linear,
@@ -84,8 +86,11 @@ class RowCheck:
         kwargs: dict[str, Any],
     ) -> None:
         """Note a finding if ``func`` gives other bits for ``x``, whose ``output`` is given, inside one process."""
+        # For a known shape, too: the ranks that compare findings are chosen by it.
         self.shares_samples = self.shares_samples or one_process.batch_size > 1
-        key = (func, x.shape, x.stride(), x.dtype, *[y.shape for y in args if isinstance(y, Tensor)])
+        others = [*args, *[value for _, value in sorted(kwargs.items())]]
+        # Another dim or stride of a convolution is another function.
+        key = (func, x.shape, x.stride(), x.dtype, tuple(kwargs), *map(_as_key, others))
         if key in self._seen:
             return
         self._seen.add(key)
@@ -125,7 +130,7 @@ class RowCheck:
     ) -> None:
         """Note a finding if FlashAttention adds up the keys of a call in another number of parts than in one process.
 
-        The arguments are those of SDPA, with this rank's tokens and all heads.
+        The arguments are those of SDPA, with this rank's tokens and all heads. A ring has gathered all keys.
         """
         if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or attn_mask is not None:
             return
@@ -154,6 +159,13 @@ class RowCheck:
         name = getattr(func, "__name__", str(func))
         place = f"{module}, " if module else ""
         return f"{place}{name} of {_as_text(x.shape)} in {str(x.dtype).removeprefix('torch.')}"
+
+
+def _as_key(argument: Any) -> Any:
+    """Return the shape of a tensor, or the text of another argument."""
+    if isinstance(argument, Tensor):
+        return argument.shape
+    return repr(argument)
 
 
 def _as_text(shape: Sequence[int]) -> str:

@@ -1,4 +1,10 @@
-"""Rules for functions of one row, and for reductions."""
+"""Rules of :mod:`.mode` for functions of one row, elementwise functions, functions along one dim, reductions,
+meshgrid and dropout, and helpers of the other files of rules.
+
+A rule is called as ``rule(ranks, func, args, kwargs)`` with this rank's rows. ``BY_RULE`` at the end names the
+functions of each rule, as :func:`.row_tag.name_of` does; a later file of ``mode.RULES`` overrides an earlier
+one. :mod:`para_core.same_bits.image_rows` repeats the names whose bits depend on the number of rows.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +55,7 @@ REDUCTIONS = {
 
 
 def metadata(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what is the same on all ranks, such as a dtype."""
     return func(*args, **kwargs)
 
 
@@ -179,7 +186,11 @@ def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
         shape = argument(args, kwargs, "normalized_shape", 1)
         dims = set(range(x.ndim - len(shape), x.ndim))
     else:
-        dims = _dims(argument(args, kwargs, "dim", position, kwargs.get("dims", default)), x.ndim)
+        dim = argument(args, kwargs, "dim", position, kwargs.get("dims", default))
+        if name_of(func) == "flip" and len(args) > 2:
+            # ``x.flip(2, 3)`` takes each dim as an argument.
+            dim = args[1:]
+        dims = _dims(dim, x.ndim)
     if rows.dim in dims:
         raise unknown(func, rows, "it combines rows along this dim")
     return set_rows(func(*args, **kwargs), rows)

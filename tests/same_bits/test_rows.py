@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from para_core import Segment
+from para_core.same_bits import row_check
 from para_core.same_bits.one_process import OneProcess
 from para_core.same_bits.row_check import RowCheck
 from para_core.same_bits.rows import convolution, linear
@@ -92,6 +93,18 @@ def test_check_names_what_depends_on_rows():
     first, second = check.findings
     assert first == "add_up of 2 × 6 × 96 in float32: differs from 2 × 13 × 96 in one process"
     assert second.startswith("<lambda> of ")
+
+
+def test_other_dims_and_strides_are_other_functions(monkeypatch):
+    check, one = RowCheck(nn.Identity()), OneProcess((Segment("image", 13),), 1, 2)
+    compared = []
+    monkeypatch.setattr(row_check, "have_equal_bytes", lambda *_: compared.append(1) or True)
+    x = torch.randn(2, 6, 96, generator=torch.Generator().manual_seed(0))
+    for dim in (1, -1, -1):  # A mean over tokens is not compared.
+        check.compare(Tensor.mean, one, x, x.mean(dim, keepdim=True), (dim,), {"keepdim": True})
+    for eps in (1e-5, 1e-2):
+        check.compare(F.layer_norm, one, x, F.layer_norm(x, (96,), eps=eps), ((96,),), {"eps": eps})
+    assert len(compared) == 3
 
 
 def test_products_of_few_rows_of_no_sequence_are_noted():

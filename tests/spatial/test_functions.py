@@ -190,6 +190,7 @@ CASES = {
     "repeat_interleave": lambda i: i["image"].repeat_interleave(2, dim=1).repeat_interleave(2, dim=-1),
     "sum of a mask": lambda i: (i["image"] > 0).sum((2, 3)),
     "frames apart": lambda i: torch.cat([i["clip"][:, :, :1], i["clip"][:, :, 1:].flip(2)], dim=2)[:, :, [2, 0]],
+    "flipped twice": lambda i: i["clip"].flip(1, 2).flip((0, 2)),
     "rows left out": lambda i: i["image"][..., 1:-2, 2:],
     "a frame written": lambda i: write_a_frame(i["clip"]),
     "drawn": lambda i: torch.randn(i["image"].shape[-2:], generator=torch.Generator().manual_seed(3)) + i["image"],
@@ -213,6 +214,7 @@ CASES = {
 
 REFUSED = {
     "roll": lambda i, dim: i["image"].roll(1, dim),
+    "flip of two dims": lambda i, dim: i["image"].flip(1, dim),
     "softmax": lambda i, dim: i["image"].softmax(dim),
     "var": lambda i, dim: i["image"].var(False),
     "max": lambda i, dim: i["image"].max(),
