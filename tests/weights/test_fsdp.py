@@ -81,7 +81,7 @@ def share_in_parts():
     assert {(x.device.type, x.dtype) for x in pipe.transformer.parameters()} == {("cpu", torch.float32)}
     outs.append(generate(pipe, "flux"))
     for way in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"(?s)FluxTransformer2DModel.*state_dict\(\)"):
+        with pytest.raises(TypeError, match="FluxTransformer2DModel cannot be copied or pickled"):
             way(pipe.transformer)
     # Blocks may be compiled, and the whole may not.
     pipe.transformer.compile_repeated_blocks(backend="eager", fullgraph=True)
