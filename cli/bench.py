@@ -217,11 +217,14 @@ def describe_check(check: dict[str, Any]) -> list[str]:
         f"all ranks: {_describe_equality(check['ranks equal'])}",
         f"one rank and all: {_describe_equality(check['same bits'])}",
         f"SHA-256 of one rank: {check['sha256 of one rank']}",
-        *[f"SHA-256 of rank {rank}: {digest}" for rank, digest in _digests(check["sha256 of each rank"])],
+        *[
+            f"SHA-256 of rank {rank}: {digest}"
+            for rank, digest in _group_digests(check["sha256 of each rank"])
+        ],
     ]
 
 
-def _digests(digests: Sequence[str]) -> list[tuple[str, str]]:
+def _group_digests(digests: Sequence[str]) -> list[tuple[str, str]]:
     """Return (rank, digest) for each rank, or once for all ranks that have the same."""
     if len(set(digests)) == 1 and len(digests) > 1:
         return [(f"0 to {len(digests) - 1}", digests[0])]

@@ -2,7 +2,7 @@
 
 A CPU computes queries in blocks, from the first one on (FlashAttentionKernel.cpp of PyTorch, ``q_split_size``), and the
 rows of a smaller block may get other bits. So a rank that has some of the queries computes whole blocks of one process,
-with zeros in place of the queries that it does not have. On a GPU the bits of a query depend on no other.
+with zeros in place of the queries that it does not have. This is not done on a GPU, where nothing was measured.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from para_core.torch_internals import top_saved_tensors_hooks
 _MOST_KNOWN = 64
 
 # Segments that no call shards count as replicated. mesh.alone() needs such segments, in a layout of all ranks: it
-# keeps this rank's index in the full mesh, of which a layout of one rank has no part.
+# keeps this rank's index in the full mesh, and a layout of one rank has no tokens for the indices from 1 on.
 _UNKNOWN_SEGMENTS = Attention(("queries",), ("keys",))
 
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]

@@ -144,6 +144,9 @@ class RowCheck:
         whole = AttentionSizes(batch * one_process.batch_size, heads, queries, keys, width)
         ring = one_process.ranks // one_process.ulysses
         part = AttentionSizes(batch, -(-heads // one_process.ulysses), -(-queries // ring), keys, width)
+        if key_place is None:
+            # Every rank has all keys, such as those of the text, and attends with all heads of its own queries.
+            part = AttentionSizes(batch, heads, query.shape[-2], keys, width)
         multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
         splits, splits_of_rank = (flash_splits(sizes, multiprocessors) for sizes in (whole, part))
         if splits != splits_of_rank:

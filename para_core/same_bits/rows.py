@@ -62,15 +62,14 @@ def _sizes_of_product(one_process: OneProcess, x: Tensor) -> list[int] | None:
         return None
     # The position of a token does not matter, so a rank's tokens stay in front. That of a sample does: the second of
     # two rows may be computed by another kernel than the first.
-    found = one_process.place_of_tokens(x)
-    if found is not None:
-        dim, place = found
-        sizes[dim] = place.total
-    if found is None or found[0] > 0:
+    token_place = one_process.place_of_tokens(x)
+    if token_place is not None:
+        sizes[token_place[0]] = token_place[1].total
+    if token_place is None or token_place[0] > 0:
         sizes[0] *= one_process.batch_size
-    if found is not None and prod(sizes[:-1]) > enough:
-        rest = prod(sizes[:-1]) // sizes[found[0]]
-        sizes[found[0]] = max(-(-enough // rest), x.shape[found[0]])
+    if token_place is not None and prod(sizes[:-1]) > enough:
+        rest = prod(sizes[:-1]) // sizes[token_place[0]]
+        sizes[token_place[0]] = max(-(-enough // rest), x.shape[token_place[0]])
     return sizes if prod(sizes[:-1]) > rows else None
 
 

@@ -68,3 +68,15 @@ def test_a_rank_that_splits_keys_otherwise_is_found(heads, found):
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=132)):
         check.compare_splits(one, query, query, query)
     assert bool(check.findings) == found
+
+
+# 550 of 4,400 queries with all 24 heads fill an H100 to 0.8; 275 of 2,200 with all 12 fill a part of it only.
+@pytest.mark.parametrize(("heads", "queries", "found"), [(24, 550, False), (12, 275, True)])
+def test_a_rank_attends_to_text_with_all_heads(heads, queries, found):
+    query = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=torch.Size((1, heads, queries, 128)), ndim=4)
+    key = mock.Mock(shape=torch.Size((1, heads, 512, 128)), ndim=4)
+    one = OneProcess((Segment("", 8 * queries),), 0, 8, ulysses=8)
+    check = RowCheck(nn.Identity())
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=132)):
+        check.compare_splits(one, query, key, key)
+    assert bool(check.findings) == found
