@@ -1,8 +1,8 @@
 """Inputs of one call of a transformer by class (``INPUTS``, which :mod:`.count` reads), and the sizes of a
 generation with default arguments. For diffusers 0.42.
 
-Inputs are empty tensors: only their shapes count. After a change, write ``counts.json`` beside this file
-again.
+Inputs are empty tensors: only their shapes count. After a change, run
+``python -m benchmarks.planner.counts``, which writes ``counts.json``.
 """
 
 from __future__ import annotations
