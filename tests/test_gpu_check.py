@@ -38,6 +38,7 @@ def check(tmp_path_factory):
         yield run_sections
 
 
+@pytest.mark.long
 def test_calls_of_the_host_are_counted_and_compared(check):
     results, faults = check("host")
     content = results["host"]

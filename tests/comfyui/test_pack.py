@@ -299,6 +299,7 @@ module.NODE_CLASS_MAPPINGS["ParaCoreLoadOnRanks"]().load({wan!r}, "default", 2, 
     assert ended.stderr.splitlines()[-1].startswith("RuntimeError: para_core and cloudpickle cannot be imported")
 
 
+@pytest.mark.long
 def test_a_class_without_a_recorded_plan_is_proposed_on_a_small_copy(comfy, nodes, tmp_path):
     path = write_model(comfy, tmp_path, "comfy.ldm.other.model", "OtherModel")
     model, local = load(nodes, path), comfy.sd.load_diffusion_model(path)

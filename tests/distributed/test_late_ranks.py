@@ -55,6 +55,7 @@ def call_on_one_rank(name):
     return lines_and_outcome(lambda: call(pipe))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CALLS)
 def test_call_on_one_rank_names_the_absent_ranks(rank_pool, name):
     (lines, error), _ = rank_pool.run(call_on_one_rank, 2, name)

@@ -146,6 +146,7 @@ def test_gguf_file_stays_packed_and_is_close_to_its_folder(gguf_file):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_configs_of_a_repository_complete_a_file(safetensors_file, tmp_path):
     """Everything but the weights of the transformer is downloaded."""
     arguments = ["generate", "--model", safetensors_file, "--config", REPOSITORY, "--prompt", "a", "--steps", "1"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from para_core import RankDied, launch
+from para_core.launcher import running_call
 from tests.launcher.loads import NotInProcess, alive, all_reduce_or_raise, pids
 
 
@@ -60,7 +61,8 @@ def test_exceptions_of_all_ranks_arrive_with_their_types_and_tracebacks(steps):
     assert pids(steps) == before
 
 
-def test_exception_of_one_rank_frees_the_others(steps, capsys):
+def test_exception_of_one_rank_frees_the_others(monkeypatch, steps, capsys):
+    monkeypatch.setattr(running_call, "_GRACE", 1.0)
     before = pids(steps)
     steps.note("kept?")
     with pytest.raises(ValueError, match="alone") as caught:

@@ -4,6 +4,8 @@ import gc
 import time
 import weakref
 
+import pytest
+
 from para_core import launch
 from tests.launcher.loads import alive, load_steps, pids, require_no_process
 
@@ -54,6 +56,7 @@ def test_ranks_live_with_the_process_of_their_program_and_end_with_it(start):
     require_no_process(ranks)
 
 
+@pytest.mark.long
 def test_ranks_end_with_a_killed_program(start):
     program = start(PROGRAM + WAIT)
     ranks = [int(pid) for pid in program.stdout.readline().split()]

@@ -43,6 +43,18 @@ def install() -> None:
         from tests.kernels.interpreted import interpreted
 
         _contexts.enter_context(interpreted(_before_launch))  # For good.
+        _enlarge_blocks()
+
+
+def _enlarge_blocks() -> None:
+    """Let few programs of the small kernels do the work of many: the interpreter takes milliseconds for each program,
+    whatever its size. tests/kernels tests the sizes of a GPU.
+    """
+    from para_core.kernels import norm, residual, row_blocks
+
+    for kernel in (norm, residual):
+        kernel.BLOCK, kernel.STEPS = 1 << 14, 1
+    row_blocks._ELEMENTS = 1 << 14
 
 
 def _register_operators() -> None:

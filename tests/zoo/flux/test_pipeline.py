@@ -32,6 +32,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("scene", "text"), NAMED, ids=[text for _, text in NAMED])
 def test_captions_of_the_pages_show_what_they_say(pipe, scene, text):
     options = {"height": 128, "width": 128, "num_inference_steps": 20, "num_images_per_prompt": 3}
