@@ -1,4 +1,4 @@
-"""The hooks on a model and its blocks through which caches run or skip the blocks, and those of diffusers' caches."""
+"""The hooks on a model and its blocks through which caches run or skip the blocks, and a search for diffusers' own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from para_core.instance.slots import Slot
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
 
-# The names of the diffusers modules that define the hooks of its caches.
+# The modules in ``diffusers/hooks`` (0.42) that define the hooks of its caches.
 _DIFFUSERS_CACHES = (
     "faster_cache",
     "first_block_cache",
@@ -46,8 +46,9 @@ def _no_context(module: nn.Module | None, name: str) -> AbstractContextManager[N
 
 
 class BlockHookHost:
-    """The hooks on one model and its blocks, and the cache that uses them.
-    It fills their slots ``CACHED_BLOCK``.
+    """The hooks on one model and its blocks, in their slots ``CACHED_BLOCK``, and the caches that use them.
+
+    Several caches may share it, such as those of two pipelines with one model: their calls take turns.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class BlockHookHost:
     def _run_named(
         self, call: Callable[..., Any], module: nn.Module | None, /, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
-        """Run diffusers' ``cache_context(name)``, and record the name of the CFG branch."""
+        """Return diffusers' ``cache_context(name)``, inside which the CFG branch of this thread has that name, too."""
         name = str(args[0] if args else kwargs["name"])
         before = self.local.branch
         self.local.branch = name
@@ -104,7 +105,7 @@ class BlockHookHost:
         def run_block(call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             cache = self.running or self.resident
             # A cache that runs in another thread is not for this call, which may come from a pipeline without
-            # a cache.
+            # a cache. A graph would keep the answer of the thread that traced it, so it does not ask.
             in_other_thread = (
                 not torch.compiler.is_compiling() and self.running is not None and self.thread != get_ident()
             )
@@ -112,7 +113,8 @@ class BlockHookHost:
                 return call(block, *args, **kwargs)
             if not role.skipped:
                 return run_first_block(cache, role, block, call, args, kwargs)
-            # Most blocks are inner ones, which need nothing else. This saves a Python call for each.
+            # Most blocks are inner ones, which need nothing else. This saves a Python call for each. In a graph,
+            # ``skip`` is a tensor, so compare by identity.
             if role.is_inner and cache.skip is True:
                 return role.pass_on(args, kwargs)
             if role.is_inner and (cache.skip is None or cache.skip is False):

@@ -68,7 +68,10 @@ def digest_of(
 
 
 def _sums(value: Any, device: torch.device) -> Tensor:
-    """Return two numbers ``[2]`` that differ if tensors or numbers differ, except by coincidence."""
+    """Return two numbers ``[2]`` that differ if tensors or numbers differ, except by coincidence.
+
+    Of a string only the length counts, and of other values nothing.
+    """
     if isinstance(value, Tensor):
         x = value.detach().to(torch.float64).flatten()
         # The second sum sees the order of the elements.

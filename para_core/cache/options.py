@@ -29,7 +29,8 @@ class CacheOptions:
         {options}
 
     Raises:
-        TypeError, ValueError: A value has a wrong type or is out of range, or two options exclude each other.
+        TypeError, ValueError: A value has a wrong type or is out of range, two options exclude each other, or this
+            copy of para_core has no forecasts of that order.
     """
 
     residual_diff_threshold: Annotated[
@@ -163,6 +164,7 @@ class CacheOptions:
             raise ValueError(f"start={self.start} is after end={self.end}; expected start <= end.")
 
     def _require_steps(self) -> tuple[int | bool, ...]:
+        """Return ``compute_steps`` as a tuple; raise if it is invalid, or if another option has no effect with it."""
         value: Any = self.compute_steps
         values = value
         if hasattr(value, "tolist"):
@@ -274,6 +276,7 @@ class CacheOptions:
         return tuple(changed)
 
     def _find_changed(self, names: Sequence[str]) -> list[str]:
+        """Return those of ``names`` whose options do not have their default."""
         defaults = {field.name: field.default for field in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 
