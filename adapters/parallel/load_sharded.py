@@ -27,7 +27,7 @@ from para_core.adapters.weights.features import require_method, require_quantize
 from para_core.adapters.weights.shard import prepare_sharding
 from para_core.distributed.agree import agree, exchange, together
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.distributed.mesh import GuidedMesh, require_process_group
+from para_core.distributed.mesh import GuidedMesh, check_process_group
 from para_core.instance.modules import uncompiled
 from para_core.option_values import Quantize, require_quantize_fits
 
@@ -79,7 +79,7 @@ def from_pretrained_sharded(
         RuntimeError: If there is no process group, or, on every rank, if a file is missing, incomplete or
             corrupt on one rank, or files differ between ranks.
     """
-    require_process_group("from_pretrained_sharded")
+    check_process_group("from_pretrained_sharded")
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
     with agree_on_options("from_pretrained_sharded", mesh, compared):
         if weights not in (*shard_methods(), "stages"):

@@ -137,7 +137,7 @@ def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOpt
     """Return the mesh that a call needs: ``mesh``, or a mesh of this rank alone if all keys are replicated."""
     if key_layout.sharded or any(other.needs_all_ranks for other in options.others):
         return mesh
-    return mesh.alone()
+    return mesh.single_rank()
 
 
 def _kinds(layout: SequenceLayout) -> str:

@@ -25,7 +25,7 @@ from para_core.torch_internals import default_store, group_timeout
 
 logger = logging.getLogger(__name__)
 
-# A rank that has waited for so long signs in.
+# A rank that has waited for this time signs in. all_gather_bytes waits for it without this module's help.
 PATIENCE = timedelta(seconds=1)
 # Seconds until the missing ranks are logged for the first time. Each later wait is twice as long as the one
 # before.
@@ -144,6 +144,7 @@ def _looks(timeout: float) -> list[float]:
 
 
 def _key(rank: int) -> str:
+    """Return the key of torch's store under which ``rank`` signs in."""
     return f"para_core/waiting/{rank}"
 
 
