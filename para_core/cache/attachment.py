@@ -15,7 +15,7 @@ from torch import nn
 from para_core.cache.block_roles import BlockRole
 from para_core.cache.block_run import run_first_block, run_or_skip_block
 from para_core.instance.modules import submodules_of
-from para_core.instance.record import Around, empty_slots, fill_slot, slot_owner
+from para_core.instance.record import Wrapper, empty_slots, fill_slot, slot_owner
 from para_core.instance.slots import Slot
 
 if TYPE_CHECKING:
@@ -86,14 +86,14 @@ class BlockHookHost:
     def install(self, module: nn.Module, roles: Roles) -> None:
         """Put hooks on the blocks in ``roles``, in place of earlier ones, and on ``module``."""
         self.remove(module)
-        contexts: dict[str, Around] = {}
+        contexts: dict[str, Wrapper] = {}
         if hasattr(module, "cache_context"):
             contexts["cache_context"] = self._run_named
         fill_slot(module, Slot.CACHED_BLOCK, contexts, owner=self)
         # Blocks with equal roles share a function, and so a graph.
-        arounds = {role: self._around_block(role) for _, role in roles}
+        wrappers = {role: self._wrap_blocks(role) for _, role in roles}
         for block, role in roles:
-            fill_slot(block, Slot.CACHED_BLOCK, {"__call__": arounds[role]}, owner=self)
+            fill_slot(block, Slot.CACHED_BLOCK, {"__call__": wrappers[role]}, owner=self)
         self.roles = roles
 
     def remove(self, module: nn.Module) -> None:
@@ -101,7 +101,9 @@ class BlockHookHost:
         empty_slots([module, *(block for block, _ in self.roles)], Slot.CACHED_BLOCK)
         self.roles = []
 
-    def _around_block(self, role: BlockRole) -> Around:
+    def _wrap_blocks(self, role: BlockRole) -> Wrapper:
+        """Return the function that runs around the calls of all blocks with this ``role``."""
+
         def run_block(call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             cache = self.running or self.resident
             # A cache that runs in another thread is not for this call, which may come from a pipeline without

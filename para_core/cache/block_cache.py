@@ -91,6 +91,9 @@ class BlockCache:
         self.region: Region | None = None
         self.stages: Any = None
         self.dims: tuple[MeshDim, ...] = ()
+        # Whether the arguments may be this rank's part of the inputs: there is a mesh, and no plan. Two of them may
+        # then be equal on this rank and differ on another one.
+        self.arguments_are_parts = False
         # Whether the hooks currently run all blocks, as without a cache.
         self.idle = False
         self._warnings = WarningLog()
@@ -170,7 +173,10 @@ class BlockCache:
                     return call()
         self.look_up_plan()
         device = self._device = self.device_of(arguments)
-        branch_call = self._branches.identify(arguments, host.local.branch, moment, self.agreement(device))
+        agree = None
+        if self.arguments_are_parts:
+            agree = self.agreement(device)
+        branch_call = self._branches.identify(arguments, host.local.branch, moment, agree)
         if branch_call.name is None:
             self.reset_states()
             self._warnings.warn("branches", self._branches.why_unknown(), CacheWarning)
@@ -182,7 +188,7 @@ class BlockCache:
         if branch_call.repeated:
             self.step = replace(self.step, forced=Verdict.REPEATED)
         self.state = self.state_of(branch_call.name)
-        signature = _signature(arguments)
+        signature = _tensor_forms(arguments)
         if branch_call.begins or self.state.signature != signature:
             self.state.clear()
             self.state.signature = signature
@@ -230,15 +236,9 @@ class BlockCache:
         name = original_class(self.module).__name__
         return Branches(self.conditions, name, lambda key, text: self._warnings.warn(key, text, CacheWarning))
 
-    def agreement(self, device: torch.device) -> Agree | None:
-        """Return the function by which ranks agree on values of arguments; None if each rank has all of them.
-
-        Without a plan, the arguments may be this rank's part of the inputs, which may be equal on one rank
-        only.
-        """
-        if self.mesh is None or self.region is not None:
-            return None
-        dims = self.mesh.dims
+    def agreement(self, device: torch.device) -> Agree:
+        """Return the function by which the ranks of the mesh agree on values. A call of it is collective."""
+        dims = self.dims
 
         def agree(values: Tensor) -> Tensor:
             values = values.to(device)
@@ -278,6 +278,7 @@ class BlockCache:
             self.dims = ()
             if mesh is not None:
                 self.dims = tuple([dim for dim in mesh.dims if dim.size > 1])
+        self.arguments_are_parts = mesh is not None and region is None
 
     def state_of(self, branch: str) -> CacheState:
         """Return the state of ``branch``; create it if needed. At most ``MOST_BRANCHES`` states are kept, those used
@@ -350,7 +351,7 @@ class BlockCache:
         self.skip: bool | Tensor | None = None
 
 
-def _signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+def _tensor_forms(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the shape, dtype and device of each tensor among ``arguments``, by name, for which residuals are valid."""
     forms: list[Any] = []
     for name in sorted(arguments):

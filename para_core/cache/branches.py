@@ -86,6 +86,8 @@ class Branches:
         self.conditions = conditions
         self.model = model
         self.warn = warn or (lambda key, message: warn_user(message, CacheWarning))
+        # The beginnings of the paths of values inside conditions.
+        self._paths_in_conditions = tuple([f"{name}{sign}" for name in conditions for sign in (".", "[")])
         self._groups: list[BranchGroup] = []
         self._named: dict[str, BranchGroup] = {}
         # Number of calls whose conditions were new, which numbers the groups.
@@ -176,7 +178,7 @@ class Branches:
 
     def _is_condition(self, path: str) -> bool:
         """Whether the value at ``path`` is in one of the conditions, so that it is equal in all calls of a group."""
-        return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in self.conditions)
+        return path in self.conditions or path.startswith(self._paths_in_conditions)
 
     def _group_of(self, arguments: Mapping[str, Any], agree: Agree | None) -> BranchGroup | None:
         """Return the group of a call by its conditions; a new one if they are new, None if they identify nothing."""

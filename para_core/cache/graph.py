@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cache.block_roles import BlockRole
-from para_core.cache.call_digest import CallDigest, digest_of
+from para_core.cache.branch_search import Agree
+from para_core.cache.call_digest import CallDigest, digest_call
 from para_core.cache.cond import GroupBlocks, cond
 from para_core.cache.decision import DecisionInput, DecisionOutcome
 from para_core.cache.graph_decision import TensorDecider, force_if_mixed, limits_of
@@ -101,15 +102,15 @@ class GraphForm:
         """
         cache = self.cache
         device = cache.device_of(arguments)
-        now = digest_of(arguments, cache.conditions, cache.clocks, device)
+        now = digest_call(arguments, cache.conditions, cache.clocks, device)
         last = cache.state.last_call
         mixed = None
         if last is None:
             cache.state.last_call = now
         elif last.conditions.shape == now.conditions.shape and last.clock.shape == now.clock.shape:
-            agree = cache.agreement(device)
-            if agree is None:
-                agree = _return_unchanged
+            agree: Agree = _return_unchanged
+            if cache.arguments_are_parts:
+                agree = cache.agreement(device)
             mixed = last.update(now, agree)
         else:
             mixed = torch.ones_like(now.mixed)

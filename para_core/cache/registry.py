@@ -34,6 +34,7 @@ class Orders(NamedTuple):
 
 # Forecasts that the option ``forecast`` selects by name.
 FORECASTS: dict[str, Forecast] = {}
+# Empty without the feature that has forecasts of an order; else its entry. The same holds for _TRACED_FORMS.
 _ORDERS: list[Orders] = []
 
 

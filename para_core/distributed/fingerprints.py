@@ -51,7 +51,7 @@ class PendingFingerprints:
             self._indices.setdefault(x.device, []).append(index)
         # Start the computation on all devices before the host waits for the first one.
         self._sums = {
-            device: _sums([tensors[index] for index in group]) for device, group in self._indices.items()
+            device: _sum_words([tensors[index] for index in group]) for device, group in self._indices.items()
         }
         self._events: list[torch.cuda.Event] = []
         for device, sums in self._sums.items():
@@ -127,12 +127,12 @@ def _words(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _sums(tensors: Sequence[Tensor]) -> Tensor:
+def _sum_words(tensors: Sequence[Tensor]) -> Tensor:
     """Return the fingerprints of tensors on one device as int64, ``[len(tensors)]``."""
     sizes = [-(-x.nbytes // _WORD_BYTES) for x in tensors]
     if sum(sizes) > _MAX_WORDS and len(tensors) > 1:
         half = len(tensors) // 2
-        return torch.cat([_sums(tensors[:half]), _sums(tensors[half:])])
+        return torch.cat([_sum_words(tensors[:half]), _sum_words(tensors[half:])])
     rows = [tensor_bytes(x.detach()) for x in tensors]
     words = torch.zeros(sum(sizes), dtype=torch.int64, device=tensors[0].device)
     steps = torch.arange(1, max(sizes) + 1, device=words.device) * _signed(_STEP)
