@@ -164,7 +164,9 @@ class Declaration:
             if self.choices and (isinstance(value, str) or not self.classes):
                 raise ValueError(message)
             raise TypeError(message)
-        self.check_limits(value)
+        # Most options are names and switches, which this saves a Python call.
+        if value is not None and not isinstance(value, (str, bool)):
+            self.check_limits(value)
 
     def check_limits(self, value: Any) -> None:
         """Raise ``ValueError`` if ``value`` is a number beyond the limits, or NaN."""

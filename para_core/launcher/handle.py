@@ -123,12 +123,11 @@ class LaunchState:
 
         Args:
             ticket: The call, by which it can be cancelled.
-            function: A function whose first argument is the pipeline, the name of a method of the pipeline, or None
-                to call the pipeline itself.
+            function: A function of the pipeline, the name of a method of it, or None to call the pipeline itself.
             everywhere: Whether to return the results of all ranks, as a list.
             changes: Whether the call may change the pipeline, which a later start of the ranks would undo.
-            listener: Called here with each value that the first rank pushes. The function then gets the argument
-                ``link``, a :class:`~para_core.launcher.link.CallerLink`.
+            listener: Called here with each value that the first rank pushes. The function then gets a
+                :class:`~para_core.launcher.link.CallerLink` as ``link``.
 
         Raises:
             RuntimeError: In a callback of the running call, in a forked process, or after :meth:`Launched.close`.
@@ -166,16 +165,15 @@ class LaunchState:
             args, kwargs = name_callbacks(args, kwargs, self.pipe.parameters)
         kwargs, callbacks = take_out_callbacks(kwargs)
         generators = generators_in((args, kwargs))
-        random = self.seeds.state_for_call()
         call = Call(
-            function,
-            args,
-            kwargs,
-            random,
-            current_state(),
-            generators,
-            tuple(callbacks),
-            listener is not None,
+            function=function,
+            args=args,
+            kwargs=kwargs,
+            random=self.seeds.state_for_call(),
+            thread=current_state(),
+            generators=generators,
+            callbacks=tuple(callbacks),
+            linked=listener is not None,
         )
         body = Body.of(call, self.by_value)
         self.calls += 1
