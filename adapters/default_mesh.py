@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.features import feature
-from para_core.distributed.create_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
+from para_core.distributed.create_mesh import check_distinct_gpus, init_context_parallel_mesh, ranks_per_host
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.mesh import GuidedMesh, guided_mesh, one_guided_rank
 from para_core.option_values import RotateMethod
@@ -77,7 +77,7 @@ def mesh_and_method(
             f"{getattr(owner, 'device', 'cpu')}. Pass a mesh of the device on which the ranks will compute, such as "
             "init_context_parallel_mesh('cpu'). The model may be moved there later."
         )
-    require_own_gpus(mesh, guided)
+    check_distinct_gpus(mesh, guided)
     return guided, "alltoall"
 
 

@@ -30,7 +30,7 @@ from para_core.fleet.libraries import quiet
 from para_core.fleet.recipe import Recipe, can_verify
 from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, call_pipe, make_metadata, make_step_callback
-from para_core.launcher.link import Link
+from para_core.launcher.link import CallerLink
 from para_core.progress import report
 from para_core.recorder.run_counter import RunCounter
 
@@ -118,7 +118,7 @@ class MeasuredRank:
         self._warmup_runs = max(job.warmup_runs, int(verifies))
         self._pipe = build(replace(job.recipe, verify=verifies or job.recipe.verify))
 
-    def measure(self, reference: Reference | None, link: Link) -> dict[str, Any] | None:
+    def measure(self, reference: Reference | None, link: CallerLink) -> dict[str, Any] | None:
         """Generate as often as the job says. Return the figures on the first rank, None on others. A
         collective call.
 

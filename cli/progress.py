@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from para_core.progress import handled_by
+from para_core.progress import pass_records_to
 
 
 def announce_imports() -> None:
@@ -75,7 +75,7 @@ def showing_phases(*, shown: bool = True) -> Iterator[None]:
         return
     handler = _Phases(Console(stderr=True, soft_wrap=True, highlight=False))
     try:
-        with handled_by(handler):
+        with pass_records_to(handler):
             yield
     finally:
         handler.close()
@@ -98,7 +98,7 @@ def showing_log(console: Console) -> Iterator[None]:
     context.
     """
     lines = _Lines(console)
-    with handled_by(lines, logging.getLogger("para_core.fleet")), handled_by(lines):
+    with pass_records_to(lines, logging.getLogger("para_core.fleet")), pass_records_to(lines):
         yield
 
 

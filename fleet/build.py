@@ -38,7 +38,7 @@ from para_core.fleet.selection import select_pipeline
 from para_core.fleet.without_weights import component_classes, multiple_of_model
 from para_core.instance.private_class import original_class
 from para_core.pipeline_options import PipelineChoices
-from para_core.progress import readable_bytes, report, reporting_components
+from para_core.progress import readable_bytes, report, report_components
 from para_core.user_warnings import ParallelWarning
 from para_core.weights.pipefusion_options import PipeFusion
 
@@ -257,7 +257,7 @@ def _reporting_components(recipe: Recipe) -> AbstractContextManager[None]:
     components = [
         key for key, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is not None
     ]
-    return reporting_components(home, components)
+    return report_components(home, components)
 
 
 def mesh_shape(pipe: Any) -> dict[str, int]:

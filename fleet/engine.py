@@ -14,8 +14,8 @@ from para_core.fleet.failures import describe_exception
 from para_core.fleet.libraries import quiet
 from para_core.launcher.display import Display
 from para_core.launcher.errors import RankDied
-from para_core.launcher.handle import LaunchOptions, State, Ticket
-from para_core.launcher.link import Link
+from para_core.launcher.handle import LaunchOptions, LaunchState, Ticket
+from para_core.launcher.link import CallerLink
 from para_core.launcher.processes import LocalProcess, start_local_ranks
 from para_core.launcher.wire import Body
 from para_core.progress import report
@@ -48,7 +48,7 @@ class Ranks(Protocol):
     ) -> Any:
         """Call a method of the object on all ranks, and return the first rank's result.
 
-        With a ``listener`` the method gets a :class:`~para_core.launcher.link.Link` as ``link``: the listener
+        With a ``listener`` the method gets a :class:`~para_core.launcher.link.CallerLink` as ``link``: the listener
         is called with what the first rank pushes, and ``ticket.cancel()`` cancels the call. Raise what all
         ranks raised, and RankDied if a rank ended or ranks raised differently.
         """
@@ -89,7 +89,7 @@ class LaunchedRanks:
             display or _ReportingDisplay,
             finishes_step=False,
         )
-        self._state = State(options, None, Body.of(load))
+        self._state = LaunchState(options, None, Body.of(load))
 
     @property
     def process_ids(self) -> list[int]:
@@ -183,9 +183,9 @@ class OwnRank:
     ) -> Any:
         self._calls += 1
         ticket = ticket or Ticket()
-        keywords: dict[str, Link] = {}
+        keywords: dict[str, CallerLink] = {}
         if listener is not None:
-            keywords["link"] = Link(listener, lambda: ticket.cancelled)
+            keywords["link"] = CallerLink(listener, lambda: ticket.cancelled)
         try:
             return getattr(self._loaded, method)(*args, **keywords)
         except Exception as error:

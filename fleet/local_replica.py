@@ -25,7 +25,7 @@ from para_core.fleet.request import Request
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled, RankDied
 from para_core.launcher.handle import Ticket
-from para_core.progress import handled_by
+from para_core.progress import pass_records_to
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class LocalReplica(Replica):
         if isinstance(self._ranks, LaunchedRanks):
             self._ranks.start()
             return
-        with handled_by(_NamedLog(self._name)):
+        with pass_records_to(_NamedLog(self._name)):
             self._ranks.start()
 
     @property

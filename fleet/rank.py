@@ -20,7 +20,7 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, call_pipe, generate, generate_batch
 from para_core.launcher.errors import Cancelled
-from para_core.launcher.link import NO_CALLER, Link
+from para_core.launcher.link import NO_CALLER, CallerLink
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Rank:
             room = bytes_of_device()
         return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
 
-    def generate(self, request: Request, link: Link = NO_CALLER) -> Result | None:
+    def generate(self, request: Request, link: CallerLink = NO_CALLER) -> Result | None:
         """Run one request, and return the result on the first rank of the pipeline's mesh, None on others.
 
         The numbers of finished steps are pushed to ``link``. It cannot be cancelled, so ranks agree on
@@ -80,7 +80,9 @@ class Rank:
         with self._releasing_memory():
             return generate(self._pipe, request, self._recipe, Watch(progress=link.push))
 
-    def generate_batch(self, requests: Sequence[Request], link: Link = NO_CALLER) -> list[Result] | None:
+    def generate_batch(
+        self, requests: Sequence[Request], link: CallerLink = NO_CALLER
+    ) -> list[Result] | None:
         """Run requests with the same ``batch_key`` as one call of the pipeline.
 
         Return their results on the first rank of the pipeline's mesh, None on others. Numbers of finished

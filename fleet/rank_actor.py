@@ -21,8 +21,8 @@ from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.launcher.errors import Cancelled
-from para_core.launcher.link import Link
-from para_core.progress import handled_by
+from para_core.launcher.link import CallerLink
+from para_core.progress import pass_records_to
 
 # Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
 CONTROL = "control"
@@ -82,7 +82,7 @@ class RankActor:
             dist.init_process_group(
                 store=store, rank=self._number, world_size=self._options.ranks, timeout=timeout
             )
-        with handled_by(self._log):
+        with pass_records_to(self._log):
             self._rank = Rank(self._recipe, self._options)
 
     def loading_log(self, position: Position) -> tuple[Position, list[Entry]]:
@@ -118,7 +118,7 @@ class RankActor:
 
         self._previews.clear()
         try:
-            link = Link(note, lambda: self._cancelled.issuperset(ids))
+            link = CallerLink(note, lambda: self._cancelled.issuperset(ids))
             results: Sequence[Result | None] | None = self._require_joined().generate_batch(requests, link)
             if not results:  # Another rank has them.
                 results = [None] * len(ids)

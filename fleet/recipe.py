@@ -10,11 +10,11 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from para_core.call_checks import can_check, check_options
-from para_core.declared_options import Command, Option, check_names, declarations
+from para_core.call_checks import can_check, check_comparable
+from para_core.declared_options import Command, Option, check_values, declarations
 from para_core.fleet.model_files import GGUF
 from para_core.fleet.pipeline_info import Model
-from para_core.option_values import Quantize, TextEncoders, require_quantize_fits
+from para_core.option_values import Quantize, TextEncoders, check_quantize_fits
 from para_core.pipeline_options import PIPELINE, RANKS, PipelineChoices
 
 Compile = Literal["no", "blocks", "whole"]
@@ -92,7 +92,7 @@ class Recipe(PipelineChoices):
         is_threshold = isinstance(self.cache, (int, float)) and 0 <= self.cache < inf
         if self.cache not in (None, "default") and not is_threshold:
             raise ValueError(f"cache is {self.cache!r}; expected a threshold of at least 0, or 'default'.")
-        check_names(self)
+        check_values(self)
         if not 0 < self.timeout < _LONGEST_TIMEOUT:
             raise ValueError(
                 f"timeout is {self.timeout:g} s; expected a positive number of seconds, at most a year."
@@ -101,8 +101,6 @@ class Recipe(PipelineChoices):
             raise ValueError(
                 "weights are 'tensor', but the mesh has no tensor dim; expected a size, such as --mesh tensor=2."
             )
-        if self.pipefusion is not None and self.pipefusion < 1:
-            raise ValueError(f"pipefusion is {self.pipefusion}; expected a number of patches.")
         if self.pipefusion is not None and self.schedule is not None:
             raise ValueError(
                 f"pipefusion is {self.pipefusion}, which computes several steps at the same time; attention by step "
@@ -111,10 +109,10 @@ class Recipe(PipelineChoices):
         if self.model.endswith(GGUF):
             _check_gguf(self)
         if self.quantize is not None:
-            require_quantize_fits(self.quantize, self.sharding)
+            check_quantize_fits(self.quantize, self.sharding)
         self.check_vae()
         _check_host_memory(self)
-        check_options(vars(self), approximations(self), self.stages)
+        check_comparable(vars(self), approximations(self), self.stages)
 
     @property
     def stages(self) -> int:

@@ -10,17 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from para_core.instance.record import Around
+    from para_core.instance.record import Wrapper
 
-# The module of each check, by the option that turns it on. Each module has the functions ``check_options``, which
-# raises if the option does not go with others, and ``make_check``.
+# The module of each check, by the option that turns it on. Each module has the functions ``check_fits``, which raises
+# if the option does not go with others, and ``make_wrapper``; they are looked up by these names.
 CHECKS = {
     "verify": "para_core.verify.option",
 }  # fmt: skip
 
 
-def check_options(options: Mapping[str, Any], approximations: Sequence[str], stages: int = 1) -> None:
-    """Check that the checks that ``options`` turn on can compare anything.
+def check_comparable(options: Mapping[str, Any], approximations: Sequence[str], stages: int = 1) -> None:
+    """Raise unless each check that ``options`` turn on has something to compare with.
 
     Args:
         options: The options by name.
@@ -32,21 +32,21 @@ def check_options(options: Mapping[str, Any], approximations: Sequence[str], sta
     """
     for option, module in CHECKS.items():
         if options.get(option):
-            import_module(module).check_options(approximations, stages)
+            import_module(module).check_fits(approximations, stages)
 
 
 def can_check(option: str, approximations: Sequence[str], stages: int) -> bool:
-    """Whether there is a check for ``option``, and it goes with the other options; see :func:`check_options`."""
+    """Whether there is a check for ``option``, and it goes with the other options; see :func:`check_comparable`."""
     if option not in CHECKS:
         return False
     try:
-        check_options({option: True}, approximations, stages)
+        check_comparable({option: True}, approximations, stages)
     except ValueError:
         return False
     return True
 
 
-def make_check(option: str) -> Around:
+def make_check(option: str) -> Wrapper:
     """Return a new check of the calls of one model, called as ``check(call, module, *args, **kwargs)``.
 
     Raises:
@@ -56,5 +56,5 @@ def make_check(option: str) -> Around:
         raise ValueError(
             f"{option}=True turns on a check that is not installed; there are {sorted(CHECKS)}. Leave {option}= out."
         )
-    check: Around = import_module(CHECKS[option]).make_check()
+    check: Wrapper = import_module(CHECKS[option]).make_wrapper()
     return check

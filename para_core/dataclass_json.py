@@ -61,7 +61,7 @@ def from_json(kind: type[Value], text: str) -> Value:
     return value
 
 
-def _read(annotation: Any, value: Any) -> Any:
+def _read_value(annotation: Any, value: Any) -> Any:
     """Convert ``value``, read from JSON, to the type ``annotation``, which may be a union with None."""
     if value is None:
         return None
@@ -74,10 +74,11 @@ def _read(annotation: Any, value: Any) -> Any:
 
 
 def _read_fields(kind: Any, values: Any) -> Any:
+    """Return the dataclass ``kind`` with the fields ``values``, read from JSON. Raise ValueError for other fields."""
     names = [field.name for field in fields(kind)]
     if not isinstance(values, dict) or sorted(values) != sorted(names):
         raise ValueError(
             f"the JSON of a {kind.__name__} is {values!r}; expected an object with the fields {names}."
         )
     annotations = get_type_hints(kind)
-    return kind(**{name: _read(annotations[name], value) for name, value in values.items()})
+    return kind(**{name: _read_value(annotations[name], value) for name, value in values.items()})

@@ -4,8 +4,7 @@ A field has a type, a default and an :class:`Option`, which says in words what t
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
-        placement: Annotated[Literal["replicate", "first"] | None, Option(10, "Where the weights are.")] =
-            None
+        placement: Annotated[Literal["all", "first"] | None, Option(10, "Where the weights are.")] = None
 
 :func:`check_options` validates values by these types, :func:`takes_options` makes the fields the keyword
 arguments of a function, and :func:`declarations` lists them for the command line and for the tables of pages.
@@ -40,7 +39,7 @@ Options = TypeVar("Options")
 Subject = TypeVar("Subject")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Stands in the docstring of a function for the options of its dataclass.
+# This line of a docstring stands for the options of a dataclass.
 _PLACE_OF_OPTIONS = "{options}"
 _DOCSTRING_WIDTH = 120
 
@@ -78,8 +77,8 @@ class Option:
         expected: What a valid value is, for error messages. Empty to derive it from the type.
         none: What None does, for error messages, such as ``"to leave them as they are"``.
         at_least, at_most: Limits of a number.
-        is_checked: Whether :func:`check_options` checks the type. If not, the function that takes the option
-            does.
+        is_checked: Whether :func:`check_options` checks type and limits. If not, the function that takes the option
+            must.
         needs_ranks: Whether the option does something on several ranks only.
         command: The option of ``para_core``. None if the command has none.
     """
@@ -160,18 +159,23 @@ class Declaration:
             TypeError: ``value`` is of another type than the option.
             ValueError: ``value`` is an unknown name, or a number beyond the limits.
         """
-        option = self.option
         if not self.accepts(value):
             message = f"{self.name} is {value!r}; expected {self.expected}."
             if self.choices and (isinstance(value, str) or not self.classes):
                 raise ValueError(message)
             raise TypeError(message)
+        # Most options are names and switches, which this saves a Python call.
+        if value is not None and not isinstance(value, (str, bool)):
+            self.check_limits(value)
+
+    def check_limits(self, value: Any) -> None:
+        """Raise ``ValueError`` if ``value`` is a number beyond the limits, or NaN."""
+        option = self.option
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and not option.at_least <= value <= option.at_most:
-            limits = f"at least {option.at_least}"
-            if option.at_most != math.inf:
-                limits += f" and at most {option.at_most}"
-            raise ValueError(f"{self.name} is {value}; expected {limits}.")
+            limits = {"at least": option.at_least, "at most": option.at_most}
+            words = [f"{word} {limit}" for word, limit in limits.items() if math.isfinite(limit)]
+            raise ValueError(f"{self.name} is {value}; expected {' and '.join(words) or 'a number'}.")
 
 
 def declarations(options: type[Any]) -> tuple[Declaration, ...]:
@@ -217,13 +221,17 @@ def check_options(options: Any) -> None:
             declaration.check(getattr(options, declaration.name))
 
 
-def check_names(options: Any) -> None:
-    """Raise ValueError if a text among the values of ``options`` is none of its field's names.
+def check_values(options: Any) -> None:
+    """Validate the values of ``options``, an instance of a dataclass, whose types are known to be right.
 
     For options that come from a command, whose user writes no quotes.
+
+    Raises:
+        ValueError: A text is none of its field's names, or a number is beyond its limits.
     """
     for declaration in declarations(type(options)):
         value = getattr(options, declaration.name)
+        declaration.check_limits(value)
         if declaration.choices and isinstance(value, str) and value not in declaration.choices:
             raise ValueError(
                 f"{declaration.name} is {value!r}; expected one of {', '.join(declaration.choices)}."
@@ -272,10 +280,10 @@ def takes_options(
 
         declared = declarations(options)  # type: ignore[arg-type]
         signature = inspect.Signature(
-            [subject, *map(_parameter, declared)], return_annotation=subject.annotation
+            [subject, *map(_parameter_of, declared)], return_annotation=subject.annotation
         )
         call.__signature__ = signature  # type: ignore[attr-defined]
-        call.__doc__ = _describe(function.__doc__ or "", declared)
+        call.__doc__ = _fill_docstring(function.__doc__ or "", declared)
         return call
 
     return decorate
@@ -298,7 +306,7 @@ def shows_options(options: type[Any], **defaults: Any) -> Callable[[Function], F
             for parameter in signature.parameters.values()
             if parameter.kind is not parameter.VAR_KEYWORD
         ]
-        parameters = [*others, *map(_parameter, shown)]
+        parameters = [*others, *map(_parameter_of, shown)]
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
@@ -311,8 +319,8 @@ def describe_options(options: type[Subject]) -> type[Subject]:
     The signature that :func:`help` shows gets the types alone.
     """
     declared = declarations(options)
-    options.__doc__ = _describe(options.__doc__ or "", declared)
-    shown = {declaration.name: _parameter(declaration) for declaration in declared}
+    options.__doc__ = _fill_docstring(options.__doc__ or "", declared)
+    shown = {declaration.name: _parameter_of(declaration) for declaration in declared}
     parameters = dict(inspect.signature(options).parameters)
     for name in shown.keys() & parameters.keys():
         parameters[name] = parameters[name].replace(annotation=shown[name].annotation)
@@ -320,7 +328,7 @@ def describe_options(options: type[Subject]) -> type[Subject]:
     return options
 
 
-def _parameter(declaration: Declaration) -> inspect.Parameter:
+def _parameter_of(declaration: Declaration) -> inspect.Parameter:
     default = declaration.default
     if default is MISSING:
         default = inspect.Parameter.empty
@@ -338,8 +346,11 @@ def _type_name(member: Any) -> str:
     return getattr(member, "__name__", str(member))
 
 
-def _describe(docstring: str, declared: Iterable[Declaration]) -> str:
-    """Return ``docstring`` with the line ``{options}`` replaced by a paragraph for each option."""
+def _fill_docstring(docstring: str, declared: Iterable[Declaration]) -> str:
+    """Return ``docstring`` with the line ``{options}`` replaced by a paragraph for each option.
+
+    Other lines stay as they are, so a docstring that does not have this line says nothing of the options.
+    """
     lines: list[str] = []
     for line in docstring.splitlines():
         if line.strip() != _PLACE_OF_OPTIONS:

@@ -1,4 +1,4 @@
-"""Check a machine in one minute: versions, backends, attention over the ranks, links, host and memory.
+"""Check a machine: versions, backends, attention over the ranks, links, host and memory.
 
 Run it as ``python -m para_core.doctor``, or on several ranks as ``torchrun --nproc_per_node=4 -m
 para_core.doctor``. Rank 0 prints a table, and with --output writes it as JSON. A check that raises is
@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from para_core.devices import LINKS, Device
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import MeshDim, guided_mesh
-from para_core.doctor_report import DoctorReport, Finding, Ranks
+from para_core.doctor_report import DoctorReport, ExaminedRanks, Finding
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.triton_support import has_triton
 
@@ -42,7 +42,7 @@ _BACKENDS = {
 _PACKAGES = ("torch", "diffusers", "transformers", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
-def versions(ranks: Ranks, report: DoctorReport) -> None:
+def check_versions(ranks: ExaminedRanks, report: DoctorReport) -> None:
     """Check that all ranks have the same versions of Python, torch, diffusers, transformers, Triton and NCCL."""
     installed = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -63,7 +63,7 @@ def versions(ranks: Ranks, report: DoctorReport) -> None:
     return report.add("versions", f"{text}; rank {rank}: {others}", advice, broken=True)
 
 
-def memory(ranks: Ranks, report: DoctorReport) -> None:
+def check_devices(ranks: ExaminedRanks, report: DoctorReport) -> None:
     """Check that all ranks have the same kind of device, and that a GPU has at least 80 % of its memory free."""
     name, free, total = f"CPU, {os.cpu_count()} cores", 0, 0
     if ranks.device.type == "cuda":
@@ -85,7 +85,7 @@ def memory(ranks: Ranks, report: DoctorReport) -> None:
     report.add("device", text, advice)
 
 
-def backends(ranks: Ranks, report: DoctorReport) -> None:
+def list_backends(ranks: ExaminedRanks, report: DoctorReport) -> None:
     """List the SDPA backends that accept a plain call in the ranks' dtype.
 
     On a GPU, give advice if neither flash nor cuDNN is among them, or if Triton is not installed.
@@ -126,7 +126,7 @@ def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 
     return statistics.median(seconds)
 
 
-def speed(ranks: Ranks, report: DoctorReport) -> None:
+def measure_speed(ranks: ExaminedRanks, report: DoctorReport) -> None:
     """Measure a large matrix product and an attention call, in operations per second on the slowest rank."""
     size, tokens = 512, 512
     if ranks.device.type == "cuda":
@@ -150,7 +150,7 @@ def speed(ranks: Ranks, report: DoctorReport) -> None:
     report.figures.update(products=products, attention=attention)
 
 
-def host(ranks: Ranks, report: DoctorReport) -> None:
+def measure_host(ranks: ExaminedRanks, report: DoctorReport) -> None:
     """Measure how long the host takes to launch one operator, in seconds on the slowest rank."""
     x = torch.zeros(16, device=ranks.device)
     launch = max(ranks.gather(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
@@ -166,7 +166,7 @@ def _attend(qkv: Sequence[Tensor]) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value)
 
 
-def exactness(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
+def check_exactness(ranks: ExaminedRanks, report: DoctorReport, mesh: DeviceMesh) -> None:
     """Check attention over all ranks, which divide neither tokens nor heads, against float64 on one device."""
     generator = torch.Generator().manual_seed(0)
     tokens, heads = 64 * ranks.size + 1, ranks.size + 1
@@ -192,7 +192,7 @@ def exactness(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
     report.add("attention over the mesh", text, advice, broken=wrong)
 
 
-def host_per_call(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
+def measure_attention_call(ranks: ExaminedRanks, report: DoctorReport, mesh: DeviceMesh) -> None:
     """Measure an attention call with so few tokens that only host time and latency count, on the slowest rank."""
     query = torch.randn(1, ranks.size, 8, 64, device=ranks.device, dtype=ranks.dtype)
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True):
@@ -202,14 +202,14 @@ def host_per_call(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
     report.figures["call"] = seconds
 
 
-def links(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
+def measure_links(ranks: ExaminedRanks, report: DoctorReport, mesh: DeviceMesh) -> None:
     """Measure latency and bandwidth of each mesh dim, in an all-to-all and in a ring step."""
     rows = report.figures["mesh dims"] = []
     for dim in guided_mesh(mesh).dims:
         if dim.size == 1 or dim.group is None:
             continue
-        _, in_ring = _exchange(ranks, dim, ring=True)
-        latency, bandwidth = _exchange(ranks, dim, ring=False)
+        _, in_ring = _time_exchange(ranks, dim, ring=True)
+        latency, bandwidth = _time_exchange(ranks, dim, ring=False)
         rows.append(
             {
                 "mesh dim": dim.name,
@@ -243,7 +243,7 @@ def advice_on_bandwidth(bandwidth: float, device: Device | None) -> str:
     )
 
 
-def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
+def _time_exchange(ranks: ExaminedRanks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
     """Return the latency (seconds of a small exchange) and the bytes per second of a large one, on the
     slowest rank.
 
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cpu", action="store_true", help="use the CPU and gloo")
     options = parser.parse_args(arguments)
-    # Reject a wrong path now, before the checks, which take a minute.
+    # Reject a wrong path now, before the checks, which take a while.
     if options.output is not None and not options.output.absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no folder {options.output.absolute().parent}.")
     try:
@@ -319,7 +319,7 @@ def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bo
     if size > 1:
         # With this timeout a missing rank is reported instead of hanging the check.
         dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    ranks = Ranks(rank, size, device, dtype)
+    ranks = ExaminedRanks(rank, size, device, dtype)
     try:
         report = examine(ranks, ring=ring)
     finally:
@@ -332,14 +332,14 @@ def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bo
     return int(report.broken)
 
 
-def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
-    """Run all checks one after the other, and return the report. This is a collective call."""
+def examine(ranks: ExaminedRanks, *, ring: int | None = None) -> DoctorReport:
+    """Run all checks one after the other, and return the report. Collective."""
     report = DoctorReport()
-    _try(report, "versions", versions, ranks, report)
-    _try(report, "device", memory, ranks, report)
-    _try(report, "backends", backends, ranks, report)
-    _try(report, "device speed", speed, ranks, report)
-    _try(report, "host", host, ranks, report)
+    _try_check(report, "versions", check_versions, ranks, report)
+    _try_check(report, "device", check_devices, ranks, report)
+    _try_check(report, "backends", list_backends, ranks, report)
+    _try_check(report, "device speed", measure_speed, ranks, report)
+    _try_check(report, "host", measure_host, ranks, report)
     if ranks.size == 1:
         advice = "launch it with torchrun to measure what connects ranks"
         report.findings.append(Finding("mesh", "one rank", advice=advice))
@@ -350,16 +350,16 @@ def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
         ring = 1
         if ranks.size >= 4 and ranks.size % 2 == 0:
             ring = 2
-    mesh = _try(report, "mesh", init_context_parallel_mesh, ranks.device.type, max_ring_dim_size=ring)
+    mesh = _try_check(report, "mesh", init_context_parallel_mesh, ranks.device.type, max_ring_dim_size=ring)
     if mesh is not None:
         report.add("mesh", f"batch × ring × ulysses = {' × '.join(map(str, mesh.mesh.shape))}")
-        _try(report, "attention over the mesh", exactness, ranks, report, mesh)
-        _try(report, "host per attention call", host_per_call, ranks, report, mesh)
-        _try(report, "links", links, ranks, report, mesh)
+        _try_check(report, "attention over the mesh", check_exactness, ranks, report, mesh)
+        _try_check(report, "host per attention call", measure_attention_call, ranks, report, mesh)
+        _try_check(report, "links", measure_links, ranks, report, mesh)
     return report
 
 
-def _try(report: DoctorReport, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _try_check(report: DoctorReport, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return ``check(*args, **kwargs)``.
     If it raises, add a broken finding to ``report``, and return None.
     """
@@ -367,11 +367,12 @@ def _try(report: DoctorReport, name: str, check: Callable[..., Any], *args: Any,
         return check(*args, **kwargs)
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        report.add(name, f"{type(error).__name__}: {first}", _advice(name, str(error)), broken=True)
+        report.add(name, f"{type(error).__name__}: {first}", _advise_on_error(name, str(error)), broken=True)
         return None
 
 
-def _advice(name: str, error: str) -> str:
+def _advise_on_error(name: str, error: str) -> str:
+    """Return advice for the message of an exception in the check ``name``; else the message itself."""
     if "all have the current device" in error:
         return "give every rank a GPU of its own: torchrun --nproc_per_node with as many processes as there are GPUs."
     if "imed out" in error or "timeout" in error.lower():

@@ -49,9 +49,11 @@ class DoctorReport:
 
     @property
     def broken(self) -> bool:
+        """Whether a check is broken."""
         return any(finding.verdict == BROKEN for finding in self.findings)
 
     def table(self) -> str:
+        """Return the findings as the lines of a table, followed by all advice."""
         width = max(len(finding.name) for finding in self.findings)
         lines = [
             f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.result}" for finding in self.findings
@@ -62,6 +64,7 @@ class DoctorReport:
         return "\n".join([*lines, "", "What to change:", *advice])
 
     def write(self, path: Path) -> None:
+        """Write the findings and figures as JSON to ``path``."""
         content = {
             "date": time.strftime("%Y-%m-%d"),
             "doctor": self.figures,
@@ -71,7 +74,7 @@ class DoctorReport:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ExaminedRanks:
     """The rank of this process, the number of ranks, and the device and dtype that the checks use."""
 
     rank: int
@@ -80,7 +83,7 @@ class Ranks:
     dtype: torch.dtype
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every rank, in rank order. This is a collective call."""
+        """Return the ``value`` of every rank, in rank order. Collective."""
         values = [value]
         if self.size > 1:
             values = [None] * self.size

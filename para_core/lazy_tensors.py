@@ -62,6 +62,7 @@ class LiveTensors:
         self._live = WeakTensorKeyDictionary()
 
     def add(self, x: LazyTensor) -> None:
+        """Add ``x``, without keeping it alive."""
         self._live[x] = None
 
     def become_tensors(self) -> None:
@@ -133,6 +134,7 @@ class LazyTensor(Tensor):
 
 
 def _ready_value(x: LazyTensor) -> Tensor:
+    """Return the data of ``x`` if it is there, else ``x`` itself."""
     if not x.source.is_ready:
         return x
     return x.source.value()

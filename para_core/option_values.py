@@ -91,7 +91,7 @@ Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
 
-def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
+def check_quantize_fits(scheme: Quantize, weights: str | None) -> None:
     """Raise ``ValueError`` if ``scheme`` is unknown or does not work with this method of sharding weights.
 
     ``weights`` is ``"fsdp"``, ``"tensor"``, ``"stages"``, or None for replicated weights.
@@ -109,8 +109,8 @@ def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
         )
 
 
-def num_resident(given: int | None) -> int:
+def num_resident(resident_blocks: int | None) -> int:
     """Return the number of first blocks that stay on the device, for the option ``resident_blocks``: by default 1."""
-    if given is None:
+    if resident_blocks is None:
         return 1
-    return given
+    return resident_blocks

@@ -22,12 +22,12 @@ DIFFUSERS = "diffusers.pipelines.pipeline_utils"
 
 
 @contextmanager
-def handled_by(handler: logging.Handler, source: logging.Logger = logger) -> Iterator[None]:
-    """Inside this context, pass the records of ``source`` at INFO or above to ``handler``, and to no logger above."""
+def pass_records_to(handler: logging.Handler, source: logging.Logger = logger) -> Iterator[None]:
+    """Inside this context, pass the records of ``source`` at INFO or above to ``handler`` alone."""
     level, propagate = source.level, source.propagate
     source.addHandler(handler)
     source.setLevel(logging.INFO)
-    # Their level hid them before from the handlers of other loggers.
+    # Handlers of the loggers above would show records that the level of ``source`` hid before.
     source.propagate = False
     try:
         yield
@@ -113,12 +113,12 @@ def folder_on_disk(name: str) -> Path | None:
 
 
 def counts_components() -> bool:
-    """Whether this process is inside :func:`reporting_components`, so that components are reported already."""
+    """Whether this process is inside :func:`report_components`, so that components are reported already."""
     return any(isinstance(handler, _ComponentCounter) for handler in logging.getLogger(DIFFUSERS).handlers)
 
 
 @contextmanager
-def reporting_components(name: str, components: Sequence[str]) -> Iterator[None]:
+def report_components(name: str, components: Sequence[str]) -> Iterator[None]:
     """Inside this context, in which diffusers loads model ``name``, report each of its components once it is
     loaded.
 
@@ -131,5 +131,5 @@ def reporting_components(name: str, components: Sequence[str]) -> Iterator[None]
     report(f"loading {name}: {len(components)} components, {size}")
     source = logging.getLogger(DIFFUSERS)
     counter = _ComponentCounter(name, len(components))
-    with handled_by(counter, source):
+    with pass_records_to(counter, source):
         yield

@@ -2,7 +2,7 @@
 
 The names were read in torch 2.11, 2.13 and 2.15. Comments say how these versions differ.
 tests/test_torch_internals.py tests those whose change no other test would name, and that no other module uses
-a private name of torch. Nothing here changes torch.
+a private name of torch. Nothing here replaces a function or class of torch.
 
 Classes and functions that appear in graphs are aliases, not wrappers, because Dynamo recognises them by
 identity.

@@ -36,7 +36,7 @@ class ThresholdWarning(CacheWarning):
 
 
 class WarningLog:
-    """A record of the warnings that one object has given, so that each warning is given only once."""
+    """A record of the warnings that one object has given, so that each warning is given only once per object."""
 
     def __init__(self) -> None:
         self._keys: set[str] = set()

@@ -88,7 +88,7 @@ FEATURES: dict[str, Feature] = {
         words="compile graph",
     ),
     "cache report": Feature(
-        "para_core/cache/report.py para_core/cache/call_records.py adapters/cache/report.py",
+        "para_core/cache/report.py para_core/cache/call_readings.py adapters/cache/report.py",
         (_CACHE, "import para_core.cache.report"),
         words="report cache",
     ),

@@ -113,7 +113,7 @@ def attend_badly(kinds, bad_ranks, ring, ulysses, cut):
     [
         ([*BAD, *MASKS], [0, 1, 2, 3], 2, 2, False, ()),
         (list(MASKS), [0, 1, 2, 3], 2, 2, True, ()),
-        (list(BAD), [2], 2, 2, True, ("sequence rank 2: ",)),
+        (list(BAD), [2], 2, 2, True, ("mesh rank 2: ",)),
         (list(DIFFERENT), [2], 2, 2, False, ()),
         (["unsharded length"], [2], 2, 2, True, ()),
     ],
@@ -138,19 +138,19 @@ CUTS = {
     ),
     "sequence": (
         lambda cp, x, bad: cp.shard(X, dim=1, sequence=cp.sequence(9 if bad else 10)),
-        ("sequence rank 3: ", " 10 ", "dim 1", "sequence=", " 9"),
+        ("mesh rank 3: ", " 10 ", "dim 1", "sequence=", " 9"),
     ),
     "dim": (
         lambda cp, x, bad: cp.shard(X.transpose(0, 2), dim=7 if bad else 1),
-        ("sequence rank 3: dim=7 ", "[4, 10, 2]"),
+        ("mesh rank 3: dim=7 ", "[4, 10, 2]"),
     ),
     "twice": (
         lambda cp, x, bad: cp.shard(X, dim=1, sequence=cp.sequence(10), balance="causal" if bad else None),
-        ("sequence rank 3: ", "sequence=", "balance="),
+        ("mesh rank 3: ", "sequence=", "balance="),
     ),
     "unknown balance": (
         lambda cp, x, bad: cp.shard(X, dim=1, balance="early" if bad else "causal"),
-        ("sequence rank 3: ", "'early'"),
+        ("mesh rank 3: ", "'early'"),
     ),
     # 16 tokens are 4 per rank, balanced or not.
     "balance": (
@@ -163,20 +163,20 @@ CUTS = {
     ),
     "gather, length": (
         lambda cp, x, bad: cp.gather(x[:, 1:] if bad else x, dim=1),
-        ("sequence rank 3: ", " 1 ", "dim 1", " 10 ", " 2"),
+        ("mesh rank 3: ", " 1 ", "dim 1", " 10 ", " 2"),
     ),
     "gather, sequence": (
         lambda cp, x, bad: cp.gather(x, dim=1, sequence=cp.sequence(11 if bad else 10)),
         ("rank 3 ", "[3, 3, 3, 2]", "dim 1"),
     ),
-    "gather, dim": (lambda cp, x, bad: cp.gather(x, dim=-9 if bad else 1), ("sequence rank 3: dim=-9 ", "[2, 2, 4]")),
-    "list": (lambda cp, x, bad: cp.shard(X.tolist() if bad else X, dim=1), ("sequence rank 3: ", "list", "tensor")),
+    "gather, dim": (lambda cp, x, bad: cp.gather(x, dim=-9 if bad else 1), ("mesh rank 3: dim=-9 ", "[2, 2, 4]")),
+    "list": (lambda cp, x, bad: cp.shard(X.tolist() if bad else X, dim=1), ("mesh rank 3: ", "list", "tensor")),
     "number": (
         lambda cp, x, bad: cp.shard(X, dim=1, sequence=10 if bad else cp.sequence(10)),
-        ("sequence rank 3: ", "int", "cp.sequence"),
+        ("mesh rank 3: ", "int", "cp.sequence"),
     ),
-    "no dim": (lambda cp, x, bad: cp.shard(X, dim=None if bad else 1), ("sequence rank 3: ", "dim is None")),
-    "none": (lambda cp, x, bad: cp.gather(None if bad else x, dim=1), ("sequence rank 3: ", "NoneType")),
+    "no dim": (lambda cp, x, bad: cp.shard(X, dim=None if bad else 1), ("mesh rank 3: ", "dim is None")),
+    "none": (lambda cp, x, bad: cp.gather(None if bad else x, dim=1), ("mesh rank 3: ", "NoneType")),
     "layout": (lambda cp, x, bad: cp.shard(X, dim=1, sequence=OTHER_LAYOUT), ("layout", " 2 ranks", " 4")),
 }
 

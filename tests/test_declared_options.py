@@ -1,6 +1,7 @@
 """Options declared as annotated fields: their checks, and the signature and docstring that follow from them."""
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -9,7 +10,7 @@ import pytest
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.parallel.options import ParallelOptions, TransformerOptions
-from para_core.declared_options import Option, check_names, check_options, declarations, takes_options, values_of
+from para_core.declared_options import Option, check_options, check_values, declarations, takes_options, values_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,14 @@ NAMES = ["steps", "share", "place", "exact", "compute", "rule", "free"]
 def test_names_are_sorted_by_number_and_listed_without_quotes():
     assert [declaration.name for declaration in declarations(Example)] == NAMES
     assert values_of(Example(place="host", steps=3), Base) == {"place": "host"}
-    check_names(Example(place="host", rule=5))
-    with pytest.raises(ValueError, match=r"place is 'moon'; expected one of host, device\."):
-        check_names(Example(place="moon"))
+    check_values(Example(place="host", rule=5))
+    for values, message in (
+        ({"place": "moon"}, "place is 'moon'; expected one of host, device."),
+        ({"steps": 0}, "steps is 0; expected at least 1 and at most 9."),
+        ({"share": float("nan")}, "share is nan; expected at least 0.0."),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            check_values(Example(**values))
 
 
 def test_fields_are_the_keyword_arguments_of_a_function():

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from para_core import doctor
-from para_core.doctor import exactness, examine, versions
-from para_core.doctor_report import BROKEN, CHANGE, OK, DoctorReport, Ranks
+from para_core.doctor import check_exactness, check_versions, examine
+from para_core.doctor_report import BROKEN, CHANGE, OK, DoctorReport, ExaminedRanks
 from tests.gpus import gpu_named
 from tests.tiny import cpu_mesh
 
 
 def this_rank():
-    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), torch.float32)
+    return ExaminedRanks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), torch.float32)
 
 
 def in_short():
@@ -50,9 +50,9 @@ def examine_with_faults():
         with mock.patch.object(doctor, "init_context_parallel_mesh", refuse):
             without_mesh = examine(this_rank())
     with mock.patch.object(doctor, "_attend", wrong):
-        attention = finding_of(exactness, mesh)
+        attention = finding_of(check_exactness, mesh)
     with mock.patch("importlib.metadata.version", version):
-        return healthy, without_mesh, attention, finding_of(versions)
+        return healthy, without_mesh, attention, finding_of(check_versions)
 
 
 def test_faults_of_a_rank_are_found_on_all(rank_pool):
@@ -82,7 +82,7 @@ def test_what_was_raised_has_a_way_out():
     ways = [("Timed out waiting 60000ms for recv", "NCCL_DEBUG"), ("CUDA out of memory", "nvidia-smi"), ("odd", "odd")]
     for error, words in ways:
         report = DoctorReport()
-        doctor._try(report, "links", mock.Mock(side_effect=RuntimeError(error)))
+        doctor._try_check(report, "links", mock.Mock(side_effect=RuntimeError(error)))
         assert words in report.findings[0].advice and error in report.findings[0].result
 
 
@@ -99,7 +99,7 @@ def test_one_process_is_examined_without_ranks(tmp_path, capsys):
 
 
 def test_a_slow_link_says_what_is_usual():
-    ranks = Ranks(0, 2, torch.device("cuda", 0), torch.bfloat16)
+    ranks = ExaminedRanks(0, 2, torch.device("cuda", 0), torch.bfloat16)
     report = DoctorReport()
     with gpu_named("NVIDIA H100 80GB HBM3"):
         for bandwidth in (5e9, 300e9):

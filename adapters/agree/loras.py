@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from para_core.adapters.agree.arguments import OfStage
-from para_core.distributed.fingerprints import digest
+from para_core.distributed.fingerprints import joint_fingerprint
 from para_core.instance.modules import uncompiled
 from para_core.weights.parameters import plain_tensors
 from para_core.weights.stack import stages_of
@@ -113,4 +113,4 @@ def _weights_of(layers: list[Any]) -> list[nn.Parameter]:
 def _digest(weights: list[Any]) -> Tensor:
     """Return a digest of ``weights`` that depends on every bit; sharded tensors and those on "meta" are left out."""
     parts = [part for x in weights if not isinstance(x, DTensor) for part in plain_tensors(x.detach())]
-    return digest([part for part in parts if not part.is_meta and not isinstance(part, DTensor)])
+    return joint_fingerprint([part for part in parts if not part.is_meta and not isinstance(part, DTensor)])

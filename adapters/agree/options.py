@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.agree.arguments import describe
 from para_core.distributed.agree import agree, together
-from para_core.distributed.mesh import GuidedMesh, all_ranks, guided_mesh, require_member
+from para_core.distributed.mesh import GuidedMesh, all_ranks, check_member, guided_mesh
 from para_core.distributed.records import Record, describe_differences
 
 
@@ -54,7 +54,7 @@ def _ranks_of(mesh: DeviceMesh | ProcessGroup | None) -> GuidedMesh:
     world = all_ranks()
     if mesh == dist.GroupMember.NON_GROUP_MEMBER:
         # The other ranks may have a group of their own, so this rank raises alone.
-        require_member(mesh)
+        check_member(mesh)
     if isinstance(mesh, (DeviceMesh, ProcessGroup)) and mesh.size() < world.ranks:
         return guided_mesh(mesh)
     return world

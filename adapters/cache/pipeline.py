@@ -22,7 +22,7 @@ from para_core.declared_options import shows_options
 from para_core.distributed.agree import together
 from para_core.instance.modules import instances_in, uncompiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slot, fill_slot, restored_on_failure
+from para_core.instance.record import empty_slot, fill_slot, restore_on_failure
 from para_core.instance.slots import Slot
 
 Pipeline = TypeVar("Pipeline")
@@ -73,7 +73,7 @@ def apply_cache_on_pipe(
         agreement = together(mesh, "the cache could not be applied")
     if per_transformer is None:
         per_transformer = {}
-    with restored_on_failure(instances_in(pipe)), ExitStack() as rollback:
+    with restore_on_failure(instances_in(pipe)), ExitStack() as rollback:
         with agreement:
             caches = _resolve(pipe, adapter, per_transformer, options)
             caching = caching_of(pipe)

@@ -21,7 +21,7 @@ from para_core.cfg.guidance import Guidance
 from para_core.distributed.mesh import MeshDim
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slot, filled_during, slot_owner
+from para_core.instance.record import empty_slot, fill_during, slot_owner
 from para_core.instance.slots import Slot
 from para_core.lazy_tensors import materialize
 from para_core.user_warnings import ParallelWarning, warn_user
@@ -72,7 +72,7 @@ class GuidedCalls(FeatureChange):
                 component = getattr(pipe, name)
                 self._wrapped.add(component)
                 branches = {"__call__": self._run_branch}
-                stack.enter_context(filled_during(component, Slot.GUIDANCE, branches, owner=self))
+                stack.enter_context(fill_during(component, Slot.GUIDANCE, branches, owner=self))
             stack.enter_context(self._guidance.generation())
             yield stack.enter_context(replace_callbacks(kwargs, Slot.GUIDANCE, self._run_callback))
         self._warn_unguided(type(pipe).__name__)

@@ -31,7 +31,7 @@ from para_core.call_checks import make_check
 from para_core.distributed.agreed_inputs import assume_agreed
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slot, empty_slots, fill_slot, filled_during, slot_owner
+from para_core.instance.record import empty_slot, empty_slots, fill_during, fill_slot, slot_owner
 from para_core.instance.slots import Slot
 from para_core.lazy_tensors import materialize
 from para_core.plans.region import region_of
@@ -128,7 +128,7 @@ class ParallelCall:
                     # Wrap a compiled component itself, for the reason given below.
                     component, verification = getattr(pipe, name), self._verifications[name]
                     self._verified.add(component)
-                    stack.enter_context(filled_during(component, Slot.VERIFIED, {"__call__": verification}))
+                    stack.enter_context(fill_during(component, Slot.VERIFIED, {"__call__": verification}))
             stack.enter_context(assume_agreed(map(denoiser_run_of, self._unets.values())))
             stack.enter_context(share_reasons(token, self._places))
             overlaps_steps = any(change.overlaps_steps for change in self.changes)

@@ -27,9 +27,9 @@ from para_core.adapters.weights.features import require_method, require_quantize
 from para_core.adapters.weights.shard import prepare_sharding
 from para_core.distributed.agree import agree, exchange, together
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.distributed.mesh import GuidedMesh, require_process_group
+from para_core.distributed.mesh import GuidedMesh, check_process_group
 from para_core.instance.modules import uncompiled
-from para_core.option_values import Quantize, require_quantize_fits
+from para_core.option_values import Quantize, check_quantize_fits
 
 # Maps the names of dtypes in the header of a safetensors file to dtypes of PyTorch.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -79,7 +79,7 @@ def from_pretrained_sharded(
         RuntimeError: If there is no process group, or, on every rank, if a file is missing, incomplete or
             corrupt on one rank, or files differ between ranks.
     """
-    require_process_group("from_pretrained_sharded")
+    check_process_group("from_pretrained_sharded")
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
     with agree_on_options("from_pretrained_sharded", mesh, compared):
         if weights not in (*shard_methods(), "stages"):
@@ -104,7 +104,7 @@ def from_pretrained_sharded(
     if method is not None:
         method.check_mesh(guided, True)
     if quantize is not None:
-        require_quantize_fits(quantize, weights)
+        check_quantize_fits(quantize, weights)
         with together(guided, "weights cannot be quantized"):
             require_quantizer().check_scheme(quantize)
     _download_once_per_node(pipeline, name, guided, options)

@@ -19,7 +19,7 @@ from para_core.adapters.weights.feature import Method
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.backends.added import require_library
 from para_core.attention.schedule import AttentionSchedule
-from para_core.call_checks import check_options as check_call_checks
+from para_core.call_checks import check_comparable
 from para_core.declared_options import Option, check_options, values_of
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import as_timedelta
@@ -128,7 +128,7 @@ class TransformerOptions(AttentionChoices):
             )
         for backend in self.backends:
             require_library(backend)
-        check_call_checks(vars(self), self.approximations)
+        check_comparable(vars(self), self.approximations)
 
     @property
     def compared(self) -> dict[str, object]:

@@ -19,7 +19,7 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.schedule import AttentionSchedule
 from para_core.cache.branches import Branches, conditions_of
 from para_core.instance.modules import uncompiled
-from para_core.instance.record import empty_slot, filled_during, slot_owner
+from para_core.instance.record import empty_slot, fill_during, slot_owner
 from para_core.instance.slots import Slot
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
@@ -79,7 +79,7 @@ class ScheduledAttention:
                 component = getattr(pipe, name)
                 self._wrapped.add(component)
                 stack.enter_context(
-                    filled_during(
+                    fill_during(
                         component, Slot.SCHEDULED_ATTENTION, {"__call__": self._run_model}, owner=self
                     )
                 )

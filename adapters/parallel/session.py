@@ -11,7 +11,7 @@ from typing import Any
 from para_core.distributed.agree import together
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import instances_in
-from para_core.instance.record import restored_on_failure
+from para_core.instance.record import restore_on_failure
 
 Undo = Callable[[], object]
 
@@ -136,7 +136,7 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
     fails, in which weights change, the instance cannot be used any more
     (:mod:`para_core.adapters.weights.one_way`).
     """
-    with restored_on_failure(instances_in(instance)), ExitStack() as rollback:
+    with restore_on_failure(instances_in(instance)), ExitStack() as rollback:
         with together(session.mesh, "the earlier settings could not be undone"):
             if previous is not None:
                 previous.suspend(rollback, session.mesh)

@@ -23,7 +23,7 @@ from para_core.adapters.weights.features import changes_for
 from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.apply import cache_options
-from para_core.call_checks import check_options, make_check
+from para_core.call_checks import check_comparable, make_check
 from para_core.declared_options import takes_options
 from para_core.distributed.agree import together
 from para_core.distributed.agreed_inputs import AgreeOnInputs
@@ -116,7 +116,7 @@ def resolve_transformer(
     ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh. ``called`` is
     ``module`` or the compiled module around it, to verify its calls; None if the caller verifies them.
     """
-    check_options(vars(options), options.approximations, mesh.pipe.size)
+    check_comparable(vars(options), options.approximations, mesh.pipe.size)
     plan = require_plan(module, module, options.adapter, options.text)
     if not batched:
         plan = replace(plan, batched={})

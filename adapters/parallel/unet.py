@@ -17,7 +17,7 @@ from para_core.distributed.agree import together
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import restored_on_failure
+from para_core.instance.record import restore_on_failure
 
 Unet = TypeVar("Unet", bound=nn.Module)
 
@@ -54,7 +54,7 @@ def parallelize_unet(
         check_parallelize([model])
     guided = guided_mesh_for(mesh, module)
     with (
-        restored_on_failure([module]),
+        restore_on_failure([module]),
         together(guided, f"this {original_class(module).__name__} cannot run in rows"),
     ):
         check_parallelize([model], guided)

@@ -21,7 +21,7 @@ from para_core.adapters.propose.records import (
     TensorRecord,
 )
 from para_core.adapters.propose.sources import Sources
-from para_core.comparison.virtual_ranks import fresh
+from para_core.comparison.virtual_ranks import copy_containers
 from para_core.dataclass_fields import by_path, fields_of, has_fields, leaves_of, map_leaves
 from para_core.instance.private_class import original_class
 from para_core.plans.module_matching import parameters_of
@@ -63,7 +63,7 @@ def observe(
                 observer.mark_streams, with_kwargs=True
             )
             stack.callback(hook.remove)
-        output = module(**fresh(inputs))
+        output = module(**copy_containers(inputs))
     observer.note_output(output)
     return _without_lists_of_no_blocks(module, observer.observed)
 

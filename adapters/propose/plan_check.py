@@ -14,7 +14,7 @@ from para_core.comparison.difference import Difference, find_first_difference
 from para_core.comparison.model_inputs import ModelInputs
 from para_core.comparison.runs import ParallelRun
 from para_core.comparison.tensor_parts import largest_error
-from para_core.comparison.virtual_ranks import fresh, run_on_virtual_ranks
+from para_core.comparison.virtual_ranks import copy_containers, run_on_virtual_ranks
 from para_core.plans.plan import Plan
 
 # Relative errors ‖out − expected‖ / ‖expected‖ below which a plan counts as exact, by dtype of the model's
@@ -53,7 +53,7 @@ class PlanCheck:
         largest = 0.0
         for i, inputs in enumerate(self.examples):
             with torch.no_grad():
-                expected = self.module(**fresh(inputs))
+                expected = self.module(**copy_containers(inputs))
             for ring, ulysses in self._meshes(i, lengths):
                 try:
                     outs = run_on_virtual_ranks(self.module, plan, inputs, ring=ring, ulysses=ulysses)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.comparison.tensor_parts import largest_error, tensors_in
-from para_core.comparison.virtual_ranks import fresh
+from para_core.comparison.virtual_ranks import copy_containers
 from para_core.dataclass_fields import map_leaves
 from para_core.plans.plan import Plan
 
@@ -33,7 +33,7 @@ def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], sampl
     """
     batched = _sample_dims(inputs, samples)
     with torch.no_grad():
-        expected = _stack([module(**fresh(inputs))])
+        expected = _stack([module(**copy_containers(inputs))])
         try:
             parts = [module(**_one_sample(inputs, batched, index)) for index in range(samples)]
         # The model may raise anything if an argument does not hold samples, or if it needs more than one
@@ -70,7 +70,7 @@ def _one_sample(inputs: Mapping[str, Any], dims: Mapping[str, int], index: int) 
         return x.narrow(dim, index, 1) if isinstance(x, Tensor) else x
 
     narrowed = {name: map_leaves(partial(narrow, dim=dim), inputs[name]) for name, dim in dims.items()}
-    return fresh({**inputs, **narrowed})
+    return copy_containers({**inputs, **narrowed})
 
 
 def _stack(outs: list[Any]) -> list[Tensor]:

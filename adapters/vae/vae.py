@@ -39,7 +39,7 @@ from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
 from para_core.distributed.records import Record, describe_differences
 from para_core.instance.modules import has_compiled_parts, uncompiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slots, fill_slot, is_filled, restored_on_failure
+from para_core.instance.record import empty_slots, fill_slot, is_filled, restore_on_failure
 from para_core.instance.slots import Slot
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
@@ -144,7 +144,7 @@ def parallelize_vae(
         )
     row_ranks = RowRanks(ranks, dim_groups(mesh))
     with (
-        restored_on_failure([module, *parts_of(module)]),
+        restore_on_failure([module, *parts_of(module)]),
         together(row_ranks.mesh, f"this {original_class(module).__name__} cannot run on these ranks"),
     ):
         if is_filled(module, Slot.FIRST_RANK):

@@ -63,12 +63,12 @@ def error_of(model: nn.Module, recorded: Any, inputs_of: Any, sizes: Any) -> tup
     """Return the largest relative error of the plan over the calls and meshes, and the number of samples compared."""
     from para_core.adapters.registry import plan_for
     from para_core.comparison.tensor_parts import largest_error
-    from para_core.comparison.virtual_ranks import fresh, run_on_virtual_ranks
+    from para_core.comparison.virtual_ranks import copy_containers, run_on_virtual_ranks
 
     plan, errors, samples = plan_for(model, adapter=recorded.adapter), [], 1
     for inputs in calls(inputs_of, sizes):
         try:
-            expected = model(**fresh(inputs))
+            expected = model(**copy_containers(inputs))
         except RuntimeError:
             if len(inputs["context"]) == 1:
                 raise

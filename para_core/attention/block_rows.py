@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from para_core.distributed.cached_property import cached_property
-from para_core.layout.held import Layout, Piece
+from para_core.layout.pieces import Layout, Piece
 from para_core.layout.runs import join_neighbours
 from para_core.layout.sequence import Run, SequenceLayout
 
@@ -46,7 +46,7 @@ class BlockRows:
     def __init__(
         self, sequence: SequenceLayout, first: int, width: int, index: int, *, ordered: bool = True
     ) -> None:
-        held = Layout.of(sequence, range(first, first + width)).held
+        held = Layout.of(sequence, range(first, first + width)).pieces
         self.sequence = sequence
         of_peers: list[list[Row]] = [[] for _ in held]
         self.in_order: list[tuple[int, int]] = []

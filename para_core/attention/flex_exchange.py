@@ -21,7 +21,7 @@ from para_core.attention.local import as_sdpa
 from para_core.distributed.collectives import define_collective, done
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.gather import gather, gather_gradient
-from para_core.layout.held import Layout
+from para_core.layout.pieces import Layout
 from para_core.layout.sequence import Run, SequenceLayout
 
 
@@ -59,7 +59,7 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
         return [(0, layout.total)]
     width = mesh.ulysses.size
     ranks = range(mesh.ring.index * width, (mesh.ring.index + 1) * width)
-    return Layout.of(layout, ranks).grouped(width).runs()
+    return Layout.of(layout, ranks).group_ranks(width).runs()
 
 
 # The functions below implement the operators. ``*call`` stands for the spec as text, its numbers, and the

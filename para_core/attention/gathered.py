@@ -119,7 +119,7 @@ class GatheredKeys(RingStyle):
         ]
         # Lengths may be symbolic, so runs are not sorted: all ranks hold equally many pieces.
         parts: list[Tensor] = []
-        for pieces in zip(*layout.held, strict=True):
+        for pieces in zip(*layout.pieces, strict=True):
             if pieces[0].replicated:
                 parts.append(replicated.pop(0))
                 continue

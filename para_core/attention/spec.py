@@ -14,7 +14,7 @@ from para_core.attention.tiles import Causal, PositionalMask
 from para_core.dataclass_json import from_json, to_json
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.mesh import SequenceMesh, read_mesh
-from para_core.layout.held import Layout
+from para_core.layout.pieces import Layout
 from para_core.layout.sequence import Segment, SequenceLayout
 
 
@@ -83,14 +83,14 @@ class AttentionSpec:
     @cached_property
     def queries(self) -> Layout:
         """The queries that each ring rank holds after the Ulysses exchange."""
-        return Layout.of(self.query_layout).grouped(self.mesh.ulysses.size, ordered=self.orders_queries)
+        return Layout.of(self.query_layout).group_ranks(self.mesh.ulysses.size, ordered=self.orders_queries)
 
     @cached_property
     def keys(self) -> Layout:
         """The keys that each ring rank holds after the Ulysses exchange."""
         if self.key_layout is self.query_layout and self.orders_queries:
             return self.queries
-        return Layout.of(self.key_layout).grouped(self.mesh.ulysses.size)
+        return Layout.of(self.key_layout).group_ranks(self.mesh.ulysses.size)
 
     @property
     def numbers(self) -> list[int]:
@@ -137,7 +137,7 @@ def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOpt
     """Return the mesh that a call needs: ``mesh``, or a mesh of this rank alone if all keys are replicated."""
     if key_layout.sharded or any(other.needs_all_ranks for other in options.others):
         return mesh
-    return mesh.alone()
+    return mesh.single_rank()
 
 
 def _kinds(layout: SequenceLayout) -> str:

@@ -51,8 +51,8 @@ def apply_cache(
         ``model`` itself.
 
     Raises:
-        TypeError, ValueError: An option is invalid, or the model does not have the blocks that ``blocks``
-            describes.
+        TypeError, ValueError: An option is invalid or needs a schedule, the model does not have the blocks that
+            ``blocks`` describes, or one of diffusers' own caches is enabled on it.
     """
     module: Any = uncompiled(model)
     settings = options_of("apply_cache", options)
@@ -75,7 +75,8 @@ def apply_cache(
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if torch.compiler.is_compiling():
             cache.look_up_plan()
-            # All calls need one order, and Dynamo 2.13 sorts no names.
+            # The digest of a call sums over its arguments in order, so all calls need one. Dynamo 2.13 cannot sort
+            # the names.
             cache.traced.enter({name: arguments[name] for name in parameters if name in arguments})
             return call(called, *args, **kwargs)
         return cache.run(partial(call, called, *args, **kwargs), arguments)
@@ -85,7 +86,8 @@ def apply_cache(
 
 
 def remove_cache(model: Model) -> Model:
-    """Undo :func:`apply_cache`: restore the class of ``model``, delete the cache's attributes, and return ``model``."""
+    """Undo :func:`apply_cache`, if it was called, and return ``model``."""
+    # The slot is on the object that apply_cache got, which torch.compile may have wrapped since.
     for module in (model, uncompiled(model)):
         cache = slot_owner(module, Slot.CACHE, BlockCache)
         if cache is not None:
@@ -122,7 +124,11 @@ def cache_context(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def cache_options(model: nn.Module) -> CacheOptions | None:
-    """Return the options of the cache of ``model``; None if it has no cache."""
+    """Return the options of the cache that :func:`apply_cache` attached to this object; None if there is none.
+
+    A module and what ``torch.compile`` made of it are two objects here, unlike in :func:`require_cache`: ranks call
+    this function at each call of a transformer.
+    """
     cache = slot_owner(model, Slot.CACHE, BlockCache)
     if cache is None:
         return None
@@ -130,7 +136,7 @@ def cache_options(model: nn.Module) -> CacheOptions | None:
 
 
 def require_cache(model: nn.Module) -> BlockCache:
-    """Return the cache of :func:`apply_cache` on ``model``.
+    """Return the cache of :func:`apply_cache` on ``model``, or on the module that was compiled to make ``model``.
 
     Raises:
         ValueError: The model has no cache.

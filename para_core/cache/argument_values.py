@@ -18,13 +18,13 @@ from para_core.torch_internals import version_of
 
 # Arguments with these names hold the position in the denoising schedule, so they change from step to step.
 _CLOCK = re.compile(r"(.*_)?(t|times?|timesteps?|sigmas?|noise_levels?)(_r)?")
-# A clock with more elements is compared on the device; a smaller one is read by the host.
+# A tensor with the timestep that has more elements is compared on the device; a smaller one is read by the host.
 MOST_READ = 1 << 16
 # Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later
 # call.
 _MAX_KEPT_BYTES = 1 << 20
 # Bounds of the search in nested arguments. What is nested more deeply, or has more values, is compared by
-# identity.
+# identity, so a change inside it is not noticed.
 _MAX_DEPTH = 8
 _MAX_LEAVES = 512
 _PLAIN = (
@@ -42,10 +42,8 @@ _PLAIN = (
     slice,
     type,
 )
-
-
-# Types of arguments that hold nothing else.
-_NUMBERS = frozenset({bool, int, float, str})
+# The most frequent types of arguments that are not tensors; a subset of _PLAIN.
+_SCALARS = frozenset({bool, int, float, str})
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
@@ -56,7 +54,7 @@ class Leaf(NamedTuple):
         reference: A tuple that contains the value, or for a large tensor a weak reference, so that it is not
             kept alive. A large tensor that is gone counts as another one.
         is_tensor: Whether it is a tensor.
-        is_plain: Whether it is a tensor of no subclass.
+        is_plain: Whether it is a tensor or parameter, of no other subclass.
         version: The version counter of the tensor in that call; None if it has none.
     """
 
@@ -66,11 +64,15 @@ class Leaf(NamedTuple):
     version: int | None = None
 
     def compare(self, other: Leaf) -> bool | None:
-        """Return whether the values are equal; None if two tensors must be compared by value to know."""
+        """Return whether the values are equal; None if two tensors must be compared by value to know.
+
+        Tensors that were changed in place since their call count as different, because their earlier values are
+        gone.
+        """
         x = self.value
         y = other.value
         if not (self.is_tensor and other.is_tensor):
-            return self.is_tensor == other.is_tensor and _values_are_same(x, y)
+            return self.is_tensor == other.is_tensor and _are_same(x, y)
         if x is None or y is None:
             return False
         if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
@@ -79,7 +81,7 @@ class Leaf(NamedTuple):
             if x is y:
                 return True
             return None
-        if x is y or x.is_meta or _place_of(x) == _place_of(y):
+        if x is y or x.is_meta or _memory_of(x) == _memory_of(y):
             return (self.version or 0) == (other.version or 0)
         if self._is_changed() or other._is_changed():
             return False
@@ -124,7 +126,7 @@ def leaf_of(value: Any) -> Leaf:
 Leaves = dict[str, Leaf]
 
 
-def _values_are_same(x: Any, y: Any) -> bool:
+def _are_same(x: Any, y: Any) -> bool:
     if x is y:
         return True
     if type(x) is not type(y):
@@ -134,16 +136,17 @@ def _values_are_same(x: Any, y: Any) -> bool:
     return isinstance(x, (*_PLAIN, tuple, frozenset)) and bool(x == y)
 
 
-def _place_of(x: Tensor) -> tuple[Any, ...]:
+def _memory_of(x: Tensor) -> tuple[Any, ...]:
+    """Return what two views of the same elements have in common, if they have the same shape."""
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.stride()
 
 
-def leaves_of(arguments: Mapping[str, Any]) -> Leaves:
-    """Return all values in ``arguments``: copies of Python values, so a change in place is noticed."""
+def argument_leaves(arguments: Mapping[str, Any]) -> Leaves:
+    """Return all values in ``arguments``. Containers are taken apart, so a change inside one is noticed later."""
     leaves: Leaves = {}
     for name, value in arguments.items():
         # Most arguments are small tensors and numbers. This saves Python calls for each.
-        if value is None or type(value) in _NUMBERS:
+        if value is None or type(value) in _SCALARS:
             leaves[name] = Leaf((value,))
         elif type(value) is Tensor and value.nbytes <= _MAX_KEPT_BYTES and not value.is_inference():
             leaves[name] = Leaf((value,), True, True, version_of(value))
@@ -155,6 +158,10 @@ def leaves_of(arguments: Mapping[str, Any]) -> Leaves:
 
 
 def _add_leaves(leaves: Leaves, path: str, value: Any, outer: tuple[int, ...]) -> None:
+    """Add the values in ``value``, which is at ``path``, to ``leaves``.
+
+    ``outer`` are the ids of the containers around it, to end at one that contains itself.
+    """
     if isinstance(value, Tensor):
         leaves[path] = tensor_leaf(value, keep=False)
         return
@@ -180,7 +187,7 @@ def _add_leaves(leaves: Leaves, path: str, value: Any, outer: tuple[int, ...]) -
 
 
 def _items_of(value: Any) -> dict[str, Any] | None:
-    """Return the values inside a container, function or object, by their place in it; None if it is one value."""
+    """Return the values inside a container, function or object, by the end of their path; None if it is one value."""
     if isinstance(value, Mapping):
         items = {}
         for key, item in value.items():
@@ -207,6 +214,7 @@ def _items_of(value: Any) -> dict[str, Any] | None:
 
 
 def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the closure of ``function``, by the end of their path."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f".{name}", cell.cell_contents
@@ -226,7 +234,9 @@ def is_clock(name: str) -> bool:
 
 
 def clocks_in(leaves: Leaves) -> set[str]:
-    """Return the paths of the timestep: of arguments or, if no argument has such a name, of fields in them."""
+    """Return the paths of the timestep: of all values in arguments with such a name or, if there is none, of fields
+    and entries of other arguments with such a name.
+    """
     clocks = set(filter(_is_clock_argument, leaves))
     return clocks or set(filter(_is_clock_field, leaves))
 
@@ -242,7 +252,9 @@ def _is_clock_field(path: str) -> bool:
 
 
 def value_at(arguments: Mapping[str, Any], path: str) -> Any:
-    """Return the argument, or the field of a dataclass in an argument, at a ``path`` such as ``"video.text"``."""
+    """Return the argument, or the field of an argument, at a ``path`` such as ``"video.text"``; None if there is
+    none.
+    """
     name, *path_inside = path.split(".")
     value = arguments.get(name)
     for field_name in path_inside:

@@ -1,4 +1,4 @@
-"""The hooks on a model and its blocks through which caches run or skip the blocks, and those of diffusers' caches."""
+"""The hooks on a model and its blocks through which caches run or skip the blocks, and a search for diffusers' own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import nn
 from para_core.cache.block_roles import BlockRole
 from para_core.cache.block_run import run_first_block, run_or_skip_block
 from para_core.instance.modules import submodules_of
-from para_core.instance.record import Around, empty_slots, fill_slot, slot_owner
+from para_core.instance.record import Wrapper, empty_slots, fill_slot, slot_owner
 from para_core.instance.slots import Slot
 
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
 
-# The names of the diffusers modules that define the hooks of its caches.
+# The modules in ``diffusers/hooks`` (0.42) that define the hooks of its caches.
 _DIFFUSERS_CACHES = (
     "faster_cache",
     "first_block_cache",
@@ -46,8 +46,9 @@ def _no_context(module: nn.Module | None, name: str) -> AbstractContextManager[N
 
 
 class BlockHookHost:
-    """The hooks on one model and its blocks, and the cache that uses them.
-    It fills their slots ``CACHED_BLOCK``.
+    """The hooks on one model and its blocks, in their slots ``CACHED_BLOCK``, and the caches that use them.
+
+    Several caches may share it, such as those of two pipelines with one model: their calls take turns.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class BlockHookHost:
     def _run_named(
         self, call: Callable[..., Any], module: nn.Module | None, /, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
-        """Run diffusers' ``cache_context(name)``, and record the name of the CFG branch."""
+        """Return diffusers' ``cache_context(name)``, inside which the CFG branch of this thread has that name, too."""
         name = str(args[0] if args else kwargs["name"])
         before = self.local.branch
         self.local.branch = name
@@ -85,14 +86,14 @@ class BlockHookHost:
     def install(self, module: nn.Module, roles: Roles) -> None:
         """Put hooks on the blocks in ``roles``, in place of earlier ones, and on ``module``."""
         self.remove(module)
-        contexts: dict[str, Around] = {}
+        contexts: dict[str, Wrapper] = {}
         if hasattr(module, "cache_context"):
             contexts["cache_context"] = self._run_named
         fill_slot(module, Slot.CACHED_BLOCK, contexts, owner=self)
         # Blocks with equal roles share a function, and so a graph.
-        arounds = {role: self._around_block(role) for _, role in roles}
+        wrappers = {role: self._wrap_blocks(role) for _, role in roles}
         for block, role in roles:
-            fill_slot(block, Slot.CACHED_BLOCK, {"__call__": arounds[role]}, owner=self)
+            fill_slot(block, Slot.CACHED_BLOCK, {"__call__": wrappers[role]}, owner=self)
         self.roles = roles
 
     def remove(self, module: nn.Module) -> None:
@@ -100,11 +101,13 @@ class BlockHookHost:
         empty_slots([module, *(block for block, _ in self.roles)], Slot.CACHED_BLOCK)
         self.roles = []
 
-    def _around_block(self, role: BlockRole) -> Around:
+    def _wrap_blocks(self, role: BlockRole) -> Wrapper:
+        """Return the function that runs around the calls of all blocks with this ``role``."""
+
         def run_block(call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             cache = self.running or self.resident
             # A cache that runs in another thread is not for this call, which may come from a pipeline without
-            # a cache.
+            # a cache. A graph would keep the answer of the thread that traced it, so it does not ask.
             in_other_thread = (
                 not torch.compiler.is_compiling() and self.running is not None and self.thread != get_ident()
             )
@@ -112,7 +115,8 @@ class BlockHookHost:
                 return call(block, *args, **kwargs)
             if not role.skipped:
                 return run_first_block(cache, role, block, call, args, kwargs)
-            # Most blocks are inner ones, which need nothing else. This saves a Python call for each.
+            # Most blocks are inner ones, which need nothing else. This saves a Python call for each. In a graph,
+            # ``skip`` is a tensor, so compare by identity.
             if role.is_inner and cache.skip is True:
                 return role.pass_on(args, kwargs)
             if role.is_inner and (cache.skip is None or cache.skip is False):

@@ -1,10 +1,11 @@
 """First Block Cache on one model: its settings, the states of its CFG branches, and one call of the model.
 
-Each block gets a hook (:mod:`para_core.cache.attachment`). The hook of the first block measures the residual
-and decides the step. The hooks of the other blocks run or skip their blocks. In a skipped step, the hook of
-the last block of a group adds the stored residual to the input of the group. Computations of the model
-between its blocks (such as residuals of a ControlNet) also run in skipped steps, but have no effect there,
-because the stored residual has them.
+The blocks that matter to the cache get hooks (:mod:`para_core.cache.attachment`). The hook of the last of the
+``first_blocks`` measures the residual and decides the step; with a rule that compares the input of block 0,
+that block's hook decides before it runs. The hooks of the other blocks run or skip their blocks. In a skipped
+step, the hook of the last skipped block of a group returns the group's input plus the forecast residual.
+Computations of the model between its blocks (such as residuals of a ControlNet) also run in skipped steps, but
+have no effect there, because the stored residual has them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from para_core.cache.decision import DecisionOutcome, Step, Verdict, blocks_befo
 from para_core.cache.options import CacheOptions
 from para_core.cache.registry import OBSERVERS, traced_form
 from para_core.cache.residuals import CacheState
-from para_core.cache.streams import Streams, tensors_in
+from para_core.cache.streams import Streams, named_tensors_in
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.foreign_errors import is_data_dependent
@@ -44,12 +45,14 @@ from para_core.user_warnings import CacheWarning, WarningLog
 
 # Returns the index of the step of the next call of a CFG branch, the number of steps, and the timestep.
 Position = Callable[[str], tuple[int, int, float]]
-# Maximum number of outcomes that a cache keeps of the calls of a generation.
+# Maximum number of outcomes that a cache keeps of the calls of a generation. A loop that never calls reset_cache
+# would otherwise accumulate them without limit.
 _MOST_OUTCOMES = 4096
 _NOT_FILLED = Filling({})
 
 
 def _without_schedule(branch: str) -> tuple[int, int, float]:
+    """Return the position of each call of a model that is called without a pipeline."""
     return 0, 1, 0.0
 
 
@@ -60,11 +63,13 @@ class BlockCache:
         module: The model.
         blocks: The description of its block stack.
         options: The user's options.
-        mesh: As in :func:`~para_core.cache.apply.apply_cache`.
+        mesh: The ranks that hold parts of one sequence. Defaults to those of the plan, or of the mode around
+            the call.
 
     Raises:
-        ValueError: The model does not have the blocks that ``blocks`` describes, no block would be skipped,
-            or one of diffusers' own caches is enabled on the model.
+        ValueError: The model does not have the blocks or arguments that ``blocks`` describes, no block would be
+            skipped, the rule compares an input that ``blocks`` does not describe, or one of diffusers' own
+            caches is enabled on the model.
     """
 
     def __init__(
@@ -86,10 +91,14 @@ class BlockCache:
         self.region: Region | None = None
         self.stages: Any = None
         self.dims: tuple[MeshDim, ...] = ()
+        # Whether the arguments may be this rank's part of the inputs: there is a mesh, and no plan. Two of them may
+        # then be equal on this rank and differ on another one.
+        self.arguments_are_parts = False
         # Whether the hooks currently run all blocks, as without a cache.
         self.idle = False
         self._warnings = WarningLog()
-        # The number of CFG branches in a batch, and the number of samples in it (0 if unknown).
+        # The number of CFG branches in a batch, and the number of samples in it (0 if unknown). They only serve the
+        # report, and a pipeline sets them before each call.
         self.num_branches = 1
         self.batch = 0
         # The name of the argument that made the last call run without the cache; None if the cache was used.
@@ -108,7 +117,8 @@ class BlockCache:
     def attach(self) -> BlockHookHost:
         """Install the hooks if they are not installed, and return the object that holds them."""
         host = attach(self.module, self.roles, self)
-        # The host may share hooks of equal roles. If other roles replace them, they are another list.
+        # If the host already has hooks of equal roles, use its list: run() compares the lists by identity, to
+        # notice that another cache has replaced the hooks since.
         self.roles = host.roles
         self._host = host
         return host
@@ -133,9 +143,13 @@ class BlockCache:
         """Run one call of the model with the cache, and return its output. The model or its blocks may be
         compiled.
 
-        ``call()`` calls the model with ``arguments``, by name. ``position(branch)`` returns the position of
-        the call of this CFG branch in the schedule. ``moment`` changes from step to step; None if only the
-        arguments can tell.
+        Collective if several ranks decide together: each of them makes this call, for the same branch.
+
+        Args:
+            call: Calls the model with ``arguments``.
+            arguments: The arguments of the call, by name.
+            position: ``position(branch)`` returns the position of the call of this CFG branch in the schedule.
+            moment: A number that changes from step to step; None if only the arguments can tell.
 
         Raises:
             RuntimeError: The model already runs with this cache, two calls of one step were taken for one
@@ -158,37 +172,32 @@ class BlockCache:
                 with self.pause():
                     return call()
         self.look_up_plan()
-        device = self._device
-        for value in arguments.values():
-            if isinstance(value, Tensor):
-                device = value.device
-                break
-        self._device = device
+        device = self._device = self.device_of(arguments)
         agree = None
-        if self.mesh is not None and self.region is None:
+        if self.arguments_are_parts:
             agree = self.agreement(device)
-        found = self._branches.identify(arguments, host.local.branch, moment, agree)
-        if found.name is None:
+        branch_call = self._branches.identify(arguments, host.local.branch, moment, agree)
+        if branch_call.name is None:
             self.reset_states()
             self._warnings.warn("branches", self._branches.why_unknown(), CacheWarning)
             with self.pause():
                 return call()
         # Ask for the step before looking up the state: for the first call of a section of a video, position()
         # resets the cache.
-        self.step = step_of(self.options, *position(found.name))
-        if found.repeated:
+        self.step = step_of(self.options, *position(branch_call.name))
+        if branch_call.repeated:
             self.step = replace(self.step, forced=Verdict.REPEATED)
-        self.state = self.state_of(found.name)
-        signature = _signature(arguments)
-        if found.begins or self.state.signature != signature:
+        self.state = self.state_of(branch_call.name)
+        signature = _tensor_forms(arguments)
+        if branch_call.begins or self.state.signature != signature:
             self.state.clear()
             self.state.signature = signature
         self.traced.begin_call(arguments, device)
         for observer in self.observers:
-            observer.begin(self, found.name, device)
+            observer.begin(self, branch_call.name, device)
         output = self._call_blocks(host, call)
-        if found.branch is not None:
-            found.branch.outcome = self.outcome
+        if branch_call.branch is not None:
+            branch_call.branch.outcome = self.outcome
         self.outcomes.append(self.outcome)
         for observer in self.observers:
             observer.end(self.outcome)
@@ -196,15 +205,18 @@ class BlockCache:
 
     def _call_blocks(self, host: BlockHookHost, call: Callable[[], Any]) -> Any:
         """Return ``call()``, in which the hooks of ``host`` use this cache."""
-        decider = self.state.decider
+        earlier_decider = self.state.decider
+        # Set the thread before the cache, because the hooks in another thread compare it once they see the cache.
         host.thread = get_ident()
         host.running = self
         try:
             output = call()
-            if self.state.decider is not None and self.state.decider.in_graph:
-                self.traced.end_call(self.state.decider is not decider)
+            decider = self.state.decider
+            if decider is not None and decider.in_graph:
+                self.traced.end_call(decider is not earlier_decider)
             return output
         except BaseException as error:
+            # A call that failed midway may have stored the residuals of some groups only.
             self.reset()
             if self.options.policy is not None and is_data_dependent(error):
                 raise RuntimeError(
@@ -224,15 +236,9 @@ class BlockCache:
         name = original_class(self.module).__name__
         return Branches(self.conditions, name, lambda key, text: self._warnings.warn(key, text, CacheWarning))
 
-    def agreement(self, device: torch.device) -> Agree | None:
-        """Return the function by which ranks agree on values of arguments; None if each rank has all of them.
-
-        Without a plan, the arguments may be this rank's part of the inputs, which may be equal on one rank
-        only.
-        """
-        if self.mesh is None or self.region is not None:
-            return None
-        dims = self.mesh.dims
+    def agreement(self, device: torch.device) -> Agree:
+        """Return the function by which the ranks of the mesh agree on values. A call of it is collective."""
+        dims = self.dims
 
         def agree(values: Tensor) -> Tensor:
             values = values.to(device)
@@ -252,7 +258,8 @@ class BlockCache:
     def look_up_plan(self) -> None:
         """Look up what runs around the next call: a plan may have been applied or removed since the last one.
 
-        Dynamo may trace this method. Then the mesh of a mode around the call is not looked up.
+        Dynamo may trace this method. Then the mesh of a mode around the call is not looked up, so
+        :func:`~para_core.cache.apply.apply_cache` needs ``mesh``.
         """
         fillings = filled_slots(self.module)
         region: Any = fillings.get((Slot.PLAN, ""), _NOT_FILLED).owner
@@ -271,9 +278,12 @@ class BlockCache:
             self.dims = ()
             if mesh is not None:
                 self.dims = tuple([dim for dim in mesh.dims if dim.size > 1])
+        self.arguments_are_parts = mesh is not None and region is None
 
     def state_of(self, branch: str) -> CacheState:
-        """Return the state of ``branch``; create it if needed. At most 8 states are kept, those used last."""
+        """Return the state of ``branch``; create it if needed. At most ``MOST_BRANCHES`` states are kept, those used
+        last.
+        """
         state = self.states.pop(branch, None)
         if state is None:
             state = self._empty_state()
@@ -341,7 +351,7 @@ class BlockCache:
         self.skip: bool | Tensor | None = None
 
 
-def _signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+def _tensor_forms(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the shape, dtype and device of each tensor among ``arguments``, by name, for which residuals are valid."""
     forms: list[Any] = []
     for name in sorted(arguments):
@@ -349,5 +359,5 @@ def _signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         if isinstance(value, Tensor):
             forms.append((name, value.shape, value.dtype, value.device))
         elif is_dataclass(value):
-            forms += [(path, x.shape, x.dtype, x.device) for path, x in tensors_in([(name, value)])]
+            forms += [(path, x.shape, x.dtype, x.device) for path, x in named_tensors_in([(name, value)])]
     return tuple(forms)

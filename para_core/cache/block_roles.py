@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.streams import (
     StreamValues,
-    as_tuple,
+    as_output_tuple,
     fields_of_stream,
+    shape_error,
     shapes_of,
     with_field,
-    wrong_shapes,
 )
 from para_core.instance.private_class import original_class
 from para_core.plans.module_matching import parameters_of
@@ -24,8 +24,8 @@ from para_core.plans.module_matching import parameters_of
 
 @dataclass(frozen=True)
 class BlockRole:
-    """The part that a block plays for the cache. Blocks with equal roles share a class, and therefore a
-    compiled graph.
+    """The part that a block plays for the cache. Blocks with equal roles share a hook, and therefore a compiled
+    graph, so the hook may depend on nothing else of the block.
 
     ``streams``, ``measured``, ``chained`` and ``samples`` are the settings of the :class:`BlockGroup` with
     index ``group``.
@@ -39,9 +39,9 @@ class BlockRole:
             one the residual of the group is stored or added.
         skipped: Whether the cache may skip this block.
         is_inner: Whether the cache does nothing at this block but skip it.
-        places: The names of the parameters that hold streams, in the order in which the block returns them,
-            and their indices among ``parameters``.
-        has_whole_streams: Whether each stream is a whole parameter, not a field of a dataclass.
+        stream_parameters: The names of the parameters that hold streams, in the order in which the block returns
+            them, and their indices among ``parameters``.
+        streams_are_parameters: Whether each stream is a parameter, not a field of a dataclass.
         measured_index: The index of ``measured`` among ``streams``.
     """
 
@@ -57,16 +57,16 @@ class BlockRole:
     chained: bool
     samples: int
     is_inner: bool = field(init=False, compare=False)
-    places: tuple[tuple[str, int], ...] = field(init=False, compare=False)
-    has_whole_streams: bool = field(init=False, compare=False)
+    stream_parameters: tuple[tuple[str, int], ...] = field(init=False, compare=False)
+    streams_are_parameters: bool = field(init=False, compare=False)
     measured_index: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         names = tuple(dict.fromkeys([name.partition(".")[0] for name in self.streams]))
-        places = tuple([(name, self.parameters.index(name)) for name in names])
+        indices = tuple([(name, self.parameters.index(name)) for name in names])
         object.__setattr__(self, "is_inner", self.skipped and not (self.enters or self.exits))
-        object.__setattr__(self, "places", places)
-        object.__setattr__(self, "has_whole_streams", names == self.streams)
+        object.__setattr__(self, "stream_parameters", indices)
+        object.__setattr__(self, "streams_are_parameters", names == self.streams)
         object.__setattr__(self, "measured_index", self.streams.index(self.measured))
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StreamValues:
@@ -76,8 +76,8 @@ class BlockRole:
             TypeError: A stream is not a tensor, or a dataclass that holds tensors.
         """
         arguments: dict[str, Any] = {}
-        are_plain = self.has_whole_streams
-        for name, index in self.places:
+        are_plain = self.streams_are_parameters
+        for name, index in self.stream_parameters:
             value = kwargs.get(name)
             if value is None and index < len(args):
                 value = args[index]
@@ -89,9 +89,13 @@ class BlockRole:
         return StreamValues(arguments, self._tensors(arguments), False)
 
     def pass_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the streams that are passed to a call of the block, as a block returns them that changes none."""
+        """Return the streams that are passed to a call of the block, as a block returns them that changes none.
+
+        This is ``as_output(inputs, inputs.tensors)`` for the inputs that :meth:`read` returns, in one Python call,
+        because most blocks of a skipped step only pass their inputs on.
+        """
         values: list[Any] = []
-        for name, index in self.places:
+        for name, index in self.stream_parameters:
             value = kwargs.get(name)
             if value is None and index < len(args):
                 value = args[index]
@@ -101,10 +105,10 @@ class BlockRole:
         return tuple(values)
 
     def as_output(self, inputs: StreamValues, tensors: tuple[Any, ...]) -> Any:
-        """Return the streams with these ``tensors`` as a block returns them: one as a tensor, several as a
-        tuple.
+        """Return ``tensors``, the new values of the streams ``inputs``, as a block returns them: one as a tensor,
+        several as a tuple.
 
-        A dataclass keeps its other fields, and those whose value is None.
+        A dataclass keeps its other fields, and those whose new value is None.
         """
         if inputs.are_plain:
             if len(tensors) == 1:
@@ -127,8 +131,10 @@ class BlockRole:
     def find_changed(
         self, arguments: Mapping[str, Any], before: tuple[Any, ...], after: tuple[Any, ...]
     ) -> int:
-        """Return the index of the measured tensor if streams are dataclasses: of its first float field that
-        changed.
+        """Return the index of the measured tensor among the tensors of all streams, if streams are dataclasses.
+
+        It is the first float tensor of the measured stream that the block changed: one that is another object in
+        ``after`` than in ``before``.
 
         Raises:
             ValueError: The stream is a dataclass, and the block changed none of its float fields.
@@ -149,11 +155,12 @@ class BlockRole:
             f"expected a change in one of {names}. Name a stream that the block changes."
         )
 
-    def check_outputs(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
-        """Return the block's ``output`` as a tuple of streams.
+    def require_outputs(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+        """Return the tensors of all streams in the block's ``output``.
 
         A block may broadcast one sample to a batch: the text of FLUX, if one negative prompt is given for
-        several images. A graph has a fixed shape for a block that it may skip, so there it may not.
+        several images. A graph needs the same shape whether a block is skipped or not, so there a block that may
+        be skipped may not.
 
         Raises:
             ValueError: The number or the shapes of the outputs differ from those of ``inputs``, the streams
@@ -163,15 +170,15 @@ class BlockRole:
         if isinstance(output, Tensor):
             outputs = (output,)
         elif not isinstance(output, tuple):
-            outputs = as_tuple(output)
-        if self.has_whole_streams and len(outputs) == len(inputs) and not torch.compiler.is_compiling():
+            outputs = as_output_tuple(output)
+        if self.streams_are_parameters and len(outputs) == len(inputs) and not torch.compiler.is_compiling():
             for x, y in zip(inputs, outputs, strict=True):
                 if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape):
                     break
             else:
                 return outputs
-        if len(self.places) == len(outputs):
-            names = [name for name, _ in self.places]
+        if len(self.stream_parameters) == len(outputs):
+            names = [name for name, _ in self.stream_parameters]
             outputs = self._tensors(dict(zip(names, outputs, strict=True)))
         before = shapes_of(inputs)
         after = shapes_of(outputs)
@@ -180,10 +187,11 @@ class BlockRole:
             x is None or y is None or x == y or (broadcasts and self._is_broadcast(x, y))
             for x, y in zip(before, after, strict=True)
         ):
-            raise wrong_shapes(original_class(block).__name__, self.streams, before, after)
+            raise shape_error(original_class(block).__name__, self.streams, before, after)
         return outputs
 
     def _tensors(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the tensors of all streams in ``arguments``, the values of :attr:`stream_parameters` by name."""
         tensors: list[Any] = []
         for name in self.streams:
             tensors += [x for _, x in fields_of_stream(name, self.streams, arguments)]
@@ -205,8 +213,9 @@ def roles_of(
 ) -> list[tuple[nn.Module, BlockRole]]:
     """Return ``(block, role)`` for all blocks that need a hook, in the order in which they run.
 
-    The ``first_blocks`` and ``last_blocks`` always run. Of these, only block 0 and the last one of
-    ``first_blocks`` get a hook: the residual is measured between them.
+    The ``first_blocks`` first and the ``last_blocks`` last blocks always run. Of these, only block 0 and the last
+    one of the first blocks get a hook: the residual is measured between them. With ``first_blocks=0`` the step is
+    decided before block 0 runs.
 
     Raises:
         ValueError: The model does not have the blocks that ``blocks`` names, or no block would be skipped.
@@ -214,7 +223,7 @@ def roles_of(
     stack: list[_StackItem] = []
     for group_index, group in enumerate(blocks.groups):
         for name in group.lists:
-            stack += [(block, group_index, group) for block in _module_list(module, name).children()]
+            stack += [(block, group_index, group) for block in _require_module_list(module, name).children()]
     stop = len(stack) - last_blocks
     in_first_group = sum(group_index == 0 for _, group_index, _ in stack)
     if first_blocks >= stop or first_blocks > in_first_group:
@@ -227,7 +236,7 @@ def roles_of(
         skipped_by_group.setdefault(stack[index][1], []).append(index)
     roles = []
     for index, (block, group_index, group) in enumerate(stack):
-        parameters = _require_streams(block, group.streams)
+        parameters = _require_parameters(block, group.streams)
         skipped = skipped_by_group.get(group_index, [])
         role = BlockRole(
             group=group_index,
@@ -247,7 +256,7 @@ def roles_of(
     return roles
 
 
-def _require_streams(block: nn.Module, streams: Iterable[str]) -> tuple[str, ...]:
+def _require_parameters(block: nn.Module, streams: Iterable[str]) -> tuple[str, ...]:
     """Return the parameters of ``block``. Raise ``ValueError`` if one of ``streams`` is not among them."""
     parameters = parameters_of(block)
     missing = [name for name in streams if name.partition(".")[0] not in parameters]
@@ -258,7 +267,8 @@ def _require_streams(block: nn.Module, streams: Iterable[str]) -> tuple[str, ...
     return parameters
 
 
-def _module_list(module: nn.Module, name: str) -> nn.Module:
+def _require_module_list(module: nn.Module, name: str) -> nn.Module:
+    """Return the submodule ``name``. Raise ``ValueError`` if there is none."""
     try:
         return module.get_submodule(name)
     except AttributeError:

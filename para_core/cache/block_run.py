@@ -24,7 +24,10 @@ def run_first_block(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run a block that is never skipped, and return its output. After the last one, decide the step."""
+    """Run a block that is never skipped, and return its output. After the last one, decide the step.
+
+    Collective if it decides, see :func:`decide`, or if there are pipeline stages.
+    """
     streams = role.read(args, kwargs)
     if role.opens:
         cache.before = streams.tensors
@@ -34,7 +37,7 @@ def run_first_block(
     if cache.stages is not None:
         # With pipeline stages only one stage has run the block. The other stages pass its input.
         output = cache.stages.on_all(block, output)
-    outputs = role.check_outputs(block, streams.tensors, output)
+    outputs = role.require_outputs(block, streams.tensors, output)
     before = cache.before or ()
     cache.before = None
     index = role.measured_index
@@ -55,7 +58,8 @@ def run_or_skip_block(
     """Run or skip a block that may be skipped, and return its output.
 
     The output of a skipped block is its input or, in a graph, may be an uninitialised tensor. Only the
-    last block of a group returns the forecast output of the group.
+    last block of a group returns the forecast output of the group. ``cache.skip`` is compared by identity, because
+    in a graph it is a tensor.
     """
     streams = role.read(args, kwargs)
     if role.opens and cache.blocks.modulated is not None:
@@ -69,7 +73,7 @@ def run_or_skip_block(
     if cache.skip is None or cache.skip is False:
         output = call(block, *args, **kwargs)
         if role.exits:
-            outputs = role.check_outputs(block, streams.tensors, output)
+            outputs = role.require_outputs(block, streams.tensors, output)
             residuals.store(entries, outputs, in_graph=state.decider.in_graph)
     elif cache.skip is True:
         tensors = streams.tensors
@@ -88,7 +92,7 @@ def decide(cache: BlockCache, residual: Tensor) -> None:
 
     ``skip`` is None, and the blocks run, if no earlier step can be compared with this one. ``residual``
     is the tensor that the rule compares: the first-block residual or the modulated input of the first
-    block. Collective.
+    block. Collective over the ranks that share the sequence or the batch, unless the outcome is known.
     """
     state = cache.state
     traced = torch.compiler.is_compiling()

@@ -16,7 +16,8 @@ from para_core.cache.decision import DecisionOutcome, Verdict
 if TYPE_CHECKING:
     from para_core.cache.branches import Branches
 
-# Maximum number of branches whose residuals are stored. A pipeline has two or three.
+# Maximum number of groups, of branches in a group, and of branches whose residuals are stored. A pipeline has two
+# or three branches.
 MOST_BRANCHES = 8
 
 
@@ -28,7 +29,8 @@ class BranchCall(NamedTuple):
         repeated: Whether calls of this branch within one step cannot be told apart, so that they must be
             computed.
         begins: Whether a generation begins, so that the state of the branch is not valid.
-        branch: The branch, if the call is told apart from other calls.
+        branch: The branch, if the call is told apart from other calls. The caller stores the outcome of the call
+            in it.
     """
 
     name: str | None
@@ -70,6 +72,7 @@ class BranchGroup:
     ``leaves``.
 
     Args:
+        came_back: Whether a later call had the same conditions, so that they do not change from step to step.
         told_by: Paths of tensors that differ between calls of one step, and so tell branches apart.
         varying: Paths of values that change from step to step, and so tell no branches apart.
         unseen: The number of steps in which the value at a path was new.
@@ -115,8 +118,13 @@ def all_equal(cases: Sequence[Sequence[Pair]], agree: Agree | None) -> list[bool
 class BranchSearch:
     """The search for the branch of one call among the branches of its group.
 
+    With ``agree``, each comparison of the values of two tensors is a collective call. Which values are compared
+    follows from the identities, shapes and versions of tensors, so these must be equal on all ranks, as they are
+    if all ranks run the same program.
+
     Args:
         leaves, clocks: The values in the arguments of the call, and the paths of those that hold the timestep.
+        moment: A number that changes from step to step; None if only the arguments can tell.
         raises: Whether a call that was skipped by mistake raises. With CFG parallelism, only the rank that
             computed a call knows whether it was skipped, so no rank may raise.
     """
@@ -130,6 +138,11 @@ class BranchSearch:
     _raises: bool
 
     def run(self) -> BranchCall:
+        """Return the branch of the call, and store the call in it.
+
+        Raises:
+            RuntimeError: A call of this step was skipped by residuals that may belong to this call.
+        """
         group = self._group
         if not group.branches:
             return self._add()
@@ -169,7 +182,7 @@ class BranchSearch:
         return BranchCall(branch.name, begins=begins, branch=branch)
 
     def _place_unseen(self) -> BranchCall:
-        """Return the branch of a call whose values at some paths no branch of the group had in its last call."""
+        """Return the branch of a call that differs from the last call of every branch of the group."""
         group = self._group
         neighbours = [branch for branch in group.branches if self._is_same_step(branch)]
         if neighbours:
@@ -181,7 +194,8 @@ class BranchSearch:
             if not call.repeated:
                 group.branches[-1].has_neighbour = True
             return call
-        # The values changed from one step to the next.
+        # No branch was called in this step yet, so the values changed from one step to the next. A value that was
+        # new in two steps tells no branches apart.
         nearest = min(reversed(group.branches), key=lambda branch: len(self._paths_of_difference(branch)))
         for path in self._paths_of_difference(nearest):
             group.unseen[path] += 1
@@ -231,9 +245,7 @@ class BranchSearch:
         return call
 
     def _give_up(self, paths: Sequence[str]) -> BranchCall:
-        """Let all later calls of the group be computed, and warn.
-        ``paths`` are the differences of two calls.
-        """
+        """Let this call and all later ones of the group be computed, and warn. At ``paths`` two calls differ."""
         self._group.mixed = True
         self._owner.warn(
             f"repeated {self._group.name}",
@@ -288,12 +300,9 @@ class BranchSearch:
         """Return all paths, except the timestep, at which this call differs from the last call of ``branch``."""
         return [
             path
-            for path in self._paths(branch)
-            if not self._is_same(branch.leaves.get(path), self._leaves.get(path))
+            for path in {**branch.leaves, **self._leaves}
+            if path not in self._clocks and not self._is_same(branch.leaves.get(path), self._leaves.get(path))
         ]
-
-    def _paths(self, branch: Branch) -> list[str]:
-        return [path for path in {**branch.leaves, **self._leaves} if path not in self._clocks]
 
     def _is_same_step(self, branch: Branch) -> bool:
         """Whether the last call of ``branch`` was in the step of this call."""
@@ -320,7 +329,9 @@ class BranchSearch:
         return None
 
     def _is_begin(self, branch: Branch) -> bool:
-        """Whether the timestep returned to that of the first call of ``branch``, so that a generation begins."""
+        """Whether the timestep returned to that of the first call of ``branch``, or passed it against its direction,
+        so that a generation begins.
+        """
         path = next((path for path in self._leaves if path in self._clocks and path in branch.leaves), "")
         if not path:
             return False
@@ -344,7 +355,7 @@ class BranchSearch:
             return x is y
         same = x.compare(y)
         if same is None and not (x.is_plain and y.is_plain):
-            # Do not compare the values of a lazy tensor (see para_core.cfg), which would compute it.
+            # Do not compare the values of a lazy tensor (see para_core.lazy_tensors): that would wait for its data.
             return False
         if same is not None:
             return same
@@ -358,11 +369,12 @@ class BranchSearch:
 
 
 def _as_times(clock: Any) -> tuple[Any, ...]:
-    """Return the timesteps in ``clock``: the values of a tensor, or one value."""
+    """Return the timesteps in ``clock``: the values that were read of a tensor, or one value."""
     if isinstance(clock, tuple):
         return clock
     return (clock,)
 
 
 def _names(paths: Sequence[str]) -> str:
+    """Return the ``paths`` as words of a message."""
     return " and ".join(paths)

@@ -13,10 +13,10 @@ from para_core.cache.argument_values import (
     MOST_READ,
     Leaf,
     Leaves,
+    argument_leaves,
     argument_of,
     clocks_in,
     leaf_of,
-    leaves_of,
     value_at,
 )
 from para_core.cache.blocks import CachedBlocks
@@ -35,8 +35,8 @@ from para_core.user_warnings import CacheWarning, warn_user
 
 # The arguments that identify branches if the user names none. Those that the model does not have are ignored.
 DEFAULT_CONDITIONS = ("encoder_hidden_states",)
-# After more than this number of calls with different conditions, none of which was repeated, the conditions
-# are considered to change from step to step. They then cannot identify branches.
+# After more than this number of calls with different conditions, none of which came back, the conditions are
+# considered to change from step to step. They then cannot identify branches. A pipeline has two or three branches.
 _MOST_NEW = 4
 
 
@@ -66,9 +66,10 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
 class Branches:
     """The CFG branches of a model, identified by arguments of its calls, never by counting calls.
 
-    Within one step, a branch is called once. If two calls of one step agree in the conditions, other
-    arguments that differ between them tell them apart. If only arguments differ that change from step to step
-    (two tiles), or none, nothing tells them apart, and all calls with these conditions must be computed.
+    Calls with equal conditions form a group (:class:`~para_core.cache.branch_search.BranchGroup`), or calls inside
+    one ``cache_context``. Within one step, a branch is called once. If two calls of one step are in one group,
+    other arguments that differ between them tell them apart. If only arguments differ that change from step to
+    step (two tiles), or none, nothing tells them apart, and all calls of this group must be computed.
 
     Args:
         conditions: Names of the arguments that differ between branches and stay equal from step to step.
@@ -85,8 +86,11 @@ class Branches:
         self.conditions = conditions
         self.model = model
         self.warn = warn or (lambda key, message: warn_user(message, CacheWarning))
+        # The beginnings of the paths of values inside conditions.
+        self._paths_in_conditions = tuple([f"{name}{sign}" for name in conditions for sign in (".", "[")])
         self._groups: list[BranchGroup] = []
         self._named: dict[str, BranchGroup] = {}
+        # Number of calls whose conditions were new, which numbers the groups.
         self._count = 0
         # If :meth:`announce` was called, the branch of the next call.
         self._announced: BranchCall | None = None
@@ -106,7 +110,7 @@ class Branches:
         moment: int | None,
         agree: Agree | None = None,
     ) -> BranchCall:
-        """Return the branch of a model call.
+        """Return the branch of a model call. Collective if ``agree`` is given.
 
         The host waits for the device if conditions are new tensors, to compare their values, and, if
         ``moment`` is None, to read the timestep.
@@ -127,7 +131,7 @@ class Branches:
         return self._identify(arguments, context, moment, agree, raises=True)
 
     def name_of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the name of the branch by its conditions alone: ``branch 0``, ``branch 1``, …; None if
+        """Return the name of the group of a call by its conditions alone: ``branch 0``, ``branch 1``, …; None if
         unknown.
 
         The host waits for the device once if conditions are new tensors, to compare their values.
@@ -162,7 +166,7 @@ class Branches:
             return BranchCall(None)
         if group.mixed:
             return BranchCall(group.name, repeated=True)
-        leaves = leaves_of(arguments)
+        leaves = argument_leaves(arguments)
         clocks = clocks_in(leaves)
         if moment is None:
             _read_clocks(leaves, clocks)
@@ -173,9 +177,11 @@ class Branches:
         return BranchSearch(self, group, leaves, clocks, moment, agree, raises).run()
 
     def _is_condition(self, path: str) -> bool:
-        return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in self.conditions)
+        """Whether the value at ``path`` is in one of the conditions, so that it is equal in all calls of a group."""
+        return path in self.conditions or path.startswith(self._paths_in_conditions)
 
     def _group_of(self, arguments: Mapping[str, Any], agree: Agree | None) -> BranchGroup | None:
+        """Return the group of a call by its conditions; a new one if they are new, None if they identify nothing."""
         if self._count > _MOST_NEW and not any(group.came_back for group in self._groups):
             return None
         values = pytree.tree_leaves([value_at(arguments, name) for name in self.conditions])
@@ -198,6 +204,7 @@ class Branches:
         return self._groups[-1]
 
     def _find(self, leaves: list[Leaf], agree: Agree | None) -> BranchGroup | None:
+        """Return the group with the conditions ``leaves``; None if there is none."""
         candidates: dict[int, list[Pair]] = {}
         for index, group in enumerate(self._groups):
             if len(group.leaves) != len(leaves):

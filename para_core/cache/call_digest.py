@@ -46,7 +46,7 @@ class CallDigest(NamedTuple):
         return mixed
 
 
-def digest_of(
+def digest_call(
     arguments: Mapping[str, Any], conditions: tuple[str, ...], clocks: tuple[str, ...], device: torch.device
 ) -> CallDigest:
     """Return the digest of a call with ``arguments``. A graph may trace this function.
@@ -54,11 +54,13 @@ def digest_of(
     Tensors other than ``conditions`` and ``clocks`` are left out, because they may change from step to step.
     ``arguments`` are in the order of the model's parameters.
     """
-    sums = [_sums(x, device) for name in conditions for x in pytree.tree_leaves(value_at(arguments, name))]
+    sums = [
+        _digest_value(x, device) for name in conditions for x in pytree.tree_leaves(value_at(arguments, name))
+    ]
     for name, value in arguments.items():
         if name not in clocks:
-            sums += [_sums(x, device) for x in pytree.tree_leaves(value) if not isinstance(x, Tensor)]
-    times = [_sums(x, device) for name in clocks for x in pytree.tree_leaves(arguments.get(name))]
+            sums += [_digest_value(x, device) for x in pytree.tree_leaves(value) if not isinstance(x, Tensor)]
+    times = [_digest_value(x, device) for name in clocks for x in pytree.tree_leaves(arguments.get(name))]
     none = torch.zeros(0, dtype=torch.float64, device=device)
     return CallDigest(
         torch.cat([none, *sums]),
@@ -67,8 +69,11 @@ def digest_of(
     )
 
 
-def _sums(value: Any, device: torch.device) -> Tensor:
-    """Return two numbers ``[2]`` that differ if tensors or numbers differ, except by coincidence."""
+def _digest_value(value: Any, device: torch.device) -> Tensor:
+    """Return two numbers ``[2]`` that differ if tensors or numbers differ, except by coincidence.
+
+    Of a string only the length counts, and of other values nothing.
+    """
     if isinstance(value, Tensor):
         x = value.detach().to(torch.float64).flatten()
         # The second sum sees the order of the elements.

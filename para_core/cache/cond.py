@@ -3,8 +3,8 @@ in them.
 
 The branches of ``torch.cond`` only support plain tensors (torch 2.13 and 2.15). A weight that is a tensor
 wrapper subclass, as torchao's are, fails with "There was no rule registered for HOP cond". Inside a branch,
-``F.linear`` is therefore replaced by a function that takes the plain tensors inside such a weight, and
-rebuilds the weight from them.
+``F.linear`` with such a weight is therefore replaced by a function that takes the plain tensors inside it, and
+rebuilds the weight from them. Other operators on such weights still fail.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def cond(
 
 
 class WrappedLinear(NamedTuple):
-    """A linear layer ``module`` whose weight is a tensor wrapper subclass.
+    """A layer ``module`` whose weight is a tensor wrapper subclass, and which calls ``F.linear`` with it.
 
     Args:
         paths: The attribute paths from its weight to the plain tensors inside.
@@ -86,7 +86,7 @@ class WrappedLinear(NamedTuple):
 
 
 def find_wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
-    """Return the linear layers of ``block`` whose weights are tensor wrapper subclasses, such as torchao's.
+    """Return the layers of ``block`` whose weights are tensor wrapper subclasses, such as torchao's.
 
     Entries of the previous result ``before`` that are still valid are returned again: graphs guard on these
     objects.
@@ -140,6 +140,7 @@ class GroupBlocks:
 def _call_in_branch(
     layers: Sequence[WrappedLinear], call: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
+    """Return ``call(*args, **kwargs)``, in which the weights of ``layers`` are replaced by plain tensors."""
     if not layers:
         return call(*args, **kwargs)
 
@@ -151,6 +152,8 @@ def _call_in_branch(
 
 
 class _PlainWeights(TorchFunctionMode):
+    """A mode in which ``F.linear`` with the weight of one of ``layers`` takes the plain tensors inside the weight."""
+
     def __init__(self, layers: Sequence[WrappedLinear]) -> None:
         super().__init__()
         self._layers = layers
@@ -216,6 +219,8 @@ def _build(structure: _WeightStructure, tensors: list[Tensor]) -> Any:
 
 
 def _linear_of(structure: _WeightStructure) -> Callable[..., Tensor]:
+    """Return the function of :class:`WrappedLinear` for weights of this ``structure``."""
+
     def linear(x: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
         return F.linear(x, _build(structure, list(tensors)), bias)
 

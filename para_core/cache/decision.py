@@ -38,6 +38,7 @@ class Verdict(IntEnum):
 
     @property
     def skips(self) -> bool:
+        """Whether the step was skipped."""
         return self in (Verdict.HIT, Verdict.MASKED)
 
 
@@ -113,7 +114,7 @@ class DecisionInput:
         """Return how much each sample differs from ``first``, its values in the last computed step, by the
         rule.
 
-        The result, ``[samples]``, is equal on all ranks that decide together. This is a collective call.
+        The result, ``[samples]``, is equal on all ranks that decide together. Collective.
         """
         rule: Any = self.options.rule
         sums = rule.sums(self.sample.flatten(1), first.flatten(1))
@@ -149,8 +150,9 @@ class NumberDecider:
         self._times = [inputs.step.time] + [0.0] * (inputs.options.chosen_forecast.num_residuals - 1)
 
     def decide(self, inputs: DecisionInput) -> tuple[bool, DecisionOutcome]:
-        """Return whether to skip the step, and the outcome for the report.
-        Update the counters and ``first``.
+        """Return whether to skip the step, and the outcome for the report. Update the counters and ``first``.
+
+        Collective, unless the schedule or the counters, which are equal on all ranks, determine the verdict.
         """
         options = inputs.options
         computed = self._calls - self._hits

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cache.block_roles import BlockRole
-from para_core.cache.call_digest import CallDigest, digest_of
+from para_core.cache.branch_search import Agree
+from para_core.cache.call_digest import CallDigest, digest_call
 from para_core.cache.cond import GroupBlocks, cond
 from para_core.cache.decision import DecisionInput, DecisionOutcome
 from para_core.cache.graph_decision import TensorDecider, force_if_mixed, limits_of
 from para_core.cache.registry import register_traced_form
 from para_core.cache.residuals import CacheState, Residuals
-from para_core.cache.streams import Streams, StreamValues, as_tuple
+from para_core.cache.streams import Streams, StreamValues, as_output_tuple
 
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
@@ -73,6 +74,7 @@ class GraphForm:
         # Create a new tensor instead of overwriting the previous tensor, which the device may still have to
         # read, and copy it without waiting.
         step = cache.step
+        # In the order of StepNumbers. The verdict 0, HIT, is never forced.
         numbers = [float(step.forced or 0), step.time, step.index, step.total, cache.threshold, *self._limits]
         self.numbers = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
         for index, group in enumerate(cache.blocks.groups):
@@ -93,18 +95,22 @@ class GraphForm:
             leave_graph(self.cache.state)
 
     def enter(self, arguments: Mapping[str, Any]) -> None:
-        """Compare a call that the graph makes with the last call of the state, which may have been another branch's."""
+        """Compare a call that the graph makes with the last call of the state, which may have been another branch's.
+
+        Collective if each rank has only its part of the arguments. The result, which :meth:`decide` uses, forces the
+        step to be computed if the calls of several branches share the state.
+        """
         cache = self.cache
         device = cache.device_of(arguments)
-        now = digest_of(arguments, cache.conditions, cache.clocks, device)
+        now = digest_call(arguments, cache.conditions, cache.clocks, device)
         last = cache.state.last_call
         mixed = None
         if last is None:
             cache.state.last_call = now
         elif last.conditions.shape == now.conditions.shape and last.clock.shape == now.clock.shape:
-            agree = cache.agreement(device)
-            if agree is None:
-                agree = _return_unchanged
+            agree: Agree = _return_unchanged
+            if cache.arguments_are_parts:
+                agree = cache.agreement(device)
             mixed = last.update(now, agree)
         else:
             mixed = torch.ones_like(now.mixed)
@@ -124,6 +130,7 @@ class GraphForm:
         cache.skip = skip.to("cpu")
 
     def _current_numbers(self) -> Tensor:
+        """Return the :class:`StepNumbers`, which force the step to be computed if branches share the state."""
         if self._mixed is None:
             return self.numbers
         return force_if_mixed(self.numbers, self._mixed)
@@ -144,7 +151,7 @@ class GraphForm:
         blocks = self._groups[role.group]
 
         def compute() -> Streams:
-            return role.check_outputs(block, inputs, blocks.call(block, call, *args, **kwargs))
+            return role.require_outputs(block, inputs, blocks.call(block, call, *args, **kwargs))
 
         if role.exits:
             return role.as_output(streams, self._end_group(role, inputs, compute))
@@ -168,8 +175,9 @@ class GraphForm:
         """
         if not role.enters:
             before = self._outputs[role.group] or (None,) * len(inputs)
-            # Use a list, not a generator: Dynamo 2.13 evaluates a generator beyond the item at which all()
-            # stops.
+            # Compare by identity: if the model passes on what the group's first block returned, nothing else has
+            # run in between. Use a list, not a generator: Dynamo 2.13 evaluates a generator beyond the item at
+            # which all() stops.
             if not all([x is y for x, y in zip(inputs, before, strict=True)]):  # noqa: C419
                 raise RuntimeError(
                     f"{type(self.cache.module).__name__} does something between the blocks of "
@@ -191,7 +199,7 @@ class GraphForm:
                 named = {
                     name: values[streams.index(name)] if name in streams else x for name, x in kwargs.items()
                 }
-                values = as_tuple(call(*positional, **named))
+                values = as_output_tuple(call(*positional, **named))
             return values
 
         outputs = self._end_group(role, inputs, compute)
@@ -216,12 +224,16 @@ class GraphForm:
 
 
 def _has_fields(streams: StreamValues) -> bool:
-    """Whether some streams are fields of dataclasses."""
+    """Whether some parameters with streams hold dataclasses."""
     return any(value is not None and not isinstance(value, Tensor) for value in streams.arguments.values())
 
 
 def _forecast(residuals: Residuals, entries: Streams, weights: list[Any]) -> Streams:
-    """Return the forecast outputs of the skipped blocks, with weights that are tensors or numbers."""
+    """Return the forecast outputs of the skipped blocks, with weights that are tensors or numbers.
+
+    The operator of :meth:`Residuals.forecast` takes numbers as weights, so with tensors plain operators compute the
+    same sum, which a compiler fuses.
+    """
     if not isinstance(weights[0], Tensor):
         return residuals.forecast(entries, weights)
     outputs: list[Tensor | None] = []

@@ -11,14 +11,16 @@ from para_core.cache.decision import DecisionInput, DecisionOutcome, Verdict, li
 from para_core.cache.options import CacheOptions
 from para_core.cache.rules import Observation
 
-# The verdicts as floats, because a graph computes with float tensors.
+# The verdicts in the order of the enum, as floats, because a graph computes with float tensors. SCHEDULE only comes
+# as a forced verdict.
 _HIT, _MISS, _WARMUP, _LIMIT, _, _NOT_FINITE, _MASKED, _REPEATED = map(float, Verdict)
 
 
 class StepNumbers(NamedTuple):
     """The numbers of a step and of the options that decide whether a call is skipped: 0-dim float64 tensors.
 
-    They are parts of one tensor ``[8]``, so that other values do not cause a recompilation.
+    They are parts of one tensor ``[8]``, in this order, so that other values do not cause a recompilation.
+    ``GraphForm.begin_call`` makes that tensor.
     """
 
     # The number of a Verdict, or 0 if the step must be compared.

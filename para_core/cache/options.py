@@ -12,8 +12,9 @@ from para_core.cache.registry import FORECASTS, forecast_of_order, order_on_sche
 from para_core.cache.rules import Observation, Policy, Rule, look_up, rule_of
 from para_core.declared_options import Option, check_options, describe_options
 
-# These options need the schedule of a pipeline.
-SCHEDULED = ("always_compute_last", "start", "end", "forecast_order", "forecast", "compute_steps")
+# These options need the schedule of a pipeline, so apply_cache refuses them. An option that is added and needs it must
+# be listed here.
+_SCHEDULED = ("always_compute_last", "start", "end", "forecast_order", "forecast", "compute_steps")
 # These options have no effect if compute_steps is set, so setting both is an error.
 _VOID = ("warmup_steps", "max_consecutive_hits", "max_hits", "always_compute_last", "start", "end", "policy")
 
@@ -29,7 +30,8 @@ class CacheOptions:
         {options}
 
     Raises:
-        TypeError, ValueError: A value has a wrong type or is out of range, or two options exclude each other.
+        TypeError, ValueError: A value has a wrong type or is out of range, two options exclude each other, or this
+            copy of para_core has no forecasts of that order.
     """
 
     residual_diff_threshold: Annotated[
@@ -163,6 +165,7 @@ class CacheOptions:
             raise ValueError(f"start={self.start} is after end={self.end}; expected start <= end.")
 
     def _require_steps(self) -> tuple[int | bool, ...]:
+        """Return ``compute_steps`` as a tuple; raise if it is invalid, or if another option has no effect with it."""
         value: Any = self.compute_steps
         values = value
         if hasattr(value, "tolist"):
@@ -268,12 +271,13 @@ class CacheOptions:
     @property
     def needs_schedule(self) -> tuple[str, ...]:
         """The names of options that are set and need the schedule of a pipeline."""
-        changed = self._find_changed(SCHEDULED)
+        changed = self._find_changed(_SCHEDULED)
         if self.num_residuals == 1:
             changed = [name for name in changed if name not in ("forecast_order", "forecast")]
         return tuple(changed)
 
     def _find_changed(self, names: Sequence[str]) -> list[str]:
+        """Return those of ``names`` whose options do not have their default."""
         defaults = {field.name: field.default for field in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 

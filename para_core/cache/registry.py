@@ -34,6 +34,7 @@ class Orders(NamedTuple):
 
 # Forecasts that the option ``forecast`` selects by name.
 FORECASTS: dict[str, Forecast] = {}
+# Empty without the feature that has forecasts of an order; else its entry. The same holds for _TRACED_FORMS.
 _ORDERS: list[Orders] = []
 
 
@@ -66,7 +67,7 @@ def order_on_schedule() -> int:
 
 
 class CallObserver(Protocol):
-    """An object that sees each call of one model with a cache."""
+    """An object that sees each call of one model with a cache. A call that raises has a begin and no end."""
 
     def begin(self, cache: BlockCache, branch: str, device: torch.device) -> None:
         """Note that a call of the CFG branch ``branch`` begins, on ``device``. ``cache.step`` is its step."""
@@ -81,7 +82,7 @@ class CallObserver(Protocol):
         """Return a text about the calls of the last generation of all ``caches`` of one pipeline."""
 
 
-# Each returns a new observer. A cache has one of each.
+# Functions that return a new observer. A cache has one of each.
 OBSERVERS: list[Callable[[], CallObserver]] = []
 
 

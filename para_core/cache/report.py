@@ -1,4 +1,4 @@
-"""An optional feature: the records of the calls of a model with a cache, and the report for the user."""
+"""An optional feature: the readings of the calls of a model with a cache, and the report for the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from para_core.cache.apply import require_cache
-from para_core.cache.call_records import CallRecord, CallRecords
+from para_core.cache.call_readings import CallReading, CallReadings
 from para_core.cache.decision import Verdict
 from para_core.cache.registry import register_observer
 
@@ -59,17 +59,17 @@ class CachedStep:
         return self.verdict.skips
 
 
-class Readings(CallRecords):
-    """The observer that records the calls of one cache, and describes them by their report."""
+class ReportedReadings(CallReadings):
+    """The observer of the calls of one cache, which describes them by their report."""
 
     def summarize(self, caches: Sequence[BlockCache]) -> str:
         """Return the report of ``caches`` as a text."""
         return str(report_of(caches))
 
 
-def readings_of(cache: BlockCache) -> Readings:
-    """Return the records of the calls of ``cache``."""
-    return next(observer for observer in cache.observers if isinstance(observer, Readings))
+def readings_of(cache: BlockCache) -> ReportedReadings:
+    """Return the readings of the calls of ``cache``."""
+    return next(observer for observer in cache.observers if isinstance(observer, ReportedReadings))
 
 
 def model_cache_report(model: nn.Module) -> CacheReport:
@@ -81,7 +81,7 @@ def model_cache_report(model: nn.Module) -> CacheReport:
     return report_of([require_cache(model)])
 
 
-def report_of(caches: Iterable[BlockCache]) -> CacheReport:
+def report_of(caches: Sequence[BlockCache]) -> CacheReport:
     """Return the report of all ``caches`` of one pipeline."""
     readings = [readings_of(cache) for cache in caches]
     options = [cache.options for cache in caches]
@@ -90,18 +90,17 @@ def report_of(caches: Iterable[BlockCache]) -> CacheReport:
     forecasts = " and ".join(dict.fromkeys([each.chosen_forecast.name for each in options]))
     dropped = sum([each.dropped for each in readings])
     return CacheReport(
-        _rows_of([call for each in readings for call in each.calls]), rules, forecasts, dropped
+        _convert_to_rows([call for each in readings for call in each.calls]), rules, forecasts, dropped
     )
 
 
-def _rows_of(readings: Iterable[CallRecord]) -> list[CachedStep]:
-    """Convert the records of model calls to rows, one per call and branch.
-    The host may wait for the device.
-    """
+def _convert_to_rows(readings: Iterable[CallReading]) -> list[CachedStep]:
+    """Convert the readings of model calls to rows, one per call and branch. The host may wait for the device."""
     return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
 
 
-def _rows_of_call(reading: CallRecord, call: int) -> list[CachedStep]:
+def _rows_of_call(reading: CallReading, call: int) -> list[CachedStep]:
+    """Return the rows of one model call, one per branch in its batch. ``call`` is the index of the call."""
     outcome: list[Any] = list(reading.outcome)
     for index, value in enumerate(outcome):
         if isinstance(value, Tensor):
@@ -117,22 +116,23 @@ def _rows_of_call(reading: CallRecord, call: int) -> list[CachedStep]:
     num_branches = reading.num_branches
     if reading.batch != 0:
         num_branches = reading.num_branches * samples // reading.batch
-    of_branches = {reading.branch: differences}
+    by_branch = {reading.branch: differences}
     if num_branches > 1 and samples % num_branches == 0:
         each = len(differences) // num_branches
-        of_branches = {
+        by_branch = {
             f"{reading.branch}/{i}": differences[i * each : (i + 1) * each] for i in range(num_branches)
         }
     held_back_by: tuple[str, ...] = ()
     if verdict is Verdict.MISS:
-        held_back_by = _names_above(of_branches, reading.threshold)
+        held_back_by = _names_above(by_branch, reading.threshold)
     num_used = 0
     if verdict.skips:
         num_used = min(int(computed), reading.room)
     seconds = reading.seconds
     rows = []
-    for name, part in of_branches.items():
-        measured = [x for x in part if x is not None]
+    for name, branch_differences in by_branch.items():
+        measured = [x for x in branch_differences if x is not None]
+        # max() ignores a NaN that is not the first item.
         largest = next((x for x in measured if math.isnan(x)), max(measured, default=None))
         row = CachedStep(
             step=reading.step,
@@ -142,7 +142,7 @@ def _rows_of_call(reading: CallRecord, call: int) -> list[CachedStep]:
             verdict=verdict,
             seconds=seconds,
             call=call,
-            samples=tuple(part),
+            samples=tuple(branch_differences),
             held_back_by=held_back_by,
             forecast_from=num_used,
         )
@@ -150,11 +150,11 @@ def _rows_of_call(reading: CallRecord, call: int) -> list[CachedStep]:
     return rows
 
 
-def _names_above(of_branches: Mapping[str, Sequence[float]], threshold: float) -> tuple[str, ...]:
+def _names_above(by_branch: Mapping[str, Sequence[float]], threshold: float) -> tuple[str, ...]:
     """Return the names of the branches and samples whose differences reach ``threshold``; none if all of them do."""
     count = 0
     names = []
-    for branch, differences in of_branches.items():
+    for branch, differences in by_branch.items():
         for index, difference in enumerate(differences):
             count += 1
             if difference >= threshold:
@@ -306,4 +306,4 @@ def _finite(x: float | None) -> float | None:
     return x
 
 
-register_observer(Readings)
+register_observer(ReportedReadings)

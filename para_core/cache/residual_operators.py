@@ -1,4 +1,7 @@
-"""Operators that compare and add residuals: Triton kernels on a GPU (few launches), PyTorch elsewhere."""
+"""Operators that compare and add residuals: Triton kernels on a GPU, plain PyTorch elsewhere and in graphs.
+
+The references in :mod:`para_core.kernels.residual_reference` say what they compute.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ define_operator("forecast(Tensor entry, Tensor[] residuals, float[] weights) -> 
 
 
 def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:
+    """Return the result of :func:`change`, by the Triton kernel if it can run here and supports the dtypes."""
     fused = load_kernel("residual", now.device)
     if fused is None or not are_floats(now, before):
         return residual_reference.change(now, before)
@@ -25,6 +29,7 @@ def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:
 
 
 def forecast_on_gpu(entry: Tensor, residuals: list[Tensor], weights: list[float]) -> Tensor:
+    """Return the result of :func:`forecast`, by the Triton kernel if it can run here and supports the dtypes."""
     fused = load_kernel("residual", entry.device)
     if fused is None or not are_floats(entry, *residuals) or len(residuals) > fused.MOST_RESIDUALS:
         return residual_reference.forecast(entry, residuals, weights)

@@ -31,6 +31,9 @@ class Rule:
         compares (`"residual"` or `"input"`, defaults to `"residual"`): Whether the first-block residual is
             compared, or the modulated input of the first block (``CachedBlocks.modulated``). The input is
             known before any block runs, so a skipped step runs no block at all.
+
+    Raises:
+        TypeError, ValueError: ``sums`` or ``difference`` is not callable, or ``compares`` is another word.
     """
 
     name: str
@@ -38,6 +41,13 @@ class Rule:
     difference: Callable[[Tensor], Tensor]
     source: str
     compares: Literal["residual", "input"] = "residual"
+
+    def __post_init__(self) -> None:
+        for name in ("sums", "difference"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; expected a function of tensors.")
+        if self.compares not in ("residual", "input"):
+            raise ValueError(f"compares is {self.compares!r}; expected 'residual' or 'input'.")
 
 
 def _ratio(sums: Tensor) -> Tensor:

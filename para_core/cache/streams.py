@@ -31,7 +31,7 @@ class StreamValues(NamedTuple):
     are_plain: bool
 
 
-def as_tuple(output: Any) -> tuple[Any, ...]:
+def as_output_tuple(output: Any) -> tuple[Any, ...]:
     """Return the output of a block as a tuple: a tensor or a dataclass is its only item."""
     if isinstance(output, Tensor) or is_dataclass(output):
         return (output,)
@@ -41,10 +41,10 @@ def as_tuple(output: Any) -> tuple[Any, ...]:
 def fields_of_stream(name: str, streams: tuple[str, ...], arguments: Mapping[str, Any]) -> list[FieldValue]:
     """Return the paths of the fields that hold the tensors of the stream ``name``, and the tensors.
 
-    ``streams`` are all streams of the block, for messages.
+    A stream that is None has one entry, None. ``streams`` are all streams of the block, for messages.
 
     Raises:
-        TypeError: The stream is not a tensor, or a dataclass that holds tensors.
+        TypeError: The stream has no such field, or is neither None, a tensor, nor a dataclass that holds tensors.
     """
     parameter, *path = name.split(".")
     value = arguments[parameter]
@@ -66,6 +66,7 @@ def fields_of_stream(name: str, streams: tuple[str, ...], arguments: Mapping[str
 
 
 def _tensor_fields(path: tuple[str, ...], value: Any) -> list[FieldValue]:
+    """Return the tensors in ``value``, whose own path is ``path``, by path; None counts as one tensor."""
     if value is None or isinstance(value, Tensor):
         return [(path, value)]
     if not is_dataclass(value):
@@ -74,7 +75,7 @@ def _tensor_fields(path: tuple[str, ...], value: Any) -> list[FieldValue]:
     return [leaf for name, item in items if item is not None for leaf in _tensor_fields((*path, name), item)]
 
 
-def tensors_in(items: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
+def named_tensors_in(items: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
     """Return the tensors in these named arguments, also those in fields of dataclasses, with their names."""
     leaves = [(".".join(path), x) for name, value in items for path, x in _tensor_fields((name,), value)]
     return [(name, x) for name, x in leaves if x is not None]
@@ -98,7 +99,7 @@ def shapes_of(streams: Iterable[Any]) -> Shapes:
     return shapes
 
 
-def wrong_shapes(cls: str, streams: tuple[str, ...], before: Shapes, after: Shapes) -> ValueError:
+def shape_error(cls: str, streams: tuple[str, ...], before: Shapes, after: Shapes) -> ValueError:
     """Return the error for a block of the class ``cls`` that changed the shapes of its ``streams``."""
     shapes = f"was given {streams} of shapes {before}, and returned shapes {after}"
     if _are_sharded(before, after):

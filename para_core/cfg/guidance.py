@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,6 +47,11 @@ class _Form:
     spec: pytree.TreeSpec
 
     @property
+    def tensors(self) -> list[Expected]:
+        """The forms of the tensors, without None."""
+        return [x for x in self.leaves if x is not None]
+
+    @property
     def text(self) -> str:
         """The form as a string, by which ranks compare forms; without strides, because results arrive contiguous."""
         leaves = [x and f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves]
@@ -68,6 +73,9 @@ class Guidance:
     """CFG parallelism of one pipeline: distributes its model calls over the ranks of ``dim``. Eager, in one
     thread.
 
+    All ranks of ``dim`` run the same pipeline code, so they make the same calls in the same order, and each round ends
+    on all of them at the same point. Code that runs on some ranks only must not touch a lazy tensor.
+
     ``predict`` predicts the form of a model's output without running it. Without it, all ranks compute the
     first call with each combination of input shapes, to learn the form of its output.
     """
@@ -77,7 +85,7 @@ class Guidance:
         self._mesh = replace(one_guided_rank("cpu"), batch=dim)
         self._predict = predict
         self._live = LiveTensors()
-        self._round = self._begin()
+        self._round = self._new_round()
         # The known or predicted form of a model's output. The key is the model and the shapes, dtypes, bools
         # and strings of its inputs.
         self._forms: dict[Any, _Form] = {}
@@ -92,11 +100,12 @@ class Guidance:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Distribute model calls over ranks inside the ``with`` block.
-        At its end, lazy tensors get their data.
+        """Distribute model calls over ranks inside the ``with`` block. At its end, lazy tensors get their data.
+
+        Collective at its end, unless the block raises: then lazy tensors without data are filled with NaN or 0.
         """
         self._live = LiveTensors()
-        self._round = self._begin()
+        self._round = self._new_round()
         self.rounds = []
         self._drop_unverified()
         self.active = True
@@ -115,7 +124,8 @@ class Guidance:
 
         The ranks with a certain index along the mesh dim compute the call. If the form of its output is
         neither known nor predicted, all ranks compute the call. Calls whose arguments have equal shapes,
-        dtypes, devices, bools and strings must return outputs of the same form.
+        dtypes, devices, bools and strings must return outputs of the same form. Collective if an argument is the
+        result of a call in the same round.
 
         Args:
             model: The model that is called.
@@ -123,8 +133,9 @@ class Guidance:
 
         Raises:
             TypeError: The output contains something besides tensors and None.
-            RuntimeError: The form of the output was predicted wrongly. This is raised on all ranks when the
-                round ends.
+            RuntimeError: The output does not have the form that was predicted, or that an earlier call had. A
+                wrong prediction is raised on all ranks when the round ends, a changed form on the ranks that
+                compute the call.
         """
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(x, LazyTensor) and getattr(x.source, "round", None) is self._round for x in leaves):
@@ -135,37 +146,52 @@ class Guidance:
         key = _key_of(model, leaves)
         if key not in self._forms:
             self._predict_form(key, model, args, kwargs)
+        run = partial(_compute_form, model, compute, args, kwargs)
         form = self._forms.get(key)
-        owner = None
-        if form is not None:
-            owner = len(self._round.calls) % self._dim.size
-        computed: list[Tensor] = []
-        failure = None
         if form is None:
-            form, computed = _compute_form(model, compute, args, kwargs)
+            form, tensors = run()
             self._forms[key] = form
-        elif owner == self._dim.index:
-            try:
-                actual, computed = _compute_form(model, compute, args, kwargs)
-                if key in self._unverified and actual.text != form.text:
-                    self._mispredicted.add(key)
-                    raise RuntimeError(
-                        f"CFG parallelism predicted that {type(model).__name__} returns {form.text}; it returned "
-                        f"{actual.text}. Call the pipeline again: all ranks then compute the first call, and no "
-                        "prediction is needed. Or use a mesh without a 'batch' dim."
-                    )
-            except Exception as error:
-                # If the form is unverified, the ranks compare their records when the round ends, so keep the
-                # error until then, to raise it on all ranks. Otherwise there is no such comparison, and only
-                # this rank raises the error.
-                if key not in self._unverified:
-                    raise
-                failure = error
-        call = ModelCall(owner, [x for x in form.leaves if x is not None], computed, failure)
+            call = ModelCall(None, form.tensors, tensors, None)
+        else:
+            owner = len(self._round.calls) % self._dim.size
+            call = ModelCall(owner, form.tensors, [], None)
+            if owner == self._dim.index:
+                self._compute(call, run, key, model)
         self._round.calls.append(call)
         sources = [RoundOutput(self._round, partial(call.leaf, index)) for index in range(len(call.expected))]
         return form.with_tensors(
             [LazyTensor.make(*pair) for pair in zip(sources, call.expected, strict=True)]
+        )
+
+    def _compute(
+        self, call: ModelCall, run: Callable[[], tuple[_Form, list[Tensor]]], key: Any, model: Any
+    ) -> None:
+        """Compute ``call`` by ``run``, and store its output, or the error that all ranks raise when the round ends."""
+        try:
+            actual, call.leaves = run()
+            if actual.text != self._forms[key].text:
+                self._raise_other_form(key, model, self._forms[key], actual)
+        except Exception as error:
+            # If the form is unverified, the ranks compare their records when the round ends, so keep the error
+            # until then, to raise it on all ranks. Otherwise there is no such comparison, and only this rank
+            # raises the error.
+            if key not in self._unverified:
+                raise
+            call.failure = error
+
+    def _raise_other_form(self, key: Any, model: Any, form: _Form, actual: _Form) -> NoReturn:
+        """Raise for a call that returned another form than the others expect: they would misread its bytes."""
+        if key in self._unverified:
+            self._mispredicted.add(key)
+            raise RuntimeError(
+                f"CFG parallelism predicted that {type(model).__name__} returns {form.text}; it returned "
+                f"{actual.text}. Call the pipeline again: all ranks then compute the first call, and no "
+                "prediction is needed. Or use a mesh without a 'batch' dim."
+            )
+        raise RuntimeError(
+            f"{type(model).__name__} returned {actual.text}, and {form.text} in an earlier call whose arguments have "
+            "equal shapes, dtypes, bools and strings; CFG parallelism expects the same form from both. Use a mesh "
+            "without a 'batch' dim."
         )
 
     def finish(self) -> None:
@@ -179,11 +205,11 @@ class Guidance:
         """
         if not self._round.calls:
             return
-        done = self._round
-        self._round = self._begin()
+        ended = self._round
+        self._round = self._new_round()
         if self._unverified:
             # Raise on all ranks if a call failed on any rank, or if the ranks predicted different forms.
-            failure = next((call.failure for call in done.calls if call.failure is not None), None)
+            failure = next((call.failure for call in ended.calls if call.failure is not None), None)
             predicted: list[str | None] = []
             for form in self._unverified.values():
                 if form is None:
@@ -198,17 +224,18 @@ class Guidance:
                     raise failure from None
                 raise
             self._unverified = {}
-        self._exchange(done.calls)
-        done.is_over = True
-        while done.later:
+        self._exchange(ended.calls)
+        ended.is_over = True
+        while ended.later:
             # Remove each operation, because it holds its arguments.
-            done.later.pop(0)()
-        self.rounds.append(len(done.calls))
+            ended.later.pop(0)()
+        self.rounds.append(len(ended.calls))
 
-    def _begin(self) -> Round:
+    def _new_round(self) -> Round:
         return Round(self._dim.size, self.finish, self._live)
 
     def _predict_form(self, key: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Store the predicted form of a call, or that it cannot be predicted, until the ranks compare them."""
         predicted = None
         if self._predict is not None and key not in self._mispredicted:
             predicted = self._predict(model, args, kwargs)
@@ -222,12 +249,13 @@ class Guidance:
         self._forms[key] = self._unverified[key] = form
 
     def _drop_unverified(self) -> None:
+        """Forget the forms that the ranks have not compared, because a generation failed before it."""
         for key in self._unverified:
             self._forms.pop(key, None)
         self._unverified = {}
 
     def _exchange(self, calls: list[ModelCall]) -> None:
-        """Give all ranks the output tensors of each call of the round, as bytes in one all-gather."""
+        """Give all ranks the output tensors of each call of the round, as bytes in one all-gather. Collective."""
         calls_by_rank = [[call for call in calls if call.owner == rank] for rank in range(self._dim.size)]
         distributed = [call for rank_calls in calls_by_rank for call in rank_calls]
         if not distributed:
@@ -262,6 +290,11 @@ def _key_of(model: Any, leaves: list[Any]) -> tuple[Any, ...]:
 def _compute_form(
     model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_Form, list[Tensor]]:
+    """Compute a call of ``model``, and return the form of its output, and the tensors in it.
+
+    Raises:
+        TypeError: The output contains something besides tensors and None.
+    """
     output = compute(*args, **kwargs)
     if not all(x is None or isinstance(x, Tensor) for x in pytree.tree_leaves(output)):
         raise TypeError(

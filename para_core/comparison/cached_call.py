@@ -12,7 +12,7 @@ from torch import nn
 from para_core.cache.apply import apply_cache, require_cache
 from para_core.cache.blocks import CachedBlocks
 from para_core.comparison.tensor_parts import largest_error
-from para_core.comparison.virtual_ranks import fresh, with_same_weights
+from para_core.comparison.virtual_ranks import copy_containers, with_same_weights
 from para_core.instance.private_class import original_class
 
 
@@ -39,7 +39,7 @@ def error_of_cached_call(
     """
     copied = with_same_weights(module)
     with torch.no_grad():
-        expected = module(**fresh(inputs))
+        expected = module(**copy_containers(inputs))
         try:
             output, skipped = _call_twice(copied, blocks, inputs)
             error = largest_error(output, expected)
@@ -62,7 +62,7 @@ def _call_twice(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, An
     cache = require_cache(module)
     output = None
     for step in range(2):
-        arguments = fresh(inputs)
+        arguments = copy_containers(inputs)
         call = partial(original_class(module).__call__, module, **arguments)
         # The step is given, because calls with equal inputs look like two calls of one step.
         output = cache.run(call, arguments, moment=step)

@@ -42,9 +42,9 @@ class AttentionRecord:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The start (``"call"``, ``"attention"``) or the end (``"return"``, ``"attended"``) of a call of a
-    module, or of an attention call, with digests of its inputs or outputs.
+class RecordEntry:
+    """The start (``"call"``, ``"attention"``) or the end (``"return"``, ``"attended"``) of a call of a module, or of an
+    attention call, with digests of its inputs or outputs.
 
     ``module`` is the module, or the innermost module that is running during the attention call.
     """
@@ -62,10 +62,11 @@ class CallRecord:
 
     Args:
         entries: An entry for each start and each end.
-        running: Names of the modules that have not returned, the innermost last.
+        running: Names of the modules that have not returned, the innermost last. During the call this is the list of
+            the recorder, which changes it, so it names the modules in which a call failed.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[RecordEntry] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
 
     def to_cpu(self) -> CallRecord:
@@ -105,27 +106,29 @@ def record_call(
         yield recorder
 
 
-def _entry_of(event: Event) -> Entry | None:
+def _entry_of(event: Event) -> RecordEntry | None:
     """Return the entry for ``event``; None for functions and operators."""
     match event:
         case ModuleStart():
-            return Entry("call", event.name, _digests((event.args, event.kwargs)))
+            return RecordEntry("call", event.name, _digests((event.args, event.kwargs)))
         case ModuleEnd():
-            return Entry("return", event.name, _digests(event.output))
+            return RecordEntry("return", event.name, _digests(event.output))
         case AttentionStart():
             inputs = (event.call.query, event.call.key, event.call.value)
-            return Entry("attention", event.name, _digests(inputs), _describe(event))
+            return RecordEntry("attention", event.name, _digests(inputs), _record_attention(event))
         case AttentionEnd():
-            return Entry("attended", event.name, _digests(event.output), _describe(event))
+            return RecordEntry("attended", event.name, _digests(event.output), _record_attention(event))
     return None
 
 
 def _digests(value: Any) -> tuple[Digest, ...]:
+    """Return the digests of the strided tensors in ``value``, in order."""
     tensors = [x for x in leaves_of(value) if isinstance(x, Tensor) and x.layout == torch.strided]
     return tuple([digest(x) for x in tensors])
 
 
-def _describe(event: AttentionStart | AttentionEnd) -> AttentionRecord:
+def _record_attention(event: AttentionStart | AttentionEnd) -> AttentionRecord:
+    """Return the lengths and the mask of the attention call of ``event``."""
     call, mask, function = event.call, None, ""
     if call.attn_mask is not None:
         mask = tuple(call.attn_mask.shape)

@@ -13,26 +13,27 @@ _WAYS_OUT = "Pass a 4-D mask over all tokens, or let para_core.adapters.propose_
 
 
 def clues_for(
-    name: str, module: nn.Module, alone: CallRecord, ranks: Sequence[CallRecord]
+    name: str, module: nn.Module, reference: CallRecord, ranks: Sequence[CallRecord]
 ) -> tuple[str, ...]:
     """Return what the records of the unmodified model and of each rank say of the submodule ``module``,
     ``name``.
     """
-    whole = _attention_calls(name, alone)
-    parts = [_attention_calls(name, record) for record in ranks]
+    reference_calls = _attention_calls(name, reference)
+    calls_of_ranks = [_attention_calls(name, record) for record in ranks]
     facts = []
-    if whole:
-        facts.append(f"alone: {whole[0]}")
-        facts += [f"rank {rank}: {calls[0]}" for rank, calls in enumerate(parts) if calls]
-    if not whole or not all(parts):
+    if reference_calls:
+        facts.append(f"unmodified: {reference_calls[0]}")
+        facts += [f"rank {rank}: {calls[0]}" for rank, calls in enumerate(calls_of_ranks) if calls]
+    if not reference_calls or not all(calls_of_ranks):
         return (*facts, *_limits(module, part=0, total=0))
-    first_of_ranks = [calls[0] for calls in parts]
+    first_of_ranks = [calls[0] for calls in calls_of_ranks]
     largest = max(call.keys for call in first_of_ranks)
-    limits = _limits(module, part=largest, total=whole[0].keys)
-    return (*facts, *limits, *_advice(whole[0], first_of_ranks))
+    limits = _limits(module, part=largest, total=reference_calls[0].keys)
+    return (*facts, *limits, *_advise_on_attention(reference_calls[0], first_of_ranks))
 
 
 def _attention_calls(name: str, record: CallRecord) -> list[AttentionRecord]:
+    """Return the starts and ends of attention calls in the module ``name``, in the order of time."""
     return [
         entry.attention for entry in record.entries if entry.module == name and entry.attention is not None
     ]
@@ -60,20 +61,21 @@ def _limits(module: nn.Module, *, part: int, total: int) -> Iterator[str]:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of ``module`` and the entries of its config, by name."""
     config = getattr(getattr(module, "config", None), "__dict__", {})
     return {**vars(module), **{f"config.{key}": value for key, value in config.items()}}
 
 
-def _advice(alone: AttentionRecord, ranks: Sequence[AttentionRecord]) -> list[str]:
+def _advise_on_attention(reference: AttentionRecord, ranks: Sequence[AttentionRecord]) -> list[str]:
     """Return advice for a module whose first attention call on one rank and on each rank are these."""
-    if alone.mask is not None and any(call.mask is None for call in ranks):
+    if reference.mask is not None and any(call.mask is None for call in ranks):
         reason = (
             "The model makes its mask from the length that it is given, and makes none for a rank's part."
         )
         return [f"{reason} {_WAYS_OUT}"]
-    if any(call.mask is not None and call.mask[-2] == call.queries != alone.queries for call in ranks):
+    if any(call.mask is not None and call.mask[-2] == call.queries != reference.queries for call in ranks):
         reason = "Its mask has a row for each token of a rank: if the model made it, rows count from 0 on every rank."
         return [f"{reason} {_WAYS_OUT}"]
-    if len({call.is_causal for call in (alone, *ranks)}) > 1:
+    if len({call.is_causal for call in (reference, *ranks)}) > 1:
         return ["is_causal is not the same on all ranks: some models switch it off for a single token."]
     return []

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from para_core.comparison.call_record import CallRecord, Entry, EntryKind
+from para_core.comparison.call_record import CallRecord, EntryKind, RecordEntry
 from para_core.comparison.clues import clues_for
 from para_core.comparison.digests import Digest
 from para_core.comparison.model_inputs import ModelInputs
-from para_core.comparison.runs import Method, ParallelRun, run_alone, run_parallel
+from para_core.comparison.runs import Method, ParallelRun, run_on_one_rank, run_parallel
 from para_core.comparison.tensor_parts import differing_dims, largest_error, relative_error
 from para_core.comparison.virtual_ranks import first_error
 from para_core.instance.private_class import original_class
@@ -82,10 +82,10 @@ def find_first_difference(
         failure: The reason why the outputs cannot be compared. Defaults to the error of the rank that failed,
             if any.
     """
-    kind, alone = original_class(module).__name__, CallRecord()
+    kind, reference = original_class(module).__name__, CallRecord()
     # A recorder sees only eager code. flex_attention, for example, compiles itself.
     with torch.compiler.set_stance("force_eager"):
-        outcome = run_alone(module, inputs, alone)
+        outcome = run_on_one_rank(module, inputs, reference)
     if outcome.error is not None:
         reason = f"its recorded call on one rank fails: {type(outcome.error).__name__}: {outcome.error}"
         return Difference("", kind, failure or reason)
@@ -100,12 +100,12 @@ def find_first_difference(
     failed = first_error([result.outcome for result in results])
     if failed is None:
         return compare_records(
-            module, alone, records, results[0].segments, tolerance=tolerance, failure=failure
+            module, reference, records, results[0].segments, tolerance=tolerance, failure=failure
         )
     rank, error = failed
     return compare_records(
         module,
-        alone,
+        reference,
         records,
         results[0].segments,
         tolerance=tolerance,
@@ -116,7 +116,7 @@ def find_first_difference(
 
 def compare_records(
     module: nn.Module,
-    alone: CallRecord,
+    reference: CallRecord,
     ranks: Sequence[CallRecord],
     segments: Sequence[Segment],
     *,
@@ -132,7 +132,7 @@ def compare_records(
 
     Args:
         module: The unmodified model.
-        alone, ranks: The records of the unmodified model, and of each rank.
+        reference, ranks: The records of the unmodified model, and of each rank.
         segments: The segments that were sharded or replicated.
         tolerance: The largest relative error that counts as equal.
         failure: The error that ended the run, as text.
@@ -141,14 +141,14 @@ def compare_records(
 
     def describe(name: str, reason: str, error: float | None = None) -> Difference:
         submodule = module.get_submodule(name)
-        facts = clues_for(name, submodule, alone, ranks)
+        facts = clues_for(name, submodule, reference, ranks)
         return Difference(name, original_class(submodule).__name__, reason, facts, error)
 
     running = [""]
-    for entry, *parts in zip(*_common_entries([alone, *ranks]), strict=False):
+    for entry, *parts in zip(*_common_entries([reference, *ranks]), strict=False):
         if any((part.kind, part.module) != (entry.kind, entry.module) for part in parts):
             return describe(running[-1], "on several ranks other modules run, or in another order")
-        error = _largest_error(entry, parts, segments)
+        error = _error_of_entry(entry, parts, segments)
         if error > tolerance:
             # A module that was called with other arguments is not to blame, but the module that has called
             # it.
@@ -177,10 +177,11 @@ def _failed_module(records: Sequence[CallRecord]) -> str:
     return ""
 
 
-def _common_entries(records: Sequence[CallRecord]) -> list[list[Entry]]:
+def _common_entries(records: Sequence[CallRecord]) -> list[list[RecordEntry]]:
     """Return the entries of each record, without those of modules that are not called in every record.
 
-    Such modules exist if a user's ``forward`` function calls only parts of the model.
+    Such modules exist if a user's ``forward`` function calls only parts of the model. Attention calls are kept, also
+    those in such modules, and those outside of modules.
     """
     called = [{entry.module for entry in record.entries if entry.kind == "call"} for record in records]
     common = set.intersection(*called)
@@ -194,7 +195,7 @@ def _common_entries(records: Sequence[CallRecord]) -> list[list[Entry]]:
     ]
 
 
-def _largest_error(entry: Entry, parts: Sequence[Entry], segments: Sequence[Segment]) -> float:
+def _error_of_entry(entry: RecordEntry, parts: Sequence[RecordEntry], segments: Sequence[Segment]) -> float:
     """Return the largest relative error of the tensors of ``entry``, given the same entry of each rank
     (``parts``).
 
@@ -203,16 +204,16 @@ def _largest_error(entry: Entry, parts: Sequence[Entry], segments: Sequence[Segm
     if any(len(part.digests) != len(entry.digests) for part in parts):
         return 0.0
     largest = 0.0
-    for i, whole in enumerate(entry.digests):
-        if not _may_differ_on_ranks(whole):
-            error = _error_of_parts([part.digests[i] for part in parts], whole, segments)
+    for i, full in enumerate(entry.digests):
+        if not _may_differ_on_ranks(full):
+            error = _error_of_parts([part.digests[i] for part in parts], full, segments)
             largest = max(largest, error)
     return largest
 
 
-def _may_differ_on_ranks(whole: Digest) -> bool:
-    """Whether a tensor may be right on a rank although it is no part of the ``whole``."""
-    shape, dtype = whole.shape, whole.dtype
+def _may_differ_on_ranks(full: Digest) -> bool:
+    """Whether a tensor may be right on a rank although it is no part of ``full``."""
+    shape, dtype = full.shape, full.dtype
     # A tensor [..., S_q, S_k] may be a mask. A correct mask may have other numbers of rows or columns on a
     # rank, and a wrong mask shows in the attention output.
     if dtype == torch.bool and len(shape) >= 2:
@@ -223,13 +224,13 @@ def _may_differ_on_ranks(whole: Digest) -> bool:
     return shape == (2,) and not dtype.is_floating_point
 
 
-def _error_of_parts(parts: Sequence[Digest], whole: Digest, segments: Sequence[Segment]) -> float:
+def _error_of_parts(parts: Sequence[Digest], full: Digest, segments: Sequence[Segment]) -> float:
     """Return the relative error of a tensor; 0.0 if the parts do not fit, or it has no dims to compare along."""
-    if any(len(part.shape) != len(whole.shape) for part in parts):
+    if any(len(part.shape) != len(full.shape) for part in parts):
         return 0.0
-    dims = differing_dims([part.shape for part in parts], whole.shape)
+    dims = differing_dims([part.shape for part in parts], full.shape)
     if len(dims) > 1:
         return 0.0
     # If all shapes are equal, any dim will do.
     dim = dims[0] if dims else 0
-    return relative_error([part.rows[dim] for part in parts], whole.rows[dim], segments) or 0.0
+    return relative_error([part.rows[dim] for part in parts], full.rows[dim], segments) or 0.0

@@ -19,7 +19,7 @@ class Digest:
 
     ``rows[dim]`` has shape ``[size of dim, probes]``: the projections of each slice on ``probes`` random
     vectors. The projections preserve the ratio of two norms on average, unless a slice is antisymmetric in two
-    dims of equal size, which share their vectors. ``rows[0]`` of a 1-D tensor is ``[size, 1]``, the tensor
+    dims of equal size, which share their vectors. ``rows[0]`` of a 1-D real tensor is ``[size, 1]``, the tensor
     itself. A 0-D tensor counts as one slice.
     """
 
@@ -33,20 +33,22 @@ class Digest:
 
 
 def digest(x: Tensor) -> Digest:
-    """Return the digest of ``x``, with NaN and large values replaced by others."""
+    """Return the digest of ``x``, in which NaN and values beyond ±``_LARGEST`` count as other numbers."""
     shape, dtype = tuple(x.shape), x.dtype
     x = x.detach()
-    if x.is_complex():
-        x = torch.view_as_real(x).sum(-1)
-    if x.dtype != torch.float64:
-        x = x.float()
     if x.ndim == 0:
         x = x.reshape(1)
+    num_dims = x.ndim
+    if x.is_complex():
+        # The real and imaginary parts are a last dim, which is contracted like the others, but has no slices.
+        x = torch.view_as_real(x.resolve_conj())
+    if x.dtype != torch.float64:
+        x = x.float()
     x = x.nan_to_num(nan=_LARGEST / 3).clamp(-_LARGEST, _LARGEST)
-    return Digest(shape, dtype, tuple([_rows(x, dim) for dim in range(x.ndim)]))
+    return Digest(shape, dtype, tuple([_project_slices(x, dim) for dim in range(num_dims)]))
 
 
-def _rows(x: Tensor, dim: int) -> Tensor:
+def _project_slices(x: Tensor, dim: int) -> Tensor:
     """Return random projections of the slices of ``x`` along ``dim``, ``[size of dim, probes]``.
 
     All other dims are contracted with random vectors, one after the other.
@@ -61,6 +63,7 @@ def _rows(x: Tensor, dim: int) -> Tensor:
 
 
 def _noise(size: int, like: Tensor) -> Tensor:
+    """Return the random vectors ``[size, probes]`` along a dim of this size, with the dtype and device of ``like``."""
     # The size is the seed, so that a rank's part and the whole tensor, which differ in one dim, are projected on
     # the same vectors along all others.
     generator = torch.Generator().manual_seed(size)

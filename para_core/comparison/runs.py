@@ -81,7 +81,7 @@ class RankRun:
             self.note_segments(segments)
 
 
-def run_alone(module: nn.Module, inputs: ModelInputs, record: CallRecord | None = None) -> RankOutcome:
+def run_on_one_rank(module: nn.Module, inputs: ModelInputs, record: CallRecord | None = None) -> RankOutcome:
     """Call copies of ``module`` and ``inputs`` on one rank, and return the output or the exception.
 
     ``record`` gets the entries of the call.
@@ -162,6 +162,9 @@ def _run_rank(
 class _NotingMode(UnifiedAttnMode):
     """A :class:`UnifiedAttnMode` that notes in ``result`` the tensors that it has sharded and the segments
     that it knows.
+
+    It overrides two private methods: the mode calls ``_remember`` for each segment of a tensor that it shards, and
+    ``_trace_safe`` with each layout that it uses. If they were renamed, no segment would be noted.
     """
 
     def __init__(self, mesh: SequenceMesh, result: RankRun, inputs: ModelInputs) -> None:

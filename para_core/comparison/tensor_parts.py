@@ -1,4 +1,4 @@
-"""Compare the parts of a tensor on several ranks with the whole tensor, and find out which part each rank
+"""Compare the parts of a tensor on several ranks with the full tensor, and find out which part each rank
 holds.
 """
 
@@ -32,28 +32,28 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [x for entry in value for x in tensors_in(entry)]
 
 
-def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Segment]) -> float | None:
-    """Return ``‖parts − whole‖ / ‖whole‖`` over all ranks; infinity instead of NaN, None if the shapes do not
+def relative_error(parts: Sequence[Tensor], full: Tensor, segments: Sequence[Segment]) -> float | None:
+    """Return ``‖parts − full‖ / ‖full‖`` over all ranks; infinity instead of NaN, None if the shapes do not
     fit.
 
     Args:
-        parts: The tensor of each rank: a copy of ``whole``, or the rank's part of it along one dim.
-        whole: The whole tensor.
+        parts: The tensor of each rank: a copy of ``full``, or the rank's part of it along one dim.
+        full: The full tensor.
         segments: The segments that were sharded or replicated. The tensor may hold several segments,
             concatenated in any order. If several orders fit, the smallest error is returned.
     """
-    if any(part.ndim != whole.ndim for part in parts):
+    if any(part.ndim != full.ndim for part in parts):
         return None
-    dims = differing_dims([part.shape for part in parts], whole.shape)
+    dims = differing_dims([part.shape for part in parts], full.shape)
     if not dims:
-        return _error([(part, whole) for part in parts])
+        return _error([(part, full) for part in parts])
     if len(dims) > 1:
         return None
     (dim,) = dims
     sizes = [part.shape[dim] for part in parts]
     errors = []
-    for positions in possible_positions(whole.shape[dim], sizes, segments):
-        pieces = [whole.index_select(dim, of_rank.to(whole.device)) for of_rank in positions]
+    for positions in possible_positions(full.shape[dim], sizes, segments):
+        pieces = [full.index_select(dim, of_rank.to(full.device)) for of_rank in positions]
         errors.append(_error([*zip(parts, pieces, strict=True)]))
     return min(errors, default=None)
 
@@ -76,19 +76,20 @@ def largest_error(out: Any, expected: Any) -> float:
     return largest
 
 
-def differing_dims(parts: Sequence[Sequence[int]], whole: Sequence[int]) -> list[int]:
-    """Return the dims in which a shape of ``parts`` differs from the shape ``whole``.
+def differing_dims(parts: Sequence[Sequence[int]], full: Sequence[int]) -> list[int]:
+    """Return the dims in which a shape of ``parts`` differs from the shape ``full``.
 
     All have the same length.
     """
-    return [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]
+    return [dim for dim, size in enumerate(full) if any(part[dim] != size for part in parts)]
 
 
 def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return ``‖x − y‖ / ‖y‖`` over all pairs ``(x, y)``; infinity instead of NaN."""
     difference: float = 0.0
     size: float = 0.0
-    for part, whole in pairs:
-        x, y = _to_compare(part), _to_compare(whole)
+    for part, full in pairs:
+        x, y = _to_compare(part), _to_compare(full)
         # Do not count equal infinities as an error: logits of forbidden tokens are -inf on a single device,
         # too.
         same = y.isinf() & (x == y)
@@ -134,7 +135,7 @@ def possible_positions(
             continue
         repeats = total // layout.total
         if [size * repeats for size in layout.sizes()] == list(sizes):
-            yield [_positions(layout, rank, repeats) for rank in range(ranks)]
+            yield [_positions_on_rank(layout, rank, repeats) for rank in range(ranks)]
 
 
 def _orders(total: int, segments: Sequence[Segment]) -> Iterator[tuple[Segment, ...]]:
@@ -152,7 +153,8 @@ def _orders(total: int, segments: Sequence[Segment]) -> Iterator[tuple[Segment, 
             yield (rest, segment)
 
 
-def _positions(layout: SequenceLayout, rank: int, repeats: int) -> Tensor:
+def _positions_on_rank(layout: SequenceLayout, rank: int, repeats: int) -> Tensor:
+    """Return the positions that ``rank`` holds of a dim that consists of ``repeats`` sequences of ``layout``."""
     starts = [i * layout.total for i in range(repeats)]
     runs = [(start + first, length) for start in starts for first, length in layout.runs(rank)]
     return torch.cat([torch.arange(first, first + length) for first, length in runs])

@@ -134,8 +134,8 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
-    """One rank's process group over threads. It implements the collectives of
-    :mod:`para_core.distributed.collectives` only.
+    """One rank's process group over threads. It implements the methods that
+    :mod:`para_core.distributed.collectives` calls, under the names by which torch and that module look them up.
     """
 
     def __init__(self, rank: int, meeting: _Meeting, device_type: str) -> None:
@@ -162,16 +162,16 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
 
         def receive(sent: list[Sequence[Tensor]]) -> None:
             parts = received.split(list(receive_sizes) or even)
-            for part, of_rank in zip(parts, sent, strict=True):
-                _copy(part, of_rank[self.rank()])
+            for part, parts_of_rank in zip(parts, sent, strict=True):
+                _copy_received(part, parts_of_rank[self.rank()])
 
         self._meeting.exchange(self.rank(), sends, receive)
         return _Completed()
 
     def all_gather_single(self, gathered: Tensor, x: Tensor, *_: Any) -> _Completed:
         def receive(sent: list[Tensor]) -> None:
-            for part, of_rank in zip(gathered.view(self.size(), -1), sent, strict=True):
-                _copy(part, of_rank.reshape(-1))
+            for part, x_of_rank in zip(gathered.view(self.size(), -1), sent, strict=True):
+                _copy_received(part, x_of_rank.reshape(-1))
 
         self._meeting.exchange(self.rank(), x, receive)
         return _Completed()
@@ -181,7 +181,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
 
         def receive(sent: list[Tensor]) -> None:
             if self.rank() != root:
-                _copy(tensors[0], sent[root])
+                _copy_received(tensors[0], sent[root])
 
         self._meeting.exchange(self.rank(), tensors[0], receive)
         return _Completed()
@@ -191,7 +191,8 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
     _allgather_base = all_gather_single
 
 
-def _copy(received: Tensor, sent: Tensor) -> None:
+def _copy_received(received: Tensor, sent: Tensor) -> None:
+    """Copy ``sent`` into ``received``. Raise :class:`RanksDiffer` if their shapes or dtypes differ."""
     if received.shape != sent.shape or received.dtype != sent.dtype:
         raise RanksDiffer(
             f"a rank expects {list(received.shape)} {received.dtype}, and is sent {list(sent.shape)} {sent.dtype}."
@@ -299,7 +300,7 @@ def run_on_virtual_ranks(
 
     def run(mesh: SequenceMesh) -> Any:
         apply_plan(copies[mesh.rank], plan, mesh)
-        return copies[mesh.rank](**fresh(inputs))
+        return copies[mesh.rank](**copy_containers(inputs))
 
     outcomes = outcomes_on_virtual_ranks(run, ring=ring, ulysses=ulysses, device=device_of(module, inputs))
     failed = first_error(outcomes)
@@ -314,9 +315,9 @@ def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
     return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
 
 
-def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``inputs`` with lists, dicts and dataclasses copied but not tensors, because some models change
-    them.
+def copy_containers(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``inputs`` with lists, tuples, dicts and dataclasses copied but not tensors, because some models change
+    the containers that they get.
     """
     copied: dict[str, Any] = map_leaves(lambda x: x, dict(inputs))
     return copied

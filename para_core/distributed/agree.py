@@ -49,7 +49,7 @@ Ranks = SequenceMesh | GuidedMesh | HostGroups
 # The exceptions that keep their type on the other ranks. Others become a RuntimeError.
 _KINDS = (TypeError, ValueError, ImportError, RuntimeError)
 # An exception that was raised on all ranks of a mesh has an attribute of this name, which lists the mesh's
-# process groups.
+# process groups, so that an outer together() over the same ranks does not exchange it again.
 _RAISED_ON = "_para_core_raised_on"
 
 
@@ -64,9 +64,9 @@ def agree(
     """Return the ``numbers`` of every rank, in rank order. Collective; raise on all ranks unless they agree.
 
     Args:
-        record: What must be equal on all ranks: a dict of JSON values, or its :class:`Signature`, which saves
-            time where the same record is compared repeatedly. A rank whose input is invalid passes the
-            exception that it would otherwise raise alone.
+        record: A dict of JSON values that must be equal on all ranks, or its :class:`Signature`, which saves
+            time if the same record is compared repeatedly. A rank whose input is invalid passes the exception
+            that it would otherwise raise alone.
         ranks: Those that agree. Every one of them must call this function.
         numbers: At most ``MOST_NUMBERS`` 64-bit integers that may differ between ranks. How many there are
             must be the same on all ranks with the same record.
@@ -77,7 +77,8 @@ def agree(
     Raises:
         ValueError: The records of two ranks differ.
         TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one,
-            with the number of that rank in its message.
+            with the index of that rank in the mesh in its message. Other types become a ValueError.
+        Unanswered: A rank did not make the call within the timeout, or has ended.
     """
     failed = isinstance(record, Exception)
     if isinstance(record, Exception):
@@ -118,10 +119,10 @@ _NOTHING_WRONG = Signature.of({})
 def together(ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this call") -> Iterator[None]:
     """Return a context manager that raises an exception of one rank on all ``ranks``, with ``what`` as prefix.
 
-    Every rank must enter the context. Contexts over the same ranks may be nested: an exception that an inner
-    context has raised on all ranks is not exchanged again. If a rank fails before it enters an inner context,
-    its exchange at the end of the outer context meets the exchange with which the other ranks end the inner
-    one. ``call`` names the user's call for the log if ranks are late.
+    Collective at its end: every rank must enter the context. Contexts over the same ranks may be nested: an
+    exception that an inner context has raised on all ranks is not exchanged again. If a rank fails before it
+    enters an inner context, its exchange at the end of the outer context meets the exchange with which the other
+    ranks end the inner one. ``call`` names the user's call for the log if ranks are late.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: That of the rank that failed. Other types become a
@@ -145,9 +146,9 @@ def together(ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this c
 def exchange(value: Any, ranks: SequenceMesh | GuidedMesh) -> list[Any]:
     """Return the ``value`` of every rank, in rank order. Collective.
 
-    It is no agreement: the values differ by right, such as the shapes of each rank's tiles or its host, and
-    are of any length, so that they do not fit into the numbers of :func:`agree`, and cost two all-gathers per
-    mesh dim. Values are pickled. An exception in place of a value raises on all ranks, as in :func:`agree`.
+    It is no agreement: the values differ by right, such as the shapes of each rank's tiles or its host. They are
+    pickled and of any length, so they do not fit into the numbers of :func:`agree`, and cost two all-gathers per
+    mesh dim. An exception in place of a value raises on all ranks, as in :func:`agree`.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one.
@@ -170,7 +171,7 @@ def _record_of_error(error: Exception) -> Record:
 
 
 def _raise_first_error(encoded: list[bytes], lengths: list[int]) -> None:
-    """Raise the first error among the ``encoded`` records of all ranks, if any, with the number of its rank.
+    """Raise the first error among the ``encoded`` records of all ranks, if any, with the rank's index in the mesh.
 
     A negative length marks an error.
     """
@@ -179,10 +180,11 @@ def _raise_first_error(encoded: list[bytes], lengths: list[int]) -> None:
         if length < 0:
             record = json.loads(encoded[rank])
             kind = kinds.get(record["kind"], ValueError)
-            raise kind(f"sequence rank {rank}: {record['error']}")
+            raise kind(f"mesh rank {rank}: {record['error']}")
 
 
 def _groups_of(ranks: Ranks) -> tuple[str, ...]:
+    """Return the names of the process groups that connect ``ranks``; none if there is one rank."""
     return tuple([dim.group_name for dim in ranks.dims if dim.size > 1])
 
 

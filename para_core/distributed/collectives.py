@@ -1,7 +1,7 @@
 """All-to-all and all-gather with uneven sizes, in eager code and as operators in graphs.
 
-Attention, plans and sharded rows of images use no other kinds of collectives, because every backend has these
-two for every device (gloo has no point-to-point for CUDA tensors).
+Attention, plans and sharded rows of images use no other operators, because every backend has these two for every
+device (gloo has no point-to-point for CUDA tensors).
 
 **Order in a graph.** A compiler may reorder independent operators, for example to save memory. Ranks whose
 parts differ in size would then run their collectives in different orders, and hang. Therefore every
@@ -27,9 +27,9 @@ from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
 
 # Sleep 0.05 s at exit. The sleep releases the GIL, which gloo's threads need to free the tensors of a
-# collective shortly after it ends. A script that exits right after a collective otherwise aborts in one of
-# four runs ("terminate called without an active exception", pytorch/pytorch#190489), because these threads
-# can no longer get the GIL when the interpreter has finished.
+# collective shortly after it ends. A script that exits right after a collective otherwise aborts in some runs
+# ("terminate called without an active exception", pytorch/pytorch#190489), because these threads can no longer
+# get the GIL when the interpreter has finished.
 atexit.register(time.sleep, 0.05)
 
 
@@ -54,7 +54,8 @@ def start_all_to_all(
         receive_sizes: Number of elements that each rank sends to this one. They arrive in the order of the
             senders.
         even: Whether all ranks know that all sizes are equal. Then the first dim of ``x``, which may have any
-            number of dims, is split into equal parts, and the backend gets no sizes, which is faster.
+            number of dims, is split into equal parts, and the backend gets no sizes, which is faster. If the
+            operator runs, the result still has one dim.
     """
     if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
         return Travelling(all_to_all(x.view(-1), send_sizes, receive_sizes, dim), None)
@@ -78,8 +79,8 @@ _SENT_AS_BYTES = frozenset(
         torch.float8_e5m2,
     }
 )
-# Pass these options to ProcessGroup.alltoall_base. Calling this method, and not dist.all_to_all_single,
-# halves the host time.
+# Pass these options to ProcessGroup.alltoall_base. This method is called in place of dist.all_to_all_single, because
+# the host would spend more time in the Python code of that function.
 _ALL_TO_ALL = dist.AllToAllOptions()
 
 
@@ -93,7 +94,7 @@ def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: in
     receive_sizes[(dim.index - distance) % dim.size] = receive_size
     if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
         return start_all_to_all(x, send_sizes, receive_sizes, dim)
-    # Do not go through start_all_to_all, because a ring of two ranks would feel its 2 us of Python.
+    # Do not go through start_all_to_all, to save its Python calls in each step of a ring.
     received = x.new_empty(receive_size)
     return Travelling(
         received, group_of(dim).alltoall_base(received, x, receive_sizes, send_sizes, _ALL_TO_ALL)
@@ -166,10 +167,13 @@ def define_collective(
     torch.library.register_fake(f"para_core::{name}", shape, lib=LIBRARY)
     if gradient is not None:
         torch.library.register_autograd(f"para_core::{name}", gradient, setup_context=context, lib=LIBRARY)
-    torch.library.register_torch_dispatch(f"para_core::{name}", ProxyTorchDispatchMode, _chained, lib=LIBRARY)
+    torch.library.register_torch_dispatch(
+        f"para_core::{name}", ProxyTorchDispatchMode, _trace_in_order, lib=LIBRARY
+    )
 
 
-def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+def _trace_in_order(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """Add the collective ``func`` to the graph that is traced, with the token of the previous one as ``after``."""
     tracer, num_before = mode.tracer, len(schema_of(func).arguments) - 1
     token, last_wait = getattr(tracer, "_para_core_last_collective", (None, None))
     # Pass the token as a positional argument: a keyword costs the host a microsecond more in each call of the
@@ -188,6 +192,7 @@ def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
     return outputs
 
 
+# The key of a node's ``meta`` by which the partitioner of AOTAutograd keeps forward and backward apart.
 _PART = "partitioner_tag"
 
 
@@ -245,9 +250,8 @@ def _all_gather(
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
         return bool(backend_of(group, device).name() == "nccl")
-    except (
-        RuntimeError
-    ):  # A process group written in Python, such as that of para_core.comparison, has no backend.
+    except RuntimeError:
+        # A process group written in Python, such as that of para_core.comparison, has no backend.
         return False
 
 
@@ -299,8 +303,8 @@ def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
-    """Return the concatenation of ``x``, of length ``sizes[i]`` on rank i, along ``tensor_dim``.
-    Differentiable.
+    """Return the concatenation of ``x``, of length ``sizes[i]`` on rank i, along ``tensor_dim``. Collective, and
+    differentiable.
     """
     if dim.size == 1:
         return x
@@ -326,7 +330,7 @@ class HostGroups:
 def all_gather_bytes(
     x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None, *, call: str = "this call"
 ) -> Tensor:
-    """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only.
+    """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only. Collective.
 
     ``x`` is a uint8 CPU tensor of the same length on all ranks. The host waits for the other ranks, but not
     for the device, because the group of :func:`~para_core.distributed.groups.host_group` sends the bytes
@@ -355,8 +359,9 @@ def all_gather_bytes(
 
 
 def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
-    """Broadcast ``x``, a uint8 CPU tensor equally long on all ranks, from the first rank of ``mesh``.
-    Eager only.
+    """Return the ``x`` of the first rank of ``mesh``. For eager code only. Collective.
+
+    ``x`` is a uint8 CPU tensor of the same length on all ranks.
     """
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]

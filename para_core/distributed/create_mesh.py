@@ -22,10 +22,10 @@ from para_core.distributed.mesh import (
     GuidedMesh,
     SequenceMesh,
     all_ranks,
+    check_process_group,
     guided_mesh,
-    require_process_group,
 )
-from para_core.distributed.mesh_shape import choose_mesh_shape, largest_divisor, require_maximum
+from para_core.distributed.mesh_shape import check_maximum, choose_mesh_shape, largest_divisor
 from para_core.distributed.records import Record, describe_differences
 
 
@@ -97,7 +97,7 @@ def init_context_parallel_mesh(
 
         mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # on 8 ranks: ring 2 × ulysses 4
     """
-    require_process_group("init_context_parallel_mesh")
+    check_process_group("init_context_parallel_mesh")
     if device_type is None:
         # Without check_available=True, a CUDA build of torch returns "cuda" on a machine without a GPU.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -112,8 +112,8 @@ def init_context_parallel_mesh(
         max_pipe_dim_size=max_pipe_dim_size,
         ranks_per_host=on_host,
     )
-    require_maximum("max_tensor_dim_size", max_tensor_dim_size)
-    require_maximum("max_pipe_dim_size", max_pipe_dim_size)
+    check_maximum("max_tensor_dim_size", max_tensor_dim_size)
+    check_maximum("max_pipe_dim_size", max_pipe_dim_size)
     tensor = largest_divisor(dist.get_world_size(), max_tensor_dim_size or 1)
     pipe = largest_divisor(dist.get_world_size() // tensor, max_pipe_dim_size or 1)
     shape: tuple[int, ...] = choose_mesh_shape(
@@ -130,7 +130,8 @@ def init_context_parallel_mesh(
         shape, names = (pipe, *shape), (PIPE_DIM, *names)
     mesh = _mesh_of_shape(device_type, shape, names)
     # Check this last, because init_device_mesh sets the current GPU of a rank that has not used a GPU before.
-    require_own_gpus(mesh, guided_mesh(mesh))
+    # doctor.py recognises the error by its words.
+    check_distinct_gpus(mesh, guided_mesh(mesh))
     return mesh
 
 
@@ -169,9 +170,9 @@ def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, .
     return DeviceMesh.from_group(groups, device_type, mesh=mesh.mesh.view(shape), mesh_dim_names=names)
 
 
-def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
+def check_distinct_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
     """Raise ``RuntimeError`` on every rank of ``mesh`` if two ranks have the same current GPU, which NCCL
-    refuses.
+    refuses. Collective.
 
     If the ranks use NCCL, the check is one small exchange between CPUs for each mesh dim. It ignores ranks
     that have not used a GPU yet. Without NCCL, and inside a compiled function, this function does nothing.
@@ -201,19 +202,14 @@ def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | Sequen
             parts: list[Any] = [None] * dim.size
             dist.all_gather_object(parts, gpus, group=host_group(dim))
             gpus = {rank: gpu for part in parts for rank, gpu in part.items()}
-    problem = shared_gpu({rank: gpu for rank, gpu in sorted(gpus.items()) if gpu is not None})
-    if problem is not None:
-        raise RuntimeError(problem)
+    check_no_shared_gpu({rank: gpu for rank, gpu in sorted(gpus.items()) if gpu is not None})
 
 
-def shared_gpu(gpus: Mapping[int, tuple[str, str]]) -> str | None:
-    """Return an error message if two ranks have the same GPU, which NCCL refuses; None otherwise.
+def check_no_shared_gpu(gpus: Mapping[int, tuple[str, str]]) -> None:
+    """Raise ``RuntimeError`` if two ranks have the same GPU, which NCCL refuses.
 
     Args:
         gpus: For each rank, the names of its host and of its current GPU.
-
-    >>> print(shared_gpu({0: ("a", "0"), 1: ("a", "1"), 2: ("b", "0")}))
-    None
     """
     ranks_on: dict[tuple[str, str], list[int]] = {}
     for rank, gpu_of_host in gpus.items():
@@ -225,10 +221,9 @@ def shared_gpu(gpus: Mapping[int, tuple[str, str]]) -> str | None:
         reason = "the host has more ranks than GPUs, or torch.cuda.set_device was called with a wrong index"
         if all_on_one:
             reason = "torch.cuda.set_device was not called, or too late, or the host has no other GPU"
-        return (
+        raise RuntimeError(
             f"ranks {ranks} on host {host} all have the current device {gpu}, and NCCL takes one rank per GPU: "
             f"{reason}. Call "
             "torch.cuda.set_device(torch.distributed.get_node_local_rank()) right after init_process_group(), before "
             "anything is put on a GPU. Several ranks on one GPU run on gloo: init_process_group('gloo')."
         )
-    return None

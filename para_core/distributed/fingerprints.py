@@ -13,7 +13,7 @@ _WORD_BYTES = 8
 # Process at most this number of 64-bit words at a time (128 MiB, and as much again for intermediate results),
 # unless a single tensor has more.
 _MAX_WORDS = 1 << 24
-# A digest of many tensors is computed in chunks of this number of 64-bit words: few enough to stay in the
+# A fingerprint of many tensors is computed in chunks of this number of 64-bit words: few enough to stay in the
 # cache of a CPU, many enough that a GPU computes longer than it takes to launch the kernels (32 MiB).
 _CHUNK_WORDS_CPU, _CHUNK_WORDS_GPU = 1 << 16, 1 << 22
 # Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step
@@ -51,7 +51,7 @@ class PendingFingerprints:
             self._indices.setdefault(x.device, []).append(index)
         # Start the computation on all devices before the host waits for the first one.
         self._sums = {
-            device: _sums([tensors[index] for index in group]) for device, group in self._indices.items()
+            device: _sum_words([tensors[index] for index in group]) for device, group in self._indices.items()
         }
         self._events: list[torch.cuda.Event] = []
         for device, sums in self._sums.items():
@@ -74,13 +74,13 @@ class PendingFingerprints:
 
 
 @torch.no_grad()
-def digest(tensors: Sequence[Tensor]) -> Tensor:
+def joint_fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """Return one fingerprint of all ``tensors`` together, as an int64 tensor of shape ``[1]``.
 
     It depends on the bytes of the tensors and on their order, but not on their devices: like
     :func:`fingerprints`, with positions that count the words of all tensors. It is much cheaper than a
-    fingerprint for each of many tensors: a hundred of them share a launch. If all tensors are on one device,
-    so is the digest, and the host does not wait.
+    fingerprint for each of many small tensors, which share a launch. If all tensors are on one device, so is the
+    result, and the host does not wait.
     """
     start = 0
     sums: dict[torch.device, list[Tensor]] = {}
@@ -117,7 +117,7 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _words(x: Tensor) -> Tensor:
-    """Return the bytes of ``x`` as int64, padded by zeros. Copies only if the bytes are not aligned to 8."""
+    """Return the bytes of ``x`` as int64, padded by zeros: a view of them if they are aligned to 8, else a copy."""
     row = tensor_bytes(x.detach())
     if row.numel() % _WORD_BYTES == 0 and row.storage_offset() % _WORD_BYTES == 0:
         return row.view(torch.int64)
@@ -127,12 +127,12 @@ def _words(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _sums(tensors: Sequence[Tensor]) -> Tensor:
+def _sum_words(tensors: Sequence[Tensor]) -> Tensor:
     """Return the fingerprints of tensors on one device as int64, ``[len(tensors)]``."""
     sizes = [-(-x.nbytes // _WORD_BYTES) for x in tensors]
     if sum(sizes) > _MAX_WORDS and len(tensors) > 1:
         half = len(tensors) // 2
-        return torch.cat([_sums(tensors[:half]), _sums(tensors[half:])])
+        return torch.cat([_sum_words(tensors[:half]), _sum_words(tensors[half:])])
     rows = [tensor_bytes(x.detach()) for x in tensors]
     words = torch.zeros(sum(sizes), dtype=torch.int64, device=tensors[0].device)
     steps = torch.arange(1, max(sizes) + 1, device=words.device) * _signed(_STEP)

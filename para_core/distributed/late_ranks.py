@@ -25,7 +25,7 @@ from para_core.torch_internals import default_store, group_timeout
 
 logger = logging.getLogger(__name__)
 
-# A rank that has waited for so long signs in.
+# A rank that has waited for this time signs in. all_gather_bytes waits for it without this module's help.
 PATIENCE = timedelta(seconds=1)
 # Seconds until the missing ranks are logged for the first time. Each later wait is twice as long as the one
 # before.
@@ -79,7 +79,7 @@ def wait_for_late_ranks(
     begun = time.monotonic() - PATIENCE.total_seconds()
     timeout = group_timeout(group, torch.device("cpu")).total_seconds()
     members = dist.get_process_group_ranks(group)
-    looks, rank, late, key = _looks(timeout), dist.get_rank(), list[int](), _key(dist.get_rank())
+    looks, rank, late, key = _looks(timeout), dist.get_rank(), list[int](), _store_key(dist.get_rank())
     ask_store(lambda store: store.set(key, call), None, _ANSWER)
     try:
         for seconds in looks:
@@ -97,7 +97,7 @@ def wait_for_late_ranks(
                     rank,
                     time.monotonic() - begun,
                     call,
-                    _texts(late, calls),
+                    _name_ranks(late, calls),
                     timeout,
                 )
         work.wait()
@@ -105,10 +105,10 @@ def wait_for_late_ranks(
         if not late or not is_out_of_patience(failure):
             raise
         raise Unanswered(
-            f"{call} waited {timeout:g} s for {_texts(late, calls)}: of the {dim.size} ranks of mesh dim {dim.name!r}, "
-            "these did not make this call. Every rank must make it, not one under 'if rank == 0'; any rank may use the "
-            "result. If a rank raised an exception or died before it, its log has the reason; if it was slow, set a "
-            "larger timeout=."
+            f"{call} waited {timeout:g} s for {_name_ranks(late, calls)}: of the {dim.size} ranks of mesh dim "
+            f"{dim.name!r}, these did not make this call. Every rank must make it, not one under 'if rank == 0'; any "
+            "rank may use the result. If a rank raised an exception or died before it, its log has the reason; if it "
+            "was slow, set a larger timeout=."
         ) from failure
     finally:
         ask_store(lambda store: store.delete_key(key), False, _ANSWER)
@@ -143,7 +143,8 @@ def _looks(timeout: float) -> list[float]:
     return [*[second for second in seconds if second < last], last]
 
 
-def _key(rank: int) -> str:
+def _store_key(rank: int) -> str:
+    """Return the key of torch's store under which ``rank`` signs in."""
     return f"para_core/waiting/{rank}"
 
 
@@ -151,10 +152,10 @@ def _calls_of(store: Any, ranks: Sequence[int]) -> dict[int, str]:
     """Return the calls in which ``ranks`` wait.
     A rank that does not wait, or only since a moment, is left out.
     """
-    return {rank: store.get(_key(rank)).decode() for rank in ranks if store.check([_key(rank)])}
+    return {rank: store.get(_store_key(rank)).decode() for rank in ranks if store.check([_store_key(rank)])}
 
 
-def _texts(late: Sequence[int], calls: Mapping[int, str]) -> str:
+def _name_ranks(late: Sequence[int], calls: Mapping[int, str]) -> str:
     """Return the numbers of the ``late`` ranks, with the calls in which they wait instead."""
     texts = {rank: f"rank {rank}" for rank in late}
     for rank in texts.keys() & calls.keys():

@@ -25,7 +25,7 @@ TENSOR_DIM = "tensor"
 PIPE_DIM = "pipe"
 
 
-def require_process_group(caller: str) -> None:
+def check_process_group(caller: str) -> None:
     """Raise ``RuntimeError`` if torch.distributed is not initialised. The message begins with ``caller``."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
@@ -67,6 +67,7 @@ def _device_type_of(group: ProcessGroup) -> str:
 
 
 def _preferred_device_type(group: ProcessGroup) -> str:
+    """Return the result of :func:`_device_type_of` in eager code."""
     # Do not rely on the order of the devices, which is arbitrary: for "cpu:gloo,cuda:nccl" the CPU may be the
     # last.
     types = [device.type for device in group_devices(group)]
@@ -98,13 +99,14 @@ class SequenceMesh:
     ring: MeshDim
     ulysses: MeshDim
     device_type: str
-    # The JSON forms of this mesh and of :meth:`alone`, from which read_mesh restores the meshes. They are
+    # The JSON forms of this mesh and of :meth:`single_rank`, from which read_mesh restores the meshes. They are
     # created in advance, because Dynamo treats strings as constants, but may treat numbers as variables.
     text: str = ""
-    alone_text: str = ""
+    single_rank_text: str = ""
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that share the sequence; 1 for a mesh of one rank."""
         return self.ring.size * self.ulysses.size
 
     @property
@@ -120,20 +122,21 @@ class SequenceMesh:
         """Raise ``RuntimeError`` if a process group of this mesh does not exist or was destroyed."""
         _check_alive(self.dims)
 
-    def alone(self) -> SequenceMesh:
+    def single_rank(self) -> SequenceMesh:
         """Return a mesh of this rank only, for calls without communication.
         ``rank`` is still that in the sequence.
         """
+        # A ring of size 1 keeps the rank as its index.
         ring, ulysses = MeshDim("ring", 1, self.rank, "", None), dim_of_one("ulysses")
-        return SequenceMesh(ring, ulysses, self.device_type, self.alone_text, self.alone_text)
+        return SequenceMesh(ring, ulysses, self.device_type, self.single_rank_text, self.single_rank_text)
 
 
 @dataclass(frozen=True)
 class MeshRecord:
     """The content of :attr:`SequenceMesh.text`. The dims have the names of their process groups, not the groups.
 
-    ``ranks`` is the number of ranks that share the sequence, even for the mesh of this rank alone
-    (:meth:`SequenceMesh.alone`).
+    ``ranks`` is the number of ranks that share the sequence, even for the mesh of one rank
+    (:meth:`SequenceMesh.single_rank`).
     """
 
     ring: MeshDim
@@ -143,10 +146,11 @@ class MeshRecord:
 
 
 def _sequence_mesh(ring: MeshDim, ulysses: MeshDim, device_type: str) -> SequenceMesh:
+    """Return the mesh of these dims, with its JSON forms."""
     ranks, rank = ring.size * ulysses.size, ring.index * ulysses.size + ulysses.index
     record = MeshRecord(replace(ring, group=None), replace(ulysses, group=None), device_type, ranks)
-    one_rank = MeshRecord(MeshDim("ring", 1, rank, "", None), dim_of_one("ulysses"), device_type, ranks)
-    return SequenceMesh(ring, ulysses, device_type, to_json(record), to_json(one_rank))
+    single = MeshRecord(MeshDim("ring", 1, rank, "", None), dim_of_one("ulysses"), device_type, ranks)
+    return SequenceMesh(ring, ulysses, device_type, to_json(record), to_json(single))
 
 
 def read_mesh(text: str) -> tuple[SequenceMesh, int]:
@@ -158,6 +162,7 @@ def read_mesh(text: str) -> tuple[SequenceMesh, int]:
 
 
 def _check_alive(dims: tuple[MeshDim, ...]) -> None:
+    """Raise ``RuntimeError`` if torch.distributed does not have the group of one of the ``dims`` any more."""
     for dim in dims:
         if dim.size == 1:
             continue
@@ -195,9 +200,11 @@ class GuidedMesh:
 
     @property
     def dims(self) -> tuple[MeshDim, ...]:
+        """The mesh dims, innermost first. Ranks that gather along one after the other get the order of :attr:`rank`."""
         return (self.tensor, *self.sequence.dims, self.batch, self.pipe)
 
     def check_alive(self) -> None:
+        """Raise ``RuntimeError`` if a process group of this mesh does not exist or was destroyed."""
         _check_alive(self.dims)
 
 
@@ -209,7 +216,7 @@ def one_guided_rank(device_type: str) -> GuidedMesh:
 
 
 def all_ranks() -> GuidedMesh:
-    """Return all ranks of the default process group as a mesh of one dim; this rank alone without that group."""
+    """Return all ranks of the default process group as a mesh of one dim; only this rank without that group."""
     group = None
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
@@ -221,8 +228,10 @@ def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") 
 
     ``mesh`` may be anything that :func:`sequence_mesh` accepts, or a DeviceMesh that only has ``batch``,
     ``tensor`` and ``pipe`` dims. All ranks of a ProcessGroup form the dim ``group_dim``.
+
+    Raises what :func:`sequence_mesh` and :func:`batch_mesh` raise.
     """
-    require_member(mesh)
+    check_member(mesh)
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
     batch, tensor, pipe = (dim_of_one(name) for name in ("batch", TENSOR_DIM, PIPE_DIM))
     if isinstance(mesh, DeviceMesh) and "batch" in names:
@@ -260,7 +269,7 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
             it.
         RuntimeError: The process groups of the mesh were destroyed.
     """
-    require_member(mesh)
+    check_member(mesh)
     if isinstance(mesh, ProcessGroup):
         dims = {group_dim: dim_of_group(group_dim, mesh)}
         device_type = _device_type_of(mesh)
@@ -297,7 +306,7 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
     return sequence
 
 
-def require_member(mesh: object) -> None:
+def check_member(mesh: object) -> None:
     """Raise ``ValueError`` if this rank does not belong to ``mesh``, and ``TypeError`` if ``mesh`` is no mesh."""
     # new_group() returns NON_GROUP_MEMBER, a number, on ranks outside the group.
     if mesh == dist.GroupMember.NON_GROUP_MEMBER or (
@@ -313,6 +322,7 @@ def require_member(mesh: object) -> None:
 
 
 def _dims_text(mesh: DeviceMesh) -> str:
+    """Return the dims of ``mesh`` as words of a message."""
     names = mesh.mesh_dim_names
     return f"dims {tuple(names)}" if names else f"{mesh.ndim} unnamed dim(s)"
 
@@ -327,7 +337,7 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
         TypeError: ``mesh`` is neither a DeviceMesh nor a ProcessGroup.
         ValueError: The mesh has no ``batch`` dim, or this rank does not belong to it.
     """
-    require_member(mesh)
+    check_member(mesh)
     if isinstance(mesh, ProcessGroup):
         group, device_type = mesh, _device_type_of(mesh)
     else:

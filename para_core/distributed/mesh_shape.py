@@ -49,7 +49,7 @@ def choose_mesh_shape(
         "max_ulysses_dim_size": max_ulysses_dim_size,
     }
     for name, maximum in maxima.items():
-        require_maximum(name, maximum)
+        check_maximum(name, maximum)
 
     batch = largest_divisor(num_ranks, max_batch_dim_size or 1)
     remaining = num_ranks // batch
@@ -73,7 +73,7 @@ def choose_mesh_shape(
     return batch, ring, ulysses
 
 
-def require_maximum(name: str, maximum: int | None) -> None:
+def check_maximum(name: str, maximum: int | None) -> None:
     """Raise TypeError or ValueError if ``maximum``, the argument ``name``, is neither None nor a positive integer."""
     if maximum is not None and (isinstance(maximum, bool) or not isinstance(maximum, int)):
         raise TypeError(f"{name} is {maximum!r}; expected a positive integer, or None to leave it open.")

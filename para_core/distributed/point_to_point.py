@@ -1,5 +1,6 @@
-"""Point-to-point transfers between ranks of one mesh dim, in eager code.
-The transfers overlap with computation.
+"""Point-to-point transfers between ranks of one mesh dim, in eager code, which overlap with computation.
+
+Pipeline stages and PipeFusion use them. All other features use :mod:`para_core.distributed.collectives`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from para_core.distributed.agree import exchange
 from para_core.distributed.groups import find_or_make_group, nccl_device
-from para_core.distributed.mesh import MeshDim, one_guided_rank
+from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
 from para_core.torch_internals import (
     abort_groups,
     default_store,
@@ -71,17 +72,18 @@ class _Transfer(NamedTuple):
 class Links:
     """Point-to-point connections between ranks of ``dim``, along ``edges`` (sender, receiver).
 
-    Every rank of ``dim`` creates an object with the same edges.
-
-    ``dim`` has more than one rank. Tensors that are sent along one edge arrive in order. On NCCL each edge
-    has its own communicator, and therefore its own stream: on a common stream, a transfer that waits for one
-    neighbour would delay transfers to another neighbour.
+    Every rank of ``dim`` creates an object with the same edges, which is a collective call. Tensors that are sent
+    along one edge arrive in order. On NCCL each edge has its own communicator, and therefore its own stream: on a
+    common stream, a transfer that waits for one neighbour would delay transfers to another neighbour.
 
     **After a failure** there may be sends that were never received, and receives that were never sent.
     :meth:`mark_broken` records the failure on this rank. :meth:`begin`, which every rank calls before the
     next generation, compares the numbers of transfers of each edge over the CPU. If a rank has failed, or two
     numbers differ, all ranks continue with a tag (gloo) or with communicators (NCCL) that were never used
     before.
+
+    Raises:
+        ValueError: ``dim`` has one rank.
     """
 
     def __init__(self, dim: MeshDim, edges: Iterable[Edge]) -> None:
@@ -98,8 +100,9 @@ class Links:
         self._broken = True
         # Number of transfers started on each edge since its current tag or communicator was created.
         self._started: Counter[Edge] = Counter()
-        self._leaving: deque[_Transfer] = deque()
-        self._arriving: dict[tuple[Edge, int], _Transfer] = {}
+        # The transfers that may not have ended: sends in their order, and receives by edge and number.
+        self._outgoing: deque[_Transfer] = deque()
+        self._incoming: dict[tuple[Edge, int], _Transfer] = {}
         # Totals since this object was created. On NCCL seconds_waited means nothing, because the host does
         # not wait.
         self.sent = self.bytes_sent = 0
@@ -108,14 +111,15 @@ class Links:
 
     def begin(self) -> None:
         """Check that both ranks of every edge have started equally many transfers; otherwise replace the
-        connections.
+        connections. Collective.
 
         Every rank of the mesh dim calls this method before each generation. It costs one exchange between
-        CPUs.
+        CPUs, and a second one if the connections are replaced.
 
         Raises:
             RuntimeError: A rank did not answer within the timeout.
         """
+        # Any mesh in which these ranks are the only dim with several ranks does for the exchange.
         mesh = replace(one_guided_rank(self._device.type), pipe=self.dim)
         started = [self._started[edge] for edge in self._edges]
         # Other Links between the same ranks share the communicators, and may have destroyed these.
@@ -131,12 +135,19 @@ class Links:
             return
         # With gloo, wait for the transfers that both ranks of their edge have started. Drop the others.
         if self._nccl_device is None:
-            for transfer in [*self._leaving, *self._arriving.values()]:
+            for transfer in [*self._outgoing, *self._incoming.values()]:
                 if transfer.number < min(counts[transfer.edge]):
                     self.wait(transfer.work)
-        self._leaving.clear()
-        self._arriving.clear()
+        self._outgoing.clear()
+        self._incoming.clear()
         self._abort()
+        self._reconnect(mesh)
+
+    def _reconnect(self, mesh: GuidedMesh) -> None:
+        """Connect the ranks of all edges by a tag or communicators that were never used before. Collective.
+
+        Communicators that another ``Links`` object has made since on both ranks of an edge are used, too.
+        """
         numbers = [self._group_number(edge) for edge in self._edges]
         new = 0
         if self.dim.index == 0:
@@ -165,14 +176,14 @@ class Links:
         # anything that waits for the device (such as cudaFree) would hang. Do not abort at once, though:
         # transfers with a counterpart end by themselves, and a rank that did not fail may need them.
         start = time.monotonic()
-        transfers = [*self._leaving, *self._arriving.values()]
+        transfers = [*self._outgoing, *self._incoming.values()]
         while not all(transfer.work.is_completed() for transfer in transfers):
             if time.monotonic() - start > _GRACE:
                 self._abort()
                 break
             time.sleep(0.01)
-        self._leaving.clear()
-        self._arriving.clear()
+        self._outgoing.clear()
+        self._incoming.clear()
 
     def _description(self, edge: Edge) -> str:
         first, second = (self._ranks[index] for index in edge)
@@ -233,11 +244,10 @@ class Links:
         """Start to send ``x`` to the rank with index ``to``.
         Do not change ``x`` until :meth:`drain` has returned.
         """
-        while self._leaving and self._leaving[0].work.is_completed():
-            self._leaving.popleft()
-        # Copy the tensor to the CPU for gloo, which can only send CPU tensors.
-        x = x.detach().to(self._host_or_own(x)).contiguous()
-        self._leaving.append(self._start((self.dim.index, to), x))
+        while self._outgoing and self._outgoing[0].work.is_completed():
+            self._outgoing.popleft()
+        x = x.detach().to(self._device_for(x)).contiguous()
+        self._outgoing.append(self._start((self.dim.index, to), x))
         self.sent, self.bytes_sent = self.sent + 1, self.bytes_sent + x.numel() * x.element_size()
 
     def receive(self, like: Tensor, source: int) -> IncomingTensor:
@@ -249,33 +259,35 @@ class Links:
         device before it can send (to load a kernel, or to allocate memory), and then both ranks wait for
         ever.
         """
-        buffer = torch.empty(like.shape, dtype=like.dtype, device=self._host_or_own(like))
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=self._device_for(like))
         transfer = self._start((source, self.dim.index), buffer)
-        self._arriving[transfer.edge, transfer.number] = transfer
+        self._incoming[transfer.edge, transfer.number] = transfer
         return IncomingTensor(self, transfer, like.device)
 
-    def _host_or_own(self, x: Tensor) -> torch.device:
+    def _device_for(self, x: Tensor) -> torch.device:
+        """Return the device from which ``x`` is sent: the CPU for gloo, which can only send CPU tensors."""
         return torch.device("cpu") if self._nccl_device is None else x.device
 
     def drain(self, count: int | None = None) -> None:
         """Wait until the first ``count`` tensors that were ever sent have left this rank (all if ``count`` is
-        None).
+        None). On NCCL the current stream waits, not the host.
 
         Do not call this method after a failure, because the other ranks may never receive these tensors.
         """
-        first = self.sent - len(self._leaving)
-        num_leaving = len(self._leaving)
+        first = self.sent - len(self._outgoing)
+        num_waited = len(self._outgoing)
         if count is not None:
-            num_leaving = min(count - first, num_leaving)
-        for _ in range(num_leaving):
-            self.wait(self._leaving.popleft().work)
+            num_waited = min(count - first, num_waited)
+        for _ in range(num_waited):
+            self.wait(self._outgoing.popleft().work)
 
     def finish(self, transfer: _Transfer) -> None:
         """Wait until the tensor of a receiving ``transfer`` has arrived."""
         self.wait(transfer.work)
-        self._arriving.pop((transfer.edge, transfer.number), None)
+        self._incoming.pop((transfer.edge, transfer.number), None)
 
     def wait(self, work: dist.Work) -> None:
+        """Wait until ``work`` has ended, at most for the timeout of the group; on NCCL the current stream waits."""
         if self._nccl_device is not None:
             work.wait()  # The host does not wait on NCCL.
         else:
@@ -283,9 +295,10 @@ class Links:
             # default.
             work.wait(group_timeout(self._group, torch.device("cpu")))
 
-    def from_rank(self, x: Tensor, source: int) -> Tensor:
-        """Return ``x`` of the rank with index ``source``, by a broadcast.
-        Other ranks pass an ``x`` of equal form.
+    def broadcast_from(self, x: Tensor, source: int) -> Tensor:
+        """Return the ``x`` of the rank with index ``source``. Collective.
+
+        Other ranks pass an ``x`` of the same shape, dtype and device type, whose values are not read.
         """
         if self.dim.index == source:
             x = x.detach().contiguous()

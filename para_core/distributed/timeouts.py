@@ -25,12 +25,12 @@ class _Overrides:
     """The timeouts set on one group and not undone yet (the latest last), and the timeout before all of them."""
 
     initial: timedelta
-    active: dict[object, timedelta] = field(
-        default_factory=dict
-    )  # Each key stands for one call that set a timeout.
+    # Each key stands for one call that set a timeout.
+    active: dict[object, timedelta] = field(default_factory=dict)
 
     @property
     def timeout(self) -> timedelta:
+        """The timeout that the group has, unless the user has set another one since."""
         return [self.initial, *self.active.values()][-1]
 
 

@@ -25,7 +25,7 @@ import torch
 
 from para_core.torch_internals import COMPILED_CALL, TracingContext
 
-# The key of the record in the ``__dict__`` of an instance.
+# The key of the record (:class:`~para_core.instance.record.InstanceRecord`) in the ``__dict__`` of an instance.
 RECORD = "_para_core_record"
 
 # The private class of each original class, by the original's id: a class may equal another one. A private
@@ -94,6 +94,7 @@ def _replace_original(instance: Any, cls: type) -> None:
 
 
 def _make_private_class(base: type) -> type:
+    """Return a new private class of ``base``, without methods that run a record."""
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,

@@ -1,7 +1,7 @@
 """One record of state per instance: which features are attached to it, and what runs in place of its methods.
 
 To attach a feature is to fill its slot, to remove it is to empty the slot. A filled slot has, for each method
-that the feature replaces, a function ``around(call, instance, *args, **kwargs)``, in which ``call(instance,
+that the feature replaces, a function ``wrapper(call, instance, *args, **kwargs)``, in which ``call(instance,
 *args, **kwargs)`` runs the next slot or the method itself. ``call`` and ``instance`` must be positional-only,
 because the method may have parameters with these names. The slots of a method run in the order of
 :class:`~para_core.instance.slots.Slot`.
@@ -29,7 +29,8 @@ from para_core.instance.private_class import (
 )
 from para_core.instance.slots import Slot
 
-Around = Callable[..., Any]
+# A function ``wrapper(call, instance, /, *args, **kwargs)`` that runs around a method of the instance.
+Wrapper = Callable[..., Any]
 # A slot of one instance. The name is empty, unless several pipelines share a model and each fills the slot.
 Key = tuple[Slot, str]
 Owner = TypeVar("Owner")
@@ -45,11 +46,12 @@ class Filling:
         permits_copies: Whether ``copy`` and ``pickle`` may make an instance without this filling.
     """
 
-    methods: Mapping[str, Around]
+    methods: Mapping[str, Wrapper]
     owner: object = None
     permits_copies: bool = False
 
 
+# The filled slots of an instance without a record. Nobody may change it.
 _NOTHING: Mapping[Key, Filling] = {}
 
 
@@ -59,23 +61,24 @@ class InstanceRecord:
 
     fillings: dict[Key, Filling] = field(default_factory=dict)
     # By method, the functions of all slots, nested around the method.
-    chains: dict[str, Around] = field(default_factory=dict)
+    chains: dict[str, Wrapper] = field(default_factory=dict)
     # In place of __call__ if the module was compiled in place; None if slots replace other methods too.
-    compiled_call: Around | None = None
+    compiled_call: Wrapper | None = None
 
     def compose(self, instance: Any) -> None:
         """Nest the functions of the filled slots around the methods of ``instance``."""
         base = original_class(instance)
         # A sort is stable, so among fillings of one slot the last one is outermost.
         innermost_first = sorted(self.fillings, key=lambda key: -key[0])
-        chains: dict[str, Around] = {}
-        # The functions around __call__ once more, around the call of a module that was compiled in place.
-        compiled: Around = partial(call_as_original, base)
+        chains: dict[str, Wrapper] = {}
+        # The same functions, around the call of a module that was compiled in place. It is only used if all of them
+        # run around __call__.
+        compiled: Wrapper = partial(call_as_original, base)
         for key in innermost_first:
-            for method, around in self.fillings[key].methods.items():
+            for method, wrapper in self.fillings[key].methods.items():
                 # partial() adds no Python frame between the functions.
-                chains[method] = partial(around, chains.get(method) or getattr(base, method))
-                compiled = partial(around, compiled)
+                chains[method] = partial(wrapper, chains.get(method) or getattr(base, method))
+                compiled = partial(wrapper, compiled)
         self.chains = chains
         self.compiled_call = None
         if [*chains] == ["__call__"] and issubclass(base, nn.Module):
@@ -85,7 +88,7 @@ class InstanceRecord:
 def fill_slot(
     instance: Any,
     slot: Slot,
-    methods: Mapping[str, Around],
+    methods: Mapping[str, Wrapper],
     *,
     owner: object = None,
     name: str = "",
@@ -96,7 +99,7 @@ def fill_slot(
     If the slot is filled already, the methods are added to it, in place of earlier ones of the same name.
 
     Args:
-        methods: ``around(call, instance, *args, **kwargs)`` by the name of the method that it runs around.
+        methods: ``wrapper(call, instance, *args, **kwargs)`` by the name of the method that it runs around.
         owner: The object that :func:`slot_owner` returns. Defaults to the earlier one.
         name: The name of one of several fillings of the slot.
         permits_copies: Whether ``copy`` and ``pickle`` may make an instance without this filling. By default
@@ -120,7 +123,7 @@ def fill_slot(
 
 
 def fill_slots(
-    instances: Iterable[Any], slot: Slot, methods: Mapping[str, Around], *, owner: object = None
+    instances: Iterable[Any], slot: Slot, methods: Mapping[str, Wrapper], *, owner: object = None
 ) -> None:
     """Call :func:`fill_slot` for each of ``instances``, which then share graphs if their classes are equal."""
     for instance in instances:
@@ -172,13 +175,14 @@ def slot_owner(instance: Any, slot: Slot, kind: type[Owner], name: str = "") -> 
 
 
 @contextmanager
-def filled_during(
-    instance: Any, slot: Slot, methods: Mapping[str, Around], *, owner: object = None
+def fill_during(
+    instance: Any, slot: Slot, methods: Mapping[str, Wrapper], *, owner: object = None
 ) -> Iterator[None]:
     """Fill ``slot`` inside the ``with`` block, then restore the earlier filling.
 
-    If there was none, the slot stays filled, so that graphs stay valid that were compiled for the class of
-    ``instance``.
+    If there was none, or one with equal methods, the slot stays as it is in the block, so that graphs stay valid that
+    were compiled for the class of ``instance``. Its functions then also run after the block, until the caller empties
+    the slot.
     """
     earlier = filled_slots(instance).get((slot, ""))
     changes = earlier is None or earlier.methods != methods
@@ -194,8 +198,11 @@ def filled_during(
 
 
 @contextmanager
-def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
-    """Restore the slots of ``instances``, and therefore their classes, if the ``with`` block raises."""
+def restore_on_failure(instances: Iterable[Any]) -> Iterator[None]:
+    """Restore the slots of ``instances``, and therefore their classes, if the ``with`` block raises.
+
+    Instances that are not in the list, such as modules that the block adds, are not restored.
+    """
     # A model has over a thousand modules, so there is no Python call for each.
     before: list[tuple[Any, Mapping[Key, Filling]]] = []
     for instance in instances:
@@ -214,9 +221,9 @@ def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def emptied_during(instances: Iterable[Any], keep: Collection[Slot] = ()) -> Iterator[None]:
+def empty_during(instances: Iterable[Any], keep: Collection[Slot] = ()) -> Iterator[None]:
     """Empty the slots of ``instances`` inside the ``with`` block, except those of ``keep``, and fill them
-    again afterwards.
+    again afterwards. What the block fills or empties is lost.
 
     Code such as FSDP2, which derives a new class from an instance's class, must run inside the block, so that
     it does not derive it from the private class. The slots are then those of the new class.
@@ -235,6 +242,7 @@ def emptied_during(instances: Iterable[Any], keep: Collection[Slot] = ()) -> Ite
 
 
 def _set_fillings(instance: Any, fillings: Mapping[Key, Filling]) -> None:
+    """Make ``fillings`` the filled slots of ``instance``; without any, remove the record and the private class."""
     if not fillings:
         leave_private_class(instance)
         instance.__dict__.pop(RECORD, None)

@@ -8,7 +8,8 @@ from enum import IntEnum, auto
 class Slot(IntEnum):
     """A named place for one feature in the record of an instance, from the outermost to the innermost.
 
-    A feature registers itself by its line here, and uses its slot on every instance that it changes.
+    A feature registers itself by its line here, and uses its slot on every instance that it changes. The order of the
+    lines is the order in which a call passes the features, so a line that moves changes what runs inside what.
     """
 
     # An instance whose weights are incomplete raises, whatever is called.

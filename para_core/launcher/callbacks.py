@@ -1,4 +1,8 @@
-"""Callbacks of the caller, on both ends: a rank asks the caller to run them, and does what they did."""
+"""Callbacks of the caller, on both ends: a rank asks the caller to run them, and repeats what they did.
+
+The arguments, with all tensors, travel to the caller. The result, the tensors that the callback changed in place, the
+attributes that it set on the pipeline, and the state of random generators travel back to all ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 from para_core.launcher.connection import CallerConnection
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.messages import CallbackArguments, CallbackReply, PipeArgument, SentTensor
-from para_core.launcher.randomness import CallerSeeds, begin_with, state_of_rank
+from para_core.launcher.randomness import CallerSeeds, random_state_of_rank, set_random_state
 from para_core.launcher.wire import Body
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -19,6 +23,9 @@ def runs_in_caller(name: str, value: Any) -> bool:
 
     diffusers' own callback objects, such as ``SDCFGCutoffCallback``, run on the ranks: they call methods of
     the pipeline.
+
+    Raises:
+        TypeError: The argument has several functions.
     """
     if not name.startswith("callback"):
         return False
@@ -33,22 +40,22 @@ def runs_in_caller(name: str, value: Any) -> bool:
 def name_callbacks(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Sequence[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with positional callbacks, and those behind them, as keyword arguments.
+    """Return the arguments of a call with positional callbacks, and all arguments after them, as keyword arguments.
 
     ``parameters`` are the names of the positional parameters.
     """
     for index, (name, value) in enumerate(zip(parameters, args, strict=False)):
         if runs_in_caller(name, value):
-            behind = args[index:]
-            return args[:index], {**dict(zip(parameters[index:], behind, strict=False)), **kwargs}
+            named = dict(zip(parameters[index:], args[index:], strict=False))
+            return args[:index], {**named, **kwargs}
     return args, dict(kwargs)
 
 
-def replace_callbacks(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+def take_out_callbacks(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
     """Return the arguments of a call without the caller's callbacks, and the callbacks by name.
 
-    Callback objects name the tensors that they want; a plain function in their place cannot, so an argument
-    does.
+    A callback object names the tensors that it wants (``tensor_inputs``). The :class:`Relay` in its place does not, so
+    the pipeline gets the names as the argument ``…_tensor_inputs``.
     """
     callbacks = {name: value for name, value in kwargs.items() if runs_in_caller(name, value)}
     rest = {name: value for name, value in kwargs.items() if name not in callbacks}
@@ -62,7 +69,10 @@ def replace_callbacks(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 class Relay:
-    """Callback on a rank that lets the caller run callback ``name``, and repeats its effect here."""
+    """A callback on a rank that lets the caller run its callback ``name``, and repeats its effect here.
+
+    Every rank calls it, with equal arguments. The first one sends them to the caller, which answers all ranks.
+    """
 
     def __init__(self, connection: CallerConnection, pipe: Any, name: str, generators: Sequence[Any]) -> None:
         self._connection, self._pipe, self._name, self._generators = connection, pipe, name, generators
@@ -78,25 +88,24 @@ class Relay:
             return value
 
         arguments = CallbackArguments(
-            _convert(args, send),
-            _convert(kwargs, send),
+            _map_nested(args, send),
+            _map_nested(kwargs, send),
             readable_attributes(pipe),
-            state_of_rank(self._generators),
+            random_state_of_rank(self._generators),
         )
         if self._connection.rank == 0:
             self._connection.report("callback", self._name, body=Body.of(arguments))
-        # The caller answers to all ranks.
         reply: CallbackReply = self._connection.replies.get().load()
         if reply.raised:
             raise Cancelled("the callback raised in the caller.")
-        begin_with(reply.random)
+        set_random_state(reply.random)
         for generator, state in zip(self._generators, reply.random.generators, strict=False):
             generator.set_state(state)
         for index, changed in reply.edits.items():
             _assign(tensors[index], changed)
         for name, value in reply.attributes.items():
             setattr(pipe, name, value)
-        return _convert(reply.returned, lambda value: _on_device(value, tensors))
+        return _map_nested(reply.returned, lambda value: _value_on_rank(value, tensors))
 
 
 def _assign(tensor: Any, changed: Any) -> None:
@@ -106,8 +115,11 @@ def _assign(tensor: Any, changed: Any) -> None:
         tensor.copy_(changed)
 
 
-def _on_device(value: Any, tensors: list[Any]) -> Any:
-    """Return the rank's value for ``value`` of the caller: the tensor that was sent, or a new one on its device."""
+def _value_on_rank(value: Any, tensors: list[Any]) -> Any:
+    """Return the rank's value for a ``value`` that the callback returned.
+
+    A tensor that was an argument is that one of ``tensors``; another tensor goes to the device of the first of them.
+    """
     if isinstance(value, SentTensor):
         return tensors[value.index]
     return value.to(tensors[0].device) if _is_tensor(value) and tensors else value
@@ -132,7 +144,10 @@ def readable_attributes(pipe: Any) -> dict[str, Any]:
 
 
 class CallbackPipe:
-    """Pipeline argument of a callback in the caller. The pipeline's plain attributes can be read and set."""
+    """The pipeline argument of a callback in the caller. The pipeline's plain attributes can be read and set.
+
+    Its own state is in ``vars(self)``, because attributes are those of the pipeline.
+    """
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         vars(self)["_attributes"], vars(self)["_changes"], vars(self)["_ended"] = dict(attributes), {}, False
@@ -174,6 +189,7 @@ def run_callback(
     rank's.
     """
     arguments: CallbackArguments = body.load()
+    # A second copy, to see which tensors the callback changes in place.
     unchanged: CallbackArguments = body.load()
     pipe, sent = CallbackPipe(arguments.attributes), list[Any]()
 
@@ -184,7 +200,7 @@ def run_callback(
             sent.append(value)
         return value
 
-    args, kwargs = _convert(arguments.args, receive), _convert(arguments.kwargs, receive)
+    args, kwargs = _map_nested(arguments.args, receive), _map_nested(arguments.kwargs, receive)
     originals = list[Any]()
 
     def collect(value: Any) -> Any:
@@ -192,8 +208,8 @@ def run_callback(
             originals.append(value)
         return value
 
-    _convert((unchanged.args, unchanged.kwargs), collect)
-    seeds.after_call(arguments.random, generators)
+    _map_nested((unchanged.args, unchanged.kwargs), collect)
+    seeds.continue_from(arguments.random, generators)
     try:
         returned = callback(*args, **kwargs)
     finally:
@@ -204,8 +220,8 @@ def run_callback(
         for i, (now, before) in enumerate(zip(sent, originals, strict=True))
         if not _same_bits(now, before)
     }
-    reply = _convert(returned, lambda value: numbers.get(id(value), value))
-    return CallbackReply(reply, edits, vars(pipe)["_changes"], seeds.before_call(generators))
+    reply = _map_nested(returned, lambda value: numbers.get(id(value), value))
+    return CallbackReply(reply, edits, vars(pipe)["_changes"], seeds.state_for_call(generators))
 
 
 def _same_bits(a: Any, b: Any) -> bool:
@@ -221,10 +237,10 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _convert(value: Any, convert: Callable[[Any], Any]) -> Any:
+def _map_nested(value: Any, convert: Callable[[Any], Any]) -> Any:
     """Return ``value`` with ``convert`` applied to what is in its tuples, lists and dicts, however nested."""
     if isinstance(value, dict):
-        return {key: _convert(item, convert) for key, item in value.items()}
+        return {key: _map_nested(item, convert) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_convert(item, convert) for item in value)
+        return type(value)(_map_nested(item, convert) for item in value)
     return convert(value)

@@ -19,7 +19,7 @@ from para_core.launcher.wire import Body, Channel
 
 
 class CallerConnection:
-    """Connection of rank ``rank`` to the caller.
+    """The connection of rank ``rank`` to the caller.
 
     A thread receives messages, so that a call can be cancelled while the main thread runs it. If the caller
     ends, the thread ends this process.
@@ -29,16 +29,17 @@ class CallerConnection:
         self.channel, self.rank, self.ranks = channel, rank, ranks
         self.jobs = queue.SimpleQueue[tuple[tuple[Any, ...], Body]]()  # messages for the main thread
         self.replies = queue.SimpleQueue[Body]()  # of callbacks that run in the caller
-        # Group of all ranks on the CPU for the launcher's own exchanges; None before there is one, or on one
+        # RankGroup of all ranks on the CPU for the launcher's own exchanges; None before there is one, or on one
         # rank.
         self.side_group: Any = None
-        self.call_number: int | None = None  # of the running call
+        self.call_number: int | None = None  # None if no call is running
         self._cancelled: int | None = None  # the number of the call that the caller cancelled last
-        self._bars = 0  # of the running call
+        self._bars = 0  # number of progress bars that the running call has opened
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._end_with_parent, args=(os.getppid(),), daemon=True).start()
 
     def _listen(self) -> None:
+        """Receive messages until the caller ends, and then end this process. Runs in a thread."""
         try:
             while True:
                 head, body = self.channel.receive()
@@ -54,6 +55,7 @@ class CallerConnection:
             end_process()
 
     def _end_with_parent(self, parent: int) -> None:
+        """End this process once its ``parent`` has ended. Runs in a thread."""
         # A process that the caller forked keeps the connection open after the caller has ended.
         # PR_SET_PDEATHSIG is no alternative: it sends its signal when the thread ends that started this
         # process.
@@ -62,9 +64,7 @@ class CallerConnection:
         end_process()
 
     def report(self, *message: Any, body: Body | None = None) -> None:
-        """Send a message from the first rank.
-        Others, and calls outside of a call of the caller, send nothing.
-        """
+        """Send a message about the running call, if this is the first rank. Without a running call, send nothing."""
         if self.rank == 0 and self.call_number is not None:
             self.channel.send((message[0], self.call_number, *message[1:]), body)
 
@@ -92,7 +92,7 @@ class CallerConnection:
         return self._bars
 
     def end_step(self, bar: int, done: int, total: int | None) -> None:
-        """Report a finished step. Raise Cancelled on all ranks if the caller has cancelled the call."""
+        """Report a finished step. Raise Cancelled on all ranks if the caller has cancelled the call. Collective."""
         if self.call_number is None:
             return
         self.report("step", bar, done, total)
@@ -103,7 +103,10 @@ class CallerConnection:
             raise Cancelled(f"cancelled after step {steps}.")
 
     def _agree_to_cancel(self) -> bool:
-        """Return the first rank's answer on all ranks: a message reaches ranks at different steps."""
+        """Return on all ranks whether the first one has been told to cancel the call. Collective.
+
+        The message of the caller may reach the ranks at different steps.
+        """
         cancelled = self.is_cancelled()
         if self.side_group is None:
             return cancelled

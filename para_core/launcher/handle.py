@@ -7,17 +7,17 @@ import contextvars
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from para_core.launcher.callbacks import name_callbacks, replace_callbacks
+from para_core.launcher.callbacks import name_callbacks, take_out_callbacks
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.messages import Call, LoadJob, PipeDescription, PipeOfRank
 from para_core.launcher.pickling import generators_in, module_of_user
-from para_core.launcher.processes import Group
+from para_core.launcher.processes import RankGroup
 from para_core.launcher.randomness import CallerSeeds
 from para_core.launcher.running_call import LOADING, RunningCall, import_early
 from para_core.launcher.thread_state import current_state
@@ -30,23 +30,23 @@ class LaunchOptions:
 
     load: Callable[[], Any]
     ranks: int
-    start: Callable[[], Group]  # starts the processes
+    start: Callable[[], RankGroup]  # starts the processes
     timeout: float  # seconds after which a collective gives up
     silence: float  # seconds without a step or an answer after which the ranks are ended
     display: Callable[[], Display]
-    finishes_step: bool = (
-        True  # whether Ctrl-C first lets the ranks finish their step, instead of ending them at once
-    )
+    # Whether Ctrl-C first lets the ranks finish their step, instead of ending them at once.
+    finishes_step: bool = True
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One call from its beginning, in which it may wait for its turn."""
+    """A call that waits for its turn, or runs. Any thread may cancel it."""
 
     cancelled: bool = False
     running: RunningCall | None = None
 
     def cancel(self) -> None:
+        """End the call after its current step, or before it begins."""
         self.cancelled = True
         if self.running is not None:
             with suppress(OSError):  # The first rank has ended, which the call will see.
@@ -54,18 +54,20 @@ class Ticket:
 
 
 @dataclass(eq=False)
-class State:
-    """Ranks and calls of a handle. Calls of several threads run one after another."""
+class LaunchState:
+    """The ranks and calls of a handle. Calls of several threads run one after another.
+
+    The thread that holds ``turn`` changes the fields; others only read ``group`` and ``current``, and set ``closed``.
+    """
 
     options: LaunchOptions
     by_value: str | None  # name of the module whose functions are sent by value
-    load: Body
+    load: Body  # the pickled function that returns the pipeline
     turn: threading.Lock = field(default_factory=threading.Lock)
     seeds: CallerSeeds = field(default_factory=CallerSeeds)
-    group: Group | None = None
-    finalizer: weakref.finalize[Any, Any] | None = (
-        None  # ends the group with this object, and with this process
-    )
+    group: RankGroup | None = None
+    # Ends the group with this object, and with this process.
+    finalizer: weakref.finalize[Any, Any] | None = None
     closed: bool = False
     changed: bool = False  # whether run or a method may have changed the pipelines since they were loaded
     calls: int = LOADING  # the number of the last call
@@ -74,8 +76,8 @@ class State:
     thread: int | None = None  # the thread of the running call
     pipe: PipeDescription = field(default_factory=lambda: PipeDescription("pipeline", [], []))
 
-    def ready(self) -> Group:
-        """Return the running ranks. Start them first if they have ended."""
+    def start_if_ended(self) -> RankGroup:
+        """Return the running ranks. If they have ended, start them first, and load the pipeline on them."""
         if self.group is not None and not self.group.ended:
             return self.group
         display = self.options.display()
@@ -86,21 +88,23 @@ class State:
             )
             self.changed = False
         display.line(f"starting {self.options.ranks} ranks" if self.options.ranks > 1 else "starting 1 rank")
-        random = self.seeds.before_call()
+        self.seeds.forget()
+        random = self.seeds.state_for_call()
         self.group = group = self.options.start()
         if self.finalizer is not None:
             self.finalizer.detach()
         self.finalizer = weakref.finalize(self, group.end, idle=False)
         job = Body.of(LoadJob(self.load, group.host, self.options.timeout, random))
         group.send("load", body=job)
-        # The ranks import torch at the same time. Results need it here.
+        self.seeds.note_sent()
+        # Import torch here while the ranks do, because their results need it.
         loading = RunningCall(
             group, LOADING, display, self.options.silence, finishes_step=self.options.finishes_step
         )
         outcomes = loading.wait(["torch"])
         for module in outcomes[0].modules:
             import_early(module)
-        self.seeds.after_call(outcomes[0].random)
+        self.seeds.continue_from(outcomes[0].random)
         self.pipe = outcomes[0].value
         return group
 
@@ -115,12 +119,21 @@ class State:
         changes: bool = False,
         listener: Callable[[Any], None] | None = None,
     ) -> Any:
-        """Run a call on all ranks when it is its turn. Return the first rank's result, or those of all ranks.
+        """Run a call on all ranks when it is its turn, and return the first rank's result.
 
-        With a ``listener``, the function gets the argument ``link`` (see :class:`Link`). The listener is
-        called here with each value that the first rank pushes.
+        Args:
+            ticket: The call, by which it can be cancelled.
+            function: A function of the pipeline, the name of a method of it, or None to call the pipeline itself.
+            everywhere: Whether to return the results of all ranks, as a list.
+            changes: Whether the call may change the pipeline, which a later start of the ranks would undo.
+            listener: Called here with each value that the first rank pushes. The function then gets a
+                :class:`~para_core.launcher.link.CallerLink` as ``link``.
+
+        Raises:
+            RuntimeError: In a callback of the running call, in a forked process, or after :meth:`Launched.close`.
+            Cancelled, RankDied, Exception: As :meth:`RunningCall.wait`.
         """
-        self.require_no_callback()
+        self.check_no_callback()
         if self.group is not None and self.group.owner != os.getpid():
             raise RuntimeError(
                 "this process is a fork of the one that launched the ranks: launch in this process."
@@ -146,31 +159,27 @@ class State:
         changes: bool,
         listener: Callable[[Any], None] | None,
     ) -> Any:
-        group = self.ready()
+        """Return the result of :meth:`call`. The caller has the turn."""
+        group = self.start_if_ended()
         if function is None:
             args, kwargs = name_callbacks(args, kwargs, self.pipe.parameters)
-        kwargs, callbacks = replace_callbacks(kwargs)
+        kwargs, callbacks = take_out_callbacks(kwargs)
         generators = generators_in((args, kwargs))
-        random = self.seeds.before_call()
         call = Call(
-            function,
-            args,
-            kwargs,
-            random,
-            current_state(),
-            generators,
-            tuple(callbacks),
-            listener is not None,
+            function=function,
+            args=args,
+            kwargs=kwargs,
+            random=self.seeds.state_for_call(),
+            thread=current_state(),
+            generators=generators,
+            callbacks=tuple(callbacks),
+            linked=listener is not None,
         )
         body = Body.of(call, self.by_value)
         self.calls += 1
         self.changed |= changes
         display = self.options.display()
-        if not self.told_of_cuda and any(generator.device.type != "cpu" for generator in generators):
-            self.told_of_cuda = True
-            display.notice(
-                "a torch.Generator of a GPU has initialized it in this process too. CPU generators do not."
-            )
+        self._tell_of_cuda(display, generators)
         ticket.running = RunningCall(
             group,
             self.calls,
@@ -182,7 +191,9 @@ class State:
             randomness=(self.seeds, generators),
         )
         group.send("call", self.calls, everywhere, body=body)
+        self.seeds.note_sent()
         if ticket.cancelled:
+            # It was cancelled before ticket.running was set, so the ranks have not been told.
             ticket.cancel()
         running = ticket.running
         try:
@@ -190,14 +201,22 @@ class State:
         finally:
             display.close()
             if running.random is not None:
-                self.seeds.after_call(running.random, generators)
+                self.seeds.continue_from(running.random, generators)
         for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error
         results = [outcome.value for outcome in outcomes]
         return results if everywhere else results[0]
 
-    def require_no_callback(self) -> None:
+    def _tell_of_cuda(self, display: Display, generators: Sequence[Any]) -> None:
+        """Tell the user once that a generator of a GPU takes memory of that GPU in this process."""
+        if not self.told_of_cuda and any(generator.device.type != "cpu" for generator in generators):
+            self.told_of_cuda = True
+            display.notice(
+                "a torch.Generator of a GPU has initialized it in this process too. CPU generators do not."
+            )
+
+    def check_no_callback(self) -> None:
         """Raise RuntimeError in a callback of the running call, which would wait for itself."""
         if self.thread == threading.get_ident():
             raise RuntimeError(
@@ -226,13 +245,13 @@ class Launched:
     run one after another.
     """
 
-    _state: State
+    _state: LaunchState
 
     def __init__(self, options: LaunchOptions) -> None:
         by_value = module_of_user(options.load)
-        vars(self)["_state"] = State(options, by_value, Body.of(options.load, by_value))
+        vars(self)["_state"] = LaunchState(options, by_value, Body.of(options.load, by_value))
         with self._state.turn:
-            self._state.ready()
+            self._state.start_if_ended()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline on all ranks, and return the first rank's output.
@@ -281,10 +300,14 @@ class Launched:
             raise
 
     def run(self, function: Callable[..., Any], /, *args: Any, all_ranks: bool = False, **kwargs: Any) -> Any:
-        """Call ``function(pipe, *args, **kwargs)`` on every rank.
+        """Call ``function(pipe, *args, **kwargs)`` on every rank, and return the first rank's result.
 
-        Return the first rank's result, or with ``all_ranks`` a list of the results of all ranks. Results
-        travel by value: tensors come to the CPU.
+        With ``all_ranks`` it returns a list of the results of all ranks. Results travel by value: tensors come to the
+        CPU.
+
+        Raises:
+            TypeError: ``function`` is not callable, or a value cannot be sent.
+            Cancelled, RankDied, Exception: As :meth:`__call__`.
         """
         if not callable(function):
             raise TypeError(
@@ -304,12 +327,12 @@ class Launched:
         Also reopens a closed pipeline.
         """
         state = self._state
-        state.require_no_callback()
+        state.check_no_callback()
         state.end()
         with state.turn:
             state.end()
             state.closed = state.changed = False
-            state.ready()
+            state.start_if_ended()
 
     def close(self) -> None:
         """End the ranks, even in the middle of a call. Later calls raise RuntimeError."""

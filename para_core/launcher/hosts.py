@@ -1,5 +1,7 @@
-"""Ranks on several hosts of a Ray cluster.
-Ray starts one agent per host; the ranks connect to the caller by TCP.
+"""Ranks on several hosts of a Ray cluster. Ray starts one agent per host; the ranks connect to the caller by TCP.
+
+Messages are pickles and travel in the clear, so the hosts must trust the network. A rank first proves by a secret,
+which its agent got from the caller, that the caller may load its pickles.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from para_core.launcher.processes import Group, LocalProcess, rank_environment, start_process
+from para_core.launcher.processes import LocalProcess, RankGroup, rank_environment, start_process
 from para_core.launcher.wire import Channel
 
 _MAIN = "from para_core.launcher.hosts import main_of_remote; main_of_remote(sys.argv)"
@@ -22,7 +24,7 @@ _NUMBER = 4
 
 
 class HostAgent:
-    """Starts and ends the processes of the ranks on one host. Runs as a Ray actor."""
+    """A Ray actor that starts and ends the processes of the ranks on one host."""
 
     def __init__(self) -> None:
         self._processes: dict[int, LocalProcess] = {}
@@ -91,7 +93,7 @@ class RemoteProcess:
             return otherwise
 
 
-class _HostsGroup(Group):
+class _HostsGroup(RankGroup):
     """Ranks on several hosts. Their end releases the resources that they took in the cluster."""
 
     def __init__(self, agents: Sequence[Any], placement: Any, *args: Any, **kwargs: Any) -> None:
@@ -109,25 +111,27 @@ class _HostsGroup(Group):
             ray.util.remove_placement_group(self._placement)
 
 
-def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[str, str]) -> Group:
-    """Start ``ranks`` processes, as many on each of ``hosts`` hosts of the Ray cluster.
+def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[str, str]) -> RankGroup:
+    """Start ``ranks`` processes, as many on each of ``hosts`` hosts of the Ray cluster. ``hosts`` divides ``ranks``.
 
-    Raise RuntimeError if there is no cluster, if it has no free resources within ``timeout`` seconds, or if a
-    rank does not connect within them.
+    Raises:
+        RuntimeError: There is no cluster, it has no free resources within ``timeout`` seconds, or a rank does not
+            connect within them.
     """
     ray = connect_to_ray()
-    each = ranks // hosts
-    bundle: dict[str, float] = {"CPU": each}
+    per_host = ranks // hosts
+    bundle: dict[str, float] = {"CPU": per_host}
     if ray.cluster_resources().get("GPU", 0):
-        bundle["GPU"] = each
+        bundle["GPU"] = per_host
     placement = ray.util.placement_group(
         [bundle] * hosts, strategy="STRICT_SPREAD" if hosts > 1 else "STRICT_PACK"
     )
     agents = list[Any]()
     try:
         if not placement.wait(timeout):
+            devices = "GPUs" if "GPU" in bundle else "CPUs"
             raise RuntimeError(
-                f"the Ray cluster has no {hosts} hosts with {each} free {'GPUs' if 'GPU' in bundle else 'CPUs'} each: "
+                f"the Ray cluster has no {hosts} hosts with {per_host} free {devices} each: "
                 f"waited {timeout:g} s. Start more nodes with ray start, or use fewer ranks or hosts."
             )
         agents += [_start_agent(ray, placement, host, bundle) for host in range(hosts)]
@@ -135,12 +139,12 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
         with socket.create_server(("", 0)) as server:
             caller = ray.util.get_node_ip_address(), server.getsockname()[1]
             starts = [
-                agent.start.remote(host * each, each, ranks, caller, secret, dict(env))
+                agent.start.remote(host * per_host, per_host, ranks, caller, secret, dict(env))
                 for host, agent in enumerate(agents)
             ]
             ray.get(starts, timeout=timeout)
-            channels = _accept(server, ranks, secret, timeout)
-        members = [RemoteProcess(agents[rank // each], rank) for rank in range(ranks)]
+            channels = _accept_ranks(server, ranks, secret, timeout)
+        members = [RemoteProcess(agents[rank // per_host], rank) for rank in range(ranks)]
         host = ray.get(agents[0].address.remote(), timeout=timeout)
         return _HostsGroup(agents, placement, members, channels, host)
     except BaseException:
@@ -168,6 +172,7 @@ def connect_to_ray() -> Any:
 
 
 def _start_agent(ray: Any, placement: Any, host: int, bundle: Mapping[str, float]) -> Any:
+    """Return a :class:`HostAgent` that Ray starts in bundle ``host`` of ``placement``, with the bundle's resources."""
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement, placement_group_bundle_index=host
     )
@@ -176,8 +181,8 @@ def _start_agent(ray: Any, placement: Any, host: int, bundle: Mapping[str, float
     return ray.remote(HostAgent).options(max_concurrency=16, **options).remote()
 
 
-def _accept(server: socket.socket, ranks: int, secret: bytes, timeout: float) -> list[Channel]:
-    """Return the channels of all ranks, in rank order. Connections without the secret are refused."""
+def _accept_ranks(server: socket.socket, ranks: int, secret: bytes, timeout: float) -> list[Channel]:
+    """Return the channels of all ranks, in rank order. Connections without the secret are closed."""
     channels: dict[int, Channel] = {}
     server.settimeout(timeout)
     while len(channels) < ranks:

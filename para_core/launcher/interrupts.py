@@ -1,4 +1,4 @@
-"""Ctrl-C during a call: the first one is a message to the ranks, the second one ends them."""
+"""Ctrl-C during a call: the first one calls a function, which asks the ranks to stop; the second one raises."""
 
 from __future__ import annotations
 

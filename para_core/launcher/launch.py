@@ -10,7 +10,7 @@ from typing import Any
 
 from para_core.launcher.display import Display
 from para_core.launcher.handle import Launched, LaunchOptions
-from para_core.launcher.processes import IN_RANK, Group, start_local_ranks
+from para_core.launcher.processes import IN_RANK, RankGroup, start_local_ranks
 
 # Longest timeout in seconds. Operating systems and torch take no infinite one.
 _LONGEST = 365 * 24 * 3600.0
@@ -28,12 +28,6 @@ def launch(
 ) -> Launched:
     """Start ranks, load a pipeline on each of them, and return a handle that is called like the pipeline.
 
-        def load(): pipe = FluxPipeline.from_pretrained("black-forest-labs/FLUX.1-dev",
-            dtype=torch.bfloat16).to("cuda") return parallelize_pipe(pipe)
-
-        with launch(load, ranks=4) as pipe:
-            image = pipe("a cat", num_inference_steps=28).images[0]
-
     This process is no rank and needs no launcher: it may be a script, a notebook, or a web server. Each rank
     is a process of its own, with the process group made and its GPU selected before ``load`` runs. All ranks
     end with the handle (``close``, ``with``, garbage collection) and with this process, however it ends.
@@ -49,22 +43,31 @@ def launch(
         hosts: Number of hosts of a running Ray cluster (``ray start``) on which to start as many ranks each.
             By default all ranks are on this host, without Ray. Each host needs the same Python packages.
         timeout: Seconds without progress (no step, no answer) after which the ranks are ended, and the call
-            raises.
+            raises; also the timeout of their collectives.
         env: Further environment variables of the ranks.
         progress: Whether to show progress on standard error, or a function of the numbers of finished and of
             all steps.
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
-        RuntimeError: If this process is itself a rank, of ``launch`` or of torchrun.
+        RuntimeError: If this process is itself a rank, of ``launch`` or of torchrun, or if there is no Ray cluster
+            for ``hosts``.
         RankDied: If a rank ends while it loads.
         Exception: What ``load`` raises on a rank.
+
+    Example::
+
+        def load():
+            pipe = FluxPipeline.from_pretrained("black-forest-labs/FLUX.1-dev", dtype=torch.bfloat16)
+            return parallelize_pipe(pipe.to("cuda"))
+
+        with launch(load, ranks=4) as pipe:
+            image = pipe("a cat", num_inference_steps=28).images[0]
     """
-    _require_no_rank()
+    _check_no_rank()
     if not callable(load):
         raise TypeError(f"load is {load!r}; expected a function that returns the pipeline.")
-    if isinstance(devices, (str, int)):
-        raise TypeError(f"devices={devices!r}; expected a list, such as [0, 1].")
+    _check_devices(devices)
     count = _count_ranks(ranks, devices, hosts)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout={timeout!r}; expected a number of seconds, float('inf') for none.")
@@ -80,7 +83,7 @@ def launch(
     # Ranks that start again read the same relative paths.
     folder = Path.cwd()
 
-    def start() -> Group:
+    def start() -> RankGroup:
         if hosts is None:
             return start_local_ranks(count, devices, environment, folder)
         from para_core.launcher.hosts import start_ranks_on_hosts
@@ -90,7 +93,8 @@ def launch(
     return Launched(LaunchOptions(load, count, start, timeout, timeout, partial(Display, progress)))
 
 
-def _require_no_rank() -> None:
+def _check_no_rank() -> None:
+    """Raise RuntimeError if this process is a rank, which would start ranks of its own."""
     if IN_RANK in os.environ:
         raise RuntimeError(
             "launch was called on a rank: ranks import the module that contains the call. Put the call into a function "
@@ -101,6 +105,20 @@ def _require_no_rank() -> None:
             f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} that torchrun or another "
             "launcher started. launch starts ranks by itself: run the program with python."
         )
+
+
+def _check_devices(devices: Any) -> None:
+    """Raise TypeError or ValueError if ``devices`` is neither None nor a list of numbers and names."""
+    if devices is None:
+        return
+    if isinstance(devices, (str, int)):
+        raise TypeError(f"devices={devices!r}; expected a list, such as [0, 1].")
+    for device in devices:
+        if isinstance(device, bool) or not isinstance(device, (int, str)):
+            raise TypeError(f"devices has {device!r}; expected numbers, or names for CUDA_VISIBLE_DEVICES.")
+        # CUDA_VISIBLE_DEVICES=-1 would hide all GPUs.
+        if isinstance(device, int) and device < 0:
+            raise ValueError(f"devices has {device}; expected numbers of at least 0.")
 
 
 def _count_ranks(ranks: int | None, devices: Sequence[int | str] | None, hosts: int | None) -> int:

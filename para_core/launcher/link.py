@@ -1,4 +1,4 @@
-"""The caller, as a function that runs on a rank sees it."""
+"""The connection of a function that runs on a rank to the caller of the ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ def _ignore(value: Any) -> None:
     pass
 
 
+def _is_never_cancelled() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
-class Link:
-    """Connection of a call that runs on a rank to its caller."""
+class CallerLink:
+    """The connection of a call that runs on a rank to its caller. By default nobody listens or cancels.
 
-    push: Callable[[Any], None] = (
-        _ignore  # sends a value to the caller's listener; on ranks but the first it does not
-    )
-    # Returns whether the caller has cancelled the call. Ranks may learn it at different steps: the first one
-    # decides.
-    cancelled: Callable[[], bool] = lambda: False
+    Args:
+        push: Sends a value to the caller's listener. On all ranks but the first it does nothing.
+        cancelled: Returns whether the caller has cancelled the call. Ranks may learn it at different steps, so they
+            must agree on the answer of the first rank before they stop.
+    """
+
+    push: Callable[[Any], None] = _ignore
+    cancelled: Callable[[], bool] = _is_never_cancelled
 
 
-NO_CALLER = Link()  # of a call that nobody listens to or cancels
+NO_CALLER = CallerLink()

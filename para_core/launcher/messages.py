@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from para_core.launcher.thread_state import ThreadState
+from para_core.launcher.thread_state import CallerThreadState
 from para_core.launcher.wire import Body
 
 
@@ -43,16 +43,15 @@ class PipeDescription:
 class Call:
     """A call of the pipeline, of a method of it, or of a function that gets it as its first argument."""
 
-    function: (
-        Callable[..., Any] | str | None
-    )  # a function, the name of a method, or None for the pipeline itself
+    # A function, the name of a method, or None for the pipeline itself.
+    function: Callable[..., Any] | str | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: RandomState
-    thread: ThreadState  # of the calling thread
+    thread: CallerThreadState  # of the calling thread
     generators: Sequence[Any] = ()  # those among the arguments
     callbacks: tuple[str, ...] = ()  # names of arguments that are functions of the caller
-    linked: bool = False  # whether the function also gets the argument ``link``, a Link
+    linked: bool = False  # whether the function also gets the argument ``link``, a CallerLink
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Outcome:
 
     value: Any
     random: RandomState
-    modules: tuple[str, ...] = ()  # which the caller needs to load results
+    modules: tuple[str, ...] = ()  # that the caller needs to load results
     error: Exception | None = None  # why the value cannot be sent; the call itself succeeded
 
 

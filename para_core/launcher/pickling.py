@@ -1,4 +1,6 @@
-"""Pickles that travel between the caller and its ranks: tensors and images by their memory, own functions by value."""
+"""Pickles that travel between the caller and its ranks: tensors and images by their memory, the user's functions by
+value.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +80,8 @@ def portable_exception(error: BaseException) -> Any:
 
 
 class _PortableException:
+    """A stand-in for an exception, which is loaded as that exception."""
+
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
@@ -97,6 +101,7 @@ def _load_exception(
 
 
 def _can_be_pickled(value: Any) -> bool:
+    """Whether ``value`` can be pickled, and loaded again in this process."""
     try:
         # True keeps buffers in the pickle.
         pickle.loads(dump(value, lambda buffer: True))
@@ -217,6 +222,7 @@ def module_of_user(function: Callable[..., Any]) -> str | None:
 
 
 def _is_installed(module: ModuleType) -> bool:
+    """Whether ranks can import ``module`` without running code of the user's."""
     file = getattr(module, "__file__", None)
     folders = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
     return file is None or file.startswith(folders) or module.__name__.partition(".")[0] == "para_core"

@@ -1,4 +1,4 @@
-"""The process group of a rank: made before the pipeline is loaded, also if ``load`` asks for it again."""
+"""The process group of a rank, which is made before the pipeline is loaded, even if ``load`` asks for it again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
-def join(
+def join_process_group(
     rank: int, ranks: int, host: str, exchange_port: Callable[[int | None], int], timeout: timedelta
 ) -> dist.ProcessGroup | None:
     """Select this rank's GPU, make the default process group, and return a gloo group for the launcher's
-    exchanges.
+    exchanges. Collective.
 
     Return None if there is one rank, which has nothing to exchange. ``exchange_port`` gets the port of the
     first rank's store on ``host``, or None on other ranks, and returns the port. Raise ValueError if there
@@ -30,7 +30,7 @@ def join(
             raise ValueError(
                 f"{os.environ['LOCAL_WORLD_SIZE']} ranks on a host with {gpus} GPUs: expected at most one rank per GPU."
             )
-        # Before anything initializes CUDA: ``.to("cuda")`` then means this rank's GPU.
+        # Select it before anything initializes CUDA, so that ``.to("cuda")`` means this rank's GPU.
         torch.cuda.set_device(local_rank)
     if rank == 0:
         store = TCPStore(host, 0, ranks, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -46,11 +46,11 @@ def join(
 
 
 @contextmanager
-def taking_init_as_done(timeout: timedelta) -> Iterator[None]:
+def accept_repeated_init(timeout: timedelta) -> Iterator[None]:
     """Inside this context, let ``dist.init_process_group()`` pass if it asks for the group that there is.
 
-    Scripts that torchrun starts begin with this call. Only a process that this package started enters this
-    context.
+    Scripts that torchrun starts begin with this call. The function of torch is replaced for the whole process, so only
+    a process that this package started enters this context.
     """
     original = dist.init_process_group
 
@@ -61,7 +61,7 @@ def taking_init_as_done(timeout: timedelta) -> Iterator[None]:
             original(backend, init_method, *args, **kwargs)
             return
         bound = inspect.signature(original).bind(backend, init_method, *args, **kwargs)
-        _require_same(bound.arguments, timeout)
+        _check_same(bound.arguments, timeout)
 
     dist.init_process_group = init_process_group
     try:
@@ -70,7 +70,7 @@ def taking_init_as_done(timeout: timedelta) -> Iterator[None]:
         dist.init_process_group = original
 
 
-def _require_same(arguments: dict[str, Any], timeout: timedelta) -> None:
+def _check_same(arguments: dict[str, Any], timeout: timedelta) -> None:
     """Raise ValueError if arguments of ``init_process_group`` ask for another group than the default one."""
     device = arguments.get("device_id")
     if isinstance(device, int):
@@ -97,10 +97,13 @@ def _require_same(arguments: dict[str, Any], timeout: timedelta) -> None:
 
 
 def _is_backend_of_group(backend: str | None) -> bool:
-    """Whether ``backend``, such as "nccl" or "cpu:gloo,cuda:nccl", names what the default group has."""
+    """Whether ``backend``, such as "nccl" or "cpu:gloo,cuda:nccl", names backends that the default group has.
+
+    A name without a device means the backend of the GPU, if there is one.
+    """
     if backend is None:
         return True
-    has = set(dist.get_backend_config().split(","))
+    backends_of_group = set(dist.get_backend_config().split(","))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parts = [part if ":" in part else f"{device}:{part}" for part in backend.lower().split(",")]
-    return has.issuperset(parts)
+    return backends_of_group.issuperset(parts)

@@ -35,8 +35,8 @@ _TAIL = 2000
 _CLOSING = 5.0
 
 
-class Member(Protocol):
-    """The process of one rank, which a :class:`Group` ends."""
+class RankProcess(Protocol):
+    """The process of one rank, which a :class:`RankGroup` ends."""
 
     def wait(self, seconds: float) -> bool:
         """Wait until the process has ended, at most ``seconds``. Return whether it has."""
@@ -49,9 +49,7 @@ class Member(Protocol):
 
 
 class LocalProcess:
-    """A rank's process on this host.
-    ``output`` is the file with its output, None if it writes to the caller's.
-    """
+    """A rank's process on this host. ``output`` is the file with its output, None if it writes to the caller's."""
 
     def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes] | None) -> None:
         self._process, self._output = process, output
@@ -97,14 +95,15 @@ class LocalProcess:
         return self._output.read().decode(errors="replace").strip()
 
 
-class Group:
+class RankGroup:
     """The ranks of one start: their processes, their channels, and the messages that came from them.
 
-    It has no reference to the handle, so that garbage collection of the handle ends the ranks.
+    It has no reference to the handle: the finalizer of the handle refers to this object, and ends the ranks when the
+    handle is garbage.
     """
 
     def __init__(
-        self, members: Sequence[Member], channels: Sequence[Channel], host: str = "127.0.0.1"
+        self, members: Sequence[RankProcess], channels: Sequence[Channel], host: str = "127.0.0.1"
     ) -> None:
         self.members, self.channels, self.host = members, channels, host
         self.inbox = queue.SimpleQueue[tuple[tuple[Any, ...], Body]]()
@@ -112,7 +111,7 @@ class Group:
         # A process that this one forks has the group too, but does not own it.
         self.owner = os.getpid()
         for rank, channel in enumerate(channels):
-            threading.Thread(target=_receive, args=(rank, channel, self.inbox), daemon=True).start()
+            threading.Thread(target=_receive_messages, args=(rank, channel, self.inbox), daemon=True).start()
 
     def send(self, *head: Any, body: Body | None = None) -> None:
         """Send a message to all ranks."""
@@ -152,7 +151,10 @@ class Group:
             raise interrupted
 
 
-def _receive(rank: int, channel: Channel, inbox: queue.SimpleQueue[tuple[tuple[Any, ...], Body]]) -> None:
+def _receive_messages(
+    rank: int, channel: Channel, inbox: queue.SimpleQueue[tuple[tuple[Any, ...], Body]]
+) -> None:
+    """Put the messages of a rank into ``inbox`` until it ends, and then the message ``("died", rank)``."""
     try:
         while True:
             inbox.put(channel.receive())
@@ -164,7 +166,9 @@ def _receive(rank: int, channel: Channel, inbox: queue.SimpleQueue[tuple[tuple[A
 def rank_environment(
     rank: int, ranks: int, local_rank: int, local_ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a rank: this process's, without other launchers' variables, and those of torchrun."""
+    """Return the environment of a rank: this process's without the variables of other launchers, with ``RANK``,
+    ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and with ``env``.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     launcher = {
         "RANK": str(rank),
@@ -182,10 +186,14 @@ def rank_environment(
 
 def start_local_ranks(
     ranks: int, devices: Sequence[int | str] | None, env: Mapping[str, str], folder: Path | None = None
-) -> Group:
+) -> RankGroup:
     """Start ``ranks`` processes on this host, in ``folder`` or in this process's.
 
     They see ``devices``, by default all that this process sees.
+
+    Raises:
+        RuntimeError: This system has no Unix sockets, or the Python interpreter is unknown.
+        ValueError: This process does not see one of the ``devices``.
     """
     if not hasattr(socket, "send_fds"):
         raise RuntimeError("launch needs Unix sockets: Linux or macOS.")
@@ -193,7 +201,7 @@ def start_local_ranks(
         raise RuntimeError(
             "launch starts Python processes, but sys.executable is empty: set it to a Python interpreter."
         )
-    members, channels = list[Member](), list[Channel]()
+    members, channels = list[RankProcess](), list[Channel]()
     visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(_visible_names(devices))}
     try:
         for rank in range(ranks):
@@ -218,7 +226,7 @@ def start_local_ranks(
         for channel in channels:
             channel.close()
         raise
-    return Group(members, channels)
+    return RankGroup(members, channels)
 
 
 def start_process(

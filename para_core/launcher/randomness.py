@@ -18,12 +18,15 @@ class CallerSeeds:
     """The random state of the caller, before and after calls."""
 
     def __init__(self) -> None:
-        self._seeding: Any = None  # the last seeding of CUDA that the ranks know
+        # The seeding of CUDA that the ranks know, and that of the last state: objects that torch makes anew at each
+        # seeding.
+        self._known: Any = None
+        self._offered: Any = None
 
-    def before_call(self, generators: Sequence[Any] = ()) -> RandomState:
-        """Return the state with which the ranks begin, with those of ``generators``.
+    def state_for_call(self, generators: Sequence[Any] = ()) -> RandomState:
+        """Return the random state of this process for the ranks, with the states of ``generators``.
 
-        It has no value if torch is not imported here.
+        It is empty if torch is not imported here. A seed of CUDA is part of it until :meth:`note_sent` is called.
         """
         torch = sys.modules.get("torch")
         if torch is None or not hasattr(torch, "get_rng_state"):
@@ -34,13 +37,24 @@ class CallerSeeds:
         if torch.cuda.is_initialized():
             return RandomState(torch.get_rng_state(), torch.cuda.get_rng_state(), generators=states)
         queued = queued_cuda_seed()
-        if queued is None or queued[0] is self._seeding:
+        if queued is None or queued[0] is self._known:
             return RandomState(torch.get_rng_state(), generators=states)
-        self._seeding, seed = queued
+        self._offered, seed = queued
         return RandomState(torch.get_rng_state(), cuda_seed=seed, generators=states)
 
-    def after_call(self, state: RandomState, generators: Sequence[Any] = ()) -> None:
-        """Continue with the state of the first rank. ``generators`` are those among the call's arguments."""
+    def note_sent(self) -> None:
+        """Record that the last state was sent to the ranks, which a value that cannot be pickled may prevent."""
+        self._known = self._offered
+
+    def forget(self) -> None:
+        """Forget what the ranks know, because others start in their place."""
+        self._known = self._offered = None
+
+    def continue_from(self, state: RandomState, generators: Sequence[Any] = ()) -> None:
+        """Set the random state of this process to ``state``, that of the first rank after a call.
+
+        ``generators`` are those among the call's arguments.
+        """
         import torch
 
         if state.cpu is not None:
@@ -51,7 +65,7 @@ class CallerSeeds:
             generator.set_state(after)
 
 
-def begin_with(state: RandomState) -> None:
+def set_random_state(state: RandomState) -> None:
     """Set the random state of this rank to that of the caller."""
     import torch
 
@@ -63,7 +77,7 @@ def begin_with(state: RandomState) -> None:
         torch.set_rng_state(state.cpu)
 
 
-def state_of_rank(generators: Sequence[Any] = ()) -> RandomState:
+def random_state_of_rank(generators: Sequence[Any] = ()) -> RandomState:
     """Return the random state of this rank, with the states of ``generators``."""
     import torch
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from para_core.launcher.connection import CallerConnection, end_process
-from para_core.launcher.link import Link
+from para_core.launcher.link import CallerLink
 from para_core.launcher.messages import Call, LoadJob, Outcome, PipeDescription, PipeOfRank, RandomState
 from para_core.launcher.wire import Body, Channel
 
@@ -30,14 +30,15 @@ def main(channel: Channel, rank: int, ranks: int) -> None:
     connection = CallerConnection(channel, rank, ranks)
     try:
         try:
-            pipe = _load(connection)
+            pipe = _load_pipe(connection)
         except BaseException as error:
             connection.send_error(error, 0, RandomState())
-            # The caller ends this process when it has heard of all ranks.
+            # The caller ends this process when all ranks have answered, or some seconds after the first error. This
+            # rank waits for that, because its end would be reported in place of the error.
             time.sleep(60)
             end_process()
         else:
-            _serve(connection, pipe)
+            _run_calls(connection, pipe)
     except BrokenPipeError:
         end_process()  # The caller has ended.
     sys.stdout.flush()
@@ -46,11 +47,11 @@ def main(channel: Channel, rank: int, ranks: int) -> None:
     os._exit(0)
 
 
-def _load(connection: CallerConnection) -> Any:
+def _load_pipe(connection: CallerConnection) -> Any:
     """Make the process group, load the pipeline, tell the caller so, and return the pipeline."""
-    from para_core.launcher.process_group import join, taking_init_as_done
-    from para_core.launcher.randomness import begin_with, state_of_rank
-    from para_core.launcher.report_loading import quiet_imports, reporting_to
+    from para_core.launcher.process_group import accept_repeated_init, join_process_group
+    from para_core.launcher.randomness import random_state_of_rank, set_random_state
+    from para_core.launcher.report_loading import quiet_imports, report_loading_to
     from para_core.launcher.steps import hook_progress_bars
 
     def exchange_port(port: int | None) -> int:
@@ -63,15 +64,17 @@ def _load(connection: CallerConnection) -> Any:
     _, body = connection.jobs.get()
     job: LoadJob = body.load()
     timeout = timedelta(seconds=job.timeout)
-    connection.side_group = join(connection.rank, connection.ranks, job.host, exchange_port, timeout)
-    begin_with(job.random)
-    with reporting_to(connection), quiet_imports(), taking_init_as_done(timeout):
+    connection.side_group = join_process_group(
+        connection.rank, connection.ranks, job.host, exchange_port, timeout
+    )
+    set_random_state(job.random)
+    with report_loading_to(connection), quiet_imports(), accept_repeated_init(timeout):
         pipe = job.load.load()()
-    description = _describe(pipe)
+    description = _describe_pipe(pipe)
     if not callable(pipe) and not description.methods:
         raise TypeError(f"load returned {pipe!r}; expected the pipeline, or another object with methods.")
     hook_progress_bars(pipe, connection)
-    answer = Outcome(description, state_of_rank(), _modules_of_results(pipe))
+    answer = Outcome(description, random_state_of_rank(), _modules_of_results(pipe))
     connection.channel.send(("ready", connection.rank), Body.of(answer))
     return pipe
 
@@ -85,8 +88,8 @@ def _modules_of_results(pipe: Any) -> tuple[str, ...]:
     return ("diffusers.utils", *([sibling] if sibling in sys.modules else []))
 
 
-def _describe(pipe: Any) -> PipeDescription:
-    """Return what the handle needs to know of ``pipe``."""
+def _describe_pipe(pipe: Any) -> PipeDescription:
+    """Return the class name, the methods and the parameters of ``pipe``, which the handle shows as its own."""
     cls = type(pipe)
     methods = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
     try:
@@ -99,9 +102,9 @@ def _describe(pipe: Any) -> PipeDescription:
     return PipeDescription(cls.__name__, methods, names)
 
 
-def _serve(connection: CallerConnection, pipe: Any) -> None:
+def _run_calls(connection: CallerConnection, pipe: Any) -> None:
     """Run calls until the caller closes this rank."""
-    from para_core.launcher.randomness import state_of_rank
+    from para_core.launcher.randomness import random_state_of_rank
 
     call: Call | None
     body: Body | None
@@ -117,7 +120,9 @@ def _serve(connection: CallerConnection, pipe: Any) -> None:
             call = body.load()
             outcome = _run(connection, pipe, call, everywhere)
         except BaseException as error:
-            connection.send_error(error, number, state_of_rank(() if call is None else call.generators))
+            connection.send_error(
+                error, number, random_state_of_rank(() if call is None else call.generators)
+            )
         else:
             connection.channel.send(("result", connection.rank, number), _body_of(outcome))
         connection.end_call()
@@ -126,18 +131,18 @@ def _serve(connection: CallerConnection, pipe: Any) -> None:
 
 
 def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) -> Outcome:
-    """Run a call, and return its outcome."""
+    """Run a call, and return its outcome, whose value is None on all ranks but the first unless ``everywhere``."""
     from para_core.launcher.callbacks import Relay
-    from para_core.launcher.randomness import begin_with, state_of_rank
+    from para_core.launcher.randomness import random_state_of_rank, set_random_state
     from para_core.launcher.thread_state import apply_state
 
-    begin_with(call.random)
+    set_random_state(call.random)
     kwargs = {
         **call.kwargs,
         **{name: Relay(connection, pipe, name, call.generators) for name in call.callbacks},
     }
     if call.linked:
-        kwargs["link"] = Link(connection.push, connection.is_cancelled)
+        kwargs["link"] = CallerLink(connection.push, connection.is_cancelled)
     with apply_state(call.thread):
         if call.function is None:
             result = pipe(*call.args, **kwargs)
@@ -145,7 +150,7 @@ def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) 
             result = getattr(pipe, call.function)(*call.args, **kwargs)
         else:
             result = call.function(pipe, *call.args, **kwargs)
-    random = state_of_rank(call.generators)
+    random = random_state_of_rank(call.generators)
     if result is pipe:
         result = PipeOfRank()
     return Outcome(result if everywhere or connection.rank == 0 else None, random)

@@ -14,7 +14,7 @@ from para_core.progress import (
     component_bytes,
     counts_components,
     folder_on_disk,
-    handled_by,
+    pass_records_to,
     readable_bytes,
 )
 from para_core.progress import logger as reports
@@ -22,12 +22,14 @@ from para_core.progress import logger as reports
 # diffusers logs "Loaded NAME as CLASS from `NAME` subfolder of FOLDER." after each component of a pipeline.
 _LOADED = re.compile(r"Loaded (?P<name>\S+) as \S+ from `\S+` subfolder of (?P<folder>.+)\.$")
 
-# Loggers that warn at import of what users of a pipeline did not ask for.
+# Loggers of libraries that warn when they are imported.
 _CHATTY = ("torch", "torchao", "accelerate", "peft", "huggingface_hub")
 
 
-class _Lines(logging.Handler):
-    """Handler that sends a line to the caller for each component of a pipeline that diffusers has loaded."""
+class _LoadingHandler(logging.Handler):
+    """A handler that sends a line to the caller for each component of a pipeline that diffusers has loaded, and for
+    each record of :mod:`para_core.progress`.
+    """
 
     def __init__(self, connection: CallerConnection) -> None:
         super().__init__(logging.INFO)
@@ -43,7 +45,7 @@ class _Lines(logging.Handler):
             return
         folder = match["folder"]
         if folder not in self._sizes:
-            # Results are objects of diffusers.
+            # The caller needs this module to load results, and can import it while the ranks load.
             self._connection.channel.send(("import", "diffusers.utils"))
             self._sizes[folder] = component_bytes(folder_on_disk(folder))
             total = sum(self._sizes[folder].values())
@@ -56,13 +58,13 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def reporting_to(connection: CallerConnection) -> Iterator[None]:
-    """Inside this context, in which the pipeline is loaded, the first rank sends lines to the caller."""
+def report_loading_to(connection: CallerConnection) -> Iterator[None]:
+    """Inside this context, in which the pipeline is loaded, let the first rank send lines to the caller."""
     if connection.rank > 0:
         yield
         return
-    lines = _Lines(connection)
-    with handled_by(lines, logging.getLogger(DIFFUSERS)), handled_by(lines):
+    lines = _LoadingHandler(connection)
+    with pass_records_to(lines, logging.getLogger(DIFFUSERS)), pass_records_to(lines):
         yield
 
 
@@ -71,7 +73,7 @@ def quiet_imports() -> Iterator[None]:
     """Inside this context, hide what libraries log when they are imported, such as optional parts that are missing."""
     loggers = [logging.getLogger(name) for name in _CHATTY]
     levels = [logger.level for logger in loggers]
-    # These two set the level of their loggers at import, to the variable's or to WARNING.
+    # Transformers and diffusers set the level of their loggers at import, to the variable's or to WARNING.
     variables = [name for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY") if name not in os.environ]
     os.environ.update(dict.fromkeys(variables, "error"))
     for logger in loggers:

@@ -14,7 +14,7 @@ from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled, RankDied, RankTraceback
 from para_core.launcher.interrupts import first_interrupt_calls
 from para_core.launcher.messages import CallbackReply, Outcome, RandomState, RankError
-from para_core.launcher.processes import Group
+from para_core.launcher.processes import RankGroup
 from para_core.launcher.randomness import CallerSeeds
 from para_core.launcher.wire import Body
 
@@ -28,11 +28,21 @@ LOADING = 0
 
 
 class RunningCall:
-    """A call that all ranks of ``group`` run, or their loading. It ends them unless they stay usable."""
+    """A call that all ranks of ``group`` run, or their loading. It ends the ranks unless they stay usable.
+
+    Args:
+        number: The number of the call, :data:`LOADING` for loading.
+        timeout: Seconds without a message of a rank after which the ranks are ended.
+        callbacks: The callbacks among the call's arguments, by name, which run in this process.
+        listener: Called with each value that the first rank pushes.
+        finishes_step: Whether Ctrl-C first lets the ranks finish their step.
+        randomness: The random state of this process, and the generators among the arguments, with which callbacks
+            run.
+    """
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         number: int,
         display: Display,
         timeout: float,
@@ -44,7 +54,6 @@ class RunningCall:
     ) -> None:
         self._group, self.number, self._display, self._timeout = group, number, display, timeout
         self._callbacks, self._listener, self._finishes_step = callbacks or {}, listener, finishes_step
-        # Random state of this process, and the generators among the arguments, with which callbacks run.
         self._seeds, self._generators = randomness or (CallerSeeds(), [])
         self._outcomes: dict[int, Outcome] = {}
         self._errors: dict[int, RankError] = {}
@@ -91,6 +100,7 @@ class RunningCall:
         return self._conclude()
 
     def _interruptible(self) -> AbstractContextManager[None]:
+        """Return a context in which the first Ctrl-C is a message to :meth:`_collect`, and the second one raises."""
         if not self._finishes_step:
             return nullcontext()
 
@@ -101,6 +111,11 @@ class RunningCall:
         return first_interrupt_calls(note)
 
     def _collect(self) -> None:
+        """Handle messages until all ranks have answered, or until one has failed and the others had time to answer.
+
+        Raises:
+            RankDied: A rank ended, or no message came in time.
+        """
         while len(self._outcomes) + len(self._errors) < len(self._group.members):
             try:
                 head, body = self._group.inbox.get(timeout=self._seconds_left())
@@ -114,41 +129,44 @@ class RunningCall:
                 # The program has a handler of SIGINT of its own, which raised.
                 self._interrupt(error)
                 continue
-            self._handle(head, body)
+            self._handle_message(head, body)
             # A callback may have taken any time.
             self._last_progress = time.monotonic()
 
     def _seconds_left(self) -> float:
+        """Return the seconds to wait for the next message."""
         deadline = self._last_progress + self._timeout
         if self._errors:
             deadline = min(deadline, self._first_error + _GRACE)
         return max(0.0, deadline - time.monotonic())
 
-    def _handle(self, head: tuple[Any, ...], body: Body) -> None:
+    def _handle_message(self, head: tuple[Any, ...], body: Body) -> None:
+        """Do what one message asks for. Its ``head`` is the kind of the message, and what follows depends on that."""
         kind = head[0]
         if kind in ("result", "ready"):
             self._outcomes[head[1]] = _load_outcome(body, head[1])
         elif kind == "error":
             self._first_error = self._first_error or time.monotonic()
-            self._errors[head[1]] = _load(body, head[1])
+            self._errors[head[1]] = _load_body(body, head[1])
         elif kind == "ended" or self._group.ended:
             raise RankDied("the ranks were ended by close() or restart(), or at the end of this process.")
         elif kind == "died":
             raise RankDied(f"rank {head[1]} {self._group.members[head[1]].describe_end()}", head[1])
         elif kind == "interrupt":
-            # The message of an earlier call came when that call had ended, which raised KeyboardInterrupt.
+            # A message of an earlier call came after its last answer, and _conclude has raised KeyboardInterrupt then.
             if head[1] == self.number:
                 self._interrupt(KeyboardInterrupt())
         elif kind == "callback":
             self._answer_callback(head[2], body)
         elif kind == "pushed":
-            self._pass_on(_load(body, 0))
+            self._call_listener(_load_body(body, 0))
         elif kind == "port":
             self._group.send("port", head[1])
         else:
             self._show(kind, head[1:])
 
     def _show(self, kind: str, content: tuple[Any, ...]) -> None:
+        """Show progress that the first rank reports. The content of a message about a bar begins with the call."""
         try:
             if kind == "line":
                 self._display.line(*content)
@@ -166,7 +184,8 @@ class RunningCall:
             # The user's function ``progress`` raised.
             self._interrupt(error)
 
-    def _pass_on(self, value: Any) -> None:
+    def _call_listener(self, value: Any) -> None:
+        """Call the listener with a value that the first rank pushed."""
         try:
             if self._listener is not None:
                 self._listener(value)
@@ -188,17 +207,22 @@ class RunningCall:
             )
 
     def _answer_callback(self, name: str, body: Body) -> None:
+        """Run a callback, and send its effect to all ranks, which wait for it. If it raises, they end the call."""
         reply = Body.of(CallbackReply(raised=True))
         if self._raised is None:
             try:
                 reply = Body.of(run_callback(self._callbacks[name], body, self._seeds, self._generators))
+                self._seeds.note_sent()
             except BaseException as error:
                 self._interrupt(error)
         self._group.send("reply", body=reply)
 
     def _conclude(self) -> list[Outcome]:
-        same_errors = len({_identity(failed.error) for failed in self._errors.values()}) <= 1
-        if self._errors and (self._outcomes or not same_errors or self.number == LOADING or self._stuck()):
+        """Return the outcomes of all ranks, or raise what the answers mean together; see :meth:`wait`."""
+        same_errors = len({_error_identity(failed.error) for failed in self._errors.values()}) <= 1
+        if self._errors and (
+            self._outcomes or not same_errors or self.number == LOADING or self._is_incomplete()
+        ):
             # Ranks disagree, so their connections may be broken: a rank may still wait for another.
             self._group.end(idle=False)
         if self._signalled and self._raised is None:
@@ -214,16 +238,18 @@ class RunningCall:
             raise Cancelled("cancelled after its last step.")
         return [self._outcomes[rank] for rank in sorted(self._outcomes)]
 
-    def _stuck(self) -> bool:
+    def _is_incomplete(self) -> bool:
+        """Whether some ranks have raised and others have not."""
         return len(self._errors) < len(self._group.members)
 
     def _raise_error(self) -> NoReturn:
+        """Raise the error of the rank that failed first, with the traceback on that rank as its cause."""
         # An error about another rank comes after that rank's own.
         rank, failed = next(iter(self._errors.items()))
         error = failed.error
         if isinstance(error, Cancelled):
             raise error
-        if len(self._errors) < len(self._group.members):
+        if self._is_incomplete():
             error.add_note(
                 f"Only rank {rank} raised this. The ranks were ended, and the next call starts them again."
             )
@@ -267,13 +293,13 @@ class RunningCall:
         return positions
 
 
-def _identity(error: BaseException) -> tuple[type[BaseException], str]:
-    """Return what is equal for the same error on several ranks."""
+def _error_identity(error: BaseException) -> tuple[type[BaseException], str]:
+    """Return the type and the text of ``error``, by which the errors of several ranks are compared."""
     # The text of an error about memory has the numbers of the rank's own device.
     return type(error), "" if type(error).__name__ == "OutOfMemoryError" else str(error)
 
 
-def _load(body: Body, rank: int) -> Any:
+def _load_body(body: Body, rank: int) -> Any:
     """Return the content of a message. Raise RuntimeError if this process cannot load it."""
     try:
         return body.load()
@@ -284,7 +310,7 @@ def _load(body: Body, rank: int) -> Any:
 def _load_outcome(body: Body, rank: int) -> Outcome:
     """Return the outcome of a rank; one with an error if this process cannot load its value."""
     try:
-        outcome: Outcome = _load(body, rank)
+        outcome: Outcome = _load_body(body, rank)
     except RuntimeError as error:
         return Outcome(None, RandomState(), error=error)
     return outcome

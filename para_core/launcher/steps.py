@@ -1,5 +1,5 @@
-"""Steps of a pipeline's call, seen at its progress bar: reported to the caller, and where a call can be
-cancelled.
+"""The steps of a pipeline's call, which its progress bar shows: each is reported to the caller, and then the call can
+be cancelled.
 
 All but a few pipelines of diffusers have a ``progress_bar``, also those without a callback. Modular pipelines
 have it on their blocks.
@@ -17,21 +17,21 @@ from para_core.launcher.connection import CallerConnection
 
 def hook_progress_bars(pipe: Any, connection: CallerConnection) -> None:
     """Replace ``progress_bar`` of the rank's pipeline, and of the blocks of a modular pipeline."""
-    for owner in [pipe, *_blocks_of(getattr(pipe, "_blocks", None))]:
+    for owner in [pipe, *_nested_blocks(getattr(pipe, "_blocks", None))]:
         if callable(getattr(owner, "progress_bar", None)):
-            owner.progress_bar = _Bars(connection, owner)
+            owner.progress_bar = _BarMaker(connection, owner)
 
 
-def _blocks_of(block: Any) -> list[Any]:
-    """Return the blocks of a modular pipeline in a list."""
+def _nested_blocks(block: Any) -> list[Any]:
+    """Return ``block``, a block of a modular pipeline, and all blocks inside it; none if it is None."""
     if block is None:
         return []
     children = getattr(block, "sub_blocks", None)
-    return [block, *(x for child in dict(children or {}).values() for x in _blocks_of(child))]
+    return [block, *(x for child in dict(children or {}).values() for x in _nested_blocks(child))]
 
 
-class _Bars:
-    """Replacement for the ``progress_bar`` method of a pipeline or block."""
+class _BarMaker:
+    """A replacement for the ``progress_bar`` method of the pipeline or block ``owner``."""
 
     def __init__(self, connection: CallerConnection, owner: Any) -> None:
         self._connection, self._owner = connection, owner
@@ -44,8 +44,10 @@ class _Bars:
 
 
 class Bar(tqdm):  # type: ignore[misc]
-    """Progress bar that the caller draws.
-    Each update is a step, after which the call may end as cancelled.
+    """A progress bar that the caller draws.
+
+    Each update is a step, after which the call may end as cancelled. It is a collective call, so all ranks must show
+    the same bars.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""Settings of torch that belong to a thread: gradients and autocast.
-A call on a rank has those of the caller.
-"""
+"""The settings of torch that belong to a thread, gradients and autocast: a call on a rank has those of the caller."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
-class ThreadState:
+class CallerThreadState:
     """The thread's settings. The defaults are those of a new thread."""
 
     grad: bool = True
@@ -22,19 +20,19 @@ class ThreadState:
     autocast: dict[str, Any] = field(default_factory=dict)  # dtypes by device type, where autocast is on
 
 
-def current_state() -> ThreadState:
+def current_state() -> CallerThreadState:
     """Return the settings of this thread. Does not initialize CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "is_grad_enabled"):
-        return ThreadState()
+        return CallerThreadState()
     autocast = {
         device: torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)
     }
-    return ThreadState(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+    return CallerThreadState(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
 
 @contextmanager
-def apply_state(state: ThreadState) -> Iterator[None]:
+def apply_state(state: CallerThreadState) -> Iterator[None]:
     """Inside this context, use the settings ``state``."""
     import torch
 

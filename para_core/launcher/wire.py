@@ -47,23 +47,28 @@ class Body:
             return raw.nbytes < _LARGE
 
         data = dump(value, keep_in_pickle, by_value)
-        return cls(data, [raw.nbytes for raw in buffers], _shared_memory(buffers) if buffers else None)
+        return cls(
+            data, [raw.nbytes for raw in buffers], _write_to_shared_memory(buffers) if buffers else None
+        )
 
     def load(self) -> Any:
-        """Return the value. Its arrays can be written to, and no other process sees what is written."""
+        """Return the value. Its arrays can be written to. Neither other processes nor later calls of this method see
+        what is written.
+        """
         if self.storage is None:
             return pickle.loads(self.data)
         return pickle.loads(self.data, buffers=self._views())
 
     def _views(self) -> list[memoryview]:
+        """Return a new copy of each large buffer; of anonymous memory, pages are copied when they are written to."""
         if isinstance(self.storage, int):
             memory = memoryview(mmap.mmap(self.storage, 0, access=mmap.ACCESS_COPY))
         else:
-            memory = memoryview(self.storage or b"")
+            memory = memoryview(bytearray(self.storage or b""))
         views, start = [], 0
         for size in self.sizes:
             views.append(memory[start : start + size])
-            start += _align(size)
+            start += _aligned_size(size)
         return views
 
     def __del__(self) -> None:
@@ -71,15 +76,15 @@ class Body:
             os.close(self.storage)
 
 
-def _align(size: int) -> int:
+def _aligned_size(size: int) -> int:
+    """Return the number of bytes from the begin of a buffer of ``size`` bytes to that of the next one."""
     return size + -size % _ALIGNMENT
 
 
-def _shared_memory(buffers: Sequence[memoryview]) -> int:
-    """Return a file descriptor of memory that holds ``buffers``. It has no name, so nothing is left if a
-    process dies.
+def _write_to_shared_memory(buffers: Sequence[memoryview]) -> int:
+    """Return a file descriptor of memory that holds ``buffers``, each at a multiple of ``_ALIGNMENT``.
 
-    Docker's /dev/shm has 64 MB by default; a memfd has no such limit.
+    The memory has no name, so nothing is left if a process dies. It is no file in /dev/shm, whose size is limited.
     """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("para_core")
@@ -90,7 +95,7 @@ def _shared_memory(buffers: Sequence[memoryview]) -> int:
         view = raw
         while len(view):
             view = view[os.write(fd, view) :]
-        os.lseek(fd, _align(raw.nbytes) - raw.nbytes, os.SEEK_CUR)
+        os.lseek(fd, _aligned_size(raw.nbytes) - raw.nbytes, os.SEEK_CUR)
     os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
     return fd
 
@@ -125,7 +130,10 @@ class Channel:
             self._sock.sendall(body.storage)
 
     def receive(self) -> tuple[tuple[Any, ...], Body]:
-        """Return the head and the body of the next message. Raise EOFError if the other process has ended."""
+        """Return the head and the body of the next message. Raise EOFError if the other process has ended.
+
+        It unpickles the head, so the other end must be a process that this package has started.
+        """
         try:
             return self._receive()
         except OSError:
@@ -137,17 +145,18 @@ class Channel:
             start, fds, _, _ = socket.recv_fds(self._sock, _HEADER.size, 1)
             if not start:
                 raise EOFError
-        header = start + self._exactly(_HEADER.size - len(start))
+        header = start + self._receive_exactly(_HEADER.size - len(start))
         head_size, data_size, count, inline = _HEADER.unpack(header)
-        sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
-        head = pickle.loads(self._exactly(head_size))
-        data = bytes(self._exactly(data_size))
+        sizes = struct.unpack(f"<{count}Q", self._receive_exactly(8 * count))
+        head = pickle.loads(self._receive_exactly(head_size))
+        data = bytes(self._receive_exactly(data_size))
         storage: int | bytearray | None = fds[0] if fds else None
         if inline:
-            storage = self._exactly(sum(map(_align, sizes)))
+            storage = self._receive_exactly(sum(map(_aligned_size, sizes)))
         return head, Body(data, sizes, storage)
 
-    def _exactly(self, size: int) -> bytearray:
+    def _receive_exactly(self, size: int) -> bytearray:
+        """Return the next ``size`` bytes. Raise EOFError if the connection ends before."""
         data = bytearray(size)
         view = memoryview(data)
         while view:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from para_core.distributed.collectives import start_all_to_all, wait
 from para_core.distributed.mesh import MeshDim
-from para_core.layout.held import Layout
+from para_core.layout.pieces import Layout
 from para_core.layout.sequence import Run
 
 # For each rank, the runs (start, length) of positions of the sequence that it fetches.
@@ -87,7 +87,7 @@ def _find_spans(layout: Layout, run: Run, receiver: int) -> list[Span]:
     """
     position, stop = run[0], sum(run)
     spans = []
-    for start, length, owner, offset in _table(layout, receiver):
+    for start, length, owner, offset in _pieces_by_position(layout, receiver):
         low, high = max(position, start), min(stop, start + length)
         if low < high:
             if position < low:
@@ -100,10 +100,10 @@ def _find_spans(layout: Layout, run: Run, receiver: int) -> list[Span]:
 
 
 @lru_cache(maxsize=4096)
-def _table(layout: Layout, receiver: int) -> list[tuple[int, int, int, int]]:
+def _pieces_by_position(layout: Layout, receiver: int) -> list[tuple[int, int, int, int]]:
     """Return (start, length, owner, offset at the owner) of all pieces by position, with the receiver's replicated."""
     table = []
-    for owner, pieces in enumerate(layout.held):
+    for owner, pieces in enumerate(layout.pieces):
         offsets = accumulate([piece.length for piece in pieces], initial=0)
         for piece, offset in zip(pieces, offsets, strict=False):
             if not piece.replicated or owner == receiver:
@@ -140,6 +140,9 @@ def start_exchange(
     """Start the all-to-all of ``plan``, unless it is local. Return a function that waits for it, and returns one
     tensor for each run that this rank fetches.
 
+    Collective, unless the plan is local, which it is on all ranks or on none. ``x`` must not change before the returned
+    function has been called, because parts may be sent from its memory, and this rank's own parts are taken then.
+
     Args:
         x: This rank's tokens, along ``dim``.
         fill: Value of tokens that no rank holds.
@@ -151,7 +154,7 @@ def start_exchange(
         parts = [tokens.narrow(0, *run).reshape(-1) for runs in plan.sends for run in runs]
         send_sizes = [sum([length for _, length in runs]) * size for runs in plan.sends]
         receive_sizes = [number * size for number in plan.receives]
-        in_flight = start_all_to_all(_join(parts, tokens), send_sizes, receive_sizes, ranks)
+        in_flight = start_all_to_all(_concatenate_vectors(parts, tokens), send_sizes, receive_sizes, ranks)
 
     def finish() -> list[Tensor]:
         received: Sequence[Tensor] = ()
@@ -186,10 +189,11 @@ def start_exchange(
 
 
 def _receives(plan: FetchPlan, rank: int) -> bool:
+    """Whether ``rank`` fetches anything from other ranks."""
     return any(span.sender not in (None, rank) for spans in plan.runs for span in spans)
 
 
-def _join(parts: Sequence[Tensor], tokens: Tensor) -> Tensor:
+def _concatenate_vectors(parts: Sequence[Tensor], tokens: Tensor) -> Tensor:
     """Return the vectors ``parts`` as one contiguous vector; without any, an empty one that depends on ``tokens``."""
     if not parts:
         return tokens.narrow(0, 0, 0).reshape(-1)

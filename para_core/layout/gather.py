@@ -9,8 +9,8 @@ from torch import Tensor
 
 from para_core.distributed.collectives import all_gather, all_to_all
 from para_core.distributed.mesh import MeshDim
-from para_core.layout.held import Layout
-from para_core.layout.runs import join_neighbours, put, take
+from para_core.layout.pieces import Layout
+from para_core.layout.runs import add_at, join_neighbours, take
 from para_core.layout.sequence import Run
 
 
@@ -24,18 +24,18 @@ class _SequenceOrder:
     def __init__(self, runs: Sequence[Run]) -> None:
         self._order = sorted(range(len(runs)), key=runs.__getitem__)
         self._lengths = [length for _, length in runs]
-        self._as_gathered = self._order == list(range(len(runs)))
+        self._is_gathered_order = self._order == list(range(len(runs)))
 
     def arrange(self, x: Tensor, dim: int) -> Tensor:
         """Return ``x`` with its tokens rearranged from the order in which they were gathered to this order."""
-        if self._as_gathered:
+        if self._is_gathered_order:
             return x
         parts = x.split(self._lengths, dim=dim)
         return torch.cat([parts[index] for index in self._order], dim=dim)
 
     def restore(self, x: Tensor, dim: int) -> Tensor:
         """Undo :meth:`arrange`: return ``x`` with its tokens in the order in which they were gathered."""
-        if self._as_gathered:
+        if self._is_gathered_order:
             return x
         parts = x.split([self._lengths[index] for index in self._order], dim=dim)
         return torch.cat([parts[self._order.index(index)] for index in range(len(parts))], dim=dim)
@@ -43,7 +43,7 @@ class _SequenceOrder:
 
 def _order_of(layout: Layout) -> _SequenceOrder:
     """Return the order of gathered tokens: the sharded ones of each rank, followed by the replicated ones."""
-    sharded = layout.only(*range(len(layout.held)), replicated=False).runs()
+    sharded = layout.only(*range(len(layout.pieces)), replicated=False).runs()
     return _SequenceOrder([*sharded, *layout.runs(0, replicated=True)])
 
 
@@ -77,9 +77,9 @@ def gather_gradient(grad: Tensor, dim: int, layout: Layout, ranks: MeshDim) -> T
     sizes, rank = layout.sizes(replicated=False), ranks.index
     grad = _order_of(layout).restore(grad, dim)
     sharded, replicated = grad.split([sum(sizes), grad.shape[dim] - sum(sizes)], dim=dim)
-    of_ranks = all_to_all(sharded.movedim(dim, 0).contiguous(), sizes, [sizes[rank]] * ranks.size, ranks)
-    summed = of_ranks.unflatten(0, (ranks.size, sizes[rank])).sum(0).movedim(0, dim)
+    gradients = all_to_all(sharded.movedim(dim, 0).contiguous(), sizes, [sizes[rank]] * ranks.size, ranks)
+    summed = gradients.unflatten(0, (ranks.size, sizes[rank])).sum(0).movedim(0, dim)
     part = grad.new_zeros(*grad.shape[:dim], layout.size(rank), *grad.shape[dim + 1 :])
-    put(part, dim, _sharded_offsets(layout, rank), summed)
-    put(part, dim, layout.offsets(rank, replicated=True), replicated)
+    add_at(part, dim, _sharded_offsets(layout, rank), summed)
+    add_at(part, dim, layout.offsets(rank, replicated=True), replicated)
     return part

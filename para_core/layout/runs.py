@@ -1,6 +1,6 @@
 """Arithmetic on runs ``(start, length)`` of positions, and taking the tokens at runs from a tensor.
 
-Except for :func:`take` and :func:`put`, everything here is integer arithmetic.
+Except for :func:`take` and :func:`add_at`, everything here is integer arithmetic.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
     return torch.cat([x.narrow(dim, 0, 0), *[x.narrow(dim, *run) for run in runs]], dim=dim)
 
 
-def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor) -> None:
+def add_at(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor) -> None:
     """Add ``x`` in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
 
     ``x`` is first summed over the dims in which ``total`` has size 1.
     """
     for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
-        where = total.narrow(dim, *run)
-        where.add_(part.sum_to_size(where.shape))
+        slice_of_total = total.narrow(dim, *run)
+        slice_of_total.add_(part.sum_to_size(slice_of_total.shape))

@@ -1,8 +1,9 @@
 """Layouts: which tokens of a sequence each rank holds. They are plain values, without tensors or
 torch.distributed.
 
-Under ``torch.compile`` lengths are symbolic. This file therefore only adds, subtracts, multiplies and
-floor-divides lengths, and never branches on a length.
+Under ``torch.compile`` lengths are symbolic. This file therefore only adds, subtracts, multiplies and floor-divides
+lengths, and never branches on a length, which would specialize the graph. The one exception is the check of
+``together``, which divides the length.
 """
 
 from __future__ import annotations
@@ -106,12 +107,15 @@ class Segment:
 
 
 def _part_size(total: int, part: int, num_parts: int) -> int:
+    """Return the number of tokens of ``part``: the first ``total % num_parts`` parts have one more than the others."""
     # Use neither divmod nor a branch on the length, because both fail when Dynamo makes lengths symbolic.
     return (total + num_parts - 1 - part) // num_parts
 
 
 def _part_start(total: int, part: int, num_parts: int) -> int:
-    """Return the index of the first token of ``part``: ``part * quotient + min(part, remainder)``."""
+    """Return the index of the first token of ``part``: ``part * quotient + min(part, remainder)``, where ``quotient``
+    and ``remainder`` are those of ``total`` divided by ``num_parts``.
+    """
     quotient = total // num_parts
     # This computes min(part, remainder) without a branch: the floor division gives 1 if part >= remainder,
     # else 0.
@@ -129,6 +133,9 @@ class SequenceLayout:
     >>> layout = SequenceLayout((Segment("text", 3, replicated=True), Segment("image", 5)), ranks=2)
     >>> layout.sizes(), layout.total
     ((6, 5), 8)
+
+    Raises:
+        ValueError: There is no segment, or no rank.
     """
 
     segments: tuple[Segment, ...]
@@ -155,10 +162,10 @@ class SequenceLayout:
 
     def sizes(self) -> tuple[int, ...]:
         """Return the number of tokens that each rank holds, including replicated ones."""
-        of_segments = [segment.sizes(self.ranks) for segment in self.segments]
-        if len(of_segments) == 1:
-            return of_segments[0]
-        return tuple([sum(sizes) for sizes in zip(*of_segments, strict=True)])
+        by_segment = [segment.sizes(self.ranks) for segment in self.segments]
+        if len(by_segment) == 1:
+            return by_segment[0]
+        return tuple([sum(sizes) for sizes in zip(*by_segment, strict=True)])
 
     def size(self, rank: int) -> int:
         """Return the number of tokens that ``rank`` holds, including replicated ones."""

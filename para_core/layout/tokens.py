@@ -45,28 +45,28 @@ def gather_parts(x: Tensor, dim: int, sizes: Sequence[int], mesh: SequenceMesh) 
 
     Parts are gathered first over the Ulysses ranks, which are neighbours, then over the ring.
     """
-    of_ulysses, of_ring = _sizes_by_dim(sizes, mesh)
-    return all_gather(all_gather(x, of_ulysses, dim, mesh.ulysses), of_ring, dim, mesh.ring)
+    ulysses_sizes, ring_sizes = _sizes_by_dim(sizes, mesh)
+    return all_gather(all_gather(x, ulysses_sizes, dim, mesh.ulysses), ring_sizes, dim, mesh.ring)
 
 
-# For each sharded segment of a layout, the numbers of tokens of the ranks along the mesh dim ``ulysses``, and along
-# ``ring``. A replicated segment has none.
+# For each segment of a layout, the numbers of tokens of the ranks in this rank's Ulysses group, and those of all
+# Ulysses groups along ``ring``. Both lists of a replicated segment are empty.
 GatherSizes = tuple[tuple[list[int], list[int]], ...]
 
 
 def gather_sizes(layout: SequenceLayout, mesh: SequenceMesh) -> GatherSizes:
     """Return the numbers of tokens that :func:`gather_tokens` gathers over each mesh dim."""
-    of_segments: list[tuple[list[int], list[int]]] = []
+    sizes: list[tuple[list[int], list[int]]] = []
     for segment in layout.segments:
         if segment.replicated:
-            of_segments.append(([], []))
+            sizes.append(([], []))
         else:
-            of_segments.append(_sizes_by_dim(segment.sizes(layout.ranks), mesh))
-    return tuple(of_segments)
+            sizes.append(_sizes_by_dim(segment.sizes(layout.ranks), mesh))
+    return tuple(sizes)
 
 
 def _sizes_by_dim(sizes: Sequence[int], mesh: SequenceMesh) -> tuple[list[int], list[int]]:
-    """Return the sizes in this rank's Ulysses group, and the sums of the groups."""
+    """Return the ``sizes`` of the ranks in this rank's Ulysses group, and the sums of all groups."""
     width = mesh.ulysses.size
     blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
     return list(blocks[mesh.ring.index]), [sum(block) for block in blocks]
@@ -75,29 +75,31 @@ def _sizes_by_dim(sizes: Sequence[int], mesh: SequenceMesh) -> tuple[list[int], 
 def gather_tokens(
     y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh, sizes: GatherSizes | None = None
 ) -> Tensor:
-    """Gather ``y``, this rank's tokens of ``layout`` along ``dim``, from all sequence ranks.
+    """Gather ``y``, this rank's tokens of ``layout`` along ``dim``, from all sequence ranks. Collective.
 
     The result is contiguous, with all tokens in the order of the sequence. Tokens are gathered first over the
     Ulysses ranks, whose parts of the sequence are neighbours, then over the ring. ``sizes`` are the
-    :func:`gather_sizes`, if the caller keeps them.
+    :func:`gather_sizes`, if the caller keeps them. Raise ``RuntimeError`` on this rank if ``y`` does not have its
+    number of tokens.
     """
     if sizes is None:
         sizes = gather_sizes(layout, mesh)
     parts: Sequence[Tensor] = (y,)
-    of_first, _ = sizes[0]
-    is_one_part = len(layout.segments) == 1 and len(of_first) > 0 and not torch.compiler.is_compiling()
-    if not is_one_part or y.shape[dim] != of_first[mesh.ulysses.index]:
+    first_sizes, _ = sizes[0]
+    # Most layouts have one sharded segment: then y is its part, and need not be split.
+    is_one_part = len(layout.segments) == 1 and len(first_sizes) > 0 and not torch.compiler.is_compiling()
+    if not is_one_part or y.shape[dim] != first_sizes[mesh.ulysses.index]:
         # This raises if ``y`` does not have this rank's number of tokens.
         parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
     gathered = []
-    for segment, part, (of_ulysses, of_ring) in zip(layout.segments, parts, sizes, strict=True):
+    for segment, part, (ulysses_sizes, ring_sizes) in zip(layout.segments, parts, sizes, strict=True):
         if segment.replicated:
             gathered.append(part)
             continue
-        ring_block = all_gather(part, of_ulysses, dim, mesh.ulysses)
+        ring_block = all_gather(part, ulysses_sizes, dim, mesh.ulysses)
         rank_by_rank = ring_block
         if mesh.ring.size > 1:
-            rank_by_rank = all_gather(ring_block, of_ring, dim, mesh.ring)
+            rank_by_rank = all_gather(ring_block, ring_sizes, dim, mesh.ring)
         if segment.balanced:
             # The result has the front part and the back part of each rank, rank by rank.
             runs = [run for rank in range(layout.ranks) for run in segment.runs(rank, layout.ranks)]

@@ -1,7 +1,7 @@
 """The rows that operators with windows need on each rank, and the numbers of rows that they return.
 
 The *sizes* of an image are the numbers of rows of the ranks, in rank order: those of
-:meth:`Layout.consecutive <para_core.layout.held.Layout.consecutive>`. A *run* is ``(start, length)`` in rows of
+:meth:`Layout.consecutive <para_core.layout.pieces.Layout.consecutive>`. A *run* is ``(start, length)`` in rows of
 the full image; it may reach beyond the image's edge.
 """
 
@@ -96,18 +96,16 @@ def plan_convolution(sizes: Sizes, extent: int, stride: int, padding: int) -> Wi
 
 
 @lru_cache(maxsize=4096)
-def plan_transposed(sizes: Sizes, extent: int, stride: int, padding: int, extra: int) -> Windows:
+def plan_transposed(sizes: Sizes, extent: int, stride: int, padding: int, output_padding: int) -> Windows:
     """Return the output sizes and the input runs of a transposed convolution.
 
-    Input row i adds to ``extent`` output rows, from row ``i · stride − padding`` on.
+    Input row i adds to ``extent`` output rows, from row ``i · stride − padding`` on. ``output_padding`` is the number
+    of rows added at the end of the output.
 
-    Args:
-        extra: The argument ``output_padding``: number of rows added at the end of the output.
-
-    >>> plan_transposed((2, 2), extent=4, stride=2, padding=1, extra=0)
+    >>> plan_transposed((2, 2), extent=4, stride=2, padding=1, output_padding=0)
     Windows(sizes=(4, 4), wanted=((-1, 4), (1, 4)))
     """
-    total = (sum(sizes) - 1) * stride - 2 * padding + extent + extra
+    total = (sum(sizes) - 1) * stride - 2 * padding + extent + output_padding
     output = _output_sizes(sizes, total, lambda start: start * stride - padding + (extent - 1) // 2)
     wanted = []
     for start, stop in bounds_of(output):

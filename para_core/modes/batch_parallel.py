@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.sdpa_call import SdpaCall, check_dropout
-from para_core.distributed.create_mesh import require_own_gpus
+from para_core.distributed.create_mesh import check_distinct_gpus
 from para_core.distributed.mesh import batch_mesh
 from para_core.layout.sequence import SequenceLayout, even_layout
 from para_core.layout.tokens import shard_tokens
@@ -47,7 +47,7 @@ class BatchParallelAttnMode(ShardingMode):
     def __init__(self, mesh: DeviceMesh | ProcessGroup, *, assume_equal: bool = False) -> None:
         ranks = batch_mesh(mesh)
         if not assume_equal:
-            require_own_gpus(mesh, ranks)
+            check_distinct_gpus(mesh, ranks)
         super().__init__(ranks, assume_equal=assume_equal)
 
     @no_frame_of_its_own

@@ -88,7 +88,7 @@ def shard_block_mask(
     # tokens.
     mesh_of_queries = mesh
     if not key_layout.sharded:
-        mesh_of_queries = mesh.alone()
+        mesh_of_queries = mesh.single_rank()
     mask_mod, partial, full = _restrict(mask, query_rows(query_layout, mesh_of_queries))
     ids = (0, 0)
     if not torch.compiler.is_compiling():

@@ -19,7 +19,7 @@ from para_core.attention.mask_rows import follow_parts, mark_part
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.create_mesh import require_own_gpus
+from para_core.distributed.create_mesh import check_distinct_gpus
 from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
 from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes import fused_encoder
@@ -119,7 +119,7 @@ class UnifiedAttnMode(LayoutMode):
         if not isinstance(mesh, SequenceMesh):
             guided = guided_mesh(mesh, group_dim=self.group_dim)
             if not assume_equal:
-                require_own_gpus(mesh, guided)
+                check_distinct_gpus(mesh, guided)
             mesh = guided.sequence
             self._batch = guided.batch
         super().__init__(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)

@@ -16,7 +16,7 @@ from torch import nn
 
 from para_core.instance.modules import submodules_of
 from para_core.instance.private_class import original_class
-from para_core.instance.record import Around, empty_slots, fill_slots
+from para_core.instance.record import Wrapper, empty_slots, fill_slots
 from para_core.instance.slots import Slot
 from para_core.modes.handwritten import HandwrittenAttention
 from para_core.modes.interceptor import check_replaced_attention
@@ -182,7 +182,7 @@ class AttentionCheck:
         self.reset()
         self._planned = {}
 
-    def _run(self, call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._is_traced[0] = True
         attention = self._current()
@@ -193,7 +193,7 @@ class AttentionCheck:
     def run(
         self,
         attention: PlannedAttention,
-        call: Around,
+        call: Wrapper,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.attention_options import AttnOptions
-from para_core.distributed.create_mesh import init_context_parallel_mesh, require_own_gpus
-from para_core.distributed.mesh import SequenceMesh, one_rank, require_process_group, sequence_mesh
+from para_core.distributed.create_mesh import check_distinct_gpus, init_context_parallel_mesh
+from para_core.distributed.mesh import SequenceMesh, check_process_group, one_rank, sequence_mesh
 from para_core.option_values import RotateMethod
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.plan import Plan
@@ -111,14 +111,14 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
                 f"the mesh has ring × ulysses = {sequence.ring.size} × {sequence.ulysses.size}, but the degrees say "
                 f"{config.ring_degree} × {config.ulysses_degree}. Leave one of both out."
             )
-        require_own_gpus(mesh, sequence)
+        check_distinct_gpus(mesh, sequence)
         return sequence
     ring = config.ring_degree or 1
     ulysses = config.ulysses_degree or 1
     device_type = next((x.device.type for x in module.parameters()), "cpu")
     if ring * ulysses == 1:
         return one_rank(device_type)
-    require_process_group("apply_context_parallel")
+    check_process_group("apply_context_parallel")
     if ring * ulysses != dist.get_world_size():
         raise ValueError(
             f"ring_degree × ulysses_degree is {ring} × {ulysses} = {ring * ulysses}, but there are "

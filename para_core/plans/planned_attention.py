@@ -30,7 +30,7 @@ from para_core.torch_internals import top_saved_tensors_hooks
 # Maximum number of MeshAttention objects that are cached per model. A full cache is emptied.
 _MOST_KNOWN = 64
 
-# Segments that no call shards count as replicated. mesh.alone() needs such segments, in a layout of all ranks: it
+# Segments that no call shards count as replicated. mesh.single_rank() needs such segments, in a layout of all ranks: it
 # keeps this rank's index in the full mesh, and a layout of one rank has no tokens for the indices from 1 on.
 _UNKNOWN_SEGMENTS = Attention(("queries",), ("keys",))
 
@@ -211,7 +211,7 @@ class PlannedAttention:
             layouts = partial(planned_layouts, _UNKNOWN_SEGMENTS, (), self.mesh)
             func = self.prepared.attn_func
             return MeshAttention(
-                self.mesh.alone(), layouts, self.prepared.cross, assume_equal=True, attn_func=func
+                self.mesh.single_rank(), layouts, self.prepared.cross, assume_equal=True, attn_func=func
             )
         segments = segments_of(self.segments)
         if torch.compiler.is_compiling():

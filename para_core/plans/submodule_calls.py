@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.distributed.mesh import SequenceMesh
-from para_core.instance.record import Around
+from para_core.instance.record import Wrapper
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention_check import AttentionCheck
 from para_core.plans.exchange import HeadExchange, SumsOverRanks, add_halo, drop_halo
@@ -47,7 +47,7 @@ class SubmoduleCalls:
     def __post_init__(self) -> None:
         self.is_parallel = self.mesh.ranks > 1
 
-    def hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
+    def hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Wrapper:
         """Return the function that runs around the call of a submodule with ``rules``.
 
         ``heads`` is the number of heads on all ranks, for an :class:`AttentionByHeads`.
@@ -63,7 +63,7 @@ class SubmoduleCalls:
         of_inputs = rules.of_inputs
         of_outputs = rules.of_outputs
 
-        def attend(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        def attend(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if isinstance(attention, AttentionByHeads):
                 setattr(module, attention.heads, heads)
             if not attention or not self.interceptions:
@@ -110,7 +110,7 @@ class SubmoduleCalls:
             interception.planned.intercepted[0] = True
             return output
 
-        def run_by_rules(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        def run_by_rules(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not self.interceptions:
                 return call(module, *args, **kwargs)
             interception = self.interceptions[-1]
@@ -143,7 +143,7 @@ class SubmoduleCalls:
         return self.is_parallel and not self.executor.segment(segment).replicated
 
     def _enter_heads(
-        self, parts: int | None, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any
+        self, parts: int | None, call: Wrapper, projection: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
         output = call(projection, *args, **kwargs)
         if not self._head_exchanges:
@@ -151,7 +151,7 @@ class SubmoduleCalls:
         return self._head_exchanges[-1].enter(output, parts)
 
     def _leave_heads(
-        self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any
+        self, call: Wrapper, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         if self._head_exchanges:
             x = self._head_exchanges[-1].leave(x)

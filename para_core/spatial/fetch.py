@@ -13,7 +13,7 @@ from para_core.layout.fetch import Wanted, plan_fetch, start_exchange
 from para_core.layout.fetch import fetch as fetch_run
 from para_core.layout.fetch import relayout as move
 from para_core.layout.gather import gather as gather_pieces
-from para_core.layout.held import Layout
+from para_core.layout.pieces import Layout
 from para_core.layout.sequence import Run
 from para_core.layout.windows import Sizes, bounds_of
 from para_core.spatial.row_tag import RowTag

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from para_core.comparison.difference import Difference, find_first_difference
 from para_core.comparison.model_inputs import ModelInputs, dims_of_plan, dims_of_tokens
-from para_core.comparison.runs import Method, ParallelRun, RankRun, run_alone, run_parallel
+from para_core.comparison.runs import Method, ParallelRun, RankRun, run_on_one_rank, run_parallel
 from para_core.comparison.tensor_parts import relative_error, tensors_in
 from para_core.comparison.tolerances import tolerance_of
 from para_core.comparison.virtual_ranks import device_of, first_error
@@ -274,14 +274,14 @@ class _Checker:
 
     def _call_unmodified(self, length: int | None) -> tuple[ModelInputs, list[Tensor]]:
         if length is None or self._total is None:
-            outcome = run_alone(self._module, self._inputs)
+            outcome = run_on_one_rank(self._module, self._inputs)
             if outcome.error is not None:
                 raise outcome.error
             return self._inputs, tensors_in(outcome.output)
         errors = []
         for only_tokens in (True, False):
             inputs = self._inputs.shorten(self._dims, self._total, length, only_tokens=only_tokens)
-            outcome = run_alone(self._module, inputs)
+            outcome = run_on_one_rank(self._module, inputs)
             if outcome.error is None:
                 return inputs, tensors_in(outcome.output)
             errors.append(outcome.error)

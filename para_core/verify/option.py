@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from para_core.instance.record import Around
+    from para_core.instance.record import Wrapper
 
 # Approximations with which transformer calls still equal those of the unmodified model: a step that a cache skips is
 # not compared, and the unmodified model has the same quantized weights.
 _COMPARABLE = frozenset({"cache", "quantize"})
 
 
-def check_options(approximations: Sequence[str], stages: int) -> None:
+def check_fits(approximations: Sequence[str], stages: int) -> None:
     """Check that outputs can be compared, for :mod:`para_core.call_checks`.
 
     Args:
@@ -33,7 +33,7 @@ def check_options(approximations: Sequence[str], stages: int) -> None:
         )
 
 
-def make_check() -> Around:
+def make_wrapper() -> Wrapper:
     """Return the check of the calls of one parallel model, for :mod:`para_core.call_checks`."""
     from para_core.verify.verification import Verification
 

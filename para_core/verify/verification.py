@@ -26,7 +26,7 @@ from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_out_of_memory
 from para_core.instance.modules import instances_in, uncompiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import emptied_during
+from para_core.instance.record import empty_during
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.plans.current_call import segments_under_way
@@ -229,7 +229,7 @@ def _call(module: nn.Module, inputs: ModelInputs, keep: Collection[Slot]) -> Any
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if region is not None:
             stack.enter_context(region.all_heads())
-        stack.enter_context(emptied_during(instances_in(module), keep))
+        stack.enter_context(empty_during(instances_in(module), keep))
         return module(*arguments.args, **arguments.kwargs)
 
 

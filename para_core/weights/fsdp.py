@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.instance.private_class import unwrapped_class
 from para_core.instance.record import (
-    emptied_during,
+    empty_during,
 )
 from para_core.torch_internals import parameter_slots
 from para_core.weights.parameters import FEWEST_SHARDED_ELEMENTS, consists_of_tensors, is_float8, write_shard
@@ -60,7 +60,7 @@ def shard_blocks(
     small = {
         x for x in module.parameters() if id(x) not in in_blocks and x.numel() < FEWEST_SHARDED_ELEMENTS
     } | kept
-    with emptied_during([module, *blocks]):
+    with empty_during([module, *blocks]):
         for block in blocks:
             fully_shard(
                 block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept

@@ -22,7 +22,7 @@ from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import define_collective, done
 from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
 from para_core.instance.record import (
-    Around,
+    Wrapper,
     empty_slots,
     fill_slot,
 )
@@ -166,11 +166,11 @@ class PatchHooks:
         submodules = [submodule for submodule, _ in self._matches.values()]
         empty_slots(submodules, Slot.PATCH_INPUTS, Slot.PATCH_OUTPUTS)
 
-    def _hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Around:
+    def _hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Wrapper:
         attention = rules.attention if isinstance(rules.attention, tuple) else ()
         indices, of_inputs = tuple(map(self.attentions.index, attention)), rules.of_inputs
 
-        def identify(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        def identify(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # A compiler may trace this function, and one graph serves all patches, so nothing may depend on
             # the patch.
             if self.executor is None or not indices:
@@ -178,7 +178,7 @@ class PatchHooks:
             with self._attending_to(indices):
                 return call(module, *args, **kwargs)
 
-        def split_and_gather(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        def split_and_gather(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             executor = self.executor
             if executor is None:
                 return call(module, *args, **kwargs)
@@ -196,7 +196,7 @@ class PatchHooks:
         self,
         rules: Mapping[int | str, ShardRule],
         name: str,
-        call: Around,
+        call: Wrapper,
         module: nn.Module,
         /,
         *args: Any,

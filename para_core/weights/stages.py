@@ -146,7 +146,7 @@ class Stages:
 
     def on_all_from(self, stage: int, tree: Any) -> Any:
         """Return ``tree`` with the tensors that it has on ``stage``, which sends them to all other stages."""
-        return pytree.tree_map_only(Tensor, lambda x: self.links.from_rank(x, stage), tree)
+        return pytree.tree_map_only(Tensor, lambda x: self.links.broadcast_from(x, stage), tree)
 
     def _receive(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
         """Run the first block of this stage with tokens from the previous stage, of the shapes of ``inputs``."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from para_core.instance.private_class import unwrapped_class
 from para_core.instance.record import (
-    Around,
+    Wrapper,
     fill_slot,
 )
 from para_core.instance.slots import Slot
@@ -279,7 +279,7 @@ def _shard_outputs(
     return tuple(x.chunk(mesh.size(), dim)[mesh.get_local_rank()] for x in call(rope, *args, **kwargs))
 
 
-def _wrap_forward(module: Any, around: Around) -> None:
+def _wrap_forward(module: Any, around: Wrapper) -> None:
     fill_slot(module, Slot.TENSOR_WEIGHTS, {"forward": around})
     before: Callable[..., Any] | None = vars(module).get("forward")
     if before is None:

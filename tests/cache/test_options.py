@@ -447,6 +447,8 @@ BAD_INPUT = [
     (lambda: cached(compute_steps=[True, False])([1.0] * 4), ValueError, "compute_steps .*2 .*4 steps"),
     (lambda: Forecast("x", 0, mean_of_two, "a test"), ValueError, "num_residuals is 0"),
     (lambda: Forecast("x", 1, 5, "a test"), TypeError, "weights is 5"),
+    (lambda: Rule("x", 5, abs, "a test"), TypeError, "sums is 5; expected a function"),
+    (lambda: Rule("x", max, abs, "a test", compares="inputs"), ValueError, "compares is 'inputs'; expected 'residual'"),
 ]
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from para_core import apply_cache, model_cache_report, reset_cache
 from para_core.adapters import cache_report
-from para_core.cache import call_records
+from para_core.cache import call_readings
 from tests.cache.scripted import BLOCKS, Scripted, cached, call_model
 
 
@@ -81,7 +81,7 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
 
 
 def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch, tmp_path):
-    monkeypatch.setattr(call_records, "MOST_READINGS", 5)
+    monkeypatch.setattr(call_readings, "MOST_READINGS", 5)
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.0)
     call_model(model, *range(1, 13))
     report = model_cache_report(model)

@@ -195,6 +195,27 @@ def test_a_pause_in_guidance_costs_no_call_more(rank_pool):
 # -- Errors.
 
 
+def run_another_form():
+    """Return the error of the first call on this rank whose output has another shape than a call with equal inputs."""
+    guidance, model = shared_by_two(None), Model()
+
+    def compute(x, branch):
+        out, _ = model(x, branch)
+        return out if branch < 2 else out.mT
+
+    with pytest.raises(RuntimeError) as raised, guidance.generation():
+        guidance.call(model, compute, (torch.ones(2, 6), 0), {})
+        guidance.finish()
+        for branch in (2, 3):
+            guidance.call(model, compute, (torch.ones(2, 6), branch), {})
+    return str(raised.value)
+
+
+def test_an_output_of_another_form_than_before_raises(rank_pool):
+    for message in rank_pool.run(run_another_form, 2):
+        assert re.search(r"Model returned .*\[6, 2\].* \[2, 6\]", message), message
+
+
 def wrong_dtype(model, args, kwargs):
     output = on_meta(model, args, kwargs)
     return (output[0].double(), *output[1:])
@@ -226,7 +247,7 @@ def run_twice(foresee, broken):
     ("foresee", "broken", "messages"),
     [
         (wrong_dtype, False, ["RuntimeError: .*Model"] * 2),
-        (on_meta, True, ["ValueError: sequence rank 1: this rank's own", "IndexError: this rank's own"]),
+        (on_meta, True, ["ValueError: mesh rank 1: this rank's own", "IndexError: this rank's own"]),
         (not_on_the_last, False, ["ValueError: .*output.* rank 0 .*rank 1 "] * 2),
     ],
     ids=["another dtype", "an error of one rank", "foreseen on one rank"],

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from para_core.cli.progress import showing_log, showing_phases
-from para_core.progress import logger, report, reporting_components
+from para_core.progress import logger, report, report_components
 
 DIFFUSERS = logging.getLogger("diffusers.pipelines.pipeline_utils")
 
@@ -15,9 +15,9 @@ def test_reports_reach_nobody_unless_shown(capsys):
     before = (DIFFUSERS.level, DIFFUSERS.propagate, list(DIFFUSERS.handlers))
     with showing_phases():
         report("seen")
-        with reporting_components("nobody/no-such-model", ["vae", "unet"]):
+        with report_components("nobody/no-such-model", ["vae", "unet"]):
             pass
-        with pytest.raises(OSError, match="disk"), reporting_components("nobody/no-such-model", ["vae"]):
+        with pytest.raises(OSError, match="disk"), report_components("nobody/no-such-model", ["vae"]):
             raise OSError("disk")
     with showing_phases(shown=False):
         report("hidden on other ranks")

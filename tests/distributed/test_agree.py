@@ -71,25 +71,25 @@ DISAGREEMENTS = {
     ),
     "one rank": (
         lambda mesh, rank: agree(TypeError(LONG) if rank == 1 else Signature.of(ALIKE), mesh),
-        f"TypeError: sequence rank 1: {LONG}$",
+        f"TypeError: mesh rank 1: {LONG}$",
     ),
-    "all ranks": (lambda mesh, rank: agree(RuntimeError(f"no {rank}"), mesh), "RuntimeError: sequence rank 0: no 0$"),
-    "all ranks alike": (lambda mesh, rank: agree(ValueError("no"), mesh), "ValueError: sequence rank 0: no$"),
+    "all ranks": (lambda mesh, rank: agree(RuntimeError(f"no {rank}"), mesh), "RuntimeError: mesh rank 0: no 0$"),
+    "all ranks alike": (lambda mesh, rank: agree(ValueError("no"), mesh), "ValueError: mesh rank 0: no$"),
     "exchange": (
         lambda mesh, rank: exchange(ImportError("bad") if rank == 2 else {"error": None}, mesh),
-        "ImportError: sequence rank 2: bad$",
+        "ImportError: mesh rank 2: bad$",
     ),
     "a step": (
         lambda mesh, rank: step(mesh, KeyError("x") if rank == 1 else None),
-        "RuntimeError: sequence rank 1: the step failed: KeyError: 'x'$",
+        "RuntimeError: mesh rank 1: the step failed: KeyError: 'x'$",
     ),
     "an inner step": (
         lambda mesh, rank: step(mesh, None, TypeError("y") if rank == 3 else None),
-        "TypeError: sequence rank 3: the step failed: y$",
+        "TypeError: mesh rank 3: the step failed: y$",
     ),
     "no inner step": (
         lambda mesh, rank: step(mesh, ValueError("z") if rank == 0 else None, None),
-        "ValueError: sequence rank 0: the step failed: z$",
+        "ValueError: mesh rank 0: the step failed: z$",
     ),
 }
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from para_core.adapters.agree.arguments import describe
-from para_core.distributed.fingerprints import digest, fingerprints
+from para_core.distributed.fingerprints import fingerprints, joint_fingerprint
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
@@ -52,9 +52,9 @@ def test_digest_is_the_fingerprint_of_all_bytes_in_order(monkeypatch, chunk):
     tensors = [sample(shape, dtype) for shape in SHAPES for dtype in DTYPES]
     # The words begin between two words of the storage.
     tensors.append(torch.arange(9, dtype=torch.float32)[1:])
-    assert f"{digest(tensors).item() % 2**64:016x}" == split_mix(b"".join(map(padded, tensors)))
-    assert not torch.equal(digest(tensors), digest(tensors[::-1]))
-    assert digest([]).item() == 0
+    assert f"{joint_fingerprint(tensors).item() % 2**64:016x}" == split_mix(b"".join(map(padded, tensors)))
+    assert not torch.equal(joint_fingerprint(tensors), joint_fingerprint(tensors[::-1]))
+    assert joint_fingerprint([]).item() == 0
 
 
 def test_the_host_reads_8_bytes_per_tensor_at_once(monkeypatch):

@@ -26,7 +26,7 @@ from para_core import (
     init_context_parallel_mesh,
     unified_attention,
 )
-from para_core.distributed.create_mesh import ranks_per_host, shared_gpu
+from para_core.distributed.create_mesh import check_no_shared_gpu, ranks_per_host
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.mesh import sequence_mesh
 from para_core.distributed.mesh_shape import choose_mesh_shape
@@ -94,12 +94,12 @@ def test_what_is_no_mesh_is_an_error(call, error, words):
 
 
 def test_ranks_that_share_a_gpu_are_named():
-    assert shared_gpu(dict(enumerate([("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]))) is None
-    message = shared_gpu({4: ("b", "1"), 5: ("a", "0"), 6: ("a", "0"), 7: ("a", "0")})
-    assert re.search(r"ranks \[5, 6, 7\] on host a .*device 0", message)
-    assert "Call torch.cuda.set_device(torch.distributed.get_node_local_rank())" in message
-    message = shared_gpu({0: ("a", "0"), 1: ("a", "1"), 2: ("a", "1")})
-    assert re.search(r"ranks \[1, 2\] on host a .*device 1.*GPUs", message)
+    check_no_shared_gpu(dict(enumerate([("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")])))
+    call = r"Call torch\.cuda\.set_device\(torch\.distributed\.get_node_local_rank\(\)\)"
+    with pytest.raises(RuntimeError, match=rf"ranks \[5, 6, 7\] on host a .*device 0.*{call}"):
+        check_no_shared_gpu({4: ("b", "1"), 5: ("a", "0"), 6: ("a", "0"), 7: ("a", "0")})
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] on host a .*device 1.*GPUs"):
+        check_no_shared_gpu({0: ("a", "0"), 1: ("a", "1"), 2: ("a", "1")})
 
 
 # -- On ranks.

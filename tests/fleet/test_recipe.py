@@ -13,6 +13,8 @@ EXCLUDED = [
     ({"vae_placement": "first", "vae": True}, "vae_placement is 'first'"),
     ({"vae_placement": "offload", "offload": "model"}, "vae_placement is 'offload' with offload 'model'"),
     ({"resident_blocks": 1}, "resident_blocks is 1 with offload None"),
+    ({"resident_blocks": -1, "offload": "blocks"}, "^resident_blocks is -1; expected at least 0"),
+    ({"pipefusion": 0}, "^pipefusion is 0; expected at least 1"),
     ({"weights": "fsdp", "offload": "blocks"}, "weights are 'fsdp' with offload 'blocks'"),
     ({"weights": "tensor"}, "weights are 'tensor', but the mesh"),
     ({"verify": True, "comm_dtype": "int8"}, "comm_dtype leaves nothing equal"),

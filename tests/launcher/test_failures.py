@@ -75,6 +75,25 @@ def test_exception_of_one_rank_frees_the_others(monkeypatch, steps, capsys):
     assert set(pids(steps)).isdisjoint(before)
 
 
+def seed_of_cuda(pipe, *unused):
+    """Return the seed of CUDA's default generator on a rank, also if CUDA is not initialized there."""
+    import torch
+
+    from para_core.torch_internals import queued_cuda_seed
+
+    queued = queued_cuda_seed()
+    return torch.cuda.initial_seed() if queued is None else queued[1]
+
+
+def test_ranks_have_the_seed_of_cuda_after_a_call_that_was_not_sent_and_a_restart(steps):
+    torch.manual_seed(11)
+    with pytest.raises(TypeError, match="cannot be sent"):
+        steps.run(seed_of_cuda, threading.Lock())
+    assert steps.run(seed_of_cuda) == 11
+    steps.restart()
+    assert steps.run(seed_of_cuda) == 11
+
+
 def test_killed_ranks_are_named_and_replaced(steps):
     os.kill(pids(steps)[1], signal.SIGKILL)
     time.sleep(0.5)

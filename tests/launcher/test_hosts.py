@@ -77,5 +77,5 @@ def test_connections_without_the_secret_are_refused():
         stranger.join(0.5)
         rank = threading.Thread(target=connect, args=(secret + (0).to_bytes(4),), daemon=True)
         rank.start()
-        (channel,) = hosts._accept(server, 1, secret, 10.0)
+        (channel,) = hosts._accept_ranks(server, 1, secret, 10.0)
         channel.close()

@@ -14,7 +14,7 @@ from para_core import Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim
 from para_core.layout import gather
 from para_core.layout.fetch import plan_fetch
-from para_core.layout.held import Layout
+from para_core.layout.pieces import Layout
 from para_core.layout.sequence import even_layout
 from para_core.layout.tokens import copy_runs
 
@@ -76,8 +76,8 @@ def test_ranks_hold_the_parts_of_tensor_split(segments, ranks):
 @given(segments=SEGMENTS, groups=st.integers(1, 4), width=st.integers(1, 4))
 def test_a_group_holds_the_tokens_of_its_ranks_once(segments, groups, width):
     sequence = SequenceLayout(segments, groups * width)
-    layout = Layout.of(sequence).grouped(width)
-    assert len(layout.held) == groups
+    layout = Layout.of(sequence).group_ranks(width)
+    assert len(layout.pieces) == groups
     for group in range(groups):
         ranks = range(group * width, (group + 1) * width)
         sharded = sorted(chain.from_iterable(tokens(sequence.runs(rank, replicated=False)) for rank in ranks))

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from para_core import Attention, Gather, Plan, Split, check_parallel
 from para_core.adapters.models.shared.flux import FLUX_PLAN
+from para_core.comparison.digests import digest
 from para_core.comparison.virtual_ranks import RanksDiffer, outcomes_on_virtual_ranks
 from para_core.distributed.collectives import all_gather
 from para_core.instance.record import fill_slot
@@ -294,6 +295,16 @@ def parallel():
 def test_what_cannot_be_checked_raises(build, options, error, words):
     with pytest.raises(error, match=words):
         check_parallel(build(), torch.randn(1, 12, 4), **options)
+
+
+def test_digest_of_complex_numbers_sees_both_parts():
+    x = torch.randn(4, 6, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    full, part = digest(x), digest(x[:, :2])
+    assert [row.shape[0] for row in full.rows] == [4, 6, 3]
+    torch.testing.assert_close(part.rows[1], full.rows[1][:2])
+    for other in (torch.complex(x.imag, x.real), x.conj(), x * 1j):
+        assert all((a - b).norm() > 0.1 * a.norm() for a, b in zip(full.rows, digest(other).rows, strict=True))
+    assert [row.shape[0] for row in digest(x.sum()).rows] == [1]
 
 
 def test_virtual_ranks_that_meet_in_different_collectives_end_at_once():

@@ -66,7 +66,7 @@ def shard_differing():
         assert not isinstance(pipe.transformer, FSDPModule)
     for kind in (torch.OutOfMemoryError, MemoryError):
         failing = mock.patch.object(fsdp_weights, "shard_blocks", side_effect=kind("no room"))
-        message = rf"sequence rank 1: .*{kind.__name__}: no room.* FluxPipeline\.from_pretrained"
+        message = rf"mesh rank 1: .*{kind.__name__}: no room.* FluxPipeline\.from_pretrained"
         with on_rank_1(failing), pytest.raises(RuntimeError, match=message):
             shard_weights(flux_pipe(), mesh_of({}), components=["transformer"])
 
@@ -219,9 +219,9 @@ def split_without_index(part):
 
 # Each row has a change of the files, the ranks that load them, and what the message of every rank has.
 BROKEN = {
-    "interrupted": (lambda part: os.truncate(weights_of(part), 100_000), (1,), r"^sequence rank 1: .*/interrupted "),
-    "corrupt": (lambda part: weights_of(part).write_bytes(b"\xff" * 64), (0, 1), r"^sequence rank 0: .*/corrupt "),
-    "missing": (lambda part: weights_of(part).unlink(), (1,), r"^sequence rank 1: .*/missing "),
+    "interrupted": (lambda part: os.truncate(weights_of(part), 100_000), (1,), r"^mesh rank 1: .*/interrupted "),
+    "corrupt": (lambda part: weights_of(part).write_bytes(b"\xff" * 64), (0, 1), r"^mesh rank 0: .*/corrupt "),
+    "missing": (lambda part: weights_of(part).unlink(), (1,), r"^mesh rank 1: .*/missing "),
     "none": (lambda part: weights_of(part).unlink(), (0, 1), r"transformer .*safetensors(?!.*save_pretrained)"),
     "pickled": (
         lambda part: weights_of(part).rename(part / "diffusion_pytorch_model.bin"),
@@ -299,4 +299,4 @@ def test_each_node_downloads_each_file_once(rank_pool, folder, tmp_path, hosts):
     rank_pool.run(download, 2, hub.endpoint, tmp_path, hosts)
     for error in rank_pool.run_expecting_errors(download, 2, hub.endpoint, tmp_path / "empty", hosts):
         assert isinstance(error, RuntimeError)
-        assert re.search(rf"sequence rank 0: {REPOSITORY} .*OSError: ", str(error))
+        assert re.search(rf"mesh rank 0: {REPOSITORY} .*OSError: ", str(error))

@@ -18,7 +18,7 @@ from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, par
 from para_core.adapters.inspect.components import stack_of
 from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.quantize import loading_config, quantize_transformers, torchao_config
-from para_core.option_values import require_quantize_fits
+from para_core.option_values import check_quantize_fits
 from para_core.weights.fsdp import check_shardable
 from para_core.weights.stages import check_freeable
 from para_core.weights.tensor_checks import check_tensor_plan
@@ -257,7 +257,7 @@ def test_quantized_weights_equal_one_process(rank_pool, whole_pipe, scheme, weig
 )
 def test_a_scheme_that_does_not_go_with_the_sharding_is_refused(scheme, weights):
     with pytest.raises(ValueError, match="quantize"):
-        require_quantize_fits(scheme, weights)
+        check_quantize_fits(scheme, weights)
 
 
 def test_quantizing_changes_the_result(whole_pipe):

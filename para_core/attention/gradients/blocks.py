@@ -12,7 +12,7 @@ from para_core.attention.finite_masks import FiniteMaskedRows
 from para_core.attention.gradients.contract import Backward, QueryGradients
 from para_core.attention.local import local_attention_backward
 from para_core.attention.local_call import LocalAttentionCall
-from para_core.layout.runs import put, take
+from para_core.layout.runs import add_at, take
 from para_core.option_values import Backend
 
 
@@ -43,14 +43,14 @@ def local_backward(backend: Backend | None, scale: float | None) -> Backward:
                 call, grad_out, out, lse[..., 0], backend=backend, mask_gradient=sums is not None
             )
             grad_query.add_(of_query)
-            put(grads[0], 2, tile.runs, of_key)
-            put(grads[1], 2, tile.runs, of_value)
+            add_at(grads[0], 2, tile.runs, of_key)
+            add_at(grads[1], 2, tile.runs, of_value)
             if sums is None or of_mask is None:
                 continue
             if sums[piece].shape[3] == 1:
                 sums[piece].add_(of_mask.sum_to_size(sums[piece].shape))
             else:
-                put(sums[piece], 3, tile.positions, of_mask)
+                add_at(sums[piece], 3, tile.positions, of_mask)
         return grads[0], grads[1]
 
     return backward

@@ -16,7 +16,7 @@ from torch import Tensor
 from para_core.attention.attend import Block
 from para_core.attention.ring_plan import RingPlan
 from para_core.attention.tiles import Tiling
-from para_core.layout.runs import put
+from para_core.layout.runs import add_at
 
 # Called as backward(into, key, value, block): returns the gradients of the keys and values of a block in the dtype of
 # lse, and adds those of queries and mask to the QueryGradients ``into``. ``block`` is the number of the block in
@@ -71,4 +71,4 @@ class QueryGradients:
 def add_to_travelling(own: Block, arrived: Block, plan: RingPlan) -> None:
     """Add gradients that arrived to the part of this rank's gradients that belongs to what was sent."""
     for total, part in zip(own, arrived, strict=True):
-        put(total, 2, plan.travels, part)
+        add_at(total, 2, plan.travels, part)

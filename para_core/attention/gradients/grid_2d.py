@@ -20,7 +20,7 @@ from torch import Tensor
 from para_core.attention.attend import Block
 from para_core.attention.gradients.contract import Backward, QueryGradients
 from para_core.attention.grid_2d import Grid2D, as_dtype, as_lse, by_head, by_token, give, start
-from para_core.layout.runs import put, take
+from para_core.layout.runs import add_at, take
 from para_core.layout.sequence import Run
 
 
@@ -93,7 +93,7 @@ def _rows_of(mask: Tensor | None, first: int, length: int) -> Tensor | None:
 
 def _put(totals: Sequence[Tensor], runs: Sequence[Run], parts: Sequence[Tensor]) -> None:
     for total, part in zip(totals, parts, strict=True):
-        put(total, 2, runs, part)
+        add_at(total, 2, runs, part)
 
 
 def _sum_over_ranks(rows: Tensor, num_ranks: int) -> Tensor:

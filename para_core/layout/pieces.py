@@ -26,8 +26,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces that each of some ranks holds, in the order of the sequence. All ranks hold equally many
-    pieces.
+    """The pieces that each of some ranks holds, in the order in which they lie in its tensor. All ranks hold equally
+    many pieces, which :meth:`group_ranks` relies on: piece i of each rank is a part of the same segment.
 
     Lengths may be symbolic: this class only adds them.
 
@@ -38,22 +38,24 @@ class Layout:
     ([(0, 3), (6, 2)], [(6, 2)], [(3, 2)])
     """
 
-    held: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[Piece, ...], ...]
 
     @staticmethod
     def of(sequence: SequenceLayout, ranks: Sequence[int] | None = None) -> Layout:
         """Return the pieces of each of ``ranks`` (all, by default) of ``sequence``."""
         ranks = range(sequence.ranks) if ranks is None else ranks
-        held: list[list[Piece]] = [[] for _ in ranks]
+        pieces: list[list[Piece]] = [[] for _ in ranks]
         before = 0
         for segment in sequence.segments:
-            for rank, pieces in zip(ranks, held, strict=True):
+            for rank, pieces_of_rank in zip(ranks, pieces, strict=True):
                 # The second run of a balanced segment is that of the back half, of which the first rank holds
                 # the end.
                 for index, (start, length) in enumerate(segment.runs(rank, sequence.ranks)):
-                    pieces.append(Piece(before + start, length, segment.replicated, descending=index == 1))
+                    pieces_of_rank.append(
+                        Piece(before + start, length, segment.replicated, descending=index == 1)
+                    )
             before = before + segment.total
-        return Layout(tuple([tuple(pieces) for pieces in held]))
+        return Layout(tuple([tuple(pieces_of_rank) for pieces_of_rank in pieces]))
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -66,7 +68,7 @@ class Layout:
         starts = accumulate(sizes, initial=0)
         return Layout(tuple([(Piece(start, size),) for start, size in zip(starts, sizes, strict=False)]))
 
-    def grouped(self, width: int, *, ordered: bool = True) -> Layout:
+    def group_ranks(self, width: int, *, ordered: bool = True) -> Layout:
         """Return the layout of groups of ``width`` neighbouring ranks, each of which holds the pieces of all
         its ranks.
 
@@ -74,38 +76,38 @@ class Layout:
         replicated.
 
         >>> layout = Layout(((Piece(0, 3, True), Piece(3, 3)), (Piece(0, 3, True), Piece(6, 2))))
-        >>> layout.grouped(2).runs(0)
+        >>> layout.group_ranks(2).runs(0)
         [(0, 3), (3, 5)]
         """
         if width == 1:
             return self
-        groups = [self.held[first : first + width] for first in range(0, len(self.held), width)]
+        groups = [self.pieces[first : first + width] for first in range(0, len(self.pieces), width)]
         if ordered:
-            return Layout(tuple([_join_ranks(held) for held in groups]))
-        return Layout(tuple([tuple([piece for pieces in held for piece in pieces]) for held in groups]))
+            return Layout(tuple([_join_ranks(group) for group in groups]))
+        return Layout(tuple([tuple([piece for pieces in group for piece in pieces]) for group in groups]))
 
     def only(self, *ranks: int, replicated: bool | None = None) -> Layout:
         """Return the layout of one rank that holds the pieces of ``ranks``, rank by rank; see :meth:`runs`."""
-        return Layout((tuple(self._pieces(ranks, replicated)),))
+        return Layout((tuple(self._select(ranks, replicated)),))
 
     def runs(self, rank: int = 0, *, replicated: bool | None = None) -> list[Run]:
         """Return the positions that ``rank`` holds, as runs ``(start, length)`` in its order.
 
         ``replicated`` selects the replicated pieces (True), the sharded ones (False), or both (None).
         """
-        return [(piece.start, piece.length) for piece in self._pieces([rank], replicated)]
+        return [(piece.start, piece.length) for piece in self._select([rank], replicated)]
 
     def size(self, rank: int = 0, *, replicated: bool | None = None) -> int:
         """Return the number of tokens that ``rank`` holds; see :meth:`runs`."""
-        return sum([piece.length for piece in self._pieces([rank], replicated)])
+        return sum([piece.length for piece in self._select([rank], replicated)])
 
     def sizes(self, *, replicated: bool | None = None) -> list[int]:
         """Return the number of tokens that each rank holds; see :meth:`runs`."""
-        return [self.size(rank, replicated=replicated) for rank in range(len(self.held))]
+        return [self.size(rank, replicated=replicated) for rank in range(len(self.pieces))]
 
     def offsets(self, rank: int = 0, *, replicated: bool) -> list[Run]:
         """Return where the replicated (or the sharded) pieces of ``rank`` lie in its tensor, one run per piece."""
-        pieces = self.held[rank]
+        pieces = self.pieces[rank]
         starts = accumulate([piece.length for piece in pieces], initial=0)
         return [
             (start, piece.length)
@@ -113,20 +115,21 @@ class Layout:
             if piece.replicated == replicated
         ]
 
-    def _pieces(self, ranks: Iterable[int], replicated: bool | None) -> list[Piece]:
+    def _select(self, ranks: Iterable[int], replicated: bool | None) -> list[Piece]:
+        """Return the pieces of ``ranks``, rank by rank; see :meth:`runs`."""
         return [
             piece
             for rank in ranks
-            for piece in self.held[rank]
+            for piece in self.pieces[rank]
             if replicated is None or piece.replicated == replicated
         ]
 
 
-def _join_ranks(held: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
+def _join_ranks(pieces: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
     """Return the pieces that neighbouring ranks hold together: each joins one piece of every rank."""
     joined = []
-    for of_ranks in zip(*held, strict=True):
-        first = of_ranks[-1] if of_ranks[0].descending else of_ranks[0]
-        length = first.length if first.replicated else sum([piece.length for piece in of_ranks])
+    for neighbours in zip(*pieces, strict=True):
+        first = neighbours[-1] if neighbours[0].descending else neighbours[0]
+        length = first.length if first.replicated else sum([piece.length for piece in neighbours])
         joined.append(first._replace(length=length))
     return tuple(joined)

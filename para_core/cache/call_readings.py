@@ -1,4 +1,4 @@
-"""The records of the calls of a model with a cache, from which the report is made."""
+"""The readings of the calls of a model with a cache, from which the report is made."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class CallRecord:
-    """The record of one model call, for the report. Reading its tensors or seconds may wait for the device.
+class CallReading:
+    """The values of one model call that the report needs. Reading its tensors or seconds may wait for the device.
 
     Args:
         branch: The name of the branch, or one name for all branches in the batch.
-        num_branches, batch: Number of branches and number of samples in the whole batch; ``batch`` is 0 if
-            unknown.
+        num_branches, batch: Number of branches and number of samples in the batch, over all ranks; ``batch`` is 0
+            if unknown.
         room: Maximum number of stored residuals, and therefore of residuals in a forecast.
         events: The begin and the end of the call on a CUDA device.
         start, host_seconds: The time of the begin, and the duration, on the host.
@@ -50,28 +50,28 @@ class CallRecord:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-# Maximum number of model calls whose records are kept for the report. A pipeline clears the records before
+# Maximum number of model calls whose readings are kept for the report. A pipeline clears the readings before
 # every generation, but a loop that never calls reset_cache would otherwise accumulate them, and their tensors
 # on a GPU, without limit.
 MOST_READINGS = 4096
 
 
-class CallRecords:
-    """The records of the last ``MOST_READINGS`` model calls since :meth:`clear`, of one cache.
+class CallReadings:
+    """The readings of the last ``MOST_READINGS`` model calls since :meth:`clear`, of one cache.
 
     Attributes:
-        calls: The records, oldest first.
+        calls: The readings, oldest first.
         count: Number of calls.
     """
 
     def __init__(self) -> None:
-        self.calls: deque[CallRecord] = deque(maxlen=MOST_READINGS)
+        self.calls: deque[CallReading] = deque(maxlen=MOST_READINGS)
         self.count = 0
-        self._current: CallRecord
+        self._current: CallReading
 
     @property
     def dropped(self) -> int:
-        """The number of calls whose records were dropped."""
+        """The number of calls whose readings were dropped."""
         return self.count - len(self.calls)
 
     def begin(self, cache: BlockCache, branch: str, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class CallRecords:
         if device.type == "cuda":
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             events[0].record()
-        self._current = CallRecord(
+        self._current = CallReading(
             step=cache.step.index,
             branch=branch,
             num_branches=cache.num_branches,
@@ -93,16 +93,16 @@ class CallRecords:
         )
 
     def end(self, outcome: DecisionOutcome) -> None:
-        """Keep the record of the call that began last."""
-        record = self._current
-        record.host_seconds = time.perf_counter() - record.start
-        if record.events:
-            record.events[1].record()
-        record.outcome = outcome
-        self.calls.append(record)
+        """Keep the reading of the call that began last."""
+        reading = self._current
+        reading.host_seconds = time.perf_counter() - reading.start
+        if reading.events:
+            reading.events[1].record()
+        reading.outcome = outcome
+        self.calls.append(reading)
         self.count += 1
 
     def clear(self) -> None:
-        """Drop all records."""
+        """Drop all readings."""
         self.calls.clear()
         self.count = 0
