@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from para_core.adapters import Adapter, propose_plan
+from para_core import adapters
+from para_core.adapters import Adapter
 
 from .cut import original_of, use_cut
 
@@ -69,7 +70,9 @@ def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any
 def _proposed(base: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Adapter:
     small = _small_copy(base, original_of(type(model)))
     examples = [_example(model, inputs, _HEIGHT, width) for width in _WIDTHS]
-    return propose_plan(small, examples).adapter()
+    # The proposal of plans is optional. Where it was removed, this raises, and no plan was found.
+    adapter: Adapter = adapters.propose_plan(small, examples).adapter()
+    return adapter
 
 
 def _small_copy(base: Any, cls: type) -> nn.Module:

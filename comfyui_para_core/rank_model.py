@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import ForeignCodeWarning, apply_cache, cache_context, init_context_parallel_mesh, reset_cache
 from para_core.adapters import parallelize_transformer
+from para_core.adapters.weights.features import require_method
 from para_core.cache.blocks import CachedBlocks
-from para_core.weights.fsdp import shard_blocks
 
 from .cut import use_cut
 from .plans import find_plan
@@ -37,6 +37,8 @@ class RankModel:
     def __init__(self, path: str, options: Mapping[str, Any], settings: Settings) -> None:
         self.path, self.options, self.settings = path, options, settings
         self.in_parts = settings.weights == "fsdp" and settings.ranks > 1
+        if self.in_parts:
+            require_method("fsdp")
         self._read()
 
     def _read(self) -> None:
@@ -150,7 +152,7 @@ class RankModel:
             apply_cache(self.model, adapter.blocks, residual_diff_threshold=settings.cache)
         if self.in_parts:
             mesh = init_device_mesh(device, (settings.ranks,))
-            shard_blocks(self.model, _blocks_of(self.model), mesh)
+            require_method("fsdp").shard(self.model, mesh, None)
         self.ready = True
 
 
@@ -252,14 +254,6 @@ def _is_list(value: Any) -> bool:
 def _local_bytes(parameter: Any) -> int:
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return int(local.numel() * local.element_size())
-
-
-def _blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the entries of the module lists of ``model`` that are not inside of another one, in their order."""
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        blocks += list(child) if isinstance(child, nn.ModuleList) else []
-    return blocks
 
 
 def _to(value: Any, device: torch.device) -> Any:

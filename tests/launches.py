@@ -55,7 +55,9 @@ def count_attention(
         # The projections of a model return [B, S, H, D] in memory.
         shape = (batch, layout.size(0), heads, head_dim)
         tensors = [torch.empty(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(3)]
-        options = {"backend": backend, "rotate_method": rotate_method, "comm_dtype": comm_dtype}
+        options = {"backend": backend, "rotate_method": rotate_method}
+        if comm_dtype is not None:
+            options["comm_dtype"] = comm_dtype
         on_device = _intercepted if device == "cpu" else _as_on_cuda
         with on_device(mesh, layout, heads, options) as attend:
             attend(*tensors, mask)

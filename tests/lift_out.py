@@ -31,6 +31,13 @@ ROOT = Path(__file__).parents[1]
 # Folders of the repository that hold modules of the library.
 ROOMS = ("para_core", "adapters", "kernels", "fleet", "cli")
 _SECONDS = 300
+# An editable installation of this checkout would find what is deleted in a copy. Python runs this at its start if the
+# folder of the file is on PYTHONPATH.
+_SITE = """\
+import sys
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if "para_core" not in finder.__module__]
+"""
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ class Feature:
     Args:
         files: Its files and folders, separated by spaces.
         line: The file and the beginning of the line that register it; None if nothing does.
-        words: Words, separated by spaces. A test whose id contains one is a test of the feature, as is every test of a
-            file that imports one of its modules.
+        words: Words, separated by spaces. A quick test whose name, file or parameters contain one is a test of the
+            feature, as is every test of a file that imports one of its modules or public names.
     """
 
     files: str
@@ -56,9 +63,38 @@ _ATTENTION = "para_core/attention/features.py"
 _WEIGHTS = "adapters/weights/features.py"
 _BACKENDS = "para_core/option_values.py"
 _CACHE = "para_core/cache/__init__.py"
+_MODELS = "adapters/models/__init__.py"
+# The name of a model family in the table begins with this.
+OF_MODELS = "models: "
+
+
+def family(name: str) -> Feature:
+    """Return the model family ``name`` as a feature. The ids of its tests contain one of its classes."""
+    path = ROOT / "adapters/models" / f"{name}.py"
+    keywords = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.keyword)]
+    classes = [
+        str(keyword.value.value)
+        for keyword in keywords
+        if keyword.arg == "transformer" and isinstance(keyword.value, ast.Constant)
+    ]
+    words = ["every_transformer_of_diffusers", *classes]
+    return Feature(f"adapters/models/{name}.py", (_MODELS, f'"{name}",'), words=" ".join(words))
+
+
+def families() -> tuple[str, ...]:
+    """Return the names of all model families. Imports nothing of the library."""
+    for node in ast.parse((ROOT / _MODELS).read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FAMILIES":
+            names: tuple[str, ...] = ast.literal_eval(node.value)
+            return names
+    raise ValueError(f"{_MODELS} assigns no FAMILIES; correct tests/lift_out.py.")
+
+
 FEATURES: dict[str, Feature] = {
     "FlashAttention's operators": Feature(
-        "para_core/modes/flash_attention.py", (_MODES, "import para_core.modes.flash_attention"), words="flash"
+        "para_core/modes/flash_attention.py",
+        (_MODES, "import para_core.modes.flash_attention"),
+        words="_flash_attn_forward",
     ),
     "flex attention": Feature(
         (
@@ -66,10 +102,10 @@ FEATURES: dict[str, Feature] = {
             "para_core/modes/block_masks.py para_core/attention/flex_exchange.py"
         ),
         (_MODES, "import para_core.modes.flex_attention"),
-        words="flex BlockMask",
+        words="flex_attention",
     ),
     "F.multi_head_attention_forward": Feature(
-        "para_core/modes/multi_head.py", (_MODES, "import para_core.modes.multi_head"), words="multi_head"
+        "para_core/modes/multi_head.py", (_MODES, "import para_core.modes.multi_head"), words="multi_head_attention"
     ),
     "checkpoint binding": Feature(
         "para_core/modes/recomputation.py",
@@ -93,19 +129,17 @@ FEATURES: dict[str, Feature] = {
         words="report cache",
     ),
     "ComfyUI nodes": Feature("comfyui_para_core"),
-    "gradient of a ring": Feature("para_core/attention/gradients/ring.py", words="gradient learn backward grad train"),
+    "gradient of a ring": Feature("para_core/attention/gradients/ring.py"),
     "8-bit exchange": Feature(
-        "para_core/attention/rounding.py", (_ATTENTION, '"rounding:Rounding",'), words="comm_dtype int8 rounded"
+        "para_core/attention/rounding.py", (_ATTENTION, '"rounding:Rounding",'), words="comm_dtype test_wire"
     ),
     "Attention2D": Feature(
         ("para_core/attention/grid_2d.py para_core/attention/grid_shape.py para_core/attention/gradients/grid_2d.py"),
         (_BACKENDS, '"2d":'),
-        words="2d grid plan foreseen",
+        words="grid_2d",
     ),
     "gathered keys": Feature(
-        "para_core/attention/gathered.py para_core/attention/gradients/gathered.py",
-        (_BACKENDS, '"gathered":'),
-        words="gathered same_bits",
+        "para_core/attention/gathered.py para_core/attention/gradients/gathered.py", (_BACKENDS, '"gathered":')
     ),
     "block-sparse masks": Feature(
         (
@@ -113,12 +147,10 @@ FEATURES: dict[str, Feature] = {
             "para_core/attention/gradients/direct_ring.py para_core/modes/block_sparse.py"
         ),
         (_ATTENTION, '"block_sparse:BlockMask",'),
-        words="block_mask sparse",
     ),
     "kept keys": Feature(
         "para_core/attention/approximate para_core/attention/kept_keys.py para_core/modes/kept_keys.py",
         (_ATTENTION, '"keys":'),
-        words="kept_keys keys sparse reference_of_an_approximation",
     ),
     "UNets": Feature(
         "adapters/vae/unet.py adapters/models/unets.py adapters/parallel/unet.py",
@@ -133,19 +165,10 @@ FEATURES: dict[str, Feature] = {
         (_WEIGHTS, '"vae":'),
         words="vae",
     ),
-    "Allegro, a model family": Feature(
-        "adapters/models/allegro.py", ("adapters/models/__init__.py", '"allegro",'), words="allegro Allegro"
-    ),
-    "FlashAttention-3": Feature(
-        "para_core/attention/backends/flash3.py", (_BACKENDS, '"flash3":'), words="flash3 flash_3 library libraries"
-    ),
-    "FlashAttention-4": Feature(
-        "para_core/attention/backends/flash4.py", (_BACKENDS, '"flash4":'), words="flash4 library libraries"
-    ),
+    "FlashAttention-3": Feature("para_core/attention/backends/flash3.py", (_BACKENDS, '"flash3":')),
+    "FlashAttention-4": Feature("para_core/attention/backends/flash4.py", (_BACKENDS, '"flash4":')),
     "SageAttention": Feature(
-        "para_core/attention/backends/sage.py",
-        (_BACKENDS, '"sage":'),
-        words="sage library libraries schedule approximat backend",
+        "para_core/attention/backends/sage.py", (_BACKENDS, '"sage":'), words="test_one_rank_follows_the_schedule"
     ),
     "exact Triton attention": Feature(
         "para_core/attention/backends/triton_exact.py kernels/attention.py",
@@ -157,34 +180,42 @@ FEATURES: dict[str, Feature] = {
         (_BACKENDS, '"triton-int8":'),
         words="int8 schedule approximat old_gpus signatures compiled gpu_check lossy",
     ),
-    "merge kernel": Feature("kernels/merge.py", words="merge old_gpus"),
-    "pack kernel": Feature("kernels/pack.py", words="pack old_gpus"),
-    "residual kernel": Feature("kernels/residual.py", words="residual forecast old_gpus"),
-    "norm kernel": Feature("kernels/norm.py", words="norm"),
-    "fsdp": Feature("adapters/weights/fsdp_weights.py para_core/weights/fsdp.py", (_WEIGHTS, '"fsdp":'), words="fsdp"),
+    "merge kernel": Feature("kernels/merge.py"),
+    "pack kernel": Feature("kernels/pack.py", words="pack_kernel"),
+    "residual kernel": Feature("kernels/residual.py"),
+    "norm kernel": Feature("kernels/norm.py"),
+    "fsdp": Feature(
+        "adapters/weights/fsdp_weights.py para_core/weights/fsdp.py",
+        (_WEIGHTS, '"fsdp":'),
+        words="test_parts_of_weights",
+    ),
     "tensor": Feature(
         "adapters/weights/tensor_weights.py para_core/weights/tensor.py para_core/weights/tensor_checks.py",
         (_WEIGHTS, '"tensor":'),
-        words="tensor",
     ),
-    "stages": Feature(
-        "adapters/weights/staged_transformer.py para_core/weights/stages.py", (_WEIGHTS, '"stages":'), words="stage"
-    ),
+    "stages": Feature("adapters/weights/staged_transformer.py para_core/weights/stages.py", (_WEIGHTS, '"stages":')),
     "PipeFusion": Feature(
         (
             "adapters/weights/fused_pipe.py para_core/weights/pipefusion.py para_core/weights/patches.py "
             "para_core/weights/patch_hooks.py para_core/weights/stale_keys.py"
         ),
         (_WEIGHTS, '"pipefusion":'),
-        words="pipefusion patch",
     ),
     "text encoder offload": Feature(
-        "adapters/weights/text_encoder_offload.py", (_WEIGHTS, '"text_encoder_offload":'), words="encoder"
+        "adapters/weights/text_encoder_offload.py", (_WEIGHTS, '"text_encoder_offload":'), words="text_encoders_offload"
     ),
-    "VAE offload": Feature("adapters/weights/vae_offload.py", (_WEIGHTS, '"vae_offload":'), words="vae_placement"),
-    "block offload": Feature("adapters/weights/block_offload.py", (_WEIGHTS, '"block_offload":'), words="offload"),
-    "same bits": Feature("adapters/same_bits.py para_core/same_bits", (_WEIGHTS, '"same_bits":'), words="same_bits"),
-    "quantization": Feature("adapters/weights/quantize.py", (_WEIGHTS, '"quantize":'), words="quantize"),
+    "VAE offload": Feature(
+        "adapters/weights/vae_offload.py",
+        (_WEIGHTS, '"vae_offload":'),
+        words="vae_placement_offload vae_placement_first test_offloaded_vae_stays",
+    ),
+    "block offload": Feature(
+        "adapters/weights/block_offload.py",
+        (_WEIGHTS, '"block_offload":'),
+        words="offload_blocks test_each_block_is_copied test_weights_changed_after_a_call",
+    ),
+    "same bits": Feature("adapters/same_bits.py para_core/same_bits", (_WEIGHTS, '"same_bits":')),
+    "quantization": Feature("adapters/weights/quantize.py", (_WEIGHTS, '"quantize":')),
     "CFG over ranks": Feature("adapters/cfg para_core/cfg", (_WEIGHTS, '"cfg":'), words="guidance cfg"),
     "server": Feature(
         "fleet/http cli/serve.py deploy", ("cli/app.py", '"serve": "para_core.cli.serve",'), words="serve server"
@@ -192,7 +223,7 @@ FEATURES: dict[str, Feature] = {
     "planner": Feature(
         "adapters/planner", ("adapters/features.py", '"para_core.adapters.planner",'), words="plan foreseen"
     ),
-    "propose": Feature("adapters/propose", words="propose"),
+    "propose": Feature("adapters/propose", words="is_proposed_on_a_small_copy"),
     "verify": Feature(
         "para_core/verify",
         ("para_core/call_checks.py", '"verify": "para_core.verify.option",'),
@@ -202,9 +233,13 @@ FEATURES: dict[str, Feature] = {
     "gradients of attention": Feature(
         "para_core/attention/gradients",
         (_ATTENTION, '"gradients.operator:differentiate",'),
-        words="gradient learn backward grad train",
+        words="test_the_named_backend_computes_on_one_rank",
     ),
+    **{f"{OF_MODELS}{name}": family(name) for name in families()},
 }
+# The family of README's main job, which runs with another one if this one is deleted, and stays if all are.
+_OF_MAIN_JOB = f"{OF_MODELS}flux"
+TOGETHER = [name for name in FEATURES if name != _OF_MAIN_JOB]
 
 
 @contextmanager
@@ -218,6 +253,7 @@ def without(*features: Feature) -> Iterator[Path]:
             if (ROOT / name).is_file():
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / name, copy / name)
+        (copy / "sitecustomize.py").write_text(_SITE)
         for feature in features:
             remove(feature, copy)
         yield copy
@@ -309,10 +345,15 @@ def _import_and_run(copy: Path, pipe: Any) -> None:
         if name.partition(".")[0] in ("para_core", "tests", "zoo", "benchmarks"):
             del sys.modules[name]
     sys.path.insert(0, str(copy))
+    exec((copy / "sitecustomize.py").read_text())
     for name in module_files(copy):
         if name.startswith("para_core") and not name.endswith("__main__"):
             import_module(name)
-    for wait in [_fork(main_job, rank, copy / "store", pipe, daemon=True) for rank in range(2)]:
+    call: dict[str, Any] = {"height": 48, "width": 64, "max_sequence_length": 64}
+    if not (copy / FEATURES[_OF_MAIN_JOB].files).exists():
+        tiny = import_module("zoo.tiny.pipelines").PIPELINES["stable diffusion 3"]
+        pipe, call = tiny.build(), tiny.call()
+    for wait in [_fork(main_job, rank, copy / "store", pipe, call, daemon=True) for rank in range(2)]:
         wait()
 
 
@@ -337,8 +378,10 @@ def failing_tests(*features: Feature) -> str | None:
         others = " and ".join(f"not {word}" for word in words)
         quick = "not ranks and not slow and not long and not nodes and not comfyui"
         # The tests of this program read its table, which names the deleted files.
-        command = [sys.executable, "-m", "pytest", "-q", "-m", quick, "-k", others, "--ignore=tests/test_lift_out.py"]
-        run = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "pytest", "-q", "-m", quick, "-k", others]
+        command += ["-p", "no:cacheprovider", "--ignore=tests/test_lift_out.py"]
+        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     if run.returncode == 0:
         return None
     return run.stdout[-5000:]
@@ -346,13 +389,21 @@ def failing_tests(*features: Feature) -> str | None:
 
 def importable_names(folder: Path) -> set[str]:
     """Return the import names of the modules of the library in ``folder``, and of its public names."""
-    names = set(module_files(folder))
+    modules = set(module_files(folder))
+    return modules | public_names(modules, folder)
+
+
+def public_names(modules: set[str], folder: Path = ROOT) -> set[str]:
+    """Return the public names that an ``api.py`` in ``folder`` imports from ``modules``, with their package."""
+    names = set()
     for package, api in (("para_core", "para_core/api.py"), ("para_core.adapters", "adapters/api.py")):
-        names |= {f"{package}.{name.rpartition('.')[2]}" for name in _imports_of(folder / api)}
+        for node in ast.parse((folder / api).read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module in modules:
+                names |= {f"{package}.{alias.asname or alias.name}" for alias in node.names}
     return names
 
 
-def _imports_of(path: Path) -> set[str]:
+def imports_of(path: Path) -> set[str]:
     """Return the modules that a file imports, and what it imports from them: ``a.b`` and ``a.b.c``."""
     imported: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -368,7 +419,7 @@ def _delete_importers(gone: set[str], copy: Path) -> set[str]:
     deleted = set()
     for room in ("tests", "benchmarks", "zoo"):
         for path in (copy / room).rglob("*.py"):
-            if _imports_of(path) & gone:
+            if imports_of(path) & gone:
                 deleted.add(".".join(path.relative_to(copy).with_suffix("").parts))
                 path.unlink()
     return deleted
@@ -386,9 +437,12 @@ def load_pipe() -> Any:
     return pipe
 
 
-def main_job(rank: int, store: Path, pipe: Any) -> None:
-    """Run README's main job on this rank of two: parallelize a small FLUX, without and with a cache, and compare it
+def main_job(rank: int, store: Path, pipe: Any, call: dict[str, Any]) -> None:
+    """Run README's main job on this rank of two: parallelize a small pipeline, without and with a cache, and compare it
     with one device.
+
+    Args:
+        call: Arguments of the pipeline's call.
 
     Raises:
         RuntimeError: The images differ by more than rounding, or a cache skips nothing.
@@ -399,8 +453,8 @@ def main_job(rank: int, store: Path, pipe: Any) -> None:
     from para_core.adapters import apply_cache_on_pipe, parallelize_pipe
 
     def draw() -> torch.Tensor:
-        options = {"height": 48, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64, "output_type": "pt"}
-        return pipe("a red circle", generator=torch.Generator().manual_seed(0), **options).images
+        options = {"prompt": "a red circle", **call, "num_inference_steps": 2, "output_type": "pt"}
+        return pipe(**{**options, "generator": torch.Generator().manual_seed(0)}).images
 
     expected = draw()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -430,7 +484,7 @@ def main() -> int:
     unknown = [name for name in options.features if name not in FEATURES]
     if unknown:
         parser.error(f"unknown feature {unknown[0]!r}; there are {', '.join(FEATURES)}")
-    names = options.features or list(FEATURES)
+    names = options.features or (TOGETHER if options.together else list(FEATURES))
     pipe, failed = load_pipe(), 0
     for group in [names] if options.together else [[name] for name in names]:
         features = [FEATURES[name] for name in group]

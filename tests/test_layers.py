@@ -78,7 +78,7 @@ def imported_by(path):
 
 
 def test_every_room_has_a_layer_and_imports_none_above_it():
-    assert {room_of(path) for path in FILES.values()} == set(LEVEL)
+    assert {room_of(path) for path in FILES.values()} <= set(LEVEL)
     upwards = [
         f"{path}:{line} imports {room_of(target)}"
         for path in FILES.values()

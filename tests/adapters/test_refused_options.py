@@ -13,12 +13,11 @@ from para_core.adapters import (
     apply_cache_on_pipe,
     parallelize_pipe,
     parallelize_transformer,
-    parallelize_unet,
     shard_weights,
 )
-from tests.adapters.parallel.test_undo import same_pipe
+from para_core.option_values import BACKENDS, EXACT_FORM, RING_STYLES
+from tests.adapters.parallel.unchanged import same_pipe
 from tests.tiny import flux_pipe
-from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 
 
@@ -34,6 +33,9 @@ def pipe():
         yield pipe
 
 
+# The backends of libraries that are not installed, and what each imports.
+PACKAGES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
+LIBRARIES = [(name, package) for name, package in PACKAGES.items() if name in BACKENDS]
 # The options, the error and words of its message.
 OPTIONS = [
     ({"assume_equal": "no"}, TypeError, "assume_equal is 'no'"),
@@ -48,14 +50,18 @@ OPTIONS = [
     ({"pipefusion": 4}, TypeError, "pipefusion is 4"),
     ({"adapter": "flux"}, TypeError, "adapter is 'flux'"),
     ({"mesh": 2}, TypeError, r"mesh .*int; .*DeviceMesh .*ProcessGroup"),
-    ({"backend": "fast"}, ValueError, "backend .*'fast'; .*flash, efficient, cudnn, math, triton, triton-int8"),
+    ({"backend": "fast"}, ValueError, f"backend .*'fast'; .*{', '.join(BACKENDS)}"),
     ({"backend": "math", "attn_func": attend}, ValueError, "backend='math' .*attn_func"),
-    ({"backend": AttentionSchedule("sage")}, ImportError, "sageattention"),
-    ({"cross_backend": "fast"}, ValueError, r"cross_backend is 'fast'; .*flash3"),
+    *[({"backend": AttentionSchedule(name)}, ImportError, package) for name, package in LIBRARIES],
+    ({"cross_backend": "fast"}, ValueError, f"cross_backend is 'fast'; .*{', '.join(BACKENDS)}"),
     ({"cross_backend": "math", "attn_func": attend}, ValueError, "cross_backend='math' and attn_func"),
-    ({"cross_backend": "flash3"}, ImportError, "flash_attn_interface"),
+    *[({"cross_backend": name}, ImportError, package) for name, package in LIBRARIES],
     ({"comm_dtype": torch.bfloat16}, ValueError, r"comm_dtype .*torch\.bfloat16; .*torch\.int8 "),
-    ({"comm_dtype": torch.int8, "rotate_method": "2d"}, ValueError, r"rotate_method='2d' .*comm_dtype .*torch\.int8"),
+    *[
+        ({"comm_dtype": torch.int8, "rotate_method": name}, ValueError, rf"='{name}' .*comm_dtype .*torch\.int8")
+        for name, style in RING_STYLES.items()
+        if not style.takes_wire
+    ],
 ]
 
 
@@ -71,33 +77,22 @@ def test_invalid_options_raise_and_change_nothing(pipe, options, error, message)
             call(**options)
 
 
-def unet():
-    return UNET_PIPELINES["sd"].build().unet
-
-
 CALLS = [
     *[
         (lambda function=function, given=given: function(given), TypeError, rf"pipeline.* {named}\b")
         for function in (parallelize_pipe, apply_cache_on_pipe, shard_weights)
         for given, named in ((None, "None"), ("a/path", "str"), (FluxPipeline, "FluxPipeline"), ({}, "dict"))
     ],
-    (lambda: parallelize_unet(unet(), assume_equal="no"), TypeError, "assume_equal is 'no'"),
-    (lambda: parallelize_unet(unet(), batched="no"), TypeError, "batched is 'no'"),
-    (
-        lambda: parallelize_pipe(UNET_PIPELINES["svd"].build(), backend="math"),
-        ValueError,
-        "backend='math': StableVideoDiffusionPipeline ",
-    ),
     (
         lambda: parallelize_transformer(MODELS["hunyuan"].build(), text="shard"),
         ValueError,
         r"text='shard' .*HunyuanVideoTransformer3DModel ",
     ),
-    (lambda: AttentionSchedule("fast"), ValueError, "'fast'.*triton-int8"),
-    (lambda: AttentionSchedule("sage", exact="triton-int8"), ValueError, "'triton-int8'.*flash"),
-    (lambda: AttentionSchedule("sage", first=-1), ValueError, r"first.*-1"),
-    (lambda: AttentionSchedule("sage", last=1.5), TypeError, r"last.*1\.5"),
-    (lambda: AttentionSchedule("sage", last=True), TypeError, r"last.*True"),
+    (lambda: AttentionSchedule("fast"), ValueError, f"'fast'.*{', '.join(BACKENDS)}"),
+    *[(partial(AttentionSchedule, "math", exact=name), ValueError, f"'{name}'.*flash") for name in EXACT_FORM],
+    (lambda: AttentionSchedule("math", first=-1), ValueError, r"first.*-1"),
+    (lambda: AttentionSchedule("math", last=1.5), TypeError, r"last.*1\.5"),
+    (lambda: AttentionSchedule("math", last=True), TypeError, r"last.*True"),
 ]
 
 

@@ -1,6 +1,7 @@
 """Budgets of the host for one attention call: the kernels that it launches, and its path through Python."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,29 +56,45 @@ def require_at_most(budget, counter):
     assert counter.launches <= budget, f"at most {budget} are allowed; {counter}"
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize(("tokens", "heads"), [(288, 24), (291, 25)])
-def test_launches_of_a_call(ranks, tokens, heads, device):
-    def counted(*mesh, **options):
-        return count_attention(*mesh, tokens=tokens, heads=heads, device=device, **options)
+@pytest.fixture(params=[(288, 24, "cpu"), (291, 25, "cpu"), (288, 24, "meta"), (291, 25, "meta")], ids=str)
+def counted(request):
+    tokens, heads, device = request.param
+    return partial(count_attention, tokens=tokens, heads=heads, device=device)
 
-    even = tokens % ranks == heads % ranks == 0
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_launches_of_a_call(ranks, counted):
+    even = counted.keywords["tokens"] % ranks == counted.keywords["heads"] % ranks == 0
     ulysses = counted(1, ranks)
     require_at_most(8 if even else 8 + ranks, ulysses)
     require_at_most(ulysses.launches, counted(1, ranks, batch=2))
     require_at_most(3 + 4 * (ranks - 1), counted(ranks, 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_launches_on_a_grid_2d(ranks, counted):
     # The grids are 2 × 1, which is one column, and 4 × 2. 16-bit tensors need casts.
-    of_one_column, of_more = (6, 14) if device == "cpu" else (7, 17)
+    of_one_column, of_more = (6, 14) if counted.keywords["device"] == "cpu" else (7, 17)
     require_at_most(of_one_column if ranks == 2 else of_more, counted(ranks, 1, rotate_method="2d"))
-    if device == "meta":
-        require_at_most(5, ulysses)
-        assert ulysses.by_operator["para_core::pack"] == 1
-        require_at_most(ulysses.launches, counted(1, ranks, backend="triton"))
-        triton = counted(ranks, 1, backend="triton")
-        require_at_most(3 + 2 * (ranks - 1), triton)
-        assert triton.by_operator["para_core::triton_attention"] == ranks
-        assert triton.by_operator["para_core::merge"] == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("tokens", "heads"), [(288, 24), (291, 25)])
+def test_launches_with_the_pack_kernel(ranks, tokens, heads):
+    ulysses = count_attention(1, ranks, tokens=tokens, heads=heads, device="meta")
+    require_at_most(5, ulysses)
+    assert ulysses.by_operator["para_core::pack"] == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("tokens", "heads"), [(288, 24), (291, 25)])
+def test_launches_with_exact_triton(ranks, tokens, heads):
+    counted = partial(count_attention, tokens=tokens, heads=heads, device="meta")
+    require_at_most(counted(1, ranks).launches, counted(1, ranks, backend="triton"))
+    triton = counted(ranks, 1, backend="triton")
+    require_at_most(3 + 2 * (ranks - 1), triton)
+    assert triton.by_operator["para_core::triton_attention"] == ranks
+    assert triton.by_operator["para_core::merge"] == 0
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 8), (8, 1), (2, 4)])

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from para_core.attention.features import OPTIONS_OF_STEPS
 from para_core.cli.app import run
+from para_core.option_values import BACKENDS, EXACT_FORM, ROTATE_METHODS
 
 ROOT = Path(__file__).parents[2]
 # Runs its command lines in one process, and prints for each the exit code, stderr and what was imported so far.
@@ -35,15 +37,21 @@ CASES = [
         for name, known in (
             *(("compile", "no, blocks, whole"), ("weights", "fsdp"), ("dtype", "float16"), ("quantize", "int8")),
             *(("backend", "flash"), ("cross-backend", "flash"), ("offload", "blocks"), ("text-encoders", "fsdp")),
-            *(("vae-placement", "first"), ("rotate-method", "alltoall, allgather, 2d"), ("comm-dtype", "int8")),
+            *(("vae-placement", "first"), ("rotate-method", ", ".join(ROTATE_METHODS)), ("comm-dtype", "int8")),
         )
     ],
     ([*PROMPT, "--weights", "tensor"], 2, "--weights", "--mesh tensor=2"),
     ([*PROMPT, "--attention-backend=foo"], 2, "--backend is 'foo'"),
-    ([*PROMPT, "--attention-schedule", "fast"], 2, "--attention-schedule fast", "triton-int8"),
-    ([*PROMPT, "--attention-schedule", "keys=2:4:4"], 2, "--attention-schedule keys=2:4:4", "2.0"),
-    ([*PROMPT, "--attention-schedule", "math", "--backend", "sage"], 2, "--backend sage", "flash"),
-    ([*PROMPT, "--pipefusion", "2", "--attention-schedule", "triton-int8:1:1"], 2, "--pipefusion is 2"),
+    ([*PROMPT, "--attention-schedule", "fast"], 2, "--attention-schedule fast", ", ".join(BACKENDS)),
+    *[
+        ([*PROMPT, "--attention-schedule", f"{name}=2:4:4"], 2, f"--attention-schedule {name}=2:4:4", "2.0")
+        for name in OPTIONS_OF_STEPS
+    ],
+    *[
+        ([*PROMPT, "--attention-schedule", "math", "--backend", name], 2, f"--backend {name}", "flash")
+        for name in EXACT_FORM
+    ],
+    ([*PROMPT, "--pipefusion", "2", "--attention-schedule", "math:1:1"], 2, "--pipefusion is 2"),
     ([*PROMPT, "--mesh", "foo=2"], 2, "--mesh has 'foo=2'; ", "batch, ring, ulysses, tensor"),
     ([*PROMPT, "--mesh", "ring=2,ring=3"], 2, "--mesh has two sizes for ring"),
     *[([*PROMPT, "--cache", value], 2, "--cache", value) for value in ("abc", "-1", "inf", "nan")],

@@ -32,12 +32,12 @@ def start(monkeypatch):
 def test_config_file_sets_options_that_the_line_does_not(start, tmp_path):
     config = tmp_path / "serve.yaml"
     text = "port: 8123\nmax-batch: 4\nmax_steps: 30\nwarmup: [64x64, 32x64]\ncors: https://a.example\nweights: fsdp\n"
-    text += "attention-schedule: triton-int8:1:2\nout: videos\nkeep-hours: 2\n"
+    text += "attention-schedule: math:1:2\nout: videos\nkeep-hours: 2\n"
     config.write_text(text)
     call = start("--config", str(config), "--port", "8124", "--request-log", str(tmp_path / "log"))
     assert (call["port"], call["options"].steps, call["options"].max_batch) == (8124, 30, 4)
     assert (call["recipe"].weights, call["recipe"].timeout) == ("fsdp", 600)
-    assert call["recipe"].backend == AttentionSchedule("triton-int8", first=1, last=2)
+    assert call["recipe"].backend == AttentionSchedule("math", first=1, last=2)
     assert call["options"].cors == ("https://a.example",)
     assert [request.size for request in call["replica"].warmup] == ["64x64", "32x64"]
     assert (call["replica"].prompt_bytes, call["options"].keep_hours) == (10**9, 2)

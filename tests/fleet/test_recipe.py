@@ -8,6 +8,7 @@ import pytest
 from para_core.attention.schedule import AttentionSchedule
 from para_core.declared_options import declarations
 from para_core.fleet.recipe import Recipe, approximations, on_one_rank
+from para_core.option_values import BACKENDS, EXACT_FORM
 
 EXCLUDED = [
     ({"vae_placement": "first", "vae": True}, "vae_placement is 'first'"),
@@ -52,7 +53,13 @@ def test_text_encoders_follow_other_options(options, placement, waits):
 
 
 def test_one_rank_leaves_out_what_several_ranks_share():
-    shared = {"weights": "tensor", "text_encoders": "fsdp", "vae": True, "rotate_method": "2d", "comm_dtype": "int8"}
+    shared = {
+        "weights": "tensor",
+        "text_encoders": "fsdp",
+        "vae": True,
+        "rotate_method": "allgather",
+        "comm_dtype": "int8",
+    }
     kept = {"cache": 0.1, "quantize": "int8", "vae_placement": "offload"}
     assert on_one_rank(Recipe("model", mesh=(("tensor", 2),), **shared, **kept)) == Recipe("model", **kept)
 
@@ -67,13 +74,14 @@ def test_a_recipe_whose_weights_move_can_be_loaded_by_model_offload(options):
 
 
 def test_every_declared_option_is_a_field_of_the_json_form_and_a_class_is_another_result():
-    recipe = Recipe("model", backend=AttentionSchedule("sage"), comm_dtype="int8", timeout=3.0)
+    recipe = Recipe("model", backend=AttentionSchedule("math"), comm_dtype="int8", timeout=3.0)
     stored = json.loads(json.dumps(asdict(recipe)))
     assert set(stored) == {field.name for field in fields(Recipe)} >= {each.name for each in declarations(Recipe)}
-    assert (stored["comm_dtype"], stored["timeout"], stored["backend"]["middle"]) == ("int8", 3.0, "sage")
+    assert (stored["comm_dtype"], stored["timeout"], stored["backend"]["middle"]) == ("int8", 3.0, "math")
     others = [{}, {"pipeline": "FluxImg2ImgPipeline"}, {"controlnet": ("a/b",)}, {"config": "a/b"}]
-    others += [{"cross_backend": "sage"}, {"backend": "sage"}, {"backend": "math"}]
-    others += [{"backend": AttentionSchedule(middle)} for middle in ("math", "sage", "cudnn")]
+    others += [{"cross_backend": "flash"}, {"backend": "flash"}, {"backend": "math"}]
+    others += [{"backend": AttentionSchedule(middle)} for middle in BACKENDS]
     recipes = [Recipe("model", **other) for other in others]
     assert len({recipe.digest for recipe in recipes}) == len(recipes)
-    assert [approximations(recipe) for recipe in recipes[-2:]] == [("attention_schedule",), ()]
+    of_schedules = [approximations(recipe) for recipe in recipes[-len(BACKENDS) :]]
+    assert of_schedules == [("attention_schedule",) if name in EXACT_FORM else () for name in BACKENDS]

@@ -11,6 +11,8 @@ from para_core import triton_support
 from para_core.attention import swap
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+# Each kernel is an optional feature, and this module of the same folder is not.
+MODULE = "device_tables"
 
 
 @pytest.fixture(autouse=True)
@@ -24,17 +26,22 @@ def _forget():
 def test_device_is_asked_once(monkeypatch, numbers, takes):
     devices = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: devices.append(device) or numbers)
-    assert [(triton_support.load_kernel("pack", GPU) is not None) for _ in range(3)] == [takes] * 3
+    assert [(triton_support.load_kernel(MODULE, GPU) is not None) for _ in range(3)] == [takes] * 3
     # A CPU (Triton's interpreter) and meta tensors have no capability.
-    assert triton_support.load_kernel("pack", CPU) is not None
+    assert triton_support.load_kernel(MODULE, CPU) is not None
     assert devices == [GPU]
+
+
+@pytest.mark.parametrize(("numbers", "takes"), [((7, 5), False), ((8, 0), True)])
+def test_exchange_takes_the_pack_kernel_on_new_gpus(monkeypatch, numbers, takes):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: numbers)
     with FakeTensorMode(), torch.no_grad():
         assert swap.takes_kernels(torch.zeros(1, 2, 3, 8, device=GPU)) == takes
 
 
 def test_kernel_needs_triton_and_a_compiler():
     with mock.patch.object(triton_support, "import_module", side_effect=ModuleNotFoundError("no triton")):
-        assert triton_support.load_kernel("pack") is None
+        assert triton_support.load_kernel(MODULE) is None
     triton_support.load_kernel.cache_clear()
     with mock.patch.dict(os.environ, {"PATH": "", "CC": ""}):
-        assert triton_support.load_kernel("pack") is None
+        assert triton_support.load_kernel(MODULE) is None

@@ -133,11 +133,19 @@ def test_on_ranks(rank_pool, check):
 
 def test_an_option_of_transformers_is_refused_for_a_unet():
     pipe = UNET_PIPELINES["sd"].build()
-    options = {"pipefusion": PipeFusion(), "text": "shard", "weights": "tensor", "rotate_method": "2d"}
+    options = {"pipefusion": PipeFusion(), "text": "shard", "weights": "tensor", "rotate_method": "allgather"}
     for name, value in {**options, "adapter": ADAPTERS[0]}.items():
         with pytest.raises(ValueError, match=rf"{name}=.*StableDiffusionPipeline "):
             parallelize_pipe(pipe, **{name: value})
         assert type(pipe) is diffusers.StableDiffusionPipeline
+    with pytest.raises(ValueError, match="backend='math': StableVideoDiffusionPipeline "):
+        parallelize_pipe(UNET_PIPELINES["svd"].build(), backend="math")
+
+
+@pytest.mark.parametrize("name", ["assume_equal", "batched"])
+def test_a_switch_that_is_no_bool_is_refused(name):
+    with pytest.raises(TypeError, match=f"{name} is 'no'"):
+        parallelize_unet(UNET_PIPELINES["sd"].build().unet, **{name: "no"})
 
 
 def test_every_unet_class_runs_or_has_a_reason():

@@ -29,7 +29,7 @@ from para_core.adapters import (
 )
 from para_core.adapters.parallel.load_sharded import _dtypes_of, _files_in
 from para_core.adapters.weights import fsdp_weights, staged_transformer, tensor_weights
-from tests.adapters.parallel.test_undo import same_pipe
+from tests.adapters.parallel.unchanged import same_pipe
 from tests.rank_pool import heartbeat
 from tests.tiny import flux_call, flux_pipe, flux_transformer, relative_error
 from tests.weights.hub import REPOSITORY, Hub, asking

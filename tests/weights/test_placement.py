@@ -24,7 +24,7 @@ from para_core.adapters.inspect.components import stack_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.instance.record import is_filled
 from para_core.instance.slots import Slot
-from tests.adapters.parallel.test_undo import same_pipe
+from tests.adapters.parallel.unchanged import same_pipe
 from tests.tiny import relative_error
 from tests.together.snapshot import differences, snapshot
 from tests.weights.pipes import add_lora, encoders, generate, make, mesh_of
@@ -194,6 +194,7 @@ def drop(*names):
         *[(None, {"resident_blocks": n}, rf"resident_blocks is {n} .*offload='blocks'") for n in (4, 1, 0)],
         (offload_a_part("transformer"), {"offload": "blocks"}, "transformer is offloaded"),
     ],
+    ids=lambda value: "-".join(f"{key}_{x}" for key, x in value.items()) if isinstance(value, dict) else None,
 )
 def test_placement_that_does_not_fit_is_refused_and_changes_nothing(change, options, message):
     pipe = make("flux")

@@ -25,7 +25,7 @@ from para_core.adapters import (
 )
 from para_core.adapters.registry import tensor_plan_for
 from para_core.weights.tensor import shard_tensors
-from tests.adapters.parallel.test_undo import same_pipe
+from tests.adapters.parallel.unchanged import same_pipe
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make, mesh_of
 from zoo.tiny.transformers.registry import MODELS

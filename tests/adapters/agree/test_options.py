@@ -19,7 +19,7 @@ from para_core.adapters import (
     parallelize_vae,
     shard_weights,
 )
-from tests.adapters.parallel.test_undo import image_of, same_pipe
+from tests.adapters.parallel.unchanged import image_of, same_pipe
 from tests.tiny import cpu_mesh, flux_pipe
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torchao.quantization import Int8Tensor, PerRow
 
 from benchmarks.harness import fake_group
-from benchmarks.pages import PHASES, checks_of, errors_of
+from benchmarks.refusals import PHASES, checks_of, errors_of
 from para_core import PipeFusion
 from para_core.adapters import (
     apply_cache_on_pipe,
