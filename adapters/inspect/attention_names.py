@@ -20,7 +20,7 @@ from torch import nn
 
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import plan_for
-from para_core.attention.backends.added import ADDED, require_library
+from para_core.attention.backends.added import ADDED, check_library
 from para_core.instance.modules import submodules_of
 from para_core.option_values import Backend
 from para_core.plans.module_matching import matching_modules
@@ -67,7 +67,7 @@ def check_attention_is_seen(settings: Sequence[ProcessorBackend], name: str, seq
                 f"Switch to a native backend: {name}.set_attention_backend('native'). Names of installed packages "
                 "('flash', '_flash_3', 'sage') work, and those of kernels from the Hub and of other devices do not."
             )
-        require_library(setting.backend)
+        check_library(setting.backend)
 
 
 def check_one_attention_backend(settings: Sequence[ProcessorBackend], name: str) -> None:
