@@ -24,7 +24,7 @@ from para_core.attention.backends.added import ADDED, check_library
 from para_core.instance.modules import submodules_of
 from para_core.option_values import Backend
 from para_core.plans.module_matching import matching_modules
-from para_core.plans.plan import Attending, AttentionByHeads
+from para_core.plans.plan import AttentionByHeads, AttentionRule
 from para_core.plans.region import region_of
 from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 
@@ -201,7 +201,7 @@ def processors_of(module: nn.Module) -> list[Any]:
 def _backends_by_path(module: nn.Module) -> list[ProcessorBackend]:
     settings, by_heads, crossing = [], set(), set()
     plan = plan_for(module)
-    attention_by_pattern: Mapping[str, Attending] = {}
+    attention_by_pattern: Mapping[str, AttentionRule] = {}
     if plan is not None:
         attention_by_pattern = plan.attention
     for pattern, attention in attention_by_pattern.items():
