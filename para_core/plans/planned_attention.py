@@ -160,7 +160,8 @@ class PlannedAttention:
         device if no key is sharded. Collective, unless no key is sharded.
 
         Raises:
-            ValueError: The number of queries or keys does not fit the plan. All ranks raise, because they run one plan.
+            ValueError: The number of queries or keys does not fit the plan. Ranks compare nothing here; they all raise
+                because they run one plan with equal arguments.
         """
         if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
             self.bind_checkpoint()

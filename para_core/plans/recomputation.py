@@ -19,8 +19,8 @@ def bind_to_call(
 ) -> Callable[..., Any]:
     """Return a function that, if a backward calls it, runs ``function`` with the segments and attention of now.
 
-    Outside of a backward it runs ``function`` in the call that is under way, as it is. All ranks run their backwards in
-    the same order, so the collectives of ``function`` meet.
+    Outside of a backward it runs ``function`` in the call that is under way, as it is. All ranks must run their
+    backwards in the same order, because ``function`` has collectives.
     """
     planned = planned.copy_for_calls(planned.calls)
     segments = dict(region.executor.segments)
