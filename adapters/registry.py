@@ -57,7 +57,7 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
         return None
     if (text or default) == "replicate":
         return plan.with_replicated(segment)
-    if text == "shard" and not plan.cuts(segment):
+    if text == "shard" and not plan.splits(segment):
         raise ValueError(
             f"text='shard' was given, but {original_class(module).__name__} needs all text tokens on every rank: it "
             "makes masks or positions for the whole sequence, or only its keys are text. Leave text= out."

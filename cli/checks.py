@@ -183,13 +183,13 @@ def describe_model(model: str | None, checked: Checked) -> Model:
         ImportError: A library is not installed.
         ValueError, TypeError: The pipeline cannot run, or lacks what an option needs.
     """
-    from para_core.attention.backends.added import require_library
+    from para_core.attention.backends.added import check_library
     from para_core.fleet.build import find_model
     from para_core.fleet.recipe import check_options_of_model
 
     recipe = checked.recipe
     for backend in recipe.backends:
-        require_library(backend)
+        check_library(backend)
     description = find_model(
         model,
         pipeline=recipe.pipeline,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from para_core.kernels.attention_configs import KernelCall, config_for
-from para_core.kernels.attention_launch import check, empty_outputs, launch, register
+from para_core.kernels.attention_launch import check_tensors, empty_outputs, launch_kernel, register
 
 
 def attention(
@@ -38,7 +38,7 @@ def attention(
         TypeError: If the dtypes differ or are not supported.
         ValueError: If the shapes do not fit, or a head dim is too large.
     """
-    check(query, key, value, mask)
+    check_tensors(query, key, value, mask)
     out_so_far, lse_so_far = so_far or (None, None)
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -58,11 +58,11 @@ def attention(
     return outputs
 
 
-def _launch(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _launch_exact(*arguments: Any) -> tuple[Tensor, Tensor]:
     call, out_dtype = KernelCall(*arguments[:-1]), arguments[-1]
     out, lse = empty_outputs(call.query, call.value, out_dtype)
-    launch(config_for(call), call, out=out, lse=lse)
+    launch_kernel(config_for(call), call, out=out, lse=lse)
     return out, lse
 
 
-register("triton_attention", _launch)
+register("triton_attention", _launch_exact)

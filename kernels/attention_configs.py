@@ -1,7 +1,8 @@
 """Block sizes of the attention kernel: one row of a table per kind of GPU and head dim.
 
-They are a table rather than candidates of ``triton.autotune``, although no row was measured on a device,
-because a choice by timing would cost more than it gains:
+They are a table rather than candidates of ``triton.autotune``, although the rows were chosen by what the compiler says
+of registers and shared memory (tests/kernels/test_compiled.py checks it), and not by times, because a choice by timing
+would cost more than it gains:
 
 - Another tile size adds the same numbers in another order. Ranks that time for themselves may choose
   differently, so text tokens that each rank holds a copy of would differ from rank to rank, and an image from
@@ -42,7 +43,9 @@ class KernelCall(NamedTuple):
     scale: float = 1.0
 
     def prepare(self) -> KernelCall:
-        """Return the call with int32 ranges, contiguous ranges and lse, and contiguous rows of ``out_so_far``."""
+        """Return the call with contiguous int32 ranges, a contiguous lse, and contiguous rows of ``out_so_far``, as the
+        kernel reads them without strides.
+        """
         call = self
         if call.key_ranges is not None:
             call = call._replace(key_ranges=call.key_ranges.to(torch.int32).contiguous())
@@ -118,15 +121,21 @@ INTERPRETED_BITS = Config(16, 32, 4, 1)  # A word of a mask of bits has 32 keys.
 def config_for(call: KernelCall, *, eight_bits: bool = False) -> Config:
     """Return the block sizes for ``call``; ``eight_bits`` says whether keys are in 8 bits.
 
+    They must depend only on what is equal on all ranks and in all calls of a model: tiles decide the order of sums.
+
     Raises:
         RuntimeError: If the compute capability of the device is lower than 8.0.
     """
     query, mask = call.query, mask_kind(call.mask)
     if not query.is_cuda:
-        return INTERPRETED_BITS if mask == "bits" else INTERPRETED
+        if mask == "bits":
+            return INTERPRETED_BITS
+        return INTERPRETED
     head_dim = max(query.shape[-1], call.value.shape[-1])
+    if query.dtype == torch.float32 and head_dim > 128:
+        return FLOAT32_WIDE
     if query.dtype == torch.float32:
-        return FLOAT32_WIDE if head_dim > 128 else FLOAT32
+        return FLOAT32
     if call.mask is not None and call.mask.shape[2] == 1:
         mask = "none"  # One row for all queries needs no room.
     num_ranges = 0
@@ -141,7 +150,9 @@ def mask_kind(mask: Tensor | None) -> MaskKind:
     """Return how the kernel reads ``mask``: as 32 keys per word, or as a byte or number per key."""
     if mask is None:
         return "none"
-    return "bits" if mask.dtype == torch.int32 else "bytes"
+    if mask.dtype == torch.int32:
+        return "bits"
+    return "bytes"
 
 
 @lru_cache
@@ -188,9 +199,7 @@ def limit_tile(config: Config, block_n: int) -> Config:
 
 @lru_cache
 def row_of_device(index: int) -> int:
-    """Return the row of ``TABLE`` for the CUDA device ``index``.
-    Raises ``RuntimeError`` like :func:`row_of`.
-    """
+    """Return the row of ``TABLE`` for the CUDA device ``index``. Raise ``RuntimeError`` like :func:`row_of`."""
     return row_of(*torch.cuda.get_device_capability(index))
 
 
@@ -198,7 +207,7 @@ def row_of(major: int, minor: int) -> int:
     """Return the row of ``TABLE`` for a compute capability.
 
     Ada (8.9) and GeForce Blackwell (12.x) use the row of 8.6, because they have its shared memory and
-    instructions.
+    instructions; a later kind that is not known gets it, too, as the row with the smallest tiles.
 
     >>> [row_of(8, 0), row_of(8, 7), row_of(8, 9), row_of(9, 0), row_of(10, 3), row_of(12, 0)]
     [80, 86, 86, 90, 100, 86]

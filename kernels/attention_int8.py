@@ -18,7 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from para_core.kernels.attention_configs import KernelCall, config_for
-from para_core.kernels.attention_launch import RoundedKeys, check, empty_outputs, launch, register
+from para_core.kernels.attention_launch import (
+    RoundedKeys,
+    check_tensors,
+    empty_outputs,
+    launch_kernel,
+    register,
+)
 from para_core.kernels.eight_bits import to_int8
 from para_core.kernels.row_blocks import NUM_WARPS, block_of
 
@@ -74,7 +80,7 @@ def attention(
         raise TypeError(
             f"query is {query.dtype}; attention in 8 bits expects float16 or bfloat16. Exact attention accepts it."
         )
-    check(query, key, value, mask)
+    check_tensors(query, key, value, mask)
     out_so_far, lse_so_far = so_far or (None, None)
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -116,14 +122,14 @@ def round_keys(key: Tensor) -> RoundedKeys:
     return rounded
 
 
-def _launch(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _launch_int8(*arguments: Any) -> tuple[Tensor, Tensor]:
     call, out_dtype = KernelCall(*arguments[:-1]), arguments[-1]
     out, lse = empty_outputs(call.query, call.value, out_dtype)
     rounded = None
     if call.key.numel():  # Without keys there is no mean, and nothing to round.
         rounded = round_keys(call.key)
-    launch(config_for(call, eight_bits=True), call, out=out, lse=lse, rounded=rounded)
+    launch_kernel(config_for(call, eight_bits=True), call, out=out, lse=lse, rounded=rounded)
     return out, lse
 
 
-register("triton_attention_int8", _launch)
+register("triton_attention_int8", _launch_int8)

@@ -44,6 +44,10 @@ def _tiles(
     """Add keys ``first`` … ``last - 1`` to the online softmax, and return its state ``(acc, acc_rest, total,
     peak)``.
 
+    Of each query, ``acc`` and ``acc_rest`` are the weighted sums of values (the dims of the two blocks), ``total`` is
+    the sum of weights, and ``peak`` the largest score so far, to which weights are relative, times log2(e); -inf before
+    a query has seen a key. The arguments are those of :func:`attention_kernel`, offset to the head.
+
     COMPARED: whether a tile may contain keys that some queries must not see, so that positions must be
         compared.
     """
@@ -55,11 +59,11 @@ def _tiles(
         inside = keys < last
         k_tile = k_head + tl.cast(start, tl.int64) * step_k + columns[:, None] * step_k
         v_tile = v_head + tl.cast(start, tl.int64) * step_v + columns[:, None] * step_v
-        k = _load(k_tile + dims[None, :], inside[:, None], dims[None, :] < D_END, COMPARED, D_END < D)
+        k = _load_block(k_tile + dims[None, :], inside[:, None], dims[None, :] < D_END, COMPARED, D_END < D)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if D_REST > 0:
             more = D + tl.arange(0, D_REST)
-            k = _load(
+            k = _load_block(
                 k_tile + more[None, :], inside[:, None], more[None, :] < D_END, COMPARED, D_END < D + D_REST
             )
             # Pass out_dtype, because Triton 3.6 otherwise assumes a float32 result, also for integers.
@@ -67,12 +71,16 @@ def _tiles(
         # With 8 bits, score_scale is per row, because it includes the scale of each query.
         scale_of_rows = score_scale
         if EIGHT_BITS:
-            scores = scores.to(tl.float32) * _load(k_scales + keys, inside, inside, COMPARED, False)[None, :]
+            scores = (
+                scores.to(tl.float32) * _load_block(k_scales + keys, inside, inside, COMPARED, False)[None, :]
+            )
             scale_of_rows = score_scale[:, None]
         if NEGATIVE:
             scores = -scores
 
         if MASK == "none" and not COMPARED:
+            # Every query sees every key, so no score is -inf, and the scale, which is positive (NEGATIVE), can be
+            # applied to the maximum and in the exponent.
             new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
             weights = tl.exp2(scores * scale_of_rows - new_peak[:, None])
             shrink = tl.exp2(peak - new_peak)
@@ -114,14 +122,14 @@ def _tiles(
             shrink = tl.exp2(peak - origin)
 
         total = total * shrink + tl.sum(weights, 1)
-        v = _load(
+        v = _load_block(
             v_tile + value_dims[None, :], inside[:, None], value_dims[None, :] < V_END, COMPARED, V_END < V
         )
         weights = weights.to(v.dtype)
         acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
         if V_REST > 0:
             more_v = V + tl.arange(0, V_REST)
-            v = _load(
+            v = _load_block(
                 v_tile + more_v[None, :],
                 inside[:, None],
                 more_v[None, :] < V_END,
@@ -134,7 +142,7 @@ def _tiles(
 
 
 @triton.jit
-def _rounded(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr):
+def _round_queries(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr):
     """Round queries to int8.
 
     Returns the two blocks of rounded queries, the scale of each query's scores, and the number that each
@@ -187,7 +195,7 @@ def _bits(
 
 
 @triton.jit
-def _load(at, row_exists, dim_exists, SOME_ROWS: tl.constexpr, SOME_DIMS: tl.constexpr):
+def _load_block(at, row_exists, dim_exists, SOME_ROWS: tl.constexpr, SOME_DIMS: tl.constexpr):
     """Load a block, with 0 outside the tensor. SOME_ROWS, SOME_DIMS: whether rows or dims may be outside."""
     if SOME_ROWS and SOME_DIMS:
         block = tl.load(at, mask=row_exists & dim_exists, other=0.0)
@@ -241,11 +249,13 @@ def attention_kernel(
         peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
         s_rows = out_so_far + (sample * step_sb + head * step_sh + rows.to(tl.int64)[:, None] * step_s) * UNIT
-        acc = _load(s_rows + value_dims[None, :], row_exists, value_dims[None, :] < V_END, True, V_END < V)
+        acc = _load_block(
+            s_rows + value_dims[None, :], row_exists, value_dims[None, :] < V_END, True, V_END < V
+        )
         acc = acc * total[:, None]
         acc_rest = acc
         if V_REST > 0:
-            acc_rest = _load(
+            acc_rest = _load_block(
                 s_rows + more_v[None, :], row_exists, more_v[None, :] < V_END, True, V_END < V + V_REST
             )
             acc_rest = acc_rest * total[:, None]
@@ -259,11 +269,13 @@ def attention_kernel(
 
     dims = tl.arange(0, D)
     q_rows = query + (sample * step_qb + head * step_qh + rows.to(tl.int64)[:, None] * step_q) * UNIT
-    q = _load(q_rows + dims[None, :], row_exists, dims[None, :] < D_END, True, D_END < D)
+    q = _load_block(q_rows + dims[None, :], row_exists, dims[None, :] < D_END, True, D_END < D)
     q_rest = q
     if D_REST > 0:
         more = D + tl.arange(0, D_REST)
-        q_rest = _load(q_rows + more[None, :], row_exists, more[None, :] < D_END, True, D_END < D + D_REST)
+        q_rest = _load_block(
+            q_rows + more[None, :], row_exists, more[None, :] < D_END, True, D_END < D + D_REST
+        )
     key_head = head // GROUP
     k_head = key + (sample * step_kb + key_head * step_kh) * UNIT
     k_scales = key_scales
@@ -271,7 +283,7 @@ def attention_kernel(
     if EIGHT_BITS:
         of_head = sample * (HEADS // GROUP) + key_head
         k_scales = key_scales + of_head * num_keys
-        q, q_rest, score_scale, lost = _rounded(
+        q, q_rest, score_scale, lost = _round_queries(
             q, q_rest, key_mean + of_head * D_END, score_scale, D, D_REST, D_END
         )
     if NEGATIVE:

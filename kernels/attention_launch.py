@@ -18,6 +18,7 @@ from para_core.kernels.attention_configs import Config, KernelCall
 from para_core.kernels.attention_kernel import LOG2_E, attention_kernel
 from para_core.kernels.attention_reference import in_float32
 
+# A library of its own, because kernels import nothing of the rest of para_core.
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
@@ -35,7 +36,7 @@ class RoundedKeys(NamedTuple):
     mean: Tensor  # [B, H_kv, D], float32, contiguous
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors."""
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         raise TypeError(
@@ -72,13 +73,14 @@ def empty_outputs(query: Tensor, value: Tensor, out_dtype: torch.dtype) -> tuple
     return out, query.new_empty(batch, heads, num_queries, dtype=torch.float32)
 
 
-def launch(
+def launch_kernel(
     config: Config, call: KernelCall, *, out: Tensor, lse: Tensor, rounded: RoundedKeys | None = None
 ) -> None:
     """Launch the kernel with the block sizes of ``config``, and write the results to ``out`` and ``lse``.
 
     With ``rounded``, keys in 8 bits, the kernel reads these instead of the keys of ``call``, and also rounds
-    queries. Without it attention is exact.
+    queries. Without it attention is exact. Shapes are not checked here (:func:`check_tensors` does that), nor that
+    ``lse`` and the rows of ``out`` are contiguous, as from :func:`empty_outputs`.
     """
     if out.numel() == 0 and lse.numel() == 0:
         return
@@ -123,7 +125,9 @@ def _with_contiguous_rows(x: Tensor) -> Tensor:
 
 
 def _readable(mask: Tensor | None) -> Tensor | None:
-    """Return ``mask`` in a dtype that the kernel reads: int32 words of bits, bytes for bool, floats up to 32 bits."""
+    """Return ``mask`` in a dtype that the kernel reads: int32 words of bits, bytes for bool, floats up to 32 bits. A
+    float64 mask is copied, the others are views.
+    """
     if mask is None or mask.dtype == torch.int32:
         return mask
     if mask.dtype == torch.bool:
@@ -149,7 +153,9 @@ def stride_unit(strides: Sequence[Sequence[int]]) -> int:
     (1, 8)
     """
     unit = gcd(16, *chain.from_iterable(strides))
-    return 1 if unit == 16 else unit
+    if unit == 16:
+        return 1
+    return unit
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -177,8 +183,8 @@ def split_head_dim(dim: int, *, least: int = 16) -> tuple[int, int]:
     return 2 * first, 0
 
 
-def register(name: str, launch: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Define the operator ``torch.ops.para_core.<name>``. ``launch`` computes it on CUDA and CPU tensors.
+def register(name: str, run: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Define the operator ``torch.ops.para_core.<name>``. ``run`` computes it on CUDA and CPU tensors.
 
     Its arguments and outputs are those of ``_SCHEMA``: ``out`` and ``lse`` of one attention call.
     """
@@ -186,9 +192,9 @@ def register(name: str, launch: Callable[..., tuple[Tensor, Tensor]]) -> None:
     # para_core.distributed.collectives.define_operator).
     LIBRARY.define(name + _SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))
     torch.library.register_fake(f"para_core::{name}", _fake, lib=LIBRARY)
-    LIBRARY.impl(name, launch, "CUDA")
+    LIBRARY.impl(name, run, "CUDA")
     # On CPU tensors the kernel runs in Triton's interpreter.
-    LIBRARY.impl(name, launch, "CPU")
+    LIBRARY.impl(name, run, "CPU")
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -20,9 +20,7 @@ def is_capturing() -> bool:
 
 
 def new_table(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it.
-    Can be recorded in a CUDA graph.
-    """
+    """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it. Can be recorded in a CUDA graph."""
     if is_capturing():
         # While a CUDA graph records, copying from pageable host memory is not allowed, so fill each number on
         # the device. Filling is slower, but happens only if the first call is inside a capture.
@@ -30,9 +28,9 @@ def new_table(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
-def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpack[Key]], Tensor]:
+def keep_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpack[Key]], Tensor]:
     """Decorate ``make(*key)`` to keep the tensors of the last ``MOST_TABLES`` keys. A key must include the
-    device.
+    device. Callers must not write to the tensors.
 
     A tensor that is made during the capture of a CUDA graph is not kept, because the graph's memory pool will
     reuse its memory. A kept tensor that a captured graph reads is never dropped, because each replay reads it
@@ -59,7 +57,10 @@ def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpa
                         table = make(*key)
                     if capturing:
                         return table
-                (recorded if capturing else tables)[key] = table
+                if capturing:
+                    recorded[key] = table
+                else:
+                    tables[key] = table
                 if len(tables) > MOST_TABLES:
                     del tables[next(iter(tables))]
             return table

@@ -62,7 +62,7 @@ def moments_kernel(
 
 
 @triton.jit
-def merge_kernel(
+def merge_chunks_kernel(
     x, parts, moments, num_chunks, groups, batch_step, group_step, BLOCK: tl.constexpr, STEPS: tl.constexpr
 ):
     """Merge the chunks of one group and store its variance and mean: ``[2, B * groups]``."""
@@ -130,7 +130,7 @@ def normalize_kernel(
 
 def moments(x: Tensor, groups: int) -> Tensor:
     """Compute :func:`para_core.kernels.norm_reference.moments` for floats of 16 and 32 bits."""
-    x = evenly_spaced(x)
+    x = with_one_stride(x)
     batch, per_group = x.shape[0], x.shape[1] // groups
     statistics = x.new_empty(2, batch, groups, dtype=torch.float32)
     if not x.numel():
@@ -140,19 +140,28 @@ def moments(x: Tensor, groups: int) -> Tensor:
     if channel_step == size * step:
         # The channels of a group follow each other in memory, so treat the group as a single channel.
         channels, size = 1, per_group * size
-    block = block_of(channels)
+    block = tile_of(channels)
     num_chunks = triton.cdiv(size, block["SIZE"] * STEPS)
     parts = statistics.new_empty(batch * groups, num_chunks, 3)
-    whole = groups, batch_step, per_group * channel_step
+    group_arguments = groups, batch_step, per_group * channel_step
     moments_kernel[(num_chunks, batch * groups)](
-        x, parts, size, channels, *whole, channel_step, step, **block, STEPS=STEPS, num_warps=NUM_WARPS
+        x,
+        parts,
+        size,
+        channels,
+        *group_arguments,
+        channel_step,
+        step,
+        **block,
+        STEPS=STEPS,
+        num_warps=NUM_WARPS,
     )
-    merge_kernel[(batch * groups,)](
+    merge_chunks_kernel[(batch * groups,)](
         x,
         parts,
         statistics,
         num_chunks,
-        *whole,
+        *group_arguments,
         BLOCK=BLOCK,
         STEPS=triton.cdiv(num_chunks, BLOCK),
         num_warps=NUM_WARPS,
@@ -160,7 +169,7 @@ def moments(x: Tensor, groups: int) -> Tensor:
     return statistics
 
 
-def normalized(
+def normalize(
     x: Tensor,
     of_ranks: Tensor,
     shares: Tensor,
@@ -169,13 +178,17 @@ def normalized(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Compute :func:`para_core.kernels.norm_reference.normalized` for floats of 16 and 32 bits."""
-    x, of_ranks, shares = evenly_spaced(x), of_ranks.contiguous(), shares.contiguous()
+    """Compute :func:`para_core.kernels.norm_reference.normalize` for floats of 16 and 32 bits."""
+    x, of_ranks, shares = with_one_stride(x), of_ranks.contiguous(), shares.contiguous()
     out = torch.empty_like(x)
     if not out.numel():
         return out
     batch_step, channel_step, step, size = _steps(x)
-    block = block_of(1 if step == 1 else min(x.shape[1], CHANNELS))
+    channels_per_tile = 1
+    if step != 1:
+        # Channels are neighbours in memory.
+        channels_per_tile = min(x.shape[1], CHANNELS)
+    block = tile_of(channels_per_tile)
     tiles = triton.cdiv(x.shape[1], block["CHANNELS"])
     # Every pointer argument must be a tensor, so pass x in place of a missing one.
     weight_or_x = bias_or_x = x
@@ -191,14 +204,16 @@ def normalized(
     return out
 
 
-def block_of(channels: int) -> dict[str, Any]:
+def tile_of(channels: int) -> dict[str, Any]:
     """Return the tile of one program, CHANNELS × SIZE elements, for this number of channels."""
     tile = triton.next_power_of_2(channels)
     return {"CHANNELS": tile, "SIZE": max(1, BLOCK // tile)}
 
 
-def evenly_spaced(x: Tensor) -> Tensor:
-    """Return ``x`` if the elements of each channel have one common stride, otherwise a contiguous copy."""
+def with_one_stride(x: Tensor) -> Tensor:
+    """Return ``x`` if the elements of each channel have one common stride, as the kernels read them, otherwise a
+    contiguous copy.
+    """
     try:
         x.view(*x.shape[:2], -1)
     except RuntimeError:
@@ -209,5 +224,8 @@ def evenly_spaced(x: Tensor) -> Tensor:
 def _steps(x: Tensor) -> tuple[int, int, int, int]:
     """Return the strides of samples, channels and elements of a channel, and the number of elements per channel."""
     rows = x.view(*x.shape[:2], -1)
-    size = rows.shape[2]
-    return rows.stride(0), rows.stride(1), 1 if size == 1 else rows.stride(2), size
+    size, step = rows.shape[2], rows.stride(2)
+    if size == 1:
+        # The stride of a single element has no meaning.
+        step = 1
+    return rows.stride(0), rows.stride(1), step, size

@@ -34,9 +34,10 @@ def moments(x: Tensor, groups: int) -> Tensor:
 
 
 def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the variance and the mean of each group, ``[B, groups]``. ``torch.var_mean``, which is not
-    vectorized on CPUs, and a sum over a group whose channels are last in memory take twelve times as long as
-    reducing channels first.
+    """Return the variance and the mean of each group, ``[B, groups]``.
+
+    Channels are reduced first, because ``torch.var_mean`` is not vectorized on CPUs, and a sum over a group whose
+    channels are last in memory is slow there.
     """
     dims = tuple(range(2, x.ndim))
     mean = x.mean(dims)
@@ -44,7 +45,7 @@ def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     # The computed mean has a rounding error. Correct it, because the error matters for the deviations if
     # numbers are far from zero.
     off = apart.mean(dims)
-    # Use mean(), whose sum is pairwise: vector_norm's sum of 100,000 squares has a relative error of 1e-5.
+    # Use mean(), whose sum is pairwise. vector_norm adds up in order, which loses digits of a sum of many squares.
     var = (apart.square_().mean(dims) - off.square()).unflatten(1, (groups, -1))
     mean = (mean + off).unflatten(1, (groups, -1))
     of_groups = mean.mean(-1)
@@ -53,7 +54,7 @@ def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     return (var + (mean - of_groups[..., None]).square()).mean(-1), of_groups
 
 
-def normalized(
+def normalize(
     x: Tensor,
     of_ranks: Tensor,
     shares: Tensor,

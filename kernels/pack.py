@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from para_core.kernels.device_tables import kept_outside_graphs, new_table
+from para_core.kernels.device_tables import keep_outside_graphs, new_table
 from para_core.kernels.eight_bits import from_e4m3, to_e4m3, to_int8
 from para_core.kernels.pack_reference import LARGEST, SCALE_BYTES, CopyRegion
 
@@ -38,6 +38,7 @@ def _copy_rows(
     # Computing the width as a product tells the compiler that it is a multiple of UNIT, so that UNIT elements
     # are copied at once.
     width = units * UNIT
+    # The fields of a CopyRegion, by their positions.
     token = tl.load(region + 1)
     num_tokens = tl.load(region + 2)
     first_head = tl.load(region + 3)
@@ -133,7 +134,7 @@ def pack(
     tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor, to: torch.dtype | None = None
 ) -> Tensor:
     """Copy or round like :func:`para_core.kernels.pack_reference.pack`, bit for bit, from up to three tensors."""
-    _launch(tensors, buffer, regions, pack=True, eight_bits=to)
+    _launch_copy(tensors, buffer, regions, pack=True, eight_bits=to)
     return buffer
 
 
@@ -141,11 +142,11 @@ def unpack(
     buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype | None = None
 ) -> Sequence[Tensor]:
     """Copy like :func:`para_core.kernels.pack_reference.unpack`, into up to three tensors."""
-    _launch(tensors, buffer, regions, pack=False, eight_bits=of)
+    _launch_copy(tensors, buffer, regions, pack=False, eight_bits=of)
     return tensors
 
 
-def _launch(
+def _launch_copy(
     tensors: Sequence[Tensor],
     buffer: Tensor,
     regions: Sequence[CopyRegion],
@@ -168,23 +169,26 @@ def _launch(
     # Every pointer argument must be a tensor, so pass the first tensor in place of missing ones.
     x, y, z = [*tensors, tensors[0], tensors[0]][:MOST_TENSORS]
     widths = [x.shape[3], y.shape[3], z.shape[3]]
-    block = block_of(widths, x.element_size(), eight_bits)
+    block = constants_of(widths, x.element_size(), eight_bits)
     num_blocks = triton.cdiv(rows, block["ROWS"])
     pack_kernel[(num_blocks * most_heads * len(regions),)](
-        x, y, z, buffer, _on_device(tuple(regions), buffer.device), num_blocks, most_heads, batch,
+        x, y, z, buffer, _regions_on_device(tuple(regions), buffer.device), num_blocks, most_heads, batch,
         *[width // block["UNIT"] for width in widths], *x.stride(), *y.stride(), *z.stride(),
         **block, PACK=pack, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
-@kept_outside_graphs
-def _on_device(regions: tuple[CopyRegion, ...], device: torch.device) -> Tensor:
+@keep_outside_graphs
+def _regions_on_device(regions: tuple[CopyRegion, ...], device: torch.device) -> Tensor:
     """Return the fields of all regions as one int64 tensor ``[7 * regions]``, which is kept for later calls."""
     return new_table(list(chain.from_iterable(regions)), torch.int64, device)
 
 
-def block_of(widths: Sequence[int], size: int, eight_bits: torch.dtype | None) -> dict[str, Any]:
-    """Return the kernel's constants for elements of ``size`` bytes: the block of one program, and the 8-bit format."""
+def constants_of(widths: Sequence[int], size: int, eight_bits: torch.dtype | None) -> dict[str, Any]:
+    """Return the kernel's constants for elements of ``size`` bytes: the block of one program, and the 8-bit format.
+
+    They depend on widths and dtypes only, so that no rank compiles the kernel again in the middle of a run.
+    """
     columns = triton.next_power_of_2(max(widths))
     scale_bytes, aligned, largest = 0, 16, 0.0
     if eight_bits is not None:

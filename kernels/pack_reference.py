@@ -23,7 +23,7 @@ class CopyRegion(NamedTuple):
     The buffer holds the region as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample. The
     first row is at ``offset``, and rows begin ``step`` elements apart, which may leave space for other
     regions. If rounded to 8 bits, a head takes D + 4 bytes. ``tensor`` is the index of the tensor, ``token``
-    and ``head`` are the first ones.
+    and ``head`` are the first ones. The kernel reads the seven fields by their positions.
     """
 
     tensor: int
@@ -52,7 +52,7 @@ def pack(
     for region in regions:
         rows = _in_tensor(region, tensors)
         if to is not None:
-            rows = _round(rows, to)
+            rows = _encode(rows, to)
         _in_buffer(region, tensors, buffer, to).copy_(rows)
     return buffer
 
@@ -72,12 +72,12 @@ def unpack(
     for region in regions:
         rows = _in_buffer(region, tensors, buffer, of)
         if of is not None:
-            rows = _read(rows, of)
+            rows = _decode(rows, of)
         _in_tensor(region, tensors).copy_(rows)
     return tensors
 
 
-def _round(x: Tensor, to: torch.dtype) -> Tensor:
+def _encode(x: Tensor, to: torch.dtype) -> Tensor:
     """Round ``x`` ``[…, D]`` to ``to``.
     Return the numbers and scale of each row as bytes: ``[…, D + 4]``, uint8.
     """
@@ -92,8 +92,8 @@ def _round(x: Tensor, to: torch.dtype) -> Tensor:
     return torch.cat([numbers.to(to).view(torch.uint8), scale.view(torch.uint8)], dim=-1)
 
 
-def _read(eight: Tensor, of: torch.dtype) -> Tensor:
-    """Return the float32 numbers that :func:`_round` encoded in ``eight``."""
+def _decode(eight: Tensor, of: torch.dtype) -> Tensor:
+    """Return the float32 numbers that :func:`_encode` encoded in ``eight``."""
     numbers, scale = eight.split([eight.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
     # Clone, because a float32 view needs memory that is aligned to 4 bytes.
     scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)

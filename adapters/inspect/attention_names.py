@@ -20,11 +20,11 @@ from torch import nn
 
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import plan_for
-from para_core.attention.backends.added import ADDED, require_library
+from para_core.attention.backends.added import ADDED, check_library
 from para_core.instance.modules import submodules_of
 from para_core.option_values import Backend
 from para_core.plans.module_matching import matching_modules
-from para_core.plans.plan import Attending, AttentionByHeads
+from para_core.plans.plan import AttentionByHeads, AttentionRule
 from para_core.plans.region import region_of
 from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 
@@ -67,7 +67,7 @@ def check_attention_is_seen(settings: Sequence[ProcessorBackend], name: str, seq
                 f"Switch to a native backend: {name}.set_attention_backend('native'). Names of installed packages "
                 "('flash', '_flash_3', 'sage') work, and those of kernels from the Hub and of other devices do not."
             )
-        require_library(setting.backend)
+        check_library(setting.backend)
 
 
 def check_one_attention_backend(settings: Sequence[ProcessorBackend], name: str) -> None:
@@ -201,7 +201,7 @@ def processors_of(module: nn.Module) -> list[Any]:
 def _backends_by_path(module: nn.Module) -> list[ProcessorBackend]:
     settings, by_heads, crossing = [], set(), set()
     plan = plan_for(module)
-    attention_by_pattern: Mapping[str, Attending] = {}
+    attention_by_pattern: Mapping[str, AttentionRule] = {}
     if plan is not None:
         attention_by_pattern = plan.attention
     for pattern, attention in attention_by_pattern.items():

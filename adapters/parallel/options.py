@@ -17,7 +17,7 @@ from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.default_mesh import Mesh
 from para_core.adapters.weights.feature import Method
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.backends.added import require_library
+from para_core.attention.backends.added import check_library
 from para_core.attention.schedule import AttentionSchedule
 from para_core.call_checks import check_comparable
 from para_core.declared_options import Option, check_options, values_of
@@ -127,7 +127,7 @@ class TransformerOptions(AttentionChoices):
                 "Leave one out."
             )
         for backend in self.backends:
-            require_library(backend)
+            check_library(backend)
         check_comparable(vars(self), self.approximations)
 
     @property

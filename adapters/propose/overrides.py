@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from para_core.cache.blocks import CachedBlocks
-from para_core.plans.plan import Attending, Attention, Gather, Halo, Plan, ShardRule, Split
+from para_core.plans.plan import Attention, AttentionRule, Gather, Halo, Plan, ShardRule, Split
 
 Answers = Mapping[str, Any]
 
 # Types that a value of Plan.attention may have, apart from tuples.
-_ATTENDING = tuple(kind for kind in get_args(Attending) if isinstance(kind, type))
+_ATTENDING = tuple(kind for kind in get_args(AttentionRule) if isinstance(kind, type))
 # Fields of a Plan that an answer of the same name sets, and their types.
 _PLAN_FIELDS = {"batched": Mapping, "common": tuple, "unshared": tuple, "refused": Mapping}
 

@@ -27,7 +27,7 @@ def with_sharded_text(region: ObservedRegion, plan: Plan) -> Iterator[Candidate]
     sharded too.
     """
     text = region.text_parameter()
-    if text is None or plan.cuts(TEXT):
+    if text is None or plan.splits(TEXT):
         return
     at_blocks = _shard_at_blocks(region, plan, text)
     if at_blocks is not None:

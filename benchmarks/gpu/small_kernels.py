@@ -123,7 +123,7 @@ def _group_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
         return torch.ops.para_core.group_normalized(x, of_ranks, shares, groups, weight, bias, 1e-6)
 
     def error_of_norm() -> float:
-        exact = norm_reference.normalized(
+        exact = norm_reference.normalize(
             *[tensor.double() for tensor in (x, of_ranks, shares)], groups, weight.double(), bias.double(), 1e-6
         )
         return relative_error(normalized(), exact)

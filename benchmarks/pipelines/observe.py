@@ -28,7 +28,7 @@ from benchmarks.pipelines.traffic import (
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.dataclass_fields import by_path
 from para_core.distributed.mesh import MeshDim
-from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
+from para_core.plans.module_matching import ModuleRules, gathers_as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
     Count,
@@ -87,7 +87,7 @@ class _ModelObserver:
         recorder = Recorder(self._note_event, attend=attend_without_data)
         with recorder.watch(self._model):
             output = forward(**arguments)
-        self._note_gathered(output, as_tuple(self._plan.outputs.get("", ())))
+        self._note_gathered(output, gathers_as_tuple(self._plan.outputs.get("", ())))
         self.work.returned = sum(x.numel() * x.element_size() for x in tensors_in(output))
         return output
 

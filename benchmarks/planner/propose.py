@@ -39,7 +39,7 @@ def error_unseen(name: str, module: nn.Module, proposal: Proposal) -> float:
     """Return the largest error at unseen sizes and meshes, also with replicated text if text is sharded."""
     errors = []
     assert proposal.plan is not None
-    plans = [proposal.plan] + ([proposal.plan.with_replicated("text")] if proposal.plan.cuts("text") else [])
+    plans = [proposal.plan] + ([proposal.plan.with_replicated("text")] if proposal.plan.splits("text") else [])
     for size in UNSEEN:
         with torch.no_grad():
             expected = module(**inputs_of(name, size))
@@ -72,7 +72,7 @@ def score(name: str) -> dict[str, Any]:
         "verdict": "found" if error < EXACT else "wrong",
         "error": error,
         "blocks": blocks is not None,
-        "text": proposal.plan.cuts("text"),
+        "text": proposal.plan.splits("text"),
         "named": named,
         "why": " ".join(proposal.questions),
     }

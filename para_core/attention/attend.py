@@ -2,7 +2,7 @@
 
 A function around such a function is such a function again:
 
-- :func:`~para_core.attention.blocks.local` computes a block that this rank holds;
+- :func:`~para_core.attention.blocks.attend_by_backend` computes attention to a block that this rank holds;
 - :func:`~para_core.attention.ring.ring` and the other styles of a ring bring the blocks of other ranks, and call the
   function that they are given for each;
 - :func:`~para_core.attention.blocks.expand_key_heads` and :func:`~para_core.attention.low_rows.level_low_rows` change
@@ -41,27 +41,28 @@ class Mask:
         tensor: ``[B or 1, H or 1, S_q or 1, total or 1]``, bool or float. Rows are in the order of the
             queries; they may be followed by rows of other queries. Columns are positions in the whole
             sequence.
-        of_tile: Converts the part of the mask for a tile, given the queries; None to leave it as it is.
+        convert: Called as ``convert(part, query)`` with the part of the mask for a tile and its queries; returns
+            the mask of the tile. None to leave the part as it is.
         hides_rows: Whether the converted mask may hide all keys of a row.
-        low_rows: The rows whose lse :func:`~para_core.attention.blocks.of_function` has to correct, if any.
+        low_rows: The rows whose lse :func:`~para_core.attention.blocks.attend_by_function` corrects, if any.
     """
 
     tensor: Tensor
-    of_tile: Callable[[Tensor, Tensor], Tensor] | None = None
+    convert: Callable[[Tensor, Tensor], Tensor] | None = None
     hides_rows: bool = True
     low_rows: FiniteMaskedRows | None = None
 
-    def rows(self, first: int, length: int) -> Mask:
-        """Return the mask of the ``length`` queries from ``first`` on."""
+    def take_rows(self, first: int, length: int) -> Mask:
+        """Return the mask of the ``length`` queries from ``first`` on; all of it if one row is for all queries."""
         if self.tensor.shape[2] == 1 or (first == 0 and length == self.tensor.shape[2]):
             return self
         low_rows = None
         if self.low_rows is not None:
-            low_rows = self.low_rows.rows(first, length)
+            low_rows = self.low_rows.take_rows(first, length)
         return replace(self, tensor=self.tensor.narrow(2, first, length), low_rows=low_rows)
 
 
-def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
+def take_columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
     """Return the columns of ``mask`` at the runs ``(start, length)``, or ``mask`` itself if it has one column."""
     if mask.shape[-1] == 1:
         return mask
@@ -71,6 +72,8 @@ def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
 class Accumulator:
     """The result of some queries for the blocks of keys that were added so far, merged by lse.
 
+    The queries are split into the pieces of ``tiling``, and each piece has a partial result of its own.
+
     Args:
         query: ``[B, H, S_q, D]``.
         mask: The mask of the queries; rows of other queries may follow. None if there is no mask tensor.
@@ -79,14 +82,15 @@ class Accumulator:
 
     Attributes:
         merged: One partial result for each piece of the queries.
-        received: Tensors from other ranks, on which the result depends in autograd.
-        of_others: Results ``(out, lse)`` of all queries that other ranks computed, still to be merged.
-        last_steps: Functions that change the merged ``(out, lse)`` in place.
+        received: Tensors from other ranks, on which the result must depend in autograd, or a rank that uses
+            none of them would leave out the collective of the backward.
+        results_of_others: Results ``(out, lse)`` of all queries that other ranks computed, still to be merged.
+        last_steps: Functions that change the merged ``(out, lse)`` in place, called by :meth:`finish`.
     """
 
     queries: list[Tensor]  # The queries of each piece.
     rows: list[Tensor] | None  # The rows of the mask for each piece.
-    low_rows: list[FiniteMaskedRows] | None  # Those of Mask.low_rows for each piece.
+    low_rows: list[FiniteMaskedRows] | None  # Mask.low_rows for each piece.
 
     def __init__(
         self, query: Tensor, mask: Mask | None, tiling: Tiling, key_heads: Tensor | None = None
@@ -96,7 +100,7 @@ class Accumulator:
         if tiling.masks:
             self.merged = [Merged() for _ in tiling.pieces]
         self.received: list[Tensor] = []
-        self.of_others: list[tuple[Tensor, Tensor]] = []
+        self.results_of_others: list[tuple[Tensor, Tensor]] = []
         self.last_steps: list[Callable[[Tensor, Tensor], None]] = []
         self.queries, self.rows, self.low_rows = [query], None, None
         if tiling.masks or mask is not None:
@@ -106,17 +110,21 @@ class Accumulator:
         self.queries = self.tiling.split(self.query)
         self.rows, self.low_rows = None, None
         if self.mask is not None:
-            mask = self.mask.rows(0, self.query.shape[2])
+            mask = self.mask.take_rows(0, self.query.shape[2])
             self.rows = self.tiling.split(mask.tensor)
             if mask.low_rows is not None:
                 self.low_rows = mask.low_rows.split(self.tiling.split)
 
     def with_inputs(self, query: Tensor, mask: Mask | None) -> Accumulator:
-        """Return an accumulator with other inputs, whose results are added to this one."""
+        """Return an accumulator with other inputs, whose results are added to this one.
+
+        Both share the objects in which results are collected, so that only this one needs to be finished.
+        """
+        # Not by __init__, which would make new objects for the results.
         other = object.__new__(Accumulator)
         other.query, other.mask, other.tiling, other.key_heads = query, mask, self.tiling, self.key_heads
         other.merged, other.received = self.merged, self.received
-        other.of_others, other.last_steps = self.of_others, self.last_steps
+        other.results_of_others, other.last_steps = self.results_of_others, self.last_steps
         other._split()
         return other
 
@@ -124,14 +132,16 @@ class Accumulator:
         """Return the mask of a tile, for the queries of a piece."""
         if self.rows is None or self.mask is None:
             return None
-        part = columns(self.rows[piece], tile.positions)
-        if self.mask.of_tile is None:
+        part = take_columns(self.rows[piece], tile.positions)
+        if self.mask.convert is None:
             return part
-        return self.mask.of_tile(part, self.queries[piece])
+        return self.mask.convert(part, self.queries[piece])
 
-    def result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, H, S_q, D_v]``, in float32 if partial results were merged, and lse ``[B, H,
-        S_q]``.
+    def finish(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out ``[B, H, S_q, D_v]`` and lse ``[B, H, S_q]``. Out has the dtype of lse if merging has not
+        rounded it yet, otherwise that of query.
+
+        Call this once, because ``last_steps`` change the result in place.
 
         The result of queries that saw no key gets its shape and dtype from ``key`` and ``value`` of any
         block.
@@ -148,9 +158,9 @@ class Accumulator:
                     nothing = LocalAttentionCall(query, key[:, :, :0], value[:, :, :0])
                     results.append(local_attention_with_lse(nothing))
             out, lse = (self.tiling.join(parts) for parts in zip(*results, strict=True))
-        if self.of_others:
+        if self.results_of_others:
             total = Merged()
-            for partial_result in ((out, lse), *self.of_others):
+            for partial_result in ((out, lse), *self.results_of_others):
                 total.add(*partial_result)
             out, lse = total.out, total.lse
         for change in self.last_steps:

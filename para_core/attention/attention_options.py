@@ -25,11 +25,12 @@ class AttnOptions:
 
     Args:
         rotate_method, backend: As :class:`~para_core.modes.unified.UnifiedAttnMode` describes them.
-        others: The values of the optional options that are set, in the order in which :mod:`.features` lists them.
+        others: The values of the optional options that are set, in the order in which :mod:`.features` lists them,
+            so that equal options have equal JSON.
 
     Raises:
         ValueError: A value is unknown, or two options exclude each other.
-        TypeError: ``backend`` is not a string.
+        TypeError: ``backend`` is neither a string nor None.
     """
 
     rotate_method: RotateMethod = "alltoall"
@@ -77,12 +78,12 @@ class AttnOptions:
 
     @property
     def by_position(self) -> bool:
-        """Whether an option lets a query's position decide which keys it sees."""
+        """Whether an option lets positions decide which keys a query sees; see :class:`AttentionOption`."""
         return any(other.by_position for other in self.others)
 
     @property
     def wire(self) -> Wire:
-        """The format in which tensors are sent."""
+        """The format in which tensors are sent: that of the first option that brings one."""
         for other in self.others:
             if other.wire is not None:
                 return other.wire
@@ -90,7 +91,9 @@ class AttnOptions:
 
     @property
     def with_gradients(self) -> AttnOptions:
-        """The options for calls that require a gradient, without rounding to 8 bits; ``self`` if nothing is rounded."""
+        """The options for calls that require a gradient: with the exact form of the backend, and without options that
+        have no gradient. ``self``, the same object, if that changes nothing.
+        """
         backend = self.backend
         exact = backend
         if backend is not None and backend in EXACT_FORM:

@@ -20,14 +20,16 @@ _STYLES: dict[str, type[RingStyle]] = {name: load(style.path) for name, style in
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """The communication plan of one attention call.
-    Each algorithm's part is computed from ``spec`` when it is used.
+
+    Each algorithm's part is computed from ``spec`` when it is first used, and kept with the plan. Plans are compared
+    by identity, so that they can be keys of caches.
     """
 
     spec: AttentionSpec
 
     @cached_property
     def with_gradients(self) -> AttentionPlan:
-        """The plan to use if the call requires a gradient: this plan without rounding to 8 bits."""
+        """The plan to use if the call requires a gradient; see :attr:`AttnOptions.with_gradients`."""
         options = self.spec.options.with_gradients
         if options is self.spec.options:
             return self
@@ -46,7 +48,9 @@ class AttentionPlan:
 
     @cached_property
     def ordered_ulysses(self) -> UlyssesPlan | None:
-        """Like :attr:`ulysses`, but with queries in the order of the sequence in every call."""
+        """Like :attr:`ulysses`, but with queries in the order of the sequence in every call: flex attention passes
+        their indices to the user's functions.
+        """
         if self.ulysses is None or self.spec.orders_queries:
             return self.ulysses
         return UlyssesPlan(self.spec, self.heads, ordered=True)
@@ -66,9 +70,8 @@ class AttentionPlan:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether one call of plain SDPA can compute attention after the Ulysses exchange.
-
-        It cannot if an option selects keys.
+        """Whether one call of plain SDPA computes attention after the Ulysses exchange, perhaps to keys that the style
+        gathers before. It cannot if an option selects keys.
         """
         return not self.spec.options.by_position and self.style.is_local
 

@@ -1,4 +1,4 @@
-"""Choose the backend of local attention: the named one, else PyTorch's choice."""
+"""Check the backend of local attention that a user named, and ask PyTorch for its choice if none was named."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ from para_core.torch_internals import math_sdp_enabled
 _OF_CUDA = ("efficient", "cudnn")  # PyTorch does not have these backends on a CPU.
 
 
-def resolve_backend(
-    backend: Backend | None, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool = False
-) -> Backend | None:
-    """Return the backend for a call, or None to let PyTorch choose.
+def check_backend(
+    backend: Backend, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool = False
+) -> None:
+    """Raise unless the named ``backend`` computes a call.
 
     Args:
-        backend: The backend that the caller named.
-        query, value: Tensors of the call. Only dtype, head dims, device and lengths matter.
+        query, value: Tensors of the call. Only dtype, head dims, device and, if it is causal, lengths matter.
         masked: Whether the call has a mask.
         is_causal: Whether the call is causal.
 
     Raises:
-        RuntimeError: The named backend is disabled, not installed or does not support the call.
+        RuntimeError: The backend is disabled, not installed or does not support the call.
     """
-    if backend is None:
-        return None
     if backend in ADDED:
         ADDED[backend].check(backend, query, value, masked=masked, is_causal=is_causal)
     elif not SWITCHES[backend]():
@@ -49,10 +46,9 @@ def resolve_backend(
         # PyTorch's FlashAttention operator on CUDA would silently compute these calls wrongly: it has no
         # argument for a mask (see transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).
         check_mask_and_lengths(backend, query, value, masked=masked, is_causal=is_causal)
-    return backend
 
 
-def require_backend(
+def check_some_backend(
     query: Tensor, value: Tensor, *, mask: Tensor | None = None, backend: Backend | None = None
 ) -> None:
     """Raise ``RuntimeError`` unless the named backend, if any, and an enabled backend of SDPA can compute a
@@ -62,12 +58,12 @@ def require_backend(
     nothing to compute. SDPA is asked only if the math backend is disabled.
     """
     if backend is not None:
-        resolve_backend(backend, query, value, masked=mask is not None)
+        check_backend(backend, query, value, masked=mask is not None)
     if not math_sdp_enabled() and _choice_of_pytorch(query, value, mask) is None:
         raise no_backend(query, value, mask)
 
 
-def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
+def computes_in_float32(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
     """Whether a float16 or bfloat16 call uses the math backend, which computes it and its gradient in
     float32.
 
@@ -110,7 +106,8 @@ def _cached_choice(
     enabled: tuple[bool, ...],
 ) -> int | None:
     """Compute the result of :func:`_choice_of_pytorch`.
-    ``enabled`` is unused: it only distinguishes cache entries.
+
+    ``enabled`` only distinguishes cache entries: SDPA reads the switches itself.
     """
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None

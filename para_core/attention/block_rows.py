@@ -14,7 +14,7 @@ from para_core.layout.sequence import Run, SequenceLayout
 
 
 class Row(NamedTuple):
-    """Consecutive tokens of a rank: where they begin in its own tensor and in the block, and how many there are."""
+    """A run of tokens of a rank: where they begin in its own tensor and in the block, and how many there are."""
 
     local: int
     block: int
@@ -34,9 +34,13 @@ class BlockRows:
         rank 0:  0 1 | 2 | 5 6         block:  0 1 | 2 | 3 4 | 5 6 | 7
         rank 1:  0 1 | 3 4 | 7
 
-    Lengths may be symbolic: this class only adds them.
+    Lengths may be symbolic: while tracing, this class only adds them.
 
     Attributes:
+        sequence: The layout of the tokens. Tensors with one layout object can share a table of a swap.
+        index: This rank's position among the ranks.
+        replicates: Whether any token is replicated.
+        is_rank_by_rank: Whether the tokens arrive, rank by rank, in the order of the block.
         of_peers: For each rank, its rows in the order of its tensor.
         in_order: ``(rank, number of its row)`` for all rows in the order of the block. Of a replicated row,
             which all ranks have, it is that of this rank.
@@ -64,8 +68,7 @@ class BlockRows:
                 self.size = self.size + piece.length
         self.of_peers = of_peers
         self.replicates = any(row.replicated for row in of_peers[0])
-        # Whether the tokens arrive in the order of the block. This does not compare lengths, which may be
-        # symbolic.
+        # This does not compare lengths, which may be symbolic.
         self.is_rank_by_rank = not ordered or (len(of_peers[0]) == 1 and not self.replicates)
 
     def sizes(self, *, replicated: bool) -> list[int]:
@@ -74,24 +77,26 @@ class BlockRows:
             sum([row.length for row in rows if replicated or not row.replicated]) for rows in self.of_peers
         ]
 
-    def own(self, *, replicated: bool) -> list[Run]:
-        """Return the tokens of this rank's tensor, with or without the ``replicated`` ones."""
+    def local_runs(self, *, replicated: bool) -> list[Run]:
+        """Return the tokens of this rank's tensor, with or without the ``replicated`` ones, as runs."""
         rows = self.of_peers[self.index]
-        return _join([(row.local, row.length) for row in rows if replicated or not row.replicated])
+        return _join_unless_traced(
+            [(row.local, row.length) for row in rows if replicated or not row.replicated]
+        )
 
     @cached_property
-    def own_sharded(self) -> list[Run]:
+    def local_sharded_runs(self) -> list[Run]:
         """The tokens of this rank's tensor that are not replicated, as runs ``(start, length)``."""
-        return self.own(replicated=False)
+        return self.local_runs(replicated=False)
 
     @cached_property
-    def own_size(self) -> int:
+    def local_size(self) -> int:
         """The number of tokens of this rank's tensor."""
         return sum([row.length for row in self.of_peers[self.index]])
 
     def sent_blocks(self, *, replicated: bool) -> list[Run]:
         """Return where the tokens of each rank, rank by rank, lie in the block, as runs ``(start, length)``."""
-        return _join(
+        return _join_unless_traced(
             [
                 (row.block, row.length)
                 for rows in self.of_peers
@@ -140,7 +145,7 @@ class BlockRows:
         return starts
 
 
-def _join(runs: list[Run]) -> list[Run]:
+def _join_unless_traced(runs: list[Run]) -> list[Run]:
     """Join neighbouring runs. While tracing, lengths may be symbolic and are not compared."""
     if torch.compiler.is_compiling():
         return runs

@@ -30,6 +30,7 @@ class BlockMask(AttentionOption):
     j.
 
     Args:
+        num_query_blocks, num_key_blocks: Numbers of blocks, which must fit the lengths of each call.
         query_block, key_block: Tokens per block. The last block of a sequence may be shorter.
         bits: The rows in hexadecimal, joined by commas. It is a string because Dynamo treats strings as
             constants, and operators accept them.
@@ -39,7 +40,6 @@ class BlockMask(AttentionOption):
     num_key_blocks: int
     query_block: int
     key_block: int
-
     bits: str
 
     option = "block_mask"
@@ -68,14 +68,14 @@ class BlockMask(AttentionOption):
         """
         if chosen.has_all_keys:
             return chosen
-        # It imports this module.
+        # Not at the top, because it imports this module.
         from para_core.attention.direct_ring import DirectRing
 
         return DirectRing
 
     @property
     def record(self) -> object:
-        """A checksum, which ranks compare and show."""
+        """A checksum, which ranks compare and show: the mask itself may be large."""
         return f"with checksum {crc32(repr(self.fields).encode()):08x}"
 
     def runs_seen(self, row: int) -> list[Run]:
@@ -116,16 +116,14 @@ class BlockMask(AttentionOption):
         return [(seen, False)]
 
     def sees_any(self, queries: Iterable[Run], keys: Iterable[Run]) -> bool:
-        """Whether any of the ``queries`` sees any of the ``keys``.
-        Both are positions, as runs ``(start, length)``.
-        """
-        held = 0
-        for first, last in _blocks(keys, self.key_block):
-            held |= (1 << (last + 1)) - (1 << first)
+        """Whether any of the ``queries`` sees any of the ``keys``. Both are positions, as runs ``(start, length)``."""
+        key_blocks = 0
+        for first, last in _overlapped_blocks(keys, self.key_block):
+            key_blocks |= (1 << (last + 1)) - (1 << first)
         rows = self.rows
         return any(
-            rows[row] & held
-            for first, last in _blocks(queries, self.query_block)
+            rows[row] & key_blocks
+            for first, last in _overlapped_blocks(queries, self.query_block)
             for row in range(first, last + 1)
         )
 
@@ -140,7 +138,7 @@ class BlockMask(AttentionOption):
             )
 
 
-def _blocks(runs: Iterable[Run], block: int) -> list[tuple[int, int]]:
+def _overlapped_blocks(runs: Iterable[Run], block: int) -> list[tuple[int, int]]:
     """Return ``(first, last)`` for each non-empty run: the first and last block of ``block`` tokens it overlaps."""
     return [(start // block, (start + length - 1) // block) for start, length in runs if length]
 

@@ -1,4 +1,6 @@
-"""Attention of one rank's queries to a block of keys that it holds: the innermost function, and key heads around it."""
+"""Attention of one rank's queries to a block of keys that it holds: the innermost function, by a backend or by a user's
+function, and the one around it that expands key heads.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from para_core.attention.attend import Accumulator, Attend
-from para_core.attention.local import continued_attention
+from para_core.attention.local import continue_attention
 from para_core.attention.local_call import LocalAttentionCall
 from para_core.layout.runs import take
 from para_core.option_values import Backend
@@ -16,17 +18,19 @@ from para_core.option_values import Backend
 LocalAttention = Callable[[LocalAttentionCall], tuple[Tensor, Tensor]]
 
 
-def local(backend: Backend | None, scale: float | None) -> Attend:
-    """Return attention to one block by ``backend`` (PyTorch's choice if None), tile by tile."""
+def attend_by_backend(backend: Backend | None, scale: float | None) -> Attend:
+    """Return attention to one block by ``backend`` (PyTorch's choice if None), tile by tile. Autograd does not record
+    it; its gradient is :func:`para_core.attention.gradients.blocks.local_backward`.
+    """
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
         if into.mask is None and not into.tiling.masks:
             # All queries see all keys of the block, so one call computes it.
             call = LocalAttentionCall(into.query, key, value, scale=scale)
-            continued_attention(into.merged[0], call, backend, is_last=is_last)
+            continue_attention(into.merged[0], call, backend, is_last=is_last)
             return
         hides_rows = into.mask is None or into.mask.hides_rows
-        # A later tile of the block may belong to the same queries.
+        # A later tile of the block may belong to the same queries, so no tile counts as the last.
         is_last = is_last and not into.tiling.masks
         for piece, tile in into.tiling.tiles(block):
             call = LocalAttentionCall(
@@ -37,15 +41,13 @@ def local(backend: Backend | None, scale: float | None) -> Attend:
                 tile.is_causal,
                 scale,
             )
-            continued_attention(into.merged[piece], call, backend, is_last=is_last, hides_rows=hides_rows)
+            continue_attention(into.merged[piece], call, backend, is_last=is_last, hides_rows=hides_rows)
 
     return forward
 
 
-def of_function(attn_func: LocalAttention, scale: float | None) -> Attend:
-    """Return attention to one block by a user's function, tile by tile.
-    Autograd differentiates its forward.
-    """
+def attend_by_function(attn_func: LocalAttention, scale: float | None) -> Attend:
+    """Return attention to one block by a user's function, tile by tile. Autograd records it."""
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
         for piece, tile in into.tiling.tiles(block):
@@ -66,16 +68,16 @@ def expand_key_heads(attend: Attend) -> Attend:
     """Return ``attend`` for blocks with fewer key heads: query head i uses key head ``key_heads[i]`` of the
     inputs.
 
-    Blocks travel with few heads, and only what is computed is expanded.
+    It is inside the functions that send blocks, so that these travel with few heads.
     """
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
-        attend(into, expand(key, into.key_heads), expand(value, into.key_heads), block, is_last)
+        attend(into, expand_heads(key, into.key_heads), expand_heads(value, into.key_heads), block, is_last)
 
     return forward
 
 
-def expand(x: Tensor, heads: Tensor | None) -> Tensor:
+def expand_heads(x: Tensor, heads: Tensor | None) -> Tensor:
     """Return ``x``, ``[B, H_kv, S, D]``, with key head ``heads[i]`` for query head i, or ``x`` itself without heads."""
     if heads is None:
         return x

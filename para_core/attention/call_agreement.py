@@ -1,8 +1,9 @@
 """The exchange between ranks at the start of an eager attention call.
 
-Ranks compare what must be equal on all of them (:func:`call_signature`), and send each other what may differ,
-such as the size of their mask (:class:`OwnPart`). From this all ranks draw the same conclusion
-(:func:`settle_call`): an error, or which mask each rank uses.
+Ranks compare what must be equal on all of them (:func:`call_signature`), and send each other what may differ:
+the size and the properties of their mask (:class:`MaskRecord`). From this all ranks draw the same conclusion
+(:func:`settle_masks`): an error, or which mask each rank uses. A conclusion must follow from the records of all ranks
+alone, never from this rank's tensors: otherwise one rank would raise and the others wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from para_core.attention.mask_rows import (
     check_rows,
     describe_rows,
 )
-from para_core.attention.masks import MaskExtents, mask_extents
+from para_core.attention.masks import MaskExtents, infer_mask_extents
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.agree import agree, exchange
 from para_core.distributed.mesh import SequenceMesh
@@ -38,7 +39,9 @@ EQUAL_PARTS = (
 
 
 def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Signature:
-    """Return a comparable record of the call with everything that must be equal on all ranks, except for the mask."""
+    """Return a comparable record of what must be equal on all ranks, without the mask. The backend of local attention
+    is not among it: ranks may compute their part in different ways.
+    """
     tensors = {"query": query, "key": key, "value": value}
     return Signature.of(
         {
@@ -68,7 +71,7 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
     masks = [record["mask"] for record in exchange({"mask": shape}, mesh)]
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if None in masks and any(shape is not None for shape in masks):
-        return f"{_masks_differ(masks)} They also disagree about {field}."
+        return f"{_describe_different_masks(masks)} They also disagree about {field}."
     if field == "is_causal":
         lengths = records[0]["query lengths per rank"]
         return (
@@ -90,7 +93,7 @@ def difference_of_lengths(records: list[Record]) -> str:
     return f"the ranks disagree about {field}: they hold {lengths}. {EQUAL_PARTS}"
 
 
-def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
+def _describe_different_masks(masks: Sequence[Sequence[int] | str | None]) -> str:
     masks = ["none" if shape is None else shape for shape in masks]
     shapes = ", ".join([f"rank {rank} {shape}" for rank, shape in enumerate(masks)])
     return (
@@ -101,14 +104,15 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
     )
 
 
-# Bits of OwnPart.flags, from the lowest: 7 for the dtype of the mask, 1 for its requires_grad, then one for
-# each leading dim, set if its size is not 1; from bit 48 what describe_rows says about its rows.
+# Bits of MaskRecord.flags, from the lowest: 7 for the dtype of the mask (its position in _DTYPES, from 1 on), 1 for its
+# requires_grad, then one for each leading dim, set if its size is not 1; from bit 48 what describe_rows says about its
+# rows. So a query may have 40 leading dims; the sign bit stays 0.
 _DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_BITS, _ROWS_SHIFT = 8, 48
 
 
-class OwnPart(NamedTuple):
-    """The information that one rank gives the others about its mask, as three 64-bit integers."""
+class MaskRecord(NamedTuple):
+    """The facts about its mask that a rank sends to the others, as three integers (``MOST_NUMBERS`` of agree.py)."""
 
     rows: int  # Number of rows of the mask; -1 without a mask.
     columns: int  # Number of columns of the mask; -1 without a mask.
@@ -125,8 +129,8 @@ class OwnPart(NamedTuple):
         return self.flags >> _ROWS_SHIFT
 
 
-# The OwnPart of a rank whose call has no mask.
-NO_MASK = OwnPart(-1, -1, 0)
+# The record of a rank whose call has no mask.
+NO_MASK = MaskRecord(-1, -1, 0)
 
 
 def _mask_code(mask: Tensor, num_leading: int) -> int:
@@ -154,8 +158,8 @@ def _dtype_of(mask_code: int) -> torch.dtype | None:
     return None
 
 
-def settle_call(
-    spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor | None, parts: Sequence[OwnPart]
+def settle_masks(
+    spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor | None, parts: Sequence[MaskRecord]
 ) -> tuple[Tensor | None, MaskExtents | None]:
     """Return the mask that this rank uses and the extents of its dims, derived from the ``parts`` of all
     ranks.
@@ -175,18 +179,18 @@ def settle_call(
     if len(codes) > 1:
         raise ValueError(
             "the ranks disagree about attn_mask: its dtype, requires_grad, or the dims before the last two. They hold "
-            f"{_texts(parts)}. Make these equal on every rank."
+            f"{_describe_masks(parts)}. Make these equal on every rank."
         )
-    if _are_of_keys(parts, spec):
+    if _are_key_masks(parts, spec):
         sizes = [(min(rows, 1), columns) for rows, columns in sizes]
         if mask is not None:
             mask = mask[..., :1, :]
     if any(part.rows < 0 for part in parts):
         sizes = _sizes_with_absent(sizes, spec)
         if mask is None:
-            mask = _nothing_hidden(codes.pop(), query, sizes[mesh.rank])
+            mask = _make_open_mask(codes.pop(), query, sizes[mesh.rank])
     mask, sizes = _with_broadcast_rows(mask, sizes, layout, mesh.rank)
-    extents = mask_extents(sizes, layout, spec.key_layout, range(mesh.ranks))
+    extents = infer_mask_extents(sizes, layout, spec.key_layout, range(mesh.ranks))
     bits = [part.row_bits for part in parts]
     if extents == MaskExtents("local", "global"):
         check_rows(bits, [part.rows for part in parts], spec)
@@ -232,7 +236,7 @@ def warn_of_single_tokens(spec: AttentionSpec) -> None:
     )
 
 
-def own_part(spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor) -> OwnPart:
+def describe_mask(spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor) -> MaskRecord:
     """Return what this rank sends to the others about its ``mask``.
 
     Raises:
@@ -244,10 +248,10 @@ def own_part(spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tenso
         agree(error, mesh)
         raise
     rows, columns = mask.shape[-2:]
-    return OwnPart(rows, columns, _mask_code(mask, query.ndim - 2) | bits << _ROWS_SHIFT)
+    return MaskRecord(rows, columns, _mask_code(mask, query.ndim - 2) | bits << _ROWS_SHIFT)
 
 
-def _texts(parts: Sequence[OwnPart]) -> str:
+def _describe_masks(parts: Sequence[MaskRecord]) -> str:
     texts = []
     for part in parts:
         if part.rows < 0:
@@ -258,7 +262,7 @@ def _texts(parts: Sequence[OwnPart]) -> str:
     return "; ".join([f"rank {rank}: {text}" for rank, text in enumerate(texts)])
 
 
-def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
+def _are_key_masks(parts: Sequence[MaskRecord], spec: AttentionSpec) -> bool:
     """Whether the masks of all ranks are key masks, and not parts of a larger mask that was cut along both
     dims. Each mask of several rows must have equal rows and a column per key of its rank, and one of these
     masks must hide a key.
@@ -282,12 +286,14 @@ def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) ->
         rows in (-1, 0, 1) and columns in (-1, num_keys[rank]) for rank, (rows, columns) in enumerate(sizes)
     )
     if not fits or max(num_keys) < 2 or spec.key_layout.sharded == () or spec.is_causal:
-        raise ValueError(_masks_differ([_describe_sizes(rows, columns) for rows, columns in sizes]))
-    known = list(sizes)
+        raise ValueError(
+            _describe_different_masks([_describe_sizes(rows, columns) for rows, columns in sizes])
+        )
+    completed = list(sizes)
     for rank, (rows, _) in enumerate(sizes):
         if rows < 0:
-            known[rank] = (1, num_keys[rank])
-    return known
+            completed[rank] = (1, num_keys[rank])
+    return completed
 
 
 def _describe_sizes(rows: int, columns: int) -> str | None:
@@ -296,7 +302,7 @@ def _describe_sizes(rows: int, columns: int) -> str | None:
     return f"[..., {rows}, {columns}]"
 
 
-def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
+def _make_open_mask(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
     """Return a mask that hides nothing, for a rank without a mask. ``last`` are its numbers of rows and
     columns; its dtype and leading dims are those that :func:`_mask_code` encoded in ``code`` on the other
     ranks.

@@ -15,7 +15,7 @@ from torch import Tensor
 from para_core.attention.attend import Accumulator, Attend, Block
 from para_core.attention.block_sparse import BlockMask
 from para_core.attention.local import add_autograd_dependency
-from para_core.attention.ring import Packing, pack_own
+from para_core.attention.ring import Packing, pack_sent_keys
 from para_core.attention.ring_plan import RingStyle
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.collectives import Travelling, start_ring_shift, wait
@@ -35,7 +35,9 @@ class DirectHop(NamedTuple):
 
 
 class DirectRing(RingStyle):
-    """The ring of a call with a block mask."""
+    """The ring of a call with a block mask. Other masks by position are ignored where hops are chosen: they can only
+    hide more keys.
+    """
 
     gradient = "gradients.direct_ring:direct_ring_backward"
 
@@ -62,7 +64,7 @@ class DirectRing(RingStyle):
                 hops.append(DirectHop(step, plan.source(step), sees[(index + step) % size], sees[index]))
         return hops
 
-    def around(self, attend: Attend) -> Attend:
+    def over_ring(self, attend: Attend) -> Attend:
         """Return attention to the keys of all ring ranks that this rank's queries see."""
         plan, wire = self.plan, self.plan.spec.options.wire
 
@@ -84,15 +86,16 @@ class DirectRing(RingStyle):
 
         Each block is in flight while the caller computes with the one before; the caller must drop it before it asks
         for the next, or one more stays in memory. ``received`` gets the buffers on which a result with gradient must
-        depend. The backward (gradients/direct_ring.py) passes through the same blocks.
+        depend. The backward (gradients/direct_ring.py) passes through the same blocks. Collective: the caller must
+        take them all.
         """
-        hops, own = self.hops, DirectHop(0, self.plan.dim.index, sends=False, receives=True)
+        hops, first = self.hops, DirectHop(0, self.plan.dim.index, sends=False, receives=True)
         if not hops:
-            yield own, (key, value)
+            yield first, (key, value)
             return
-        sent = pack_own(packing, key, value, self.plan)
+        sent = pack_sent_keys(packing, key, value, self.plan)
         arriving = [self._start(hops[0], sent, packing, received)]
-        yield own, (key, value)
+        yield first, (key, value)
         for number, hop in enumerate(hops, start=1):
             buffer = wait(arriving.pop())
             if torch.is_grad_enabled():

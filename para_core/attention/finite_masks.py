@@ -25,8 +25,9 @@ from para_core.attention.local_call import aligned_rows, bias_dtype
 # If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted
 # from the row.
 _LOW = -1e3
-# A score that is added to a number lower than _ABSORBS is lost to rounding in float32. All keys with the same
-# such number therefore have equal weights, in SDPA as well.
+# float32 numbers below _ABSORBS are at least 2 apart, and those near -1e9, which models use, 64, so that a score that
+# is added to one is lost to rounding, or to all but its multiples of that distance. All keys with the same such number
+# therefore get equal weights. So they do in SDPA, unless scores are larger than the distance.
 _ABSORBS = -(2.0**24)
 
 
@@ -106,9 +107,8 @@ class FiniteMaskedRows:
     number, so that the logarithm of the number of keys is lost to rounding. Merging by such an lse would give
     all ring blocks the same weight, whatever their lengths.
 
-    A row is *low* if its maximum is finite and below -1000. A low row is *absorbed* if its maximum is below
-    -2²⁴: a score that is added to such a number is lost to rounding in float32, so all keys with it have
-    equal weights.
+    A row is *low* if its maximum is finite and below -1000 (``_LOW``). A low row is *absorbed* if its maximum is
+    below -2²⁴ (``_ABSORBS``): all keys with it get equal weights.
 
     Args:
         mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Low rows that are not absorbed are shifted so that
@@ -146,7 +146,7 @@ class FiniteMaskedRows:
             for parts in zip(cut(self.mask), cut(self.highest), cut(self.absorbed), strict=True)
         ]
 
-    def rows(self, first: int, length: int) -> FiniteMaskedRows:
+    def take_rows(self, first: int, length: int) -> FiniteMaskedRows:
         """Return the ``length`` rows from ``first`` on; all rows if there is one row for all queries."""
         if self.mask.shape[2] == 1 or (first == 0 and length == self.mask.shape[2]):
             return self

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
-from para_core.attention.local import as_sdpa
+from para_core.attention.local import lay_out_like_sdpa
 from para_core.distributed.collectives import define_collective, done
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.gather import gather, gather_gradient
@@ -43,8 +43,8 @@ def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
     :func:`enter`. ``out`` is ``[B, H_local, S_group, D]``, the outputs of the queries that :func:`enter`
     returned, in their order.
     """
-    own, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
-    return own  # type: ignore[no-any-return]
+    local, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
+    return local  # type: ignore[no-any-return]
 
 
 def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
@@ -67,6 +67,7 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
 
 
 def _plan_of(text: str, numbers: list[int], *_: Any) -> AttentionPlan:
+    """Return the plan of an operator's call. The scale is the business of the user's flex attention."""
     return cached_plan(text, tuple(numbers), None)
 
 
@@ -84,7 +85,7 @@ def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple
     plan = read_plan(call[0], call[1], None)
     index = plan.spec.mesh.ulysses.index
     rows = sum([length for _, length in query_rows(plan.spec.query_layout, plan.spec.mesh)])
-    of_query, of_key = plan.heads.of_query[index][1], plan.heads.of_key[index][1]
+    of_query, of_key = plan.heads.query_runs[index][1], plan.heads.key_runs[index][1]
     total = plan.spec.key_layout.total
     return (
         query.new_empty(query.shape[0], of_query, rows, query.shape[3]),
@@ -95,9 +96,7 @@ def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple
 
 
 def _enter_backward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of the inputs of :func:`_enter`.
-    The arguments are the gradients of its outputs.
-    """
+    """Return the gradients of the inputs of :func:`_enter`. The tensors are the gradients of its outputs."""
     plan = _plan_of(*call)
     if plan.ring.rotates:
         key, value = (gather_gradient(x, 2, plan.spec.keys, plan.ring.dim) for x in (key, value))
@@ -121,18 +120,18 @@ def _enter_backward_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any)
 
 def _leave(out: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     plan = _plan_of(*call)
-    own = out
+    local = out
     if plan.ordered_ulysses is not None:
-        own = plan.ordered_ulysses.start_leave((out,))()[0]
-    return as_sdpa(own).clone(memory_format=torch.preserve_format), done(out)
+        local = plan.ordered_ulysses.start_leave((out,))()[0]
+    return lay_out_like_sdpa(local).clone(memory_format=torch.preserve_format), done(out)
 
 
 def _leave_shape(out: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     plan = read_plan(call[0], call[1], None)
-    own = out.new_empty(
+    local = out.new_empty(
         out.shape[0], plan.spec.query_layout.size(plan.spec.mesh.rank), plan.spec.num_heads, out.shape[3]
     )
-    return own.transpose(1, 2), done(out)
+    return local.transpose(1, 2), done(out)
 
 
 def _leave_backward(grad: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
@@ -145,11 +144,12 @@ def _leave_backward(grad: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
 def _leave_backward_shape(grad: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     plan = read_plan(call[0], call[1], None)
     rows = sum([length for _, length in query_rows(plan.spec.query_layout, plan.spec.mesh)])
-    heads = plan.heads.of_query[plan.spec.mesh.ulysses.index][1]
+    heads = plan.heads.query_runs[plan.spec.mesh.ulysses.index][1]
     return grad.new_empty(grad.shape[0], heads, rows, grad.shape[3]), done(grad)
 
 
 def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the spec of the call for the backward: the text, which is the only string among ``inputs``, and numbers."""
     ctx.call = next((text, inputs[i + 1]) for i, text in enumerate(inputs) if isinstance(text, str))
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from para_core.attention.attend import Accumulator, Attend, Block
 from para_core.attention.local_call import LocalAttentionCall
-from para_core.attention.query_blocks import QueryBlocks, blocks_of
-from para_core.attention.ring import Packing, pack_own
+from para_core.attention.query_blocks import QueryBlocks, place_in_blocks
+from para_core.attention.ring import Packing, pack_sent_keys
 from para_core.attention.ring_plan import RingStyle
 from para_core.attention.tiles import Tiling
 from para_core.distributed.cached_property import cached_property
@@ -39,7 +39,9 @@ class GatheredKeys(RingStyle):
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether one call of plain SDPA can compute attention: always, with a mask tensor if the call is causal."""
+        """Whether one call of plain SDPA can compute attention: always, with a mask tensor if the call is causal and
+        this rank does not have all queries.
+        """
         return True
 
     @cached_property
@@ -51,7 +53,7 @@ class GatheredKeys(RingStyle):
     def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
         """Return ``call``, to this rank's keys, with all keys. Its mask has a column for each of them. Collective.
 
-        Its queries may be among others: :meth:`own_queries` takes their results.
+        Its queries may be put among zeros (:mod:`.query_blocks`): :meth:`select_queries` takes their results.
         """
         key, value = self.gather(call.key, call.value, [])
         call = call._replace(key=key, value=value)
@@ -66,22 +68,24 @@ class GatheredKeys(RingStyle):
             mask = self._blocks.place(mask)
         return call._replace(query=self._blocks.place(call.query), mask=mask)
 
-    def own_queries(self, out: Tensor) -> Tensor:
-        """Return the results of this rank's queries, of the result of a call that :meth:`gather_call` returned."""
+    def select_queries(self, out: Tensor) -> Tensor:
+        """Return the results of this rank's queries from ``out``, that of a call that :meth:`gather_call` returned."""
         if self._has_all_queries or not self._uses_blocks(out):
             return out
         return self._blocks.take(out)
 
     def _uses_blocks(self, x: Tensor) -> bool:
-        """Whether queries are computed in the blocks of one process. Lengths in a graph may be symbolic."""
+        """Whether queries are computed in the blocks of one process. Lengths in a graph may be symbolic, and have no
+        known blocks.
+        """
         return x.is_cpu and self.plan.rotates and not torch.compiler.is_compiling()
 
     @cached_property
     def _blocks(self) -> QueryBlocks:
-        return blocks_of(self.plan.query_runs, self.plan.spec.query_layout.total)
+        return place_in_blocks(self.plan.query_runs, self.plan.spec.query_layout.total)
 
-    def around(self, attend: Attend) -> Attend:
-        """Return attention to the keys of all ring ranks: ``attend`` for all of them at once."""
+    def over_ring(self, attend: Attend) -> Attend:
+        """Return attention to the keys of all ring ranks, which is collective: ``attend`` for all of them at once."""
 
         def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
             keys, values = self.gather(key, value, into.received)
@@ -98,7 +102,7 @@ class GatheredKeys(RingStyle):
         if not plan.rotates:
             return key, value
         packing = Packing(key, value, plan.block_sizes)
-        buffers = wait(start_all_gather(packing.pad(pack_own(packing, key, value, plan)), plan.dim))
+        buffers = wait(start_all_gather(packing.pad(pack_sent_keys(packing, key, value, plan)), plan.dim))
         if torch.is_grad_enabled():
             received.append(buffers)
         blocks = [packing.unpack_gathered(buffers, rank) for rank in range(plan.dim.size)]
@@ -106,8 +110,8 @@ class GatheredKeys(RingStyle):
         values = self._arrange([block[1] for block in blocks], value)
         return keys, values
 
-    def _arrange(self, blocks: list[Tensor], own: Tensor) -> Tensor:
-        """Return the tokens of ``blocks``, sent by each ring rank, and the replicated ones of ``own``, in order."""
+    def _arrange(self, blocks: list[Tensor], local: Tensor) -> Tensor:
+        """Return the tokens of ``blocks``, sent by each ring rank, and the replicated ones of ``local``, in order."""
         layout = self.plan.spec.keys
         sent = [
             list(block.split([length for _, length in layout.runs(rank, replicated=False)], dim=2))
@@ -115,9 +119,10 @@ class GatheredKeys(RingStyle):
         ]
         index = self.plan.dim.index
         replicated = [
-            own.narrow(2, start, length) for start, length in layout.offsets(index, replicated=True)
+            local.narrow(2, start, length) for start, length in layout.offsets(index, replicated=True)
         ]
-        # Lengths may be symbolic, so runs are not sorted: all ranks hold equally many pieces.
+        # Lengths may be symbolic, so runs are not sorted. All ranks hold equally many pieces, and the n-th pieces of
+        # all ranks are neighbours in the sequence (Layout.held).
         parts: list[Tensor] = []
         for pieces in zip(*layout.pieces, strict=True):
             if pieces[0].replicated:

@@ -1,4 +1,4 @@
-"""The arguments of a call in a graph: those of the operator of attention, and of its gradient."""
+"""The arguments that the operators of attention and of its gradient have in common, and the shape of the output."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def plan_of(text: str, numbers: list[int], scale: float | None, *_: Any) -> Atte
 
 
 def attention_shape(query: Tensor, _: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    """Return an output with the shape of attention's, and the token of the operator."""
+    """Return an uninitialised output of attention, and the token of the operator: its kernel for fake tensors."""
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
     return out, done(out)

@@ -50,7 +50,8 @@ class Grid2D(RingStyle):
     """The plan of Attention2D for this rank, in a grid of ``shape`` ``(rows, columns)`` of ring ranks.
 
     Ring rank i is in row i // columns and column i % columns. This rank computes attention of the queries of
-    its row to the sharded keys of its column, and of its own queries to replicated keys.
+    its row to the sharded keys of its column, and of its own queries to replicated keys. Lists of the ranks of a row or
+    column are ascending.
     """
 
     gradient = "gradients.grid_2d:grid_2d_backward"
@@ -62,7 +63,9 @@ class Grid2D(RingStyle):
 
     @classmethod
     def of(cls, plan: RingPlan) -> RingStyle:
-        """Return the grid for ``plan``; an ordinary ring if no keys have to be sent, or an option selects keys."""
+        """Return the grid for ``plan``; an ordinary ring if no keys have to be sent, or an option selects keys by
+        position, which the grid's three exchanges do not follow.
+        """
         if plan.spec.options.by_position or not plan.rotates:
             return Ring(plan)
         return cls(plan)
@@ -124,7 +127,7 @@ class Grid2D(RingStyle):
         arrived = all_to_all(torch.cat([rows] * len(self.row)), send, receive, self.plan.dim)
         return torch.cat([rows, arrived]).movedim(0, 2)
 
-    def around(self, attend: Attend) -> Attend:
+    def over_ring(self, attend: Attend) -> Attend:
         """Return attention to the keys of all ring ranks, in the grid; see :func:`grid_2d`."""
         return grid_2d(attend, self)
 
@@ -133,7 +136,7 @@ class Grid2D(RingStyle):
 # tensor.
 
 
-def by_token(*tensors: Tensor) -> Tensor:
+def join_by_token(*tensors: Tensor) -> Tensor:
     """Concatenate tensors ``[B, H, S, D_i]`` to ``[S, B, H, sum of D_i]``."""
     rows = [x.permute(2, 0, 1, 3) for x in tensors]
     if len(rows) == 1:
@@ -141,8 +144,8 @@ def by_token(*tensors: Tensor) -> Tensor:
     return torch.cat(rows, dim=-1)
 
 
-def by_head(rows: Tensor, *widths: int) -> list[Tensor]:
-    """Undo :func:`by_token`: split ``rows`` into tensors ``[B, H, S, D_i]``, where ``widths`` are the D_i.
+def split_by_head(rows: Tensor, *widths: int) -> list[Tensor]:
+    """Undo :func:`join_by_token`: split ``rows`` into tensors ``[B, H, S, D_i]``, where ``widths`` are the D_i.
     Tensors of different widths are copied, because kernels require that each row begins at a multiple of its
     width.
     """
@@ -161,20 +164,21 @@ class Arriving(NamedTuple):
     shape: tuple[int, ...]
 
     def wait(self) -> Tensor:
+        """Wait for the all-to-all, and return its result."""
         return wait(self.started).view(self.shape)
 
 
-def give(
+def start_copies(
     rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[Arriving] = ()
 ) -> Arriving:
     """Start an all-to-all that sends ``rows`` to each of ``peers`` and receives ``sizes[i]`` rows from ``peers[i]``."""
     copies = rows
     if len(peers) != 1:
         copies = rows.expand(len(peers), *rows.shape)
-    return start(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
+    return start_parts(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
 
 
-def start(
+def start_parts(
     rows: Tensor,
     peers: Sequence[int],
     send: Sequence[int],
@@ -185,8 +189,8 @@ def start(
     """Start an all-to-all that sends the next ``send[i]`` rows of ``rows``, ``[S, B, H, D]``, to
     ``peers[i]``.
 
-    ``receive[i]`` rows are received from ``peers[i]``. In autograd this all-to-all depends on the ``earlier``
-    ones.
+    ``receive[i]`` rows are received from ``peers[i]``. ``peers`` are ascending, as an all-to-all reads and writes its
+    buffers in the order of ranks. In autograd this all-to-all depends on the ``earlier`` ones.
     """
     shape = rows.shape[-3:]
     send_sizes, receive_sizes = [0] * dim.size, [0] * dim.size
@@ -201,10 +205,10 @@ def start(
 
 
 def grid_2d(attend: Attend, grid: Grid2D) -> Attend:
-    """Return attention to the keys of all ring ranks, in the grid that ``grid`` plans.
+    """Return attention to the keys of all ring ranks, in the grid that ``grid`` plans. Collective.
 
     The rows of a mask belong to this rank's queries, followed by those of the other ranks in the same row of
-    the grid.
+    the grid (:meth:`Grid2D.add_other_rows`).
     """
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
@@ -216,33 +220,38 @@ def grid_2d(attend: Attend, grid: Grid2D) -> Attend:
 def _attend_in_grid(
     attend: Attend, grid: Grid2D, into: Accumulator, key: Tensor, value: Tensor, *, is_last: bool
 ) -> None:
+    """Add attention to the keys of all ring ranks to ``into``. ``others`` are the queries of the row's other ranks."""
     query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
     S = query.shape[2]
-    travels = take(key, 2, grid.plan.travels), take(value, 2, grid.plan.travels)
+    sent_keys = take(key, 2, grid.plan.sent_runs), take(value, 2, grid.plan.sent_runs)
+    # All exchanges in the order in which they were started: queries (if the row has other ranks), keys, results.
     arriving: list[Arriving] = []
     if grid.row:
-        arriving.append(give(by_token(query), grid.row, sizes, dim))
-    arriving.append(give(by_token(*travels), grid.column, grid.column_sizes, dim, arriving))
+        arriving.append(start_copies(join_by_token(query), grid.row, sizes, dim))
+    arriving_keys = start_copies(join_by_token(*sent_keys), grid.column, grid.column_sizes, dim, arriving)
+    arriving.append(arriving_keys)
     attend(into, key, value, 0, False)
     others = None
     if grid.row:
-        (queries,) = by_head(arriving[0].wait(), query.shape[3])
+        (queries,) = split_by_head(arriving[0].wait(), query.shape[3])
         mask = None
         if into.mask is not None:
-            mask = into.mask.rows(S, sum(sizes))
+            mask = into.mask.take_rows(S, sum(sizes))
         others = Accumulator(queries, mask, grid.row_tiling, into.key_heads)
-        attend(others, *travels, 0, False)
-    keys, values = by_head(arriving[-1].wait(), key.shape[3], value.shape[3])
+        attend(others, *sent_keys, 0, False)
+    keys, values = split_by_head(arriving_keys.wait(), key.shape[3], value.shape[3])
     if others is not None:
         attend(others, keys, values, 1, True)
         inputs = [query, key, value]
         if into.mask is not None:
             inputs.append(into.mask.tensor)
-        packed = add_autograd_dependency(_pack(*others.result(key, value), inputs), inputs)
-        arriving.append(start(packed, grid.row, sizes, [S] * len(grid.row), dim, arriving))
+        packed = add_autograd_dependency(_pack(*others.finish(key, value), inputs), inputs)
+        arriving.append(start_parts(packed, grid.row, sizes, [S] * len(grid.row), dim, arriving))
     attend(into, keys, values, 1, is_last and others is None)
     if others is not None:
-        into.of_others.extend(_unpack(arriving[-1].wait(), len(grid.row), value.shape[3], lse_dtype(query)))
+        into.results_of_others.extend(
+            _unpack(arriving[-1].wait(), len(grid.row), value.shape[3], lse_dtype(query))
+        )
     into.received.extend([arrival.started.buffer for arrival in arriving])
 
 
@@ -253,9 +262,9 @@ def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """
     lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return lse in any dtype.
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return by_token(out.to(lse.dtype), lse[..., None])
+        return join_by_token(out.to(lse.dtype), lse[..., None])
     dtype = inputs[0].dtype
-    return by_token(out.to(dtype), as_dtype(lse, dtype))
+    return join_by_token(out.to(dtype), view_lse_as(lse, dtype))
 
 
 def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
@@ -263,20 +272,20 @@ def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Ite
     rank: out is ``[B, H, S, width]``, and lse is ``[B, H, S]`` in ``dtype``.
     """
     rows = rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:])
-    lses = as_lse(rows[..., width:], dtype)
+    lses = view_as_lse(rows[..., width:], dtype)
     for out, lse in zip(rows[..., :width].unbind(0), lses.unbind(0), strict=True):
         yield out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
 
-def as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:
+def view_lse_as(lse: Tensor, dtype: torch.dtype) -> Tensor:
     """Reinterpret the bytes of ``lse``, ``[B, H, S]``, as numbers of ``dtype``: ``[B, H, S, 1 or 2]``."""
     if lse.dtype == dtype:
         return lse[..., None]
     return lse[..., None].view(dtype)
 
 
-def as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo :func:`as_dtype`: reinterpret ``bits``, ``[B, H, S, 1 or 2]``, as an lse ``[B, H, S]`` of ``dtype``."""
+def view_as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo :func:`view_lse_as`: reinterpret ``bits``, ``[B, H, S, 1 or 2]``, as an lse ``[B, H, S]`` of ``dtype``."""
     # Use clone(): view(dtype) demands an aligned storage offset, but contiguous() returns a tensor of one row
     # as it is, at any offset.
     if bits.dtype == dtype:

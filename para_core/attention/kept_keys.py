@@ -38,9 +38,10 @@ class KeptKeys(AttentionOption):
     window: int = 64
 
     option = "kept_keys"
+    # The observed queries are chosen by their positions, and plain SDPA alone cannot leave out keys.
     by_position = True
     by_step = True
-    # The choice of keys depends on queries of all ranks.
+    # The choice of keys depends on queries of all ranks, also if every rank holds all keys.
     needs_all_ranks = True
 
     def __post_init__(self) -> None:
@@ -60,13 +61,13 @@ class KeptKeys(AttentionOption):
         """The arguments of the constructor, for the JSON form of the options."""
         return self.share, self.window
 
-    def observed(self, num_queries: int) -> list[int]:
+    def choose_observed(self, num_queries: int) -> list[int]:
         """Return the positions of the queries whose attention weights decide which keys are kept.
 
         They are the middles of ``window`` equal parts of the sequence; all positions if ``num_queries <=
         window``.
 
-        >>> KeptKeys(0.5, 3).observed(12)
+        >>> KeptKeys(0.5, 3).choose_observed(12)
         [2, 6, 10]
         """
         if num_queries <= self.window:
@@ -75,19 +76,19 @@ class KeptKeys(AttentionOption):
 
     @property
     def attend(self) -> Callable[..., tuple[Tensor, Tensor]]:  # type: ignore[override]
-        """The function that computes attention to the kept keys."""
-        return partial(_snapkv().sparse_attention, self)
+        """The function that computes attention to the kept keys, in place of ``attend_all``."""
+        return partial(_import_snapkv().attend_to_kept_keys, self)
 
     def mask_of_gradient(
         self, plan: AttentionPlan, query: Tensor, key: Tensor, mask: Tensor | None, heads: Tensor | None
     ) -> Tensor | None:
         """Return ``mask`` with the keys hidden that are not kept. Collective."""
-        snapkv = _snapkv()
+        snapkv = _import_snapkv()
         is_kept = snapkv.select_keys(self, query, key, mask, plan.ring, heads=heads)
         hidden: Tensor = snapkv.hide(mask, is_kept)
         return hidden
 
 
-def _snapkv() -> Any:
+def _import_snapkv() -> Any:
     """Return the module that computes. Exact attention does not load it."""
     return import_module("para_core.attention.approximate.snapkv")

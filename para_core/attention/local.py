@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.backend_selection import resolve_backend
+from para_core.attention.backend_selection import check_backend
 from para_core.attention.backends.added import ADDED
 from para_core.attention.backends.pytorch import (
     FORWARD,
@@ -44,8 +44,6 @@ def local_attention(call: LocalAttentionCall, backend: Backend | None = None) ->
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_()
     if backend is not None:
-        backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
-    if backend is not None:
         return local_attention_with_lse(call, backend)[0]
     if mask is not None:
         call = call.fold()
@@ -73,8 +71,10 @@ def local_attention_with_lse(
     allows.
 
     Autograd does not record this computation; use :func:`local_attention_backward` for the gradient.
-    ``backend`` is the name of the backend; it defaults to SDPA's choice. ``hides_rows`` says whether the mask
-    may hide all keys of a row.
+
+    Args:
+        backend: The name of the backend; by default SDPA chooses.
+        hides_rows: Whether the mask may hide all keys of a row. If not, such rows are not looked for.
 
     Returns:
         ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in
@@ -83,9 +83,9 @@ def local_attention_with_lse(
         cases: with FlashAttention and cuDNN the layout of ``query``, otherwise ``[B, S_q, H, D_v]``.
 
     Raises:
-        RuntimeError: ``sdpa_kernel`` disables all backends that support the call, or the one that ``backend``
-            names. :func:`~para_core.attention.backend_selection.require_backend` raises the same error in
-            advance.
+        RuntimeError: ``sdpa_kernel`` disables all backends that support the call, or the named one does not
+            support it. :func:`~para_core.attention.backend_selection.check_some_backend` raises the same error in
+            advance, before ranks wait for each other.
     """
     query, key, value, mask, is_causal, _ = call
     if 0 in query.shape or 0 in key.shape:
@@ -93,9 +93,9 @@ def local_attention_with_lse(
             query.shape[:-1], -inf, dtype=lse_dtype(query)
         )
     if backend is not None:
-        backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
-    if backend is not None and backend in ADDED:
-        return ADDED[backend].attend(call)
+        check_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
+        if backend in ADDED:
+            return ADDED[backend].attend(call)
     if mask is not None:
         call = call.fold()
     if backend is None:
@@ -114,7 +114,7 @@ def local_attention_with_lse(
     return out, lse
 
 
-def continued_attention(
+def continue_attention(
     so_far: Merged,
     call: LocalAttentionCall,
     backend: Backend | None = None,
@@ -122,8 +122,8 @@ def continued_attention(
     is_last: bool = False,
     hides_rows: bool = True,
 ) -> None:
-    """Compute ``call`` without autograd, and merge it in place into ``so_far``, the same queries' result so
-    far.
+    """Compute ``call`` without autograd, and merge it in place into ``so_far``, the result of the same queries for
+    other keys.
 
     A backend that can continue from ``so_far`` does so in one launch. With any other backend, merging is one
     more launch. If the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged
@@ -136,7 +136,7 @@ def continued_attention(
     continue_from = None
     if backend is not None and backend in ADDED and not is_empty:
         masked = call.mask is not None
-        resolve_backend(backend, query, call.value, masked=masked, is_causal=call.is_causal)
+        check_backend(backend, query, call.value, masked=masked, is_causal=call.is_causal)
         continue_from = ADDED[backend].continue_from
     if continue_from is None:
         so_far.add(*local_attention_with_lse(call, backend, hides_rows=hides_rows))
@@ -268,7 +268,7 @@ def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
     """Return a tensor equal to ``x`` that depends on each of ``received`` in autograd, with gradient 0.
 
     Without this, a rank that does not use a tensor that it received would not run the backward of the
-    collective, and the other ranks would hang.
+    collective, and the other ranks would hang. Returns ``x`` itself if gradients are disabled.
     """
     if not torch.is_grad_enabled():
         return x
@@ -278,8 +278,11 @@ def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
     return x
 
 
-def as_sdpa(out: Tensor) -> Tensor:
-    """Return ``out``, ``[B, H, S, D]``, with SDPA's memory layout, ``[B, S, H, D]``, on which models rely."""
+def lay_out_like_sdpa(out: Tensor) -> Tensor:
+    """Return ``out``, ``[B, H, S, D]``, with the memory layout ``[B, S, H, D]`` of SDPA's result.
+
+    Models rely on it: they call ``out.transpose(1, 2).view(...)``.
+    """
     _, heads, num_tokens, width = out.shape
     if out.stride() == (num_tokens * heads * width, width, heads * width, 1):
         return out
@@ -291,6 +294,7 @@ def as_sdpa(out: Tensor) -> Tensor:
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype of lse, and of merged results: float64 for float64 queries, otherwise float32."""
     if query.dtype == torch.float64:
         return torch.float64
     return torch.float32

@@ -96,6 +96,7 @@ class LocalAttentionCall(NamedTuple):
 
     @property
     def expanded_bias(self) -> Tensor | None:
+        """:attr:`bias` expanded to ``[B, H, S_q, S_k]``, as memory-efficient attention takes it, without a copy."""
         bias = self.bias
         if bias is None:
             return None

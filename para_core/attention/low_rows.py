@@ -52,7 +52,7 @@ def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
         to_bias = partial(_finite_bias, by_position=by_position)
         # Convert a mask of keys at once. One with a row per query would need too much memory.
         if mask.shape[2] > 1:
-            finite = Mask(mask, of_tile=to_bias, hides_rows=False)
+            finite = Mask(mask, convert=to_bias, hides_rows=False)
         else:
             finite = Mask(to_bias(mask, query), hides_rows=False)
         attend(into.with_inputs(query, finite), key, value, block, is_last)

@@ -31,8 +31,8 @@ HIDES = 8  # At least one row hides a key.
 # A number below this in a float mask counts as hiding a key. Models hide keys with -inf, finfo(dtype).min or
 # about -10000, which bfloat16 rounds to -9984.
 _HIDDEN = -9900.0
-# Names of the attributes of a tensor for its mark, and for what was read from the mask in its memory: a key of
-# the view and of the times that the memory was written, and bits.
+# Names of the attributes of a tensor for its mark, and for what was last read from the mask in its memory: what the
+# reading depends on (the view, and how often the memory was written), and the bits.
 _MARK, _READ = "_para_core_part", "_para_core_rows"
 # The mark of a tensor that ``cp.shard`` made: the dim, counted from the last, and the runs of tokens that the
 # rank holds. It has plain values only, because torch.save stores the attributes of a tensor.
@@ -62,7 +62,7 @@ def mark_of(x: Tensor) -> Mark | None:
 
 
 def copy_mark(source: Tensor | None, x: Tensor | None) -> None:
-    """Mark ``x`` like ``source``, from which it was computed row by row. Does nothing in a graph."""
+    """Mark ``x`` like ``source``, from which it was computed row by row, except in a graph, where no mark is read."""
     if source is None or x is None or x is source or torch.compiler.is_compiling():
         return
     mark = mark_of(source)
@@ -98,7 +98,8 @@ def describe_rows(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequen
     """Return the bits of this rank's ``mask``, from its mark, or from its values if only these can tell.
 
     To read values, the host waits for the device, once for all layers that share a mask. Masks whose values
-    cannot be read (meta tensors, ``torch.func`` transforms, CUDA graph capture) count as sharded.
+    cannot be read (meta tensors, ``torch.func`` transforms, CUDA graph capture) count as sharded: the user answers for
+    them.
     """
     if mask.is_meta or innermost_transform() is not None:
         return ROWS_SHARDED
@@ -114,10 +115,10 @@ def describe_rows(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequen
     has_all_columns = columns == key_layout.total and rows < query_layout.total
     if rows != query_layout.size(rank) or not (is_block or has_all_columns):
         return bits
-    return bits | _read(mask, must_show=not is_block)
+    return bits | _read_values(mask, must_show=not is_block)
 
 
-def _read(mask: Tensor, *, must_show: bool) -> int:
+def _read_values(mask: Tensor, *, must_show: bool) -> int:
     """Return ``ROWS_EQUAL`` and ``HIDES`` of ``mask``, if they hold. The host waits for the device.
 
     With ``must_show``, rows that hide every key do not count as equal: a mask of keys would show some, and in
@@ -128,7 +129,7 @@ def _read(mask: Tensor, *, must_show: bool) -> int:
     owner, view = owner_of(mask), None
     # A tensor of inference mode does not count how often it is written, so it is read in each call.
     if not owner.is_inference():
-        view = (version_of(owner), tuple(mask.shape), mask.stride(), mask.storage_offset())
+        view = (version_of(owner), tuple(mask.shape), mask.stride(), mask.storage_offset(), must_show)
         read: tuple[Any, int] = getattr(owner, _READ, (None, 0))
         if read[0] == view:
             return read[1]

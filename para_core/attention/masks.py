@@ -33,7 +33,7 @@ class MaskExtents:
     keys: Extent
 
 
-def mask_extents(
+def infer_mask_extents(
     sizes: Sequence[tuple[int, int]],
     query_layout: SequenceLayout,
     key_layout: SequenceLayout,
@@ -47,8 +47,8 @@ def mask_extents(
     Raises:
         ValueError: The sizes fit no extent, or both dims are local.
     """
-    queries = _extent("query", [size for size, _ in sizes], query_layout, ranks)
-    keys = _extent("key", [size for _, size in sizes], key_layout, ranks)
+    queries = _infer_extent("query", [size for size, _ in sizes], query_layout, ranks)
+    keys = _infer_extent("key", [size for _, size in sizes], key_layout, ranks)
     if queries == keys == "local":
         raise ValueError(
             f"attn_mask is [..., {sizes[0][0]}, {sizes[0][1]}]: this rank's queries by this rank's keys. That is a "
@@ -61,10 +61,14 @@ def mask_extents(
     return MaskExtents(queries, keys)
 
 
-def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequence[int]) -> Extent:
+def _infer_extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequence[int]) -> Extent:
+    """Infer the extent of one dim. If ranks exchanged their sizes, the result, or the error, is equal on all of them.
+
+    Otherwise a rank decides by its own size, so that all sizes that could lead other ranks elsewhere must raise here.
+    """
     if all(size == 1 for size in sizes):
         return "broadcast"
-    # If ranks did not exchange the sizes of their masks, this rank knows only its own.
+    # Whether ranks did not exchange the sizes of their masks, so that this rank knows only its own.
     is_unanswered = len(ranks) < layout.ranks
     holds_all = [size == layout.total for size in layout.sizes()]
     if is_unanswered and True in holds_all and False in holds_all:
@@ -96,9 +100,9 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
     exchange.
 
     The function is differentiable. It is a collective call if a dim of ``mask``, ``[B or 1, H or 1, S_q,
-    S_k]``, is local. The result is ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the
-    order of this rank's queries, followed by those of the other queries that this rank computes. Columns are
-    positions in the whole sequence.
+    S_k]``, is local, so ``extents`` must be equal on all ranks. The result is ``[B or 1, H_local or 1, S_block or 1,
+    total or 1]``. Rows are in the order of this rank's queries, followed by those of the other queries that this rank
+    computes (:attr:`RingStyle.other_queries`). Columns are positions in the whole sequence.
     """
     if mask.dtype == torch.bool:  # Send bytes instead, because gloo cannot send bool tensors.
         return mask_of_block(mask.view(torch.uint8), extents, plan).view(torch.bool)
@@ -107,7 +111,7 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
         mask = gather_tokens(mask, 3, plan.spec.key_layout, mesh)
     heads: Sequence[Run]
     if mask.shape[1] > 1:
-        heads = plan.heads.of_query
+        heads = plan.heads.query_runs
     else:
         heads = [(0, 1)] * mesh.ulysses.size
     if extents.queries == "local" and plan.ulysses is not None:

@@ -16,7 +16,10 @@ define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor
 def _merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`para_core.kernels.merge_reference.merge`, but with ``out`` in the dtype of lse, in ``into``."""
+    """Compute :func:`para_core.kernels.merge_reference.merge`, but with ``out`` in the dtype of lse.
+
+    The result is written to ``into``, if it is given. ``out_a`` may be among it only if it has the dtype of lse.
+    """
     # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). If a row has no key on both sides, -inf -
     # -inf is NaN; any weight is then correct.
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
@@ -36,6 +39,7 @@ def _merge_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 def merge_on_gpu(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Compute :func:`_merge` by the Triton kernel, or in plain PyTorch if the kernel cannot run here."""
     fused = load_kernel("merge", out_a.device)
     if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
         return _merge(out_a, lse_a, out_b, lse_b, into=into)
@@ -47,6 +51,7 @@ def merge_on_gpu(
 
 
 def merge_on_gpu_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Merge the second result into ``out_a`` and ``lse_a``, which have the dtype of lse."""
     merge_on_gpu(out_a, lse_a, out_b, lse_b, into=(out_a, lse_a))
 
 
@@ -67,8 +72,8 @@ class Merged:
 
     Attributes:
         count: Number of partial results that were merged.
-        out, lse: The merged result; not set while ``count`` is 0. With two or more partial results ``out``
-            has the dtype of lse, so that the caller rounds it only once.
+        out, lse: The merged result; not set while ``count`` is 0. A result that :meth:`add` merged has ``out`` in
+            the dtype of lse, so that the caller rounds it only once.
     """
 
     count = 0
@@ -86,6 +91,7 @@ class Merged:
             # Do not merge in place, because a user's attn_func may still use the first partial result.
             self.out, self.lse = torch.ops.para_core.merge.default(self.out, self.lse, out, lse)
         else:
+            # The tensors of the second step are this object's own, so they may be overwritten.
             torch.ops.para_core.merge_.default(self.out, self.lse, out, lse)
 
     def replace(self, out: Tensor, lse: Tensor) -> None:

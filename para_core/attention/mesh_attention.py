@@ -14,22 +14,22 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.backend_selection import learns_by_formula, require_backend
+from para_core.attention.backend_selection import check_some_backend, computes_in_float32
 from para_core.attention.call_agreement import (
     NO_MASK,
-    OwnPart,
+    MaskRecord,
     call_signature,
+    describe_mask,
     explain_difference,
-    own_part,
-    settle_call,
+    settle_masks,
     warn_of_single_tokens,
 )
 from para_core.attention.local import AttnFunc, check_attn_func, run_attn_func
 from para_core.attention.mask_rows import copy_mark
-from para_core.attention.masks import MaskExtents, mask_extents, mask_of_block
+from para_core.attention.masks import MaskExtents, infer_mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
-from para_core.attention.sdpa_call import SdpaCall, check, check_kind, check_transforms
-from para_core.attention.spec import AttentionSpec, needed_mesh
+from para_core.attention.sdpa_call import SdpaCall, check_arguments, check_kind, check_transforms
+from para_core.attention.spec import AttentionSpec, mesh_of_call
 from para_core.attention.usp import autocasts, usp_forward
 from para_core.distributed.agree import agree
 from para_core.distributed.collectives import HostGroups
@@ -43,8 +43,8 @@ from para_core.torch_internals import (
     math_sdp_enabled,
 )
 
-# A function (local query length, local key length, whether positions matter) -> (query layout, key layout).
-# Positions of tokens matter to a call that is causal, has a mask, or has an option such as a block mask.
+# Called as choose(local query length, local key length, whether positions matter); returns the layouts of queries
+# and of keys. Positions matter to a call that is causal, has a mask, or has an option such as a block mask.
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
 
 # The caches of one MeshAttention have at most these numbers of entries. A full cache is emptied.
@@ -73,8 +73,8 @@ class MeshAttention:
 
     Args:
         mesh: The ranks that share the sequence.
-        layouts: Returns the layouts of queries and keys. Results are cached for each state; see
-            :meth:`under`.
+        layouts: Returns the layouts of queries and keys. Results are cached for each state that
+            :meth:`switch_cache` sets, so they must not depend on anything else.
         options: The options of all calls.
         assume_equal: Whether to skip the exchange at the start of each call. Invalid input on one rank may
             then hang or abort the other ranks.
@@ -97,8 +97,11 @@ class MeshAttention:
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
 
-    def under(self, state: Any) -> None:
-        """Switch to the cache of plans for ``state``, a hashable value that determines the results of ``layouts``."""
+    def switch_cache(self, state: Any) -> None:
+        """Switch to the cache of plans for ``state``, a hashable value that determines the results of ``layouts``.
+
+        Without a call of this function nothing but the shapes and flags of a call may determine them.
+        """
         if len(self._prepared_in) >= _MOST_STATES:
             self._prepared_in.clear()
         self._prepared = self._prepared_in.setdefault(state, {})
@@ -110,18 +113,20 @@ class MeshAttention:
         The tensors of ``call`` are ``[B, H, S_local, D]``, or have any leading dims that SDPA accepts. At
         most one of the last two dims of the mask may cover this rank's tokens only.
 
+        Collective, in eager code also if a rank finds its input invalid.
+
         Raises:
             TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code every rank
-                raises.
+                raises, unless ``assume_equal`` is set. Inside a torch.func transform that is not supported only
+                the ranks raise that are inside it.
         """
         compiling = torch.compiler.is_compiling()
-        # Test here whether check_transforms() could raise, which is rare, to save the time of a function
-        # call.
+        # Test here whether check_transforms() could raise, which is rare, to save a function call.
         if compiling or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
             check_transforms()
         call = _normalize(call)
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
-        if torch.is_grad_enabled() and self._learns_in_float32(query, key, value, mask):
+        if torch.is_grad_enabled() and self._needs_float32(query, key, value, mask):
             with torch.autocast(query.device.type, enabled=False):
                 wide = call.with_tensors(query.float(), key.float(), value.float(), mask)
                 return self(wide).to(query.dtype)
@@ -154,7 +159,7 @@ class MeshAttention:
         out = self._compute(query, key, value, mask, prepared.plan, extents)
         return out.reshape(*leading, *out.shape[1:])
 
-    def _learns_in_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    def _needs_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         """Whether a single device would compute this 16-bit call and its gradient in float32. Several ranks
         then do the same: with partial results rounded to 16 bits, gradients that nearly cancel would be lost.
         """
@@ -163,35 +168,36 @@ class MeshAttention:
             return False
         if not any(x.requires_grad for x in tensors):
             return False
-        return learns_by_formula(query, value, mask, self._options.with_gradients.backend)
+        return computes_in_float32(query, value, mask, self._options.with_gradients.backend)
 
     def _agree(
-        self, spec: AttentionSpec, expected: Signature, query: Tensor, mask: Tensor | None
+        self, spec: AttentionSpec, signature: Signature, query: Tensor, mask: Tensor | None
     ) -> tuple[Tensor | None, MaskExtents | None]:
-        """Compare this call with those of the other ranks, which must have the record ``expected``; raise on
-        all ranks if they differ. Return the mask to use and the extents of its dims.
+        """Raise on all ranks unless their calls have the same ``signature`` and masks that fit together. Collective.
+
+        Return the mask to use and the extents of its dims.
         """
-        own = NO_MASK
+        mask_record = NO_MASK
         if mask is not None:
-            own = own_part(spec, self._mesh, query, mask)
+            mask_record = describe_mask(spec, self._mesh, query, mask)
         explain = partial(explain_difference, self._mesh, mask)
-        parts = agree(expected, self._host_groups, own, explain=explain, call="an attention call")
+        parts = agree(signature, self._host_groups, mask_record, explain=explain, call="an attention call")
         if parts.count(NO_MASK) == len(parts):
             return None, None
-        return settle_call(spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
+        return settle_masks(spec, self._mesh, query, mask, [MaskRecord(*part) for part in parts])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
-        """Validate and plan a call by its shapes and flags.
-        Cache the result under ``lookup_key`` unless it is None.
+        """Validate and plan a call by its shapes and flags, and cache the result under ``lookup_key`` unless that is
+        None. Raises as :meth:`__call__` does; it is collective only if it raises.
         """
         query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
         exchanges = not (self._assume_equal or torch.compiler.is_compiling())
         if exchanges:
             self._mesh.check_alive()
         try:
-            check(query, key, value, mask, call.dropout_p, call.enable_gqa)
+            check_arguments(query, key, value, mask, call.dropout_p, call.enable_gqa)
             if self._attn_func is None:
-                require_backend(query, value, mask=mask, backend=options.backend)
+                check_some_backend(query, value, mask=mask, backend=options.backend)
             else:
                 check_attn_func(self._attn_func, call, self._mesh, options)
             ordered = call.is_causal or mask is not None or options.by_position
@@ -205,7 +211,7 @@ class MeshAttention:
         spec = AttentionSpec(
             query_layout,
             key_layout,
-            needed_mesh(self._mesh, key_layout, options),
+            mesh_of_call(self._mesh, key_layout, options),
             query.shape[-3],
             key.shape[-3],
             is_causal=call.is_causal,
@@ -219,7 +225,7 @@ class MeshAttention:
             warn_of_single_tokens(spec)
         elif mask is not None:
             rows, columns = mask.shape[-2:]
-            extents = mask_extents([(rows, columns)], query_layout, key_layout, [self._mesh.rank])
+            extents = infer_mask_extents([(rows, columns)], query_layout, key_layout, [self._mesh.rank])
         prepared = _Prepared(AttentionPlan(spec), signature, extents)
         if lookup_key is not None:
             if len(self._prepared) >= _MOST_SIGNATURES:
@@ -243,6 +249,7 @@ class MeshAttention:
         plan: AttentionPlan,
         extents: MaskExtents | None,
     ) -> Tensor:
+        """Compute a validated call with 4-D tensors. Collective."""
         if query.is_meta:
             # For meta tensors only the shape of the result is needed, so nothing is sent.
             shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
@@ -263,7 +270,7 @@ def _expand(call: SdpaCall) -> SdpaCall | None:
     """Return ``call`` with query, key and value expanded to one batch and number of heads, as SDPA broadcasts
     them.
 
-    Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check` then raises.
+    Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check_arguments` then raises.
     """
     tensors, num_dims = call[:3], 2
     if call.enable_gqa:
@@ -288,9 +295,14 @@ def _normalize(call: SdpaCall) -> SdpaCall:
     if autocasts(query):
         # Cast here, because autocast casts the arguments of SDPA, but not those of the operators used in its
         # place.
-        mask_in_autocast = _cast(mask)
+        mask_in_autocast = _cast_for_autocast(mask)
         copy_mark(mask, mask_in_autocast)
-        query, key, value, mask = _cast(query), _cast(key), _cast(value), mask_in_autocast
+        query, key, value, mask = (
+            _cast_for_autocast(query),
+            _cast_for_autocast(key),
+            _cast_for_autocast(value),
+            mask_in_autocast,
+        )
     elif (
         mask is None
         and (is_causal is False or is_causal is True)
@@ -310,7 +322,7 @@ def _normalize(call: SdpaCall) -> SdpaCall:
     )
 
 
-def _cast(x: Any) -> Any:
+def _cast_for_autocast(x: Any) -> Any:
     """Return the tensor ``x`` in the dtype of autocast. float64, bool and None stay as they are."""
     if x is not None and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(x.device.type))
@@ -318,7 +330,11 @@ def _cast(x: Any) -> Any:
 
 
 def _lookup_key(call: SdpaCall) -> Any:
-    """Return the key of a call in the cache of plans; None if the call must not be cached."""
+    """Return the key of a call in the cache of plans; None if the call must not be cached.
+
+    It has all that :meth:`MeshAttention._prepare` reads of a call: what else that read would be ignored from the
+    second call on.
+    """
     query, key, value, mask, *flags = call
     # Do not cache nested tensors, whose `shape` raises. Do not cache while the user has disabled the math
     # backend: whether a call is valid then depends on the other enabled backends, which are not part of the

@@ -53,11 +53,11 @@ def differentiable_usp(
         return usp_forward(plan, query, key, value, mask)[0]
 
 
-def _attention(
+def _run_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *call: Any
 ) -> tuple[Tensor, Tensor]:
     out, _ = usp_forward(plan_of(*call), query, key, value, mask)
     return out, done(out)
 
 
-define_collective(f"attention({INPUTS}) -> (Tensor, Tensor)", _attention, attention_shape)
+define_collective(f"attention({INPUTS}) -> (Tensor, Tensor)", _run_attention, attention_shape)

@@ -23,11 +23,13 @@ class AttentionOption:
 
     Attributes:
         option: The name of the option.
-        by_position: Whether a query's position decides which keys it sees.
+        by_position: Whether the positions of tokens in the sequence decide which keys a query sees. Queries are
+            then brought into the order of the sequence, plain SDPA alone does not compute the call, and
+            Attention2D, which knows no such masks, is replaced by a ring.
         needs_all_ranks: Whether a call involves all ranks even if every rank holds all keys.
         by_step: Whether an AttentionSchedule may choose it for some steps.
         has_gradient: Whether it applies to calls that require a gradient, too. Otherwise these leave it out.
-        wire: The format in which tensors are sent; None for no other than usual.
+        wire: The format in which tensors are sent; None to leave the usual one.
         mask: A mask by position that applies to every call, or None.
         attend: Computes attention to the keys of all ring ranks in place of
             :func:`~para_core.attention.usp.attend_all`, with its arguments and ``save``; or None.
@@ -55,12 +57,12 @@ class AttentionOption:
 
     @property
     def fields(self) -> tuple[Any, ...]:
-        """The arguments of the constructor, for the JSON form of the options."""
+        """The arguments of the constructor in order, JSON values: :meth:`AttnOptions.read` passes them to it."""
         raise NotImplementedError
 
     @property
     def record(self) -> object:
-        """The value that ranks compare, and show if it differs."""
+        """The JSON value that ranks compare, and show if it differs."""
         return [*self.fields]
 
     def check_method(self, rotate_method: str) -> None:
@@ -76,5 +78,8 @@ class AttentionOption:
     def mask_of_gradient(
         self, plan: AttentionPlan, query: Tensor, key: Tensor, mask: Tensor | None, heads: Tensor | None
     ) -> Tensor | None:
-        """Return the mask tensor with which attention to all keys has the gradient of the call: by default ``mask``."""
+        """Return the mask tensor with which attention to all keys has the gradient of the call: by default ``mask``.
+
+        An override may be collective, because the backward runs on every rank.
+        """
         return mask

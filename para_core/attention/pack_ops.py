@@ -38,7 +38,7 @@ def read_regions(numbers: tuple[int, ...]) -> tuple[CopyRegion, ...]:
     return tuple([CopyRegion(*numbers[start : start + each]) for start in range(0, len(numbers), each)])
 
 
-def pack(
+def run_pack(
     tensors: list[Tensor],
     regions: list[int],
     numel: int,
@@ -58,11 +58,12 @@ def pack(
 
 
 def pack_on_gpu(tensors: list[Tensor], *arguments: Any) -> Tensor:
+    """Run :func:`run_pack` by the Triton kernel, if it can run on the device of ``tensors``."""
     with on_device_of(tensors[0]):
-        return pack(tensors, *arguments, kernels=_kernels(tensors[0].device))
+        return run_pack(tensors, *arguments, kernels=_kernels(tensors[0].device))
 
 
-def unpack(
+def run_unpack(
     buffer: Tensor,
     regions: list[int],
     shapes: list[int],
@@ -75,19 +76,23 @@ def unpack(
 
     ``shapes`` are B, H, S and D of each tensor, in one list. Tensors get the memory layout of SDPA's result,
     ``[B, S, H, D]``. For a rounded buffer, ``of`` is its 8-bit dtype and ``dtype`` that of the new tensors.
-    The other arguments are those of :func:`pack`.
+    The other arguments are those of :func:`run_pack`.
     """
     tensors = _new_tensors(buffer, regions, shapes, of, dtype)
     return list(kernels.unpack(buffer, read_regions(tuple(regions)), tensors, of))
 
 
 def unpack_on_gpu(buffer: Tensor, *arguments: Any) -> list[Tensor]:
+    """Run :func:`run_unpack` by the Triton kernel, if it can run on the device of ``buffer``."""
     with on_device_of(buffer):
-        return unpack(buffer, *arguments, kernels=_kernels(buffer.device))
+        return run_unpack(buffer, *arguments, kernels=_kernels(buffer.device))
 
 
 def _kernels(device: torch.device) -> ModuleType:
     return load_kernel("pack", device) or pack_reference
+
+
+# The next two functions are also the operators' kernels for fake tensors, so they have the operators' arguments.
 
 
 def _new_buffer(tensors: list[Tensor], _: list[int], numel: int, to: torch.dtype | None = None) -> Tensor:
@@ -111,8 +116,8 @@ def _new_tensors(
 
 
 for name, function, on_gpu, fake in (
-    ("pack", pack, pack_on_gpu, _new_buffer),
-    ("unpack", unpack, unpack_on_gpu, _new_tensors),
+    ("pack", run_pack, pack_on_gpu, _new_buffer),
+    ("unpack", run_unpack, unpack_on_gpu, _new_tensors),
 ):
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     LIBRARY.impl(name, on_gpu, "CUDA")

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from para_core.layout.sequence import Run
 
-# (From so many queries of a call on, the size of its blocks), largest first.
+# (From so many queries of a call on, the size of its blocks), largest first: the conditions of FlashAttentionKernel.cpp
+# of torch 2.13.
 _BLOCK_SIZES = ((768, 256), (192, 64), (0, 32))
 
 
@@ -32,21 +33,22 @@ class QueryBlocks(NamedTuple):
 
     def place(self, x: Tensor) -> Tensor:
         """Return zeros with the rows ``[..., S_q, D]`` of this rank at their place."""
-        whole = x.new_zeros(*x.shape[:-2], self.total, x.shape[-1])
+        rows = x.new_zeros(*x.shape[:-2], self.total, x.shape[-1])
         parts = x.split([length for _, length in self.runs], dim=-2)
         for (start, length), part in zip(self.runs, parts, strict=True):
-            whole.narrow(-2, start, length).copy_(part)
-        return whole
+            rows.narrow(-2, start, length).copy_(part)
+        return rows
 
     def take(self, out: Tensor) -> Tensor:
         """Return this rank's rows of a result."""
         return torch.cat([out.narrow(-2, start, length) for start, length in self.runs], dim=-2)
 
 
-def blocks_of(runs: Sequence[Run], total: int) -> QueryBlocks:
-    """Return the blocks of one process, which has ``total`` queries, that have the positions ``runs``.
+def place_in_blocks(runs: Sequence[Run], total: int) -> QueryBlocks:
+    """Return the call of the blocks that hold the positions ``runs``, of those of one process with ``total`` queries.
 
-    The call gets at least the queries from which on its blocks have the size of those of one process.
+    The call gets at least as many queries as give it blocks of the size of one process; blocks of zeros, in front, make
+    up for missing ones. The last block of one process, which may be smaller, stays the last.
     """
     least, size = next(entry for entry in _BLOCK_SIZES if total >= entry[0])
     touched = sorted({block for start, length in runs for block in _blocks_of_run(start, length, size)})

@@ -4,7 +4,7 @@
 R ring ranks need R - 1 hops of one buffer with a key and a value block. Per hop, rank i sends B · H_kv ·
 S_block · (D + D_v) elements, where S_block is the length of the block that it passes on. The next block is in
 flight while attention to the current one is computed, so two blocks are in memory in addition to the rank's
-own. A replicated segment is not sent: each rank attends to it once, together with its own block.
+own. A replicated segment is not sent: each rank attends to it once, together with its own sharded keys.
 
 With ``rotate_method="allgather"`` one collective gathers all blocks while attention to the rank's own is
 computed. It sends the same number of bytes if all blocks have equal lengths (otherwise shorter ones are
@@ -13,7 +13,7 @@ padded), and holds R blocks in memory.
 The host launches one operator to pack, and per block one attention, one hop and one merge. With
 ``backend="triton"`` attention continues from the earlier blocks' result, without a merge.
 
-Of its inputs and results, the gradient needs only query, key, value, mask, out and lse.
+The gradient (:mod:`para_core.attention.gradients.ring`) passes the blocks around again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from para_core.attention.attend import Accumulator, Attend, Block
 from para_core.attention.pack_ops import as_numbers
-from para_core.attention.ring_plan import OWN, Hop, RingPlan, RingStyle
+from para_core.attention.ring_plan import OWN_BLOCK, Hop, RingPlan, RingStyle
 from para_core.attention.wire import AS_IT_IS, Wire
 from para_core.distributed.collectives import start_all_gather, start_ring_shift, wait
 from para_core.kernels.pack_reference import CopyRegion
@@ -37,7 +37,10 @@ class Packing:
     """The format in which a ring rank sends keys and values, ``[B, H, S, D]`` and ``[B, H, S, D_v]``: one
     flat buffer.
 
-    ``lengths`` are the numbers of tokens that each ring rank sends, and ``wire`` is the format of their numbers.
+    Args:
+        key, value: Tensors whose batch, heads, widths and dtype are those of all blocks.
+        lengths: The number of tokens that each ring rank sends.
+        wire: The format in which numbers are sent.
     """
 
     def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int], *, wire: Wire = AS_IT_IS) -> None:
@@ -52,6 +55,9 @@ class Packing:
         return self._batch * self._heads * self._lengths[rank] * sum(self._rows)
 
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
+        """Return the buffer of ``key`` and ``value``, in their dtype unless the wire rounds them: gradients are packed
+        in float32.
+        """
         if self._wire.needs_regions:
             numel = self._batch * self._heads * key.shape[2] * sum(self._rows)
             return self._wire.pack([key, value], self._regions(key.shape[2]), numel)
@@ -60,9 +66,7 @@ class Packing:
         return torch.cat([key.reshape(-1), value.reshape(-1)])
 
     def unpack(self, buffer: Tensor, rank: int) -> Block:
-        """Return the keys and values of a buffer from ring rank ``rank``.
-        They are views unless the format has to be undone.
-        """
+        """Return the keys and values of a buffer from ring rank ``rank``: views, unless the format has to be undone."""
         rows = (self._batch, self._heads, self._lengths[rank])
         if self._wire.needs_regions:
             sizes = [*rows, self._width, *rows, self._value_width]
@@ -100,15 +104,16 @@ class Packing:
         )
 
 
-# The two generators below send this rank's packed block, ``sent``, and yield this rank's own block first,
-# then those that arrive. Communication runs while the caller computes. The caller must drop each block before
-# it asks for the next one, or one more block stays in memory. With gradients enabled, the generators append
-# the received buffers to ``received``, so that the caller can make the result depend on them.
+# The two generators below send this rank's packed block, ``sent``, and yield ``local_block``, this rank's, first, then
+# those that arrive. Communication runs while the caller computes. The caller must take all blocks, because each rank
+# waits for the sends of the others, and must drop each block before it asks for the next one, or one more block stays
+# in memory. With gradients enabled, the generators append the received buffers to ``received``, so that the caller can
+# make the result depend on them.
 Bring = Callable[[Block, Tensor, Packing, RingPlan, list[Tensor]], Iterator[tuple[Hop, Block]]]
 
 
-def pass_on(
-    own: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
+def pass_on_blocks(
+    local_block: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block]]:
     """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first.
 
@@ -117,7 +122,7 @@ def pass_on(
     hops, dim = plan.hops, plan.dim
     arriving = [start_ring_shift(sent, packing.numel(hops[0].source), dim)]
     del sent
-    yield OWN, own
+    yield OWN_BLOCK, local_block
     for number, hop in enumerate(hops, start=1):
         # Remove the finished collective from the list, because it keeps the buffer that it sent in memory.
         buffer = wait(arriving.pop())
@@ -128,13 +133,13 @@ def pass_on(
         yield hop, packing.unpack(buffer, hop.source)
 
 
-def gather(
-    own: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
+def gather_blocks(
+    local_block: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block]]:
     """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first, by one all-gather."""
     arriving = start_all_gather(packing.pad(sent), plan.dim)
     del sent
-    yield OWN, own
+    yield OWN_BLOCK, local_block
     blocks = wait(arriving)
     if torch.is_grad_enabled():
         received.append(blocks)
@@ -147,9 +152,9 @@ class Ring(RingStyle):
 
     gradient = "gradients.ring:ring_backward"
     # The generator that brings the blocks.
-    bring: Bring = staticmethod(pass_on)
+    bring: Bring = staticmethod(pass_on_blocks)
 
-    def around(self, attend: Attend) -> Attend:
+    def over_ring(self, attend: Attend) -> Attend:
         """Return attention to the keys of all ring ranks; see :func:`ring`."""
         return ring(attend, self.plan, self.bring)
 
@@ -157,7 +162,7 @@ class Ring(RingStyle):
 class GatheredRing(Ring):
     """The ring in which one collective gathers all blocks."""
 
-    bring = staticmethod(gather)
+    bring = staticmethod(gather_blocks)
 
 
 def ring(attend: Attend, plan: RingPlan, bring: Bring) -> Attend:
@@ -175,7 +180,7 @@ def ring(attend: Attend, plan: RingPlan, bring: Bring) -> Attend:
         last_hop = plan.hops[-1]
         # Do not keep what is packed here, or one more block would be in memory.
         for hop, block in bring(
-            (key, value), pack_own(packing, key, value, plan), packing, plan, into.received
+            (key, value), pack_sent_keys(packing, key, value, plan), packing, plan, into.received
         ):
             attend(into, *block, hop.step, is_last and hop is last_hop)
             # Drop the block here, or three received blocks would be in memory while the next hop is in
@@ -185,8 +190,8 @@ def ring(attend: Attend, plan: RingPlan, bring: Bring) -> Attend:
     return forward
 
 
-def pack_own(packing: Packing, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
-    """Return the buffer with the keys and values of this rank's block that are sent."""
+def pack_sent_keys(packing: Packing, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
+    """Return the buffer with the keys and values of this rank's block that are sent: all but the replicated ones."""
     if plan.has_replicated_keys:
-        return packing.pack(take(key, 2, plan.travels), take(value, 2, plan.travels))
+        return packing.pack(take(key, 2, plan.sent_runs), take(value, 2, plan.sent_runs))
     return packing.pack(key, value)

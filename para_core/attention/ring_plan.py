@@ -27,8 +27,8 @@ class Hop(NamedTuple):
     source: int
 
 
-# In this first step a rank computes with its own block and receives nothing.
-OWN = Hop(0, 0)
+# In this first step a rank computes with its own block and receives nothing. Its source is not read.
+OWN_BLOCK = Hop(0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +53,12 @@ class RingPlan:
         return self.spec.mesh.ring.size > 1 and bool(self.spec.key_layout.sharded)
 
     def source(self, step: int) -> int:
-        """Return the index of the ring rank whose block this rank has at ``step``."""
+        """Return the index of the ring rank whose block this rank has at ``step``; this rank's own at step 0."""
         return (self.spec.mesh.ring.index - step) % self.spec.mesh.ring.size
 
     @cached_property
     def hops(self) -> list[Hop]:
-        """The steps of the ring, without the first one, :data:`OWN`."""
+        """The steps of the ring, without the first one, :data:`OWN_BLOCK`."""
         if not self.rotates:
             return []
         return [Hop(step, self.source(step)) for step in range(1, self.spec.mesh.ring.size)]
@@ -69,8 +69,10 @@ class RingPlan:
         return bool(self.spec.key_layout.replicated)
 
     @cached_property
-    def travels(self) -> list[Run]:
-        """The sharded keys of this rank's block, which are sent, as runs ``(offset in the block, length)``."""
+    def sent_runs(self) -> list[Run]:
+        """The sharded keys of this rank's block, which are sent, as runs ``(offset in the block, length)``: at least
+        one run, which may be empty, because a tensor cannot be split into no parts.
+        """
         return join_neighbours(self.spec.keys.offsets(self.dim.index, replicated=False)) or [(0, 0)]
 
     @cached_property
@@ -79,7 +81,9 @@ class RingPlan:
         return self.spec.queries.runs(self.dim.index)
 
     def key_runs(self, step: int) -> list[Run]:
-        """Return the positions of the keys that this rank has at ``step``, as runs ``(start, length)``."""
+        """Return the positions of the keys that this rank has at ``step``, as runs ``(start, length)``. Replicated keys
+        are among those of step 0 only, so that each rank attends to them once.
+        """
         if step == 0:
             return self.spec.keys.runs(self.dim.index)
         return self.spec.keys.runs(self.source(step), replicated=False)
@@ -132,11 +136,11 @@ class RingStyle:
         return queries == keys and len(queries) <= 1
 
     def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
-        """Return ``call``, to this rank's keys, with all keys, if the style :attr:`has_all_keys`. Collective."""
+        """Return ``call``, to this rank's keys, with all keys. Collective. For styles with :attr:`has_all_keys`."""
         raise NotImplementedError
 
-    def own_queries(self, out: Tensor) -> Tensor:
-        """Return the results of this rank's queries, of the result of a call that :meth:`gather_call` returned."""
+    def select_queries(self, out: Tensor) -> Tensor:
+        """Return the results of this rank's queries from ``out``, that of a call that :meth:`gather_call` returned."""
         return out
 
     @cached_property
@@ -153,6 +157,6 @@ class RingStyle:
         """Return ``mask``, the rows of this rank's queries, followed by those of other queries. Collective."""
         return mask
 
-    def around(self, attend: Attend) -> Attend:
-        """Return attention to the keys of all ring ranks, given attention to one block."""
+    def over_ring(self, attend: Attend) -> Attend:
+        """Return attention to the keys of all ring ranks, which is collective, given attention to one block."""
         raise NotImplementedError

@@ -1,7 +1,8 @@
 """The specification of one attention call over a mesh, without its tensors, as a frozen value with a JSON
 form.
 
-The JSON is a constant argument of the operators in compiled graphs.
+The JSON is a constant argument of the operators in compiled graphs: what it contains is compiled into a graph, and
+what may be symbolic, lengths and numbers of heads, is passed beside it as integers.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class AttentionSpec:
     """The specification of one attention call over a mesh: what it computes, and over which ranks.
 
     :class:`~para_core.attention.attention_plan.AttentionPlan` derives the communication from it.
-    ``key_layout`` is the same object as ``query_layout`` if keys are sharded like queries. ``num_heads`` and
-    its divisor ``num_kv_heads`` are over all ranks. ``options_text`` is ``options`` as JSON, written before
-    tracing, because Dynamo would treat numbers as variables.
+    ``key_layout`` is the same object as ``query_layout`` if keys are sharded like queries: other code compares them
+    by identity, because a comparison of symbolic lengths would add guards. ``num_heads`` and its divisor
+    ``num_kv_heads`` are over all ranks. ``options_text`` is ``options`` as JSON, written before tracing, because
+    Dynamo would treat numbers as variables.
     """
 
     query_layout: SequenceLayout
@@ -60,9 +62,7 @@ class AttentionSpec:
 
     @cached_property
     def positional_masks(self) -> tuple[PositionalMask, ...]:
-        """The masks of this call that decide by the positions of tokens.
-        A mask tensor applies in addition.
-        """
+        """The masks of this call that decide by the positions of tokens. A mask tensor applies in addition."""
         causal: tuple[PositionalMask, ...] = ()
         if self.is_causal:
             causal = (Causal(),)
@@ -106,20 +106,20 @@ class AttentionSpec:
 
     @staticmethod
     def read(text: str, numbers: Sequence[int], scale: float | None) -> AttentionSpec:
-        """Return the spec with this :attr:`text`, :attr:`numbers` and scale.
-        Its mesh has only names of groups.
+        """Return the spec with this :attr:`text`, :attr:`numbers` and scale. Its mesh has only the names of process
+        groups, and its segments have no names.
         """
         record = from_json(SpecRecord, text)
         mesh, ranks = read_mesh(record.mesh)
         num_heads, num_kv_heads, *totals = numbers
         query_kinds = record.query_kinds.split(",")
-        query_layout = _layout(totals[: len(query_kinds)], query_kinds, ranks)
+        query_layout = _read_layout(totals[: len(query_kinds)], query_kinds, ranks)
         key_layout = query_layout
         key_totals = totals[len(query_kinds) :]
         # While Dynamo traces a call with symbolic lengths, `is` may take one layout for two. Text or numbers then name
         # it twice, and the other one once.
         if record.key_kinds is not None and key_totals:
-            key_layout = _layout(key_totals, record.key_kinds.split(","), ranks)
+            key_layout = _read_layout(key_totals, record.key_kinds.split(","), ranks)
         return AttentionSpec(
             query_layout,
             key_layout,
@@ -133,8 +133,11 @@ class AttentionSpec:
         )
 
 
-def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOptions) -> SequenceMesh:
-    """Return the mesh that a call needs: ``mesh``, or a mesh of this rank alone if all keys are replicated."""
+def mesh_of_call(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOptions) -> SequenceMesh:
+    """Return the mesh over which a call runs: ``mesh``, or this rank alone if all keys are replicated.
+
+    All ranks have the same layout and options, so either all of them run the collectives of the call or none.
+    """
     if key_layout.sharded or any(other.needs_all_ranks for other in options.others):
         return mesh
     return mesh.single_rank()
@@ -159,12 +162,12 @@ def _kind(segment: Segment) -> str:
     return str(segment.together)
 
 
-def _layout(totals: Sequence[int], kinds: Sequence[str], ranks: int) -> SequenceLayout:
-    segments = [_segment(total, kind) for total, kind in zip(totals, kinds, strict=True)]
+def _read_layout(totals: Sequence[int], kinds: Sequence[str], ranks: int) -> SequenceLayout:
+    segments = [_read_segment(total, kind) for total, kind in zip(totals, kinds, strict=True)]
     return SequenceLayout(tuple(segments), ranks)
 
 
-def _segment(total: int, kind: str) -> Segment:
+def _read_segment(total: int, kind: str) -> Segment:
     """Return the segment of ``total`` tokens whose :func:`_kind` is ``kind``. Its name is not known."""
     together = 1
     if kind.isdecimal():

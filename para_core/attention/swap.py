@@ -37,7 +37,10 @@ from para_core.triton_support import load_kernel
 
 # A function that waits for an exchange, and returns its results.
 Finish = Callable[[], Sequence[Tensor]]
+# Called as pack(tensors); returns the buffer to send.
 Pack = Callable[[Sequence[Tensor]], Tensor]
+# Called as unpack(buffer, tensors) with the received buffer and the tensors that were packed, which have the tokens or
+# heads that are not sent; returns the results.
 Unpack = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -64,8 +67,8 @@ class Shapes(NamedTuple):
 
 
 def takes_kernels(x: Tensor) -> bool:
-    """Whether a Triton kernel packs ``x``: on CUDA, in eager code without gradients.
-    Meta tensors count as CUDA.
+    """Whether a Triton kernel packs ``x``: on CUDA, in eager code without gradients. Meta tensors count as CUDA,
+    because tests count the launches of CUDA with them.
     """
     if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
@@ -110,8 +113,8 @@ class Swap:
         steps, first = None, tensors[0]
         by_kernel, compiling = takes_kernels(first), torch.compiler.is_compiling()
         if not compiling:
-            # The widths of key and value, the last tensors, are all that the other tensors do not have from
-            # the first.
+            # Batch and numbers of heads are those of the first tensor or fixed by this object, as are the numbers of
+            # tokens. Only the last tensor, the value, may have another width.
             key = (by_kernel, torch.is_grad_enabled(), first.dtype, first.shape, tensors[-1].shape)
             steps = self._steps.get(key)
         if steps is None:
@@ -125,26 +128,29 @@ class Swap:
         else:
             buffer = buffer.view(-1)
         started = start_all_to_all(buffer, steps.send, steps.receive, self.dim, even=self._is_even)
-        return partial(_finish, started, steps.unpack, tensors)
+        return partial(_wait_and_unpack, started, steps.unpack, tensors)
 
     def _plan(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, *, by_kernel: bool) -> Steps:
         padding = self.wire.row_padding
         widths = [shape[3] for shape in shapes]
         tables: list[list[int]] = []
         for index, width in enumerate(widths):
-            fitting = [of for of in tables if widths[of[0]] == width and self.share_tokens(of[0], index)]
+            fitting = [of for of in tables if widths[of[0]] == width and self.shares_tokens(of[0], index)]
             if fitting:
                 fitting[0].append(index)
             else:
                 tables.append([index])
         sizes = Shapes(shapes[0][0], widths, [width + padding for width in widths], tables)
-        return self.steps_of(sizes, dtype, by_kernel=by_kernel)
+        return self.plan_steps(sizes, dtype, by_kernel=by_kernel)
 
-    def share_tokens(self, index: int, other: int) -> bool:
+    def shares_tokens(self, index: int, other: int) -> bool:
         """Whether two tensors can share a table, because the same tokens of both are sent in the same order."""
         raise NotImplementedError
 
-    def steps_of(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
+    def plan_steps(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
+        """Choose the cheapest way to pack and unpack tensors of these ``shapes``. ``by_kernel`` is what
+        :func:`takes_kernels` says of them.
+        """
         raise NotImplementedError
 
     def numel_of_token(self, table: Sequence[int], rank: int, shapes: Shapes) -> int:
@@ -192,10 +198,10 @@ class Swap:
             by_head: Whether the tensor has all heads, of which the part of a rank has those of ``rank``;
                 otherwise it has this rank's heads only, and all parts have all of them.
         """
-        regions, offset, own = [], 0, self.dim.index
+        regions, offset, index_of_rank = [], 0, self.dim.index
         for rank in range(self.dim.size):
             for table in shapes.tables:
-                owner = own
+                owner = index_of_rank
                 if by_head:
                     owner = rank
                 counts = [self.heads[index][owner][1] * shapes.row_widths[index] for index in table]
@@ -213,21 +219,23 @@ class Swap:
         return as_numbers(regions)
 
 
-def _finish(started: Travelling, unpack: Unpack, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _wait_and_unpack(started: Travelling, unpack: Unpack, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return unpack(wait(started), tensors)
 
 
-def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+def concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the concatenation of ``parts``: a single part itself, without a copy."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts), dim)
 
 
 def pack_regions(wire: Wire, regions: list[int], numel: int, tensors: Sequence[Tensor]) -> Tensor:
+    """Pack ``regions`` of ``tensors`` by the operator of ``wire``, which a Triton kernel computes on a GPU."""
     return wire.pack(tensors, regions, numel)
 
 
-# Most calls use these: all ranks have equally many heads, and tokens arrive in order.
+# Most calls use the functions below: all ranks have equally many heads, and tokens arrive in order.
 
 
 def pack_views(shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Tensor:

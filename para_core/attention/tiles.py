@@ -2,8 +2,8 @@
 tensor.
 
 A mask consists of *positional masks*, which decide by the positions of tokens in the whole sequence, and of
-at most one tensor. A *piece* is a run of queries that see the same keys; a *tile* is the keys of a block that
-a piece sees. What a tile is not (keys that no query of the piece sees) is never computed. The tiles of a
+at most one tensor. A *piece* is a run of queries that the masks treat alike; a *tile* is keys of a block that
+a piece sees. Keys that no query of a piece sees are in no tile, and are never computed. The tiles of a
 causal call on two ring ranks of four tokens, for the rank with the tokens 4 to 7::
 
     piece 4 5 6 7:   keys 4 5 6 7 (its own)  →  one causal tile       keys 0 1 2 3 (arriving)  →  one full tile
@@ -46,7 +46,7 @@ class PositionalMask(Protocol):
 
     @property
     def is_causal(self) -> bool:
-        """Whether it answers causal tiles. Pieces are then cut at the ends of all keys, too."""
+        """Whether it answers causal tiles. Pieces are then cut at the beginnings and ends of all runs of keys, too."""
         ...
 
     def query_edges(self) -> Sequence[int]:
@@ -54,14 +54,17 @@ class PositionalMask(Protocol):
         ...
 
     def key_edges(self) -> Sequence[int]:
-        """Return the positions at which the answer for keys changes."""
+        """Return the positions at which the answer for keys changes. In a call with a causal mask pieces are cut there,
+        too, so that this mask shows all keys of a causal tile or none.
+        """
         ...
 
     def tile(self, queries: Run, keys: Sequence[Run]) -> list[tuple[list[Run], bool]]:
         """Return the keys that a piece sees: ``(ascending positions, whether the tile is causal)`` of each
         tile.
 
-        ``keys`` are ascending. The list is empty if the piece sees none of them.
+        ``keys`` are ascending. The list is empty if the piece sees none of them. In a causal tile the keys are at the
+        positions of ``queries``.
         """
         ...
 
@@ -113,7 +116,7 @@ def tiles_of_piece(queries: Run, block: Sequence[Run], masks: Sequence[Positiona
         ]
     tiles = []
     for positions, is_causal in visible:
-        in_block = [run for whole in block for run in intersect([whole], positions)]
+        in_block = [run for block_run in block for run in intersect([block_run], positions)]
         tiles.append(Tile(tuple(offsets(positions, block)), tuple(join_neighbours(in_block)), is_causal))
     return tiles
 
@@ -146,7 +149,7 @@ class Tiling:
         return cut(join_neighbours(self._queries), edges) or [(0, 0)]
 
     def tiles(self, block: int) -> list[tuple[int, Tile]]:
-        """Return ``(index of the piece, tile)`` for all tiles of a block, by piece."""
+        """Return ``(index of the piece, tile)`` for all tiles of the block with the number ``block``, by piece."""
         if block not in self._tiles:
             self._tiles[block] = self._tiles_of(self._blocks[block])
         return self._tiles[block]

@@ -17,7 +17,7 @@ from para_core.attention.swap import (
     Steps,
     Swap,
     Unpack,
-    join,
+    concatenate,
     pack_regions,
     pack_views,
     unpack_views,
@@ -33,34 +33,36 @@ class ToHeads(Swap):
     and summed over the ranks, as the gradients of copies are.
     """
 
-    def share_tokens(self, index: int, other: int) -> bool:
+    def shares_tokens(self, index: int, other: int) -> bool:
         return self.rows[index].sequence is self.rows[other].sequence
 
-    def steps_of(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
-        size, index = self.dim.size, self.dim.index
+    def plan_steps(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
         send, receive = self.numel_by_heads(shapes), self.numel_by_tokens(shapes)
+        pack = self._choose_pack(shapes, sum(send), by_kernel=by_kernel)
+        return Steps(pack, send, receive, self._choose_unpack(shapes, dtype, by_kernel=by_kernel))
+
+    def _choose_pack(self, shapes: Shapes, numel: int, *, by_kernel: bool) -> Pack:
+        # A single tensor takes one copy without a kernel.
         if self.wire.needs_regions or (by_kernel and len(self.rows) > 1):
-            own = [[rows.own(replicated=self.replicated)] * size for rows in self.rows]
-            regions = self.regions(shapes, own, by_head=True)
-            pack: Pack = partial(pack_regions, self.wire, regions, sum(send))
-        else:
-            groups = group_ranks(self.heads)
-            pack = partial(self._pack, shapes, groups, sum(send))
-            if self._packs_views(shapes, groups):
-                pack = partial(
-                    pack_views, [self._view_shape(shapes, of_tensor) for of_tensor in range(len(self.rows))]
-                )
+            runs = [[rows.local_runs(replicated=self.replicated)] * self.dim.size for rows in self.rows]
+            regions = self.regions(shapes, runs, by_head=True)
+            return partial(pack_regions, self.wire, regions, numel)
+        groups = group_ranks(self.heads)
+        if self._packs_views(shapes, groups):
+            view_shapes = [self._view_shape(shapes, index) for index in range(len(self.rows))]
+            return partial(pack_views, view_shapes)
+        return partial(self._pack, shapes, groups, numel)
+
+    def _choose_unpack(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Unpack:
         if self.wire.needs_regions or (by_kernel and len(shapes.tables) > 1):
-            return Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
-        if len(shapes.tables) == 1 and all(
-            rows is self.rows[0] and rows.is_rank_by_rank for rows in self.rows
-        ):
-            heads = [of_ranks[index][1] for of_ranks in self.heads]
-            table = (sum(self.sizes[0]), shapes.batch, sum(heads), shapes.widths[0])
-            return Steps(pack, send, receive, partial(unpack_views, table, heads))
-        if len(shapes.tables) == 1:
-            return Steps(pack, send, receive, partial(self._unpack_table, shapes, shapes.tables[0]))
-        return Steps(pack, send, receive, partial(self._unpack_tables, shapes))
+            return self._regions_unpacker(shapes, dtype)
+        if len(shapes.tables) > 1:
+            return partial(self._unpack_tables, shapes)
+        if all(rows is self.rows[0] and rows.is_rank_by_rank for rows in self.rows):
+            heads = [of_ranks[self.dim.index][1] for of_ranks in self.heads]
+            table_shape = (sum(self.sizes[0]), shapes.batch, sum(heads), shapes.widths[0])
+            return partial(unpack_views, table_shape, heads)
+        return partial(self._unpack_table, shapes, shapes.tables[0])
 
     def _packs_views(self, shapes: Shapes, groups: Sequence[RankGroup]) -> bool:
         """Whether one view of each tensor, of all its tokens and heads, shows the slices of all ranks."""
@@ -82,24 +84,26 @@ class ToHeads(Swap):
     ) -> Tensor:
         """Pack with one copy if all ranks get equally many heads, otherwise with one copy per group of equal ranks."""
         if self._leaves_out_replicated:
-            tensors = [take(x, 2, rows.own_sharded) for x, rows in zip(tensors, self.rows, strict=True)]
+            tensors = [
+                take(x, 2, rows.local_sharded_runs) for x, rows in zip(tensors, self.rows, strict=True)
+            ]
         if len(groups) == 1 and len(shapes.tables) == 1:
-            views = [see_heads(x, groups[0], run) for x, run in zip(tensors, groups[0].heads, strict=True)]
+            views = [view_heads(x, groups[0], run) for x, run in zip(tensors, groups[0].heads, strict=True)]
             if len(views) == 1:
                 return views[0].contiguous()
             return torch.cat(views, 3)
         if not _writes_into_buffers():
             parts = []
             for rank in range(self.dim.size):
-                for of in shapes.tables:
-                    own = [tensors[index].narrow(1, *self.heads[index][rank]) for index in of]
-                    parts.append(join([x.permute(2, 0, 1, 3) for x in own], 2).reshape(-1))
+                for members in shapes.tables:
+                    slices = [tensors[index].narrow(1, *self.heads[index][rank]) for index in members]
+                    parts.append(concatenate([x.permute(2, 0, 1, 3) for x in slices], 2).reshape(-1))
             return torch.cat(parts)
         buffer = tensors[0].new_empty(numel)
-        for group, part in _parts(buffer, groups, self, shapes):
+        for group, part in _parts_of_groups(buffer, groups, self, shapes):
             before = 0
-            for of in shapes.tables:
-                views = [see_heads(tensors[index], group, group.heads[index]) for index in of]
+            for members in shapes.tables:
+                views = [view_heads(tensors[index], group, group.heads[index]) for index in members]
                 count = sum([view.shape[3] for view in views])
                 shape = (*views[0].shape[:3], count, views[0].shape[4])
                 target = part.narrow(1, before, prod(shape[1:])).view(shape)
@@ -108,34 +112,38 @@ class ToHeads(Swap):
         return buffer
 
     def _unpack_table(
-        self, shapes: Shapes, of: Sequence[int], buffer: Tensor, tensors: Sequence[Tensor]
+        self, shapes: Shapes, members: Sequence[int], buffer: Tensor, tensors: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Return views of the received table if its tokens are in order, otherwise of one concatenation of its rows."""
-        heads = [self.heads[index][self.dim.index][1] for index in of]
-        table = buffer.view(sum(self.sizes[of[0]]), shapes.batch, sum(heads), shapes.widths[of[0]])
+        heads = [self.heads[index][self.dim.index][1] for index in members]
+        table = buffer.view(sum(self.sizes[members[0]]), shapes.batch, sum(heads), shapes.widths[members[0]])
         # A loop, because a generator would cost the host a Python call for each tensor.
         same_rows = True
-        for index in of:
-            same_rows = same_rows and self.rows[index] is self.rows[of[0]]
+        for index in members:
+            same_rows = same_rows and self.rows[index] is self.rows[members[0]]
         if same_rows:
-            return self._blocks_of(table, of, heads, tensors)
-        # Queries stay in the order of arrival, and keys and values do not.
+            return self._split_table(table, members, heads, tensors)
+        # Queries stay in the order of arrival, and keys and values do not: in every exchange of tensors with different
+        # rows (UlyssesPlan) the first tensor is the query, and the others share their rows.
         queries, rest = table.split_with_sizes([heads[0], sum(heads[1:])], 2)
         return (
-            *self._blocks_of(queries, of[:1], heads[:1], tensors),
-            *self._blocks_of(rest, of[1:], heads[1:], tensors),
+            *self._split_table(queries, members[:1], heads[:1], tensors),
+            *self._split_table(rest, members[1:], heads[1:], tensors),
         )
 
-    def _blocks_of(
-        self, table: Tensor, of: Sequence[int], heads: list[int], tensors: Sequence[Tensor]
+    def _split_table(
+        self, table: Tensor, members: Sequence[int], heads: list[int], tensors: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        rows = self.rows[of[0]]
+        """Return the block of each of ``members``, tensors with the same rows, which arrived in one ``table``."""
+        rows = self.rows[members[0]]
         if not rows.is_rank_by_rank:
-            own = [tensors[i].narrow(1, *self.heads[i][self.dim.index]).permute(2, 0, 1, 3) for i in of]
             if self.replicated:
                 table = self._sum_replicated(rows, table)
             else:
-                table = _in_order(rows, table, own)
+                local = [
+                    tensors[i].narrow(1, *self.heads[i][self.dim.index]).permute(2, 0, 1, 3) for i in members
+                ]
+                table = _put_in_order(rows, table, local)
         blocks = table.permute(1, 2, 0, 3)
         # Use split_with_sizes(), because split() is implemented in Python and slower.
         if len(heads) == 1:
@@ -148,11 +156,11 @@ class ToHeads(Swap):
         for rank, number in rows.in_order:
             row = rows.of_peers[rank][number]
             if row.replicated:
-                copies = [table.narrow(0, of[number], row.length) for of in starts]
+                copies = [table.narrow(0, of_rank[number], row.length) for of_rank in starts]
                 parts.append(torch.stack(copies).sum(0))
             else:
                 parts.append(table.narrow(0, starts[rank][number], row.length))
-        return join(parts, 0)
+        return concatenate(parts, 0)
 
     def _unpack_tables(self, shapes: Shapes, buffer: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Concatenate the parts of each table, and put its rows in order."""
@@ -160,14 +168,14 @@ class ToHeads(Swap):
         received: list[list[Tensor]] = [[] for _ in shapes.tables]
         offset = 0
         for rank in range(self.dim.size):
-            for number, of in enumerate(shapes.tables):
-                heads = sum([self.heads[index][self.dim.index][1] for index in of])
-                shape = (self.sizes[of[0]][rank], shapes.batch, heads, shapes.widths[of[0]])
+            for number, members in enumerate(shapes.tables):
+                heads = sum([self.heads[index][self.dim.index][1] for index in members])
+                shape = (self.sizes[members[0]][rank], shapes.batch, heads, shapes.widths[members[0]])
                 received[number].append(buffer.narrow(0, offset, prod(shape)).view(shape))
                 offset += prod(shape)
-        for of, parts in zip(shapes.tables, received, strict=True):
-            blocks = self._unpack_table(shapes, of, torch.cat(parts), tensors)
-            for index, block in zip(of, blocks, strict=True):
+        for members, parts in zip(shapes.tables, received, strict=True):
+            blocks = self._unpack_table(shapes, members, torch.cat(parts), tensors)
+            for index, block in zip(members, blocks, strict=True):
                 results[index] = block
         return results
 
@@ -187,27 +195,27 @@ class ToHeads(Swap):
             for result, x, rows, heads in zip(results, tensors, self.rows, self.heads, strict=True):
                 for row in rows.of_peers[index]:
                     if row.replicated:
-                        own = x.narrow(2, row.local, row.length).narrow(1, *heads[index])
-                        result.narrow(2, row.block, row.length).copy_(own)
+                        local = x.narrow(2, row.local, row.length).narrow(1, *heads[index])
+                        result.narrow(2, row.block, row.length).copy_(local)
             return results
 
         return unpack
 
 
-def _in_order(rows: BlockRows, table: Tensor, own: Sequence[Tensor]) -> Tensor:
+def _put_in_order(rows: BlockRows, table: Tensor, local: Sequence[Tensor]) -> Tensor:
     """Return ``table``, ``[tokens, B, heads, D]``, which arrived rank by rank, in the order of the block.
 
-    Replicated tokens come from ``own``: this rank's tensors, ``[S_local, B, heads, D]`` with this rank's
+    Replicated tokens come from ``local``: this rank's tensors, ``[S_local, B, heads, D]`` with this rank's
     heads.
     """
     parts = []
     for replicated, run in rows.arrivals:
         if replicated:
-            parts.append(join([x.narrow(0, *run) for x in own], 2))
+            parts.append(concatenate([x.narrow(0, *run) for x in local], 2))
         else:
             parts.append(table.narrow(0, *run))
     if parts:
-        return join(parts, 0)
+        return concatenate(parts, 0)
     return table
 
 
@@ -264,21 +272,21 @@ def _steps_to(group: RankGroup, runs: Sequence[Run]) -> list[int] | None:
     return steps
 
 
-def see_heads(x: Tensor, group: RankGroup, run: tuple[int, int, int]) -> Tensor:
+def view_heads(x: Tensor, group: RankGroup, run: tuple[int, int, int]) -> Tensor:
     """Return a view ``[ranks, S, B, heads, D]`` of ``x``, ``[B, H, S, D]``, that shows the heads of each rank."""
     start, count, step = run
     batch, heads, tokens, width = x.shape
     if step == 0 or group.number == 1:
-        own = x
+        shown = x
         if count != heads:
-            own = x.narrow(1, start, count)
-        return own.permute(2, 0, 1, 3).expand(group.number, tokens, batch, count, width)
+            shown = x.narrow(1, start, count)
+        return shown.permute(2, 0, 1, 3).expand(group.number, tokens, batch, count, width)
     if group.number * count != heads:
         x = x.narrow(1, start, group.number * count)
     return x.view(batch, group.number, count, tokens, width).permute(1, 3, 0, 2, 4)
 
 
-def _parts(
+def _parts_of_groups(
     buffer: Tensor, groups: Sequence[RankGroup], swap: ToHeads, shapes: Shapes
 ) -> Iterator[tuple[RankGroup, Tensor]]:
     """Yield each group of ranks with its part of the buffer, ``[ranks, elements per rank]``."""
@@ -286,8 +294,8 @@ def _parts(
     for group in groups:
         each = sum(
             [
-                swap.numel_of_token(of, group.first, shapes) * swap.sizes[of[0]][swap.dim.index]
-                for of in shapes.tables
+                swap.numel_of_token(members, group.first, shapes) * swap.sizes[members[0]][swap.dim.index]
+                for members in shapes.tables
             ]
         )
         yield group, buffer.narrow(0, offset, group.number * each).view(group.number, each)

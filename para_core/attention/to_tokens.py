@@ -16,7 +16,7 @@ from para_core.attention.swap import (
     Steps,
     Swap,
     Unpack,
-    join,
+    concatenate,
     pack_block,
     pack_regions,
     unpack_even_heads,
@@ -34,34 +34,43 @@ class ToTokens(Swap):
     copies are. Where several ranks have the same head, their results are summed.
     """
 
-    def share_tokens(self, index: int, other: int) -> bool:
+    def shares_tokens(self, index: int, other: int) -> bool:
         return self.rows[index] is self.rows[other]
 
-    def steps_of(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
-        size, index = self.dim.size, self.dim.index
+    def plan_steps(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
         send, receive = self.numel_by_tokens(shapes), self.numel_by_heads(shapes)
         if self.wire.needs_regions or (by_kernel and len(self.rows) > 1):
-            blocks = [[self._blocks_of(rows, rank) for rank in range(size)] for rows in self.rows]
-            regions = self.regions(shapes, blocks, by_head=False)
-            pack: Pack = partial(pack_regions, self.wire, regions, sum(send))
-            whole = self.replicated or not any(rows.replicates for rows in self.rows)
-            if whole and all(_are_disjoint(heads) for heads in self.heads):
-                return Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
-            return Steps(pack, send, receive, partial(self._unpack, shapes))
-        if len(self.rows) == 1:
-            # Ranks without heads send nothing.
-            tokens, counts = self.sizes[0][index], [count for _, count in self.heads[0] if count] or [0]
-            unpack: Unpack = partial(_unpack_uneven_heads, shapes.batch, tokens, counts, shapes.widths[0])
-            if all(count == counts[0] for count in counts):
-                unpack = partial(
-                    unpack_even_heads, (len(counts), tokens, shapes.batch, counts[0], shapes.widths[0])
-                )
-            if self.rows[0].is_rank_by_rank:
-                return Steps(pack_block, send, receive, unpack)
-            return Steps(partial(self._pack_one, self.rows[0]), send, receive, unpack)
-        return Steps(partial(self._pack, shapes), send, receive, partial(self._unpack, shapes))
+            return self._plan_by_regions(shapes, send, receive, dtype)
+        if len(self.rows) > 1:
+            return Steps(partial(self._pack, shapes), send, receive, partial(self._unpack, shapes))
+        pack: Pack = partial(self._pack_one, self.rows[0])
+        if self.rows[0].is_rank_by_rank:
+            pack = pack_block
+        return Steps(pack, send, receive, self._choose_unpack_of_one(shapes))
 
-    def _blocks_of(self, rows: BlockRows, rank: int) -> list[Run]:
+    def _plan_by_regions(
+        self, shapes: Shapes, send: list[int], receive: list[int], dtype: torch.dtype
+    ) -> Steps:
+        ranks = range(self.dim.size)
+        blocks = [[self._runs_in_block(rows, rank) for rank in ranks] for rows in self.rows]
+        pack = partial(pack_regions, self.wire, self.regions(shapes, blocks, by_head=False), sum(send))
+        has_all_tokens = self.replicated or not any(rows.replicates for rows in self.rows)
+        if has_all_tokens and all(_are_disjoint(heads) for heads in self.heads):
+            return Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
+        # Regions are copied, not added up. Only gradients get here, and they are sent as they are (UlyssesPlan): this
+        # could not read another format.
+        return Steps(pack, send, receive, partial(self._unpack, shapes))
+
+    def _choose_unpack_of_one(self, shapes: Shapes) -> Unpack:
+        """Return the function that unpacks a single tensor. Ranks without heads send nothing."""
+        tokens = self.sizes[0][self.dim.index]
+        counts = [count for _, count in self.heads[0] if count] or [0]
+        if all(count == counts[0] for count in counts):
+            shape = (len(counts), tokens, shapes.batch, counts[0], shapes.widths[0])
+            return partial(unpack_even_heads, shape)
+        return partial(_unpack_uneven_heads, shapes.batch, tokens, counts, shapes.widths[0])
+
+    def _runs_in_block(self, rows: BlockRows, rank: int) -> list[Run]:
         """Return where the tokens of ``rank`` lie in the block."""
         runs = [
             (row.block, row.length) for row in rows.of_peers[rank] if self.replicated or not row.replicated
@@ -69,13 +78,13 @@ class ToTokens(Swap):
         return join_neighbours(runs)
 
     def _regions_unpacker(self, shapes: Shapes, dtype: torch.dtype) -> Unpack:
-        own = [[rows.own(replicated=True)] * self.dim.size for rows in self.rows]
-        regions = self.regions(shapes, own, by_head=True)
+        runs = [[rows.local_runs(replicated=True)] * self.dim.size for rows in self.rows]
+        regions = self.regions(shapes, runs, by_head=True)
         # B, H, S and D of each result.
         sizes = [
             size
             for rows, heads, width in zip(self.rows, self.heads, shapes.widths, strict=True)
-            for size in (shapes.batch, max([sum(run) for run in heads]), rows.own_size, width)
+            for size in (shapes.batch, max([sum(run) for run in heads]), rows.local_size, width)
         ]
         return lambda buffer, _: self.wire.unpack(buffer.view(-1), regions, sizes, dtype)
 
@@ -83,37 +92,44 @@ class ToTokens(Swap):
         """Pack a block with one copy, which brings the tokens of each rank together."""
         table = tensors[0].permute(2, 0, 1, 3)
         runs = rows.sent_blocks(replicated=self.replicated) or [(0, 0)]
-        return join([table.narrow(0, *run) for run in runs], 0).contiguous()
+        return concatenate([table.narrow(0, *run) for run in runs], 0).contiguous()
 
     def _pack(self, shapes: Shapes, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenate the heads of each table, and the tokens of each rank."""
-        tables = [join([tensors[index].permute(2, 0, 1, 3) for index in of], 2) for of in shapes.tables]
+        tables = [
+            concatenate([tensors[index].permute(2, 0, 1, 3) for index in members], 2)
+            for members in shapes.tables
+        ]
         if len(tables) == 1 and self.rows[0].is_rank_by_rank:
             return tables[0]
         parts = []
         for rank in range(self.dim.size):
-            for table, of in zip(tables, shapes.tables, strict=True):
+            for table, members in zip(tables, shapes.tables, strict=True):
                 runs = [
                     (row.block, row.length)
-                    for row in self.rows[of[0]].of_peers[rank]
+                    for row in self.rows[members[0]].of_peers[rank]
                     if self.replicated or not row.replicated
                 ]
                 parts += [table.narrow(0, *run).reshape(-1) for run in runs]
         return torch.cat([tables[0].new_empty(0), *parts])
 
     def _unpack(self, shapes: Shapes, buffer: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        buffer, offset, own = buffer.view(-1), 0, self.dim.index
+        """Bring the heads of each tensor together, and its tokens into the order of this rank's tensor."""
+        buffer, offset, index_of_rank = buffer.view(-1), 0, self.dim.index
         slices: list[list[Tensor]] = [[] for _ in tensors]
         for rank in range(self.dim.size):
-            for of in shapes.tables:
-                counts, tokens = [self.heads[index][rank][1] for index in of], self.sizes[of[0]][own]
-                shape = (tokens, shapes.batch, sum(counts), shapes.widths[of[0]])
+            for members in shapes.tables:
+                counts, tokens = (
+                    [self.heads[index][rank][1] for index in members],
+                    self.sizes[members[0]][index_of_rank],
+                )
+                shape = (tokens, shapes.batch, sum(counts), shapes.widths[members[0]])
                 part = buffer.narrow(0, offset, prod(shape)).view(shape)
                 offset += prod(shape)
-                for index, x in zip(of, part.split_with_sizes(counts, 2), strict=True):
+                for index, x in zip(members, part.split_with_sizes(counts, 2), strict=True):
                     slices[index].append(x.transpose(0, 1))
         return [
-            self._in_local_order(rows, _merge_heads(parts, heads), x, heads[own])
+            self._in_local_order(rows, _merge_heads(parts, heads), x, heads[index_of_rank])
             for rows, parts, heads, x in zip(self.rows, slices, self.heads, tensors, strict=True)
         ]
 
@@ -122,22 +138,25 @@ class ToTokens(Swap):
         if self.replicated or not rows.replicates:
             return sharded.transpose(1, 2)
         batch, _, num_heads, width = sharded.shape
-        whole = sharded.new_zeros(batch, rows.own_size, num_heads, width).transpose(1, 2)
+        local = sharded.new_zeros(batch, rows.local_size, num_heads, width).transpose(1, 2)
         start = 0
         for row in rows.of_peers[self.dim.index]:
-            target = whole.narrow(2, row.local, row.length)
+            target = local.narrow(2, row.local, row.length)
             if row.replicated:
                 target.narrow(1, *heads).copy_(block.narrow(2, row.block, row.length))
             else:
                 target.copy_(sharded.narrow(1, start, row.length).transpose(1, 2))
                 start += row.length
-        return whole
+        return local
 
 
 def _unpack_uneven_heads(
     batch: int, tokens: int, counts: Sequence[int], width: int, buffer: Tensor, _: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """Bring the heads of all ranks together, as :func:`unpack_even_heads` does, if rank i has ``counts[i]`` heads."""
+    """Bring the heads of all ranks together, as :func:`unpack_even_heads` does.
+
+    ``counts`` are the numbers of heads of the ranks that have any.
+    """
     slices = buffer.view(-1).split_with_sizes([tokens * batch * count * width for count in counts])
     parts = [
         x.view(tokens, batch, count, width).transpose(0, 1) for x, count in zip(slices, counts, strict=True)
@@ -148,13 +167,13 @@ def _unpack_uneven_heads(
 def _merge_heads(parts: Sequence[Tensor], heads: Sequence[Run]) -> Tensor:
     """Concatenate the heads of all ranks, ``[B, S, heads, D]``; add up those that several ranks have."""
     if _are_disjoint(heads):
-        return join(parts, 2)
+        return concatenate(parts, 2)
     batch, tokens, _, width = parts[0].shape
     num_heads = max([sum(run) for run in heads])
-    whole = parts[0].new_zeros(batch, tokens, num_heads, width)
+    all_heads = parts[0].new_zeros(batch, tokens, num_heads, width)
     for part, (start, count) in zip(parts, heads, strict=True):
-        whole.narrow(2, start, count).add_(part)
-    return whole
+        all_heads.narrow(2, start, count).add_(part)
+    return all_heads
 
 
 def _are_disjoint(heads: Sequence[Run]) -> bool:

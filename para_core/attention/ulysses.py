@@ -1,7 +1,7 @@
 """Ulysses: exchange a shard of the tokens for a shard of the heads, and back (arXiv:2309.14509).
 
 Each attention call runs one all-to-all before attention, for query, key and value together (in), and one
-after it, for the output (out). With S_r tokens and H_r heads on rank r, and e bytes per element, rank r sends
+after it, for the output (out). With S_r sharded tokens and H_r heads on rank r, and e bytes per element, rank r sends
 
     in:   B · e · Σ_{j≠r} (S_r · (H_j · D + H_kv,j · (D + D_v)))   bytes
     out:  B · e · D_v · H_r · Σ_{j≠r} (S_j + replicated tokens)    bytes
@@ -51,21 +51,19 @@ class Heads:
     ranks: int
 
     @cached_property
-    def of_query(self) -> tuple[Run, ...]:
+    def query_runs(self) -> tuple[Run, ...]:
         """The query heads of each rank, split like ``torch.tensor_split``."""
         heads = Segment("heads", self.num_heads)
         return tuple([heads.runs(rank, self.ranks)[0] for rank in range(self.ranks)])
 
     @cached_property
-    def of_key(self) -> tuple[Run, ...]:
-        """The key heads that the query heads of each rank need.
-        Neighbouring ranks may need the same key head.
-        """
+    def key_runs(self) -> tuple[Run, ...]:
+        """The key heads that the query heads of each rank need. Neighbouring ranks may need the same key head."""
         if self.num_kv_heads == self.num_heads:
-            return self.of_query
+            return self.query_runs
         group = self.num_heads // self.num_kv_heads
         runs = []
-        for start, count in self.of_query:
+        for start, count in self.query_runs:
             first, end = start // group, -(-(start + count) // group)
             if count == 0:
                 end = first
@@ -77,7 +75,7 @@ class Heads:
 
         Return None if query heads form groups of equal size, and group i uses key head i.
         """
-        (start, count), (first_key, num_keys) = self.of_query[rank], self.of_key[rank]
+        (start, count), (first_key, num_keys) = self.query_runs[rank], self.key_runs[rank]
         group = 1
         if self.num_kv_heads:
             group = self.num_heads // self.num_kv_heads
@@ -90,8 +88,8 @@ class UlyssesPlan:
     """The Ulysses exchanges of one attention call, forward and backward.
 
     A *block* is all tokens of a Ulysses group in the order of the sequence, with some of the heads; queries
-    are rank by rank if not ``ordered``. The tensors of the forward are sent in the
-    format of the options.
+    are rank by rank if not ``ordered``. *Enter* exchanges this rank's tokens for a block, and *leave* undoes it. The
+    tensors of the forward are sent in the format of the options, gradients and masks as they are.
     """
 
     def __init__(self, spec: AttentionSpec, heads: Heads, *, ordered: bool) -> None:
@@ -103,7 +101,7 @@ class UlyssesPlan:
             self.keys = BlockRows(spec.key_layout, first, self._dim.size, self._dim.index)
         # These two tuples are in the order query, key, value.
         self._rows = (self.queries, self.keys, self.keys)
-        self._heads = (heads.of_query, heads.of_key, heads.of_key)
+        self._heads = (heads.query_runs, heads.key_runs, heads.key_runs)
 
     @cached_property
     def start_enter(self) -> Start:
@@ -122,19 +120,23 @@ class UlyssesPlan:
         It returns a function that waits, and returns all heads of this rank's tokens, ``([B, H, S_local,
         D_v],)``.
         """
-        of_query = [self.heads.of_query]
+        of_query = [self.heads.query_runs]
         return ToTokens([self.queries], of_query, self._dim, replicated=True, wire=self._wire).start
 
     def enter_mask(self, mask: Tensor, heads: Sequence[Run]) -> Tensor:
-        """Exchange the mask's rows of this rank for those of the block. Differentiable, and may be traced."""
+        """Exchange the mask's rows of this rank for those of the block. ``heads`` are the runs of the mask's heads that
+        each rank gets. Collective. Differentiable, and may be traced.
+        """
         return ToHeads([self.queries], [heads], self._dim).start([mask])()[0]
 
     @cached_property
     def _enter_gradient(self) -> Start:
-        return ToHeads([self.queries], [self.heads.of_query], self._dim, replicated=True).start
+        return ToHeads([self.queries], [self.heads.query_runs], self._dim, replicated=True).start
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
-        """Exchange the gradient of the local output for that of its block: the transpose of :attr:`start_leave`."""
+        """Exchange the gradient of the local output for that of its block: the transpose of :attr:`start_leave`.
+        Collective.
+        """
         return self._enter_gradient([grad_out])()[0]
 
     @cached_property
@@ -142,5 +144,7 @@ class UlyssesPlan:
         return ToTokens(self._rows, self._heads, self._dim).start
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
-        """Exchange gradients of the blocks for those of the local tensors: the transpose of :attr:`start_enter`."""
+        """Exchange gradients of the blocks of query, key and value for those of the local tensors: the transpose of
+        :attr:`start_enter`. Collective.
+        """
         return list(self._leave_gradients(grads)())

@@ -12,10 +12,16 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from para_core.attention.attend import Accumulator, Attend, Mask, Saved, columns
+from para_core.attention.attend import Accumulator, Attend, Mask, Saved, take_columns
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.blocks import LocalAttention, expand, expand_key_heads, local, of_function
-from para_core.attention.local import add_autograd_dependency, as_sdpa, local_attention
+from para_core.attention.blocks import (
+    LocalAttention,
+    attend_by_backend,
+    attend_by_function,
+    expand_heads,
+    expand_key_heads,
+)
+from para_core.attention.local import add_autograd_dependency, lay_out_like_sdpa, local_attention
 from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.low_rows import correct_low_rows, level_low_rows
 from para_core.torch_internals import is_any_autocast_enabled
@@ -37,8 +43,11 @@ def usp_forward(
         query, key, value: ``[B, H, S_local, D]``, this rank's tokens in the layouts of queries and of keys.
         mask: The result of :func:`~para_core.attention.masks.mask_of_block`, or None.
         attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
-        save: Whether to return the tensors that the gradient needs. Tensors are then not rounded for
-            sending.
+        save: Whether to return the tensors that the gradient needs. The call then uses
+            :attr:`AttentionPlan.with_gradients`, so nothing is rounded to 8 bits.
+
+    Collective. Autograd records it only if ``attn_func`` is given; otherwise the caller differentiates it by the
+    saved tensors (:mod:`para_core.attention.gradients`).
 
     Returns:
         out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result; and the saved tensors, or
@@ -53,7 +62,7 @@ def usp_forward(
     ulysses = plan.ulysses
     if ulysses is None:
         out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
-        result = as_sdpa(out)
+        result = lay_out_like_sdpa(out)
     else:
         query, key, value = ulysses.start_enter((query, key, value))()
         out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
@@ -80,10 +89,10 @@ def attend_block(
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of this rank's queries and heads to the keys of all ring ranks, after the Ulysses
-    exchange.
+    exchange. Collective over the ring.
 
     Args:
-        query, key, value: ``[B, H_local, S_block, D]``: all tokens of this rank's Ulysses group, and its own
+        query, key, value: ``[B, H_local, S_block, D]``: all tokens of this rank's Ulysses group, and this rank's
             heads.
         plan, mask, attn_func, save: As in :func:`usp_forward`.
 
@@ -98,17 +107,21 @@ def attend_block(
         key_heads = torch.arange(query.shape[1], device=query.device) // (
             query.shape[1] // max(1, key.shape[1])
         )
+    # One call of plain SDPA has the bits of one device and costs the host least, but returns no lse, so it cannot
+    # serve a gradient.
     if not save and attn_func is None and plan.is_local:
         call = LocalAttentionCall(query, key, value, mask, plan.spec.is_causal, plan.spec.scale)
         if plan.style.has_all_keys:
             call = plan.style.gather_call(call)
         elif mask is not None:
-            call = call._replace(mask=columns(mask, plan.ring.key_runs(0)))
+            call = call._replace(mask=take_columns(mask, plan.ring.key_runs(0)))
         if key_heads is not None:
-            call = call._replace(key=expand(call.key, key_heads), value=expand(call.value, key_heads))
+            call = call._replace(
+                key=expand_heads(call.key, key_heads), value=expand_heads(call.value, key_heads)
+            )
         out = local_attention(call, plan.spec.options.backend)
         if plan.style.has_all_keys:
-            out = plan.style.own_queries(out)
+            out = plan.style.select_queries(out)
         return out, None
     attend: Callable[..., tuple[Tensor, Tensor]] = attend_all
     for option in plan.spec.options.others:
@@ -145,7 +158,7 @@ def attend_all(
         mask_of_call = Mask(mask)
     into = Accumulator(query, mask_of_call, plan.style.tiling, key_heads)
     attend(into, key, value, 0, True)
-    out, lse = into.result(key, value)
+    out, lse = into.finish(key, value)
     if out.dtype != query.dtype:
         out = out.to(query.dtype)
     if torch.is_grad_enabled():
@@ -154,18 +167,19 @@ def attend_all(
 
 
 def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None = None) -> Attend:
-    """Return the attention of a call: to one block, with key heads expanded, over all ring ranks, with masks
-    kept.
+    """Return the attention of a call, from the inside out: to one block, with key heads expanded, over all ring
+    ranks, with a mask that merges by lse.
 
-    ``masked`` tells whether the call has a mask tensor.
+    ``masked`` tells whether the call has a mask tensor. The gradient has the same layers:
+    :func:`para_core.attention.gradients.usp.compose_backward`.
     """
     spec = plan.spec
-    attend = local(spec.options.backend, spec.scale)
+    attend = attend_by_backend(spec.options.backend, spec.scale)
     if attn_func is not None:
-        attend = of_function(attn_func, spec.scale)
+        attend = attend_by_function(attn_func, spec.scale)
     if spec.num_heads != spec.num_kv_heads:
         attend = expand_key_heads(attend)
-    attend = plan.style.around(attend)
+    attend = plan.style.over_ring(attend)
     if not masked:
         return attend
     if attn_func is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from para_core.cache.block_roles import BlockRole
 from para_core.cache.decision import DecisionInput, DecisionOutcome, NumberDecider, Verdict
-from para_core.plans.current_call import allow_no_attention
+from para_core.plans.current_call import allow_skipped_attention_of
 
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
@@ -134,4 +134,4 @@ def decide(cache: BlockCache, residual: Tensor) -> None:
     else:
         cache.skip, cache.outcome = decider.decide(inputs)
         if cache.skip:
-            allow_no_attention(cache.region)
+            allow_skipped_attention_of(cache.region)

@@ -30,7 +30,7 @@ from para_core.attention.call_agreement import difference_of_lengths
 from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.local import add_autograd_dependency
 from para_core.attention.mesh_attention import ChooseLayouts
-from para_core.attention.spec import AttentionSpec, needed_mesh
+from para_core.attention.spec import AttentionSpec, mesh_of_call
 from para_core.distributed.agree import agree
 from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.records import Signature
@@ -176,7 +176,7 @@ class FlexOverMesh:
         if key.shape[0] != query.shape[0]:
             key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
         query_layout, key_layout = self._layouts(query.shape[2], key.shape[2], True)
-        mesh = needed_mesh(self._mesh, key_layout, _OPTIONS)
+        mesh = mesh_of_call(self._mesh, key_layout, _OPTIONS)
         spec = AttentionSpec(
             query_layout,
             key_layout,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.backends.added import require_library
+from para_core.attention.backends.added import check_library
 from para_core.attention.local import AttnFunc
 from para_core.attention.mask_rows import follow_parts, mark_part
 from para_core.attention.mesh_attention import MeshAttention
@@ -126,7 +126,7 @@ class UnifiedAttnMode(LayoutMode):
         # Not a property, because Dynamo cannot read one of a mode while it traces an operator under it.
         self.ranks = self._mesh.ranks
         self._options = AttnOptions.of(**options)
-        require_library(self._options.backend)
+        check_library(self._options.backend)
         if self._single_dim is not None and (size := getattr(self._mesh, self._single_dim).size) > 1:
             raise ValueError(
                 f"{type(self).__name__} got a mesh whose {self._single_dim!r} dim has {size} ranks; expected 1. Use "
@@ -162,7 +162,7 @@ class UnifiedAttnMode(LayoutMode):
                 explicit.append(None)
             else:
                 explicit.append(segments_of(layout))
-        self._attention.under((tuple(explicit), segments_of(self._known)))
+        self._attention.switch_cache((tuple(explicit), segments_of(self._known)))
 
     def _note_sharded(self, x: Tensor, dim: int, layout: SequenceLayout) -> None:
         mark_part(x, dim, layout, self._mesh.rank)

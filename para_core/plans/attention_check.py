@@ -44,7 +44,7 @@ def attention_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has_hooks_of_diffusers(module: nn.Module) -> bool:
-    """Whether diffusers has registered hooks of its own on ``module``. Dynamo can trace this function."""
+    """Whether diffusers has registered hooks of its own on ``module``. Dynamo can trace this, but not _is_perturbed."""
     return getattr(module, _HOOKS_OF_DIFFUSERS, None) is not None
 
 
@@ -90,8 +90,9 @@ class AttentionCheck:
     """The check of one planned model: due at its first eager call, and again after code inside it has
     changed.
 
-    While it is due, attention modules that the plan does not name have a filled slot. A call that passes
-    empties the slots, so later calls cost nothing more. A graph that was traced with them keeps them.
+    While it is due, attention modules that the plan does not name have a filled slot, and the hooks of those that it
+    names (:mod:`.submodule_calls`) call :meth:`run`. A call that passes empties the slots, so later calls cost nothing
+    more. A graph that was traced with them keeps them.
 
     Args:
         ranks: Number of ranks that share a sequence. Nothing is checked on one.
@@ -107,7 +108,7 @@ class AttentionCheck:
         current: Callable[[], PlannedAttention | None],
     ) -> None:
         self.written_for = written_for
-        # The number of changes of the model's code. verify=True compares a call again after each.
+        # How often the model's code has changed. verify=True compares a call again after each change.
         self.version = 0
         self.warnings = WarningLog()
         self._ranks = ranks
@@ -124,7 +125,9 @@ class AttentionCheck:
         self._is_traced = [False]
 
     def new_code(self) -> int:
-        """Return how often the code inside the model has changed: submodules, processors, hooks, ``forward``."""
+        """Return how often the code inside the model has changed: submodules, processors, hooks, ``forward``. A change
+        since the last call makes the check due.
+        """
         if self._code is not None and not self._code.is_unchanged():
             self.reset()
         return self.version
@@ -171,6 +174,12 @@ class AttentionCheck:
         fill_slots(self._wrapped.values(), Slot.ATTENTION_CHECK, {"__call__": self._run})
         self._code = ModelCode(module)
 
+    def _pass(self, *, has_graphs: bool) -> None:
+        """Note that the checked call passed. The slots stay filled if a graph holds the functions in them."""
+        self.due = False
+        if not (has_graphs or self._is_traced[0]):
+            self.end()
+
     def end(self) -> None:
         """Empty the slots of attention modules."""
         empty_slots(self._wrapped.values(), Slot.ATTENTION_CHECK)
@@ -199,7 +208,7 @@ class AttentionCheck:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run an attention module whose calls ``attention`` computes. Raise ``RuntimeError`` if the module
-        had to make a call that could be intercepted, and made none.
+        had to make a call that could be intercepted, and made none. All ranks run the same code, so all raise.
         """
         if not attention.needs_other_ranks():
             return call(module, *args, **kwargs)
@@ -254,19 +263,17 @@ class AttentionCheck:
         places = ""
         if by_hand is not None and by_hand.places:
             places = by_hand.describe(module)
+        if attention.intercepted[0] and places:
+            self.warnings.warn(
+                places,
+                f"{name} on {self._ranks} ranks normalized scores over this rank's tokens by hand, in {places}: "
+                "that is attention to this rank's tokens only. Let it call F.scaled_dot_product_attention, and "
+                "compare with one device: verify=True.",
+                ParallelWarning,
+            )
         if attention.intercepted[0]:
-            if places:
-                self.warnings.warn(
-                    places,
-                    f"{name} on {self._ranks} ranks normalized scores over this rank's tokens by hand, in {places}: "
-                    "that is attention to this rank's tokens only. Let it call F.scaled_dot_product_attention, and "
-                    "compare with one device: verify=True.",
-                    ParallelWarning,
-                )
             if by_hand is not None:
-                self.due = False
-                if not (has_graphs or self._is_traced[0]):
-                    self.end()
+                self._pass(has_graphs=has_graphs)
             return
         if places:
             raise RuntimeError(

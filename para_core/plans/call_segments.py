@@ -21,6 +21,9 @@ _MOST_KNOWN = 256
 class SegmentsOfCall:
     """The segments of one call of a model at a time, on the ranks of ``mesh``.
 
+    PipeFusion overrides the methods without a leading underscore for a patch of the tokens
+    (:mod:`para_core.weights.patch_hooks`), so the rules must reach a segment and other ranks through these.
+
     :attr:`segments` holds, by name, the segments that the rules of the current call have sharded or
     replicated so far, to which later rules refer. The caller clears it after each call. ``coarse`` are the
     :func:`~para_core.plans.plan_queries.coarse_segments`.
@@ -52,6 +55,10 @@ class SegmentsOfCall:
         return 1 if name in self._coarse else 2
 
     def _note(self, segment: Segment, dim: int, name: str) -> None:
+        """Note ``segment`` for later rules, unless it is known. Raise ``ValueError`` if it then had another length.
+
+        ``name`` and ``dim`` say where its length was read.
+        """
         if segment.name not in self.segments:
             self.segments[segment.name] = segment
         expected = self.segments[segment.name].total
@@ -102,9 +109,7 @@ class SegmentsOfCall:
         return min(max(start, 0), number), min(max(start + length, 0), number)
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``.
-        Collective.
-        """
+        """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``. Collective."""
         if torch.compiler.is_compiling():
             return gather_tokens(part, dim, layout, self.mesh)
         sizes = self._known_sizes.get(layout)

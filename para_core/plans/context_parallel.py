@@ -81,7 +81,7 @@ def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan |
         )
     rotate_method: Any = getattr(config, "rotate_method", "alltoall")
     options = AttnOptions(rotate_method=rotate_method)
-    apply_plan(module, plan, _mesh_of(config, module), options=options)
+    apply_plan(module, plan, _mesh_of_config(config, module), options=options)
 
 
 def remove_context_parallel(module: nn.Module, plan: Plan | Mapping[str, Any] | None = None) -> None:
@@ -94,7 +94,7 @@ def remove_context_parallel(module: nn.Module, plan: Plan | Mapping[str, Any] | 
     remove_plan(module)
 
 
-def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
+def _mesh_of_config(config: Any, module: nn.Module) -> SequenceMesh:
     for name in ("ring_degree", "ulysses_degree"):
         degree = getattr(config, name)
         if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):

@@ -38,17 +38,19 @@ def interception_of(module: nn.Module) -> Interception | None:
     return region.interception
 
 
-def attention_is_skipped(module: nn.Module) -> None:
-    """Allow the current eager call of ``module`` to end without an intercepted attention call, which else
-    raises.
+def allow_skipped_attention(module: nn.Module) -> None:
+    """Allow the current call of ``module`` to end without an intercepted attention call, which else raises.
 
     A cache that skips all blocks calls no attention, and PipeFusion computes the attention of patches itself.
     """
-    allow_no_attention(region_of(module))
+    allow_skipped_attention_of(region_of(module))
 
 
-def allow_no_attention(region: Region | None) -> None:
-    """Do what :func:`attention_is_skipped` does, for a model with this ``region``; None without a plan."""
+def allow_skipped_attention_of(region: Region | None) -> None:
+    """Do what :func:`allow_skipped_attention` does, for a model with this ``region``; None without a plan.
+
+    Modes that a user has entered around the model are told, too, because they raise if no attention was called.
+    """
     if region is not None and region.interceptions:
         planned = region.interceptions[-1].planned
         planned.intercepted[0] = True

@@ -8,7 +8,8 @@ keys.
 - A call whose tokens are sharded appends only this rank's tokens to a key-value cache. The tokens of all
   ranks are gathered after the call, because a single new token in a later call, which no plan shards, must
   attend to all tokens on every rank: :class:`CachesOfCall`. The ``DynamicCache`` of transformers is
-  recognised by its attributes, without importing transformers.
+  recognised by its attributes (``get_seq_length``, ``layers``, ``keys``, ``values``, ``cumulative_length``), without
+  importing transformers.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from para_core.modes.interceptor import SDPA, SDPA_OPERATOR, call_original
 from para_core.plans.plan import AttentionByHeads, Halo, LinearAttention
 from para_core.torch_internals import no_frame_of_its_own, pytree
 
-# Name of the segment of keys that earlier calls cached, which precede the keys of the current call. The
-# length of the segment is inferred from the number of keys.
+# Name of the segment of keys that earlier calls cached, which precede the keys of the current call. Region notes it
+# with length 0; planned_layouts infers its length from the number of keys.
 PAST = "past of a key-value cache"
 
 
@@ -39,9 +40,16 @@ class HeadExchange:
     """The exchange of tokens for heads in one call of a module, from ``[B, S_local, H * D]`` to
     ``[B, S, H_local * D]``, and back: first over the ``ulysses`` mesh dim, then over ``ring``.
 
-    ``segment``, the segment of the tokens, is sharded in consecutive parts, or replicated: each rank then
-    takes its heads from its own copy of the tokens. ``heads`` is the number of heads of the whole module.
-    Raise ``ValueError`` if there are fewer heads than ranks.
+    Args:
+        attention: The rule of the module.
+        segment: The segment of the tokens, sharded in consecutive parts, or replicated: each rank then takes its
+            heads from its own copy of the tokens.
+        mesh: The ranks.
+        module: The module.
+        heads: The number of heads of all ranks, which the attribute of the module may not say now.
+
+    Raises:
+        ValueError: There are fewer heads than ranks.
     """
 
     def __init__(
@@ -102,7 +110,7 @@ class HeadExchange:
                     received_width = heads[dim.index] * count * width
                     shapes = [(x.shape[0], number, received_width) for number in tokens]
                     parts_of_ranks = x.split([number * count * width for number in heads], dim=2)
-                    x = _exchange(parts_of_ranks, shapes, 1, dim)
+                    x = _swap_parts(parts_of_ranks, shapes, 1, dim)
         if count > 1:
             x = torch.unflatten(x, 2, (self._heads_on_rank[1], count, width)).transpose(2, 3).flatten(2)
         return x
@@ -128,7 +136,7 @@ class HeadExchange:
                 x = all_gather(x, [number * width for number in heads], 2, dim)
             elif dim.size > 1:
                 shapes = [(x.shape[0], tokens[dim.index], number * width) for number in heads]
-                x = _exchange(x.split(tokens, dim=1), shapes, 2, dim)
+                x = _swap_parts(x.split(tokens, dim=1), shapes, 2, dim)
         return x
 
     def _check_head_widths(self, output_width: int | None = None) -> None:
@@ -149,7 +157,8 @@ class HeadExchange:
     def run(self, call: Callable[..., Any], parameters: Sequence[str], args: Any, kwargs: Any) -> Any:
         """Return ``call(module, *args, **kwargs)``, in which the module has this rank's number of heads, and
         its key-value caches are narrowed to these heads: as views, so that what the module writes reaches the
-        caller. ``parameters`` are the names of the module's positional parameters.
+        caller. ``parameters`` are the names of the module's positional parameters. Collective, because the call runs
+        the projections, around which :meth:`enter` and :meth:`leave` run.
         """
 
         def narrow_heads(cache: Any, dim: int) -> Any:
@@ -170,16 +179,16 @@ class HeadExchange:
             setattr(self._module, self._attention.heads, self._heads)
 
 
-def _exchange(
-    parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], join: int, dim: MeshDim
+def _swap_parts(
+    parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], joined_dim: int, dim: MeshDim
 ) -> Tensor:
     """Send ``parts[i]`` to rank i of ``dim``, and return the received parts, of ``shapes``, concatenated
-    along dim ``join``. Collective.
+    along tensor dim ``joined_dim``. Collective.
     """
     sizes = [prod(shape) for shape in shapes]
     sent = torch.cat([part.flatten() for part in parts])
     received = all_to_all(sent, [part.numel() for part in parts], sizes, dim).split(sizes)
-    return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], dim=join)
+    return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], dim=joined_dim)
 
 
 def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Tensor:
@@ -189,7 +198,7 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
     The first and the last rank of the sequence get rows on one side only. Collective.
 
     Raises:
-        ValueError: A rank has fewer than ``halo.size`` rows.
+        ValueError: A rank has fewer than ``halo.size`` rows. All ranks raise, because all know the number of rows.
     """
     if segment.total // mesh.ranks < halo.size:
         raise ValueError(
@@ -211,7 +220,8 @@ def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
 class SumsOverRanks(TorchFunctionMode):
     """Mode for one call of a linear attention module, in which the sums over tokens that the plan names are
     added up over all ranks. A call of ``scaled_dot_product_attention``, which would miss the tokens of other
-    ranks, raises ``RuntimeError``.
+    ranks, raises ``RuntimeError``. The calls are told apart by the names of torch functions and by their order, so all
+    ranks must make the same calls.
     """
 
     def __init__(self, attention: LinearAttention, mesh: SequenceMesh) -> None:
@@ -261,7 +271,8 @@ def sum_over_ranks(x: Tensor, mesh: SequenceMesh) -> Tensor:
 
 class CachesOfCall:
     """A snapshot of the key-value caches among a call's arguments, taken before the call. ``hold_tokens``
-    says whether any of them already holds tokens.
+    says whether any of them already holds tokens. Layers are known by their ids, so the caller must keep the arguments
+    until :meth:`gather`.
     """
 
     def __init__(self, arguments: Iterable[Any]) -> None:
@@ -284,13 +295,13 @@ class CachesOfCall:
             ValueError: A cache did not grow by this rank's tokens (a static cache does not), or the call
                 shards more than one segment.
         """
-        found = _caches_in([*arguments, output])
-        if not found:
+        caches = _caches_in([*arguments, output])
+        if not caches:
             return
         sharded = [segment for segment in segments if not segment.replicated]
         if not sharded:
             return
-        for cache in found:
+        for cache in caches:
             if len(sharded) != 1:
                 names = [segment.name for segment in sharded]
                 raise ValueError(
@@ -324,6 +335,9 @@ def _caches_in(values: Iterable[Any]) -> list[Any]:
 def _gather_layer(
     cache: Any, layer: Any, before: tuple[Any, Any], segment: Segment, mesh: SequenceMesh
 ) -> None:
+    """Replace the tokens that this rank appended to ``layer``, whose keys and values were ``before``, by those of all
+    ranks. Raise ``ValueError`` if it did not grow by this rank's tokens.
+    """
     past = 0
     if isinstance(before[0], Tensor) and before[0].numel() > 0:
         past = before[0].shape[-2]
@@ -364,4 +378,5 @@ def _window_of(layer: Any) -> int | None:
     window = getattr(layer, "sliding_window", None)
     if window is None or getattr(layer, "record_past", False):
         return None
+    # The sliding layer of transformers keeps the last window - 1 tokens for the next call.
     return int(window) - 1

@@ -59,6 +59,12 @@ class Interception:
     """The interception of attention calls by ``planned`` during one call of a model: by a
     :class:`PlannedAttnMode`, or by :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no host
     time to other operators.
+
+    Attributes:
+        planned: The attention of modules that the plan does not describe.
+        mode: The mode; None at the dispatcher.
+        running: The attention of the modules that run now, nested in each other, the innermost last. The first
+            is ``planned``; in a graph it is the only one.
     """
 
     def __init__(
@@ -69,26 +75,24 @@ class Interception:
         self.mode: PlannedAttnMode | None = None
         if not at_dispatcher:
             self.mode = PlannedAttnMode(planned, by_hand)
-        # The attention functions of the nested attend_to contexts, the innermost last; in a graph only the
-        # first.
-        self.attending = [planned]
+        self.running = [planned]
 
     @property
     def current(self) -> PlannedAttention:
-        """The attention function of the module that is running."""
-        return self.attending[-1]
+        """The attention function of the innermost module that runs, if the plan describes its attention."""
+        return self.running[-1]
 
     def intercept_calls(self) -> AbstractContextManager[Any]:
         """Return a context manager that intercepts attention calls."""
         if self.mode is not None:
             return self.mode
-        return at_the_dispatcher(self._attend, lambda: self.attending[-1].active[0])
+        return at_the_dispatcher(self._attend, lambda: self.running[-1].active[0])
 
     @contextmanager
     def switch_off(self) -> Iterator[None]:
         """Turn interception off inside the ``with`` block: each attention call runs on one device.
 
-        Only outside of :meth:`attend_to`: what a context that was entered before uses has a flag of its own.
+        Only for use outside of :meth:`attend_to`, whose attention has a flag ``active`` of its own.
         """
         active = self.planned.active
         before = active[0]
@@ -103,20 +107,20 @@ class Interception:
             active[0] = before
 
     def _attend(self, call: SdpaCall) -> Tensor:
-        # The dispatcher asks whether it is active for other operators only.
-        planned = self.attending[-1]
+        # at_the_dispatcher asks is_active only for other operators than SDPA, so ask here.
+        planned = self.running[-1]
         if not planned.active[0]:
             return call.on_one_device()
         return planned(call)
 
     @contextmanager
-    def attend_to(self, attending: tuple[Attention, ...]) -> Iterator[PlannedAttention]:
-        """Use the segments ``attending`` for the first, second, … attention call inside the ``with`` block.
+    def attend_to(self, calls: tuple[Attention, ...]) -> Iterator[PlannedAttention]:
+        """Use ``calls[0]``, ``calls[1]``, … for the first, second, … attention call inside the ``with`` block, and the
+        last of them for further ones. Yield the attention function of these calls.
 
-        For speed, :mod:`.submodule_calls` repeats what this does at the dispatcher: change both. Yield the
-        attention function of these calls.
+        For speed, :mod:`.submodule_calls` repeats what this does at the dispatcher: change both.
         """
-        planned = self.planned.within(attending)
+        planned = self.planned.copy_for_calls(calls)
         if torch.compiler.is_compiling():
             # Enter a second mode instead of changing the list, because a branch of torch.cond must not change
             # outside state.
@@ -126,9 +130,9 @@ class Interception:
         mode: AbstractContextManager[Any] = nullcontext()
         if self.mode is not None:
             mode = PlannedAttnMode(planned, self.by_hand)
-        self.attending.append(planned)
+        self.running.append(planned)
         try:
             with mode:
                 yield planned
         finally:
-            self.attending.pop()
+            self.running.pop()

@@ -12,16 +12,18 @@ from torch import nn
 
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
-from para_core.plans.plan import Attending, AttentionByHeads, Gather, Halo, Plan, ShardRule
+from para_core.plans.plan import AttentionByHeads, AttentionRule, Gather, Halo, Plan, ShardRule
 
 
 @dataclass(frozen=True)
 class ModuleRules:
-    """The rules of a plan for one submodule, as in :class:`Plan`.
+    """The rules of a plan for one submodule, as in :class:`Plan`. Submodules with equal rules share one hook, so a rule
+    must not know its submodule.
 
     Args:
         name: The module name in the plan, which may contain wildcards.
-        shard_rules: Rules for inputs and outputs, with keys as in :attr:`Plan.inner`.
+        shard_rules: Rules for inputs and outputs, with keys as in :attr:`Plan.inner`: an output has an index, or a path
+            that begins with one.
         exchange: For a projection of an :class:`AttentionByHeads`: ``"enter"`` exchanges tokens for heads in
             its output, ``"leave"`` undoes this in its input.
         parts: The number of tensors in the output of such a projection, as in :class:`AttentionByHeads`.
@@ -30,7 +32,7 @@ class ModuleRules:
     name: str = ""
     shard_rules: tuple[tuple[str | int, ShardRule], ...] = ()
     gathers: tuple[Gather | None, ...] = ()
-    attention: Attending = ()
+    attention: AttentionRule = ()
     halo: Halo | None = None
     exchange: Literal["enter", "leave"] | None = None
     parts: int | None = None
@@ -46,6 +48,7 @@ class ModuleRules:
         return {key: rule for key, rule in self.shard_rules if isinstance(key, int) or key[:1].isdecimal()}
 
     def with_more(self, other: ModuleRules) -> ModuleRules:
+        """Return these rules and those of ``other``, which count only where these have none. Shard rules add up."""
         return ModuleRules(
             self.name,
             (*self.shard_rules, *other.shard_rules),
@@ -60,21 +63,25 @@ class ModuleRules:
 def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, ModuleRules]]:
     """Return the submodules that ``plan`` names, each with its rules, by full module name.
 
+    If several names of ``Plan.attention`` match, the first counts.
+
     Raises:
         ValueError: The plan names a module that does not exist. Only entries of ``Plan.attention`` may match
-            nothing.
+            nothing; but if one is an :class:`AttentionByHeads`, its projections and output must exist.
     """
     required = [ModuleRules(name, shard_rules=tuple(rules.items())) for name, rules in plan.inner.items()]
-    required += [ModuleRules(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]
+    required += [
+        ModuleRules(name, gathers=gathers_as_tuple(rule)) for name, rule in plan.outputs.items() if name
+    ]
     required += [ModuleRules(name, halo=halo) for name, halo in plan.halos.items()]
-    attending = [ModuleRules(name, attention=attention) for name, attention in plan.attention.items()]
+    optional = [ModuleRules(name, attention=attention) for name, attention in plan.attention.items()]
     for name, attention in plan.attention.items():
         if isinstance(attention, AttentionByHeads):
             for projection, parts in zip(attention.projections, attention.parts_of_projections, strict=True):
                 required.append(ModuleRules(f"{name}.{projection}", exchange="enter", parts=parts))
             required.append(ModuleRules(f"{name}.{attention.output}", exchange="leave"))
     matches: dict[str, tuple[nn.Module, ModuleRules]] = {}
-    for rules in (*required, *attending):
+    for rules in (*required, *optional):
         submodules = matching_modules(module, rules.name)
         if not submodules and rules in required:
             raise ValueError(
@@ -106,8 +113,8 @@ def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     return submodules
 
 
-def as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:
-    """Return ``rule``, for the output of a module, as a tuple with one entry for each output tensor."""
+def gathers_as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:
+    """Return ``rule``, of :attr:`Plan.outputs`, as a tuple: the rules of the first, second, … output tensor."""
     if isinstance(rule, Gather):
         return (rule,)
     return tuple(rule)

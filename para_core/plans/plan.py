@@ -27,8 +27,9 @@ class Split:
         like (`str`, *optional*): Instead of ``segment``: name of a segment that the tensor accompanies with
             one entry per token, such as position ids.
         ndim (`int`, *optional*): Expected number of dims. A tensor with ``segment`` and another number of
-            dims is an error. A tensor with ``like`` and fewer dims has no dim for tokens and is replicated,
-            such as a timestep per sample instead of per token.
+            dims is an error. Without ``segment``, a tensor with fewer dims has no dim for tokens and is
+            replicated, such as a timestep per sample instead of per token. A tensor with ``like`` and more dims
+            is split along ``dim`` all the same.
         after (`str`, *optional*): Name of a replicated segment whose tokens precede those of ``segment``
             along ``dim``.
         then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by other
@@ -104,9 +105,9 @@ class LastTokens:
 
 @dataclass(frozen=True)
 class CumulativeLengths:
-    """A rule that replaces ``[0, n]``, the cumulative lengths (``cu_seqlens``) of a single sequence, which is
+    """A rule that replaces ``[0, n]``, the cumulative lengths (``cu_seqlens``) of a single sequence of all tokens of
     ``segment``, by those of the tokens that this rank holds. Several sequences raise, because attention of a
-    plan is over one.
+    plan is over one. n itself is not read: it is taken for the number of tokens.
     """
 
     segment: str
@@ -242,11 +243,10 @@ class AttentionByHeads:
         projections (`tuple[str, ...]`): Names of the submodules whose outputs ``[B, S, H * D]`` are
             exchanged.
         output (`str`): Name of the submodule whose input ``[B, S, H * D]`` is exchanged back.
-        heads (`str`, defaults to `"heads"`): The attribute of the module with the number of heads. caches
-        (`tuple[tuple[str, int], ...]`, defaults to `()`): Pairs (parameter, dim): a parameter of the module
-        that
-            holds cached keys or values of all heads, as a tensor or a dict of tensors, and the dim of the
-            heads.
+        heads (`str`, defaults to `"heads"`): The attribute of the module with the number of heads.
+        caches (`tuple[tuple[str, int], ...]`, defaults to `()`): Pairs (parameter, dim): a parameter of the
+            module that holds cached keys or values of all heads, as a tensor or a dict of tensors, and the dim
+            of the heads.
         parts (`int` or `tuple[int, ...]`, *optional*): Number of tensors ``[B, S, H * D]`` that the output of
             a projection holds one after another, for all projections or for each: 3 for a fused ``qkv`` in
             the order (3, heads, D). 1 for an output in which all entries of a head are consecutive, as in the
@@ -282,8 +282,8 @@ class AttentionByHeads:
         return (self.parts,) * len(self.projections)
 
 
-# The type of a value of Plan.attention: how a module attends.
-Attending = tuple[Attention, ...] | OneForEach | LinearAttention | AttentionByHeads
+# A value of Plan.attention: how a module attends. A tuple has an entry for each attention call.
+AttentionRule = tuple[Attention, ...] | OneForEach | LinearAttention | AttentionByHeads
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class Plan:
     outputs: Mapping[str, Gather | Sequence[Gather | None]]
     joint_order: tuple[str, ...]
     inner: Mapping[str, Mapping[str | int, ShardRule]] = field(default_factory=dict)
-    attention: Mapping[str, Attending] = field(default_factory=dict)
+    attention: Mapping[str, AttentionRule] = field(default_factory=dict)
     halos: Mapping[str, Halo] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     batched: Mapping[str, int | None] = field(default_factory=dict)
@@ -357,21 +357,23 @@ class Plan:
         """The rules for inputs of the model, and for inputs and outputs of submodules."""
         return [*self.inputs.values(), *[rule for rules in self.inner.values() for rule in rules.values()]]
 
-    def cuts(self, segment: str) -> bool:
-        """Whether a rule of the plan splits the tokens of ``segment``."""
+    def splits(self, segment: str) -> bool:
+        """Whether a rule of the plan splits the tokens of ``segment``, and not only tensors that accompany them."""
         return any(isinstance(rule, Split) and rule.segment == segment for rule in self.shard_rules)
 
     def with_replicated(self, segment: str) -> Plan:
         """Return a copy of this plan that keeps ``segment`` on every rank instead of splitting it."""
-        inner = {name: _with_replicated(cuts, segment) for name, cuts in self.inner.items()}
+        inner = {name: _with_replicated(rules, segment) for name, rules in self.inner.items()}
         return replace(
             self,
             inputs=_with_replicated(self.inputs, segment),
-            inner={name: cuts for name, cuts in inner.items() if cuts},
+            inner={name: rules for name, rules in inner.items() if rules},
         )
 
 
 def _with_replicated(rules: Mapping[Any, ShardRule], segment: str) -> dict[Any, ShardRule]:
+    """Return ``rules`` in which ``segment`` is replicated, without those of tensors that accompany its tokens."""
+
     def is_companion(rule: ShardRule | None) -> bool:
         return isinstance(rule, Split) and rule.like == segment
 

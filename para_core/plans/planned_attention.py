@@ -1,4 +1,4 @@
-"""Attention of a model with a plan: intercept its calls, and compute each over the segments that the plan names."""
+"""Attention of a model with a plan: compute each intercepted call over the segments that the plan names."""
 
 from __future__ import annotations
 
@@ -43,8 +43,17 @@ class PreparedAttention:
     model.
 
     It is not a plain dict, because a graph with a dict argument is traced again whenever the length of the
-    dict changes. ``cross`` are the options for cross-attention; without them sharded keys use ``options``,
-    and replicated keys plain SDPA on one device.
+    dict changes.
+
+    Attributes:
+        options: The options of self-attention, and of cross-attention to sharded keys unless ``cross`` is set.
+        cross: The options of cross-attention. Without them attention to replicated keys is plain SDPA on one device.
+        attn_func: Computes local attention in place of SDPA, if it is not None.
+        attentions: The :class:`MeshAttention` of each plan entry and the segments of a call.
+        segments: In eager code, the segments of the last call, for which the next two hold.
+        trace_safe: ``segments`` in a form that Dynamo can trace.
+        computed_by: What computes each plan entry, by the id of the entry, which is cheaper than hashing it; None for
+            SDPA on one device. The values refer to the entries, so that the ids stay valid.
     """
 
     mesh: SequenceMesh
@@ -52,8 +61,6 @@ class PreparedAttention:
     cross: AttnOptions | None
     attn_func: AttnFunc | None
     attentions: dict[tuple[Attention, tuple[Segment, ...]], MeshAttention] = field(default_factory=dict)
-    # In eager code, what computes each plan entry for the segments of the last call. The keys are the ids of
-    # the entries, which is cheaper than hashing them; the values refer to the entries, so the ids stay valid.
     segments: tuple[Segment, ...] | None = None
     trace_safe: TraceSafeLayout = ()
     computed_by: dict[int, tuple[Attention, MeshAttention | None]] = field(default_factory=dict)
@@ -62,26 +69,32 @@ class PreparedAttention:
         self.ranks = self.mesh.ranks
 
     def begin(self, segments: tuple[Segment, ...]) -> None:
-        """Set :attr:`computed_by` and ``trace_safe`` for calls with these ``segments``."""
+        """Set :attr:`trace_safe`, and empty :attr:`computed_by`, for calls with these ``segments``."""
         self.segments = segments
         self.trace_safe = to_trace_safe(segments, self.mesh.device_type)
         self.computed_by = {}
 
 
 class PlannedAttention:
-    """The attention function of one call of a model. Inactive until the plan has sharded tokens.
+    """The attention function of one call of a model, or of a module in it. Inactive until the plan has sharded tokens.
 
     Args:
-        attending: The segments of the first, second, … attention call. The last entry also applies to further
+        prepared: The settings, and what is kept between calls of the model.
+        calls: The segments of the first, second, … attention call. The last entry also applies to further
             calls.
         bind: Binds a function to this call of the model, for the recomputation of activation checkpointing.
+
+    Attributes:
+        active: Whether attention is intercepted; one for each copy.
+        intercepted: Whether a call was intercepted; shared by the copies of a model call.
+        skipped: Whether other code of this package computes or skips attention, so that calls may be missing; shared.
     """
 
     def __init__(
-        self, prepared: PreparedAttention, attending: tuple[Attention, ...], bind: BindRecomputation
+        self, prepared: PreparedAttention, calls: tuple[Attention, ...], bind: BindRecomputation
     ) -> None:
         self.prepared = prepared
-        self.attending = attending
+        self.calls = calls
         self.bind = bind
         self.mesh = prepared.mesh
         self.ranks = prepared.ranks
@@ -90,10 +103,9 @@ class PlannedAttention:
         # (which a cache uses) and again after it.
         self.active = [False]
         self.intercepted = [False]
-        # Whether other code of this package computes or skips attention, so that calls may be missing.
         self.skipped = [False]
-        self._calls = 0
-        # Results of _find for the current segments, as in PreparedAttention.
+        self._num_calls = 0
+        # In eager code, PreparedAttention.computed_by for the current segments.
         self._known_computations: dict[int, tuple[Attention, MeshAttention | None]] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
@@ -107,9 +119,12 @@ class PlannedAttention:
         self.segments = prepared.trace_safe
         self._known_computations = prepared.computed_by
 
-    def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
-        """Return a copy that uses the plan entries ``attending``, one per attention call, and counts calls from 0."""
-        inner = PlannedAttention(self.prepared, attending, self.bind)
+    def copy_for_calls(self, calls: tuple[Attention, ...]) -> PlannedAttention:
+        """Return a copy that uses the plan entries ``calls``, one per attention call, and counts calls from 0.
+
+        It is active if this one is now; whether it intercepted a call, both know.
+        """
+        inner = PlannedAttention(self.prepared, calls, self.bind)
         inner.segments = self.segments
         inner.active = [self.active[0]]
         inner._known_computations = self._known_computations
@@ -119,7 +134,7 @@ class PlannedAttention:
 
     def needs_other_ranks(self) -> bool:
         """Whether an attention call that is made now would attend to keys that other ranks hold."""
-        return self.active[0] and any(map(self._has_sharded_keys, self.attending))
+        return self.active[0] and any(map(self._has_sharded_keys, self.calls))
 
     def numbers_of_tokens(self) -> set[int]:
         """Return how many tokens this rank holds of each sharded segment, and of those that attention joins."""
@@ -129,9 +144,7 @@ class PlannedAttention:
         }
         numbers = {sizes[name] for name, _, replicated, *_ in self.segments if not replicated}
         if numbers:
-            numbers |= {
-                sum([sizes.get(name, 0) for name in attention.queries]) for attention in self.attending
-            }
+            numbers |= {sum([sizes.get(name, 0) for name in attention.queries]) for attention in self.calls}
         return numbers
 
     def bind_checkpoint(self) -> None:
@@ -144,8 +157,11 @@ class PlannedAttention:
 
     def __call__(self, call: SdpaCall) -> Tensor:
         """Return the attention output for this rank's queries, over all keys of the mesh, or by SDPA on one
-        device if no key is sharded. Raise ``ValueError`` if the number of queries or keys does not fit the
-        plan.
+        device if no key is sharded. Collective, unless no key is sharded.
+
+        Raises:
+            ValueError: The number of queries or keys does not fit the plan. Ranks compare nothing here; they all raise
+                because they run one plan with equal arguments.
         """
         if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
             self.bind_checkpoint()
@@ -153,9 +169,9 @@ class PlannedAttention:
         key = call.key
         value = call.value
         attn_mask = call.attn_mask
-        attention = self.attending[min(self._calls, len(self.attending) - 1)]
-        if len(self.attending) > 1:
-            self._calls += 1
+        attention = self.calls[min(self._num_calls, len(self.calls) - 1)]
+        if len(self.calls) > 1:
+            self._num_calls += 1
         self.intercepted[0] = True
         over_mesh = self._over_mesh(attention)
         if over_mesh is None:
@@ -183,9 +199,9 @@ class PlannedAttention:
 
     def begin_other_call(self, *, counts: bool) -> MeshAccess | None:
         """Return the mesh and the layouts for an attention call that is no SDPA; None if no key is sharded."""
-        attention = self.attending[min(self._calls, len(self.attending) - 1)]
-        if len(self.attending) > 1 and counts:
-            self._calls += 1
+        attention = self.calls[min(self._num_calls, len(self.calls) - 1)]
+        if len(self.calls) > 1 and counts:
+            self._num_calls += 1
         self.intercepted[0] = True
         if self._over_mesh(attention) is None:
             return None
@@ -258,8 +274,9 @@ def planned_layouts(
         past = Segment(PAST, num_keys - num_queries, replicated=True)
         return query_layout, SequenceLayout((past, *query_layout.segments), mesh.ranks)
     if guard_or_false(num_keys != num_queries):
+        caller = _name_of_caller()
         raise ValueError(
-            f"{_caller()} attends from {num_queries} queries to {num_keys} keys on this rank, where the tokens are "
+            f"{caller} attends from {num_queries} queries to {num_keys} keys on this rank, where the tokens are "
             f"sharded; expected equal numbers, those of {' + '.join(attention.queries)}. Something inside the model "
             "adds keys or tokens: an argument (given images whose keys are cached, an adapter), or code of your own (a "
             "subclass, a processor, a hook). Leave it out, or run this pipeline on one rank: unparallelize_pipe(pipe). "
@@ -287,8 +304,9 @@ def layout_of_segments(
         misfits = remaining < 0
     # A length that depends on data is unknown while tracing, so guard_or_false skips the check for it.
     if guard_or_false(misfits):
+        caller = _name_of_caller()
         raise ValueError(
-            f"{_caller()} attends with {num_tokens} {kind} tokens on this rank; expected {local}, the rank's part of "
+            f"{caller} attends with {num_tokens} {kind} tokens on this rank; expected {local}, the rank's part of "
             f"{' + '.join(names)}. Something inside the model adds or drops tokens where they are sharded: code of "
             "your own (a subclass, a processor, a hook), or an argument. Add them before the transformer is called and "
             "drop them from its output, leave them out, or run this pipeline on one rank: unparallelize_pipe(pipe). If "
@@ -303,7 +321,7 @@ def layout_of_segments(
     return SequenceLayout(tuple(parts), mesh.ranks)
 
 
-def _caller() -> str:
+def _name_of_caller() -> str:
     """Return the class of the module that makes the attention call, or of its processor, for messages."""
     if torch.compiler.is_compiling():
         return "a module"

@@ -45,7 +45,7 @@ def convert_published_plan(cp_plan: Mapping[str, Any]) -> Plan:
         "**.attn2": (Attention(("hidden_states",), ("encoder_hidden_states",)),),
     }
     plan = Plan(inputs, outputs, _PUBLISHED_STREAMS, inner, attention)
-    if not (plan.cuts("hidden_states") and outputs):
+    if not (plan.splits("hidden_states") and outputs):
         raise ValueError(f"a plan must split 'hidden_states' and gather an output; got {dict(cp_plan)}.")
     return plan
 

@@ -17,15 +17,19 @@ if TYPE_CHECKING:
 def bind_to_call(
     region: Region, planned: PlannedAttention, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that, if a backward calls it, runs ``function`` with the segments and attention of now."""
-    planned = planned.within(planned.attending)
+    """Return a function that, if a backward calls it, runs ``function`` with the segments and attention of now.
+
+    Outside of a backward it runs ``function`` in the call that is under way, as it is. All ranks must run their
+    backwards in the same order, because ``function`` has collectives.
+    """
+    planned = planned.copy_for_calls(planned.calls)
     segments = dict(region.executor.segments)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not is_in_backward():
             return function(*args, **kwargs)
         before = region.executor.segments
-        interception = Interception(planned.within(planned.attending), at_dispatcher=False)
+        interception = Interception(planned.copy_for_calls(planned.calls), at_dispatcher=False)
         region.interceptions.append(interception)
         region.executor.segments = dict(segments)
         try:

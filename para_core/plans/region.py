@@ -2,7 +2,12 @@
 outputs.
 
 The region fills a slot of the module and its submodules (:mod:`para_core.instance.record`), which leaves
-their code, hooks, ``forward`` and attributes unchanged.
+their code, hooks and ``forward`` unchanged. A call passes here in this order:
+
+- :meth:`Region.call_outer` is around ``__call__``, outside of a compiled graph: it checks arguments and code.
+- :meth:`Region.run` is around what ``Module.compile`` compiles: it shards, intercepts and gathers. In a graph it is
+  traced, so it must read nothing that changes from call to call, which would be a guard of the graph.
+- The functions of :mod:`.submodule_calls` are around the submodules that the plan names.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from para_core.plans.attention_check import AttentionCheck
 from para_core.plans.exchange import PAST, CachesOfCall
 from para_core.plans.foreign_code import PACKAGES_OF_MODELS
 from para_core.plans.interception import Interception
-from para_core.plans.module_matching import as_tuple, match_modules, parameters_of
+from para_core.plans.module_matching import gathers_as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
     AttentionByHeads,
@@ -67,9 +72,7 @@ from para_core.user_warnings import WarningLog
 
 @dataclass(eq=False)
 class Region:
-    """A plan applied to one module, and the state of its current call.
-    The fields are as in :func:`apply_plan`.
-    """
+    """A plan applied to one module, and the state of its current call. The fields are as in :func:`apply_plan`."""
 
     module: InitVar[nn.Module]
     plan: Plan
@@ -86,68 +89,73 @@ class Region:
         self.attn_func = without_interception(self.attn_func)
         if self.batch is not None and (self.batch.size == 1 or not self.plan.batched):
             self.batch = None
-        # Whether the caller has verified that all ranks pass equal arguments (agreed_inputs.assume_agreed).
-        self.inputs_agreed = False
-        self.parameters = parameters_of(module)
+        self.is_parallel = self.mesh.ranks > 1
         self._warnings = WarningLog()
-        # The key is (options, cross_backend), so that nothing is compiled again if earlier options are set
-        # again.
+        # Whether the caller has verified that all ranks pass equal arguments (agreed_inputs.assume_agreed sets it).
+        self.inputs_agreed = False
+        # Kept by (options, cross_backend), so that nothing is compiled again if earlier options are set again.
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(self.options, self.cross_backend)
-        encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
-        self.has_encoders = any(map(isinstance, submodules_of(module), repeat(encoders)))
-        # Only a mode intercepts attention in fused encoder layers, and in operators that run functions:
-        # flex_attention.
-        self._must_use_mode = self.has_encoders or needs_mode(module)
-        attending = self.plan.attention.values()
-        # Parameters that ranks do not compare, because each rank fills in the cached keys of its own heads.
-        self._caches_by_heads = {
-            name
-            for attention in attending
-            if isinstance(attention, AttentionByHeads)
-            for name, _ in attention.caches
-        }
-        self._mixes_over_ranks = self.mesh.ranks > 1 and (
-            bool(self.plan.halos) or any(isinstance(attention, LinearAttention) for attention in attending)
-        )
-        # The compiled call of a module that Module.compile() compiled before. That graph would bypass the
-        # slot of _call_impl, so call_outer shards and gathers outside of the graph.
-        self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
-        if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
-            self._compiled_before = None
-        # The wrapped submodules by name. attach() looks for replaced ones, because loading a LoRA replaces
-        # some.
+        self._read_plan()
+        self._read_module(module)
+        # The wrapped submodules by name. attach() looks for replaced ones, because loading a LoRA replaces some.
         self.submodules: dict[str, nn.Module] = {}
+        self._tree: ModuleTree | None = None
+        # Names of the modules whose attention the plan describes.
+        self._named_attention: set[str] = set()
         # For each module of an AttentionByHeads, the name of its attribute for the number of heads, and the
         # number on all ranks. During a call the attribute holds this rank's number; in a graph with
         # flex_attention also after the call, because Dynamo 2.13 loses the new value of an attribute that is
         # set before flex_attention and after it.
         self.heads: dict[nn.Module, tuple[str, int]] = {}
-        self._tree: ModuleTree | None = None
-        # Names of the modules whose attention the plan describes.
-        self._named_attention: set[str] = set()
         self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention)
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set
         # before torch.cond (which a cache adds) and again after it.
         self.interceptions: list[Interception] = []
         self.executor = RuleExecutor(self.mesh, coarse_segments(self.plan))
+        # The mesh dim over which the samples of the call are split, if any: for current_call.py.
+        self.sharing_samples: list[MeshDim] = []
+        # Whether a key-value cache among the arguments already holds tokens, which precede the keys of the call.
+        self._continues = False
         # Binds a function to a call of this region, for the recomputation of activation checkpointing.
         self.bind: BindRecomputation = partial(bind_to_call, self)
-        self.is_parallel = self.mesh.ranks > 1
-        # The rules for the output of the module itself.
-        self._gathers: tuple[Gather | None, ...] = ()
-        if self.plan.outputs.get("") is not None:
-            self._gathers = as_tuple(self.plan.outputs[""])
         calls = SubmoduleCalls(
             self.mesh, self.executor, self.check, self.interceptions, self.intercept_if_sharded
         )
         # Submodules of equal rules share a function, and so their graphs.
         self._hook_of = cache(calls.hook)
+
+    def _read_plan(self) -> None:
+        """Look up what calls need of the plan, which never changes."""
+        attention_rules = self.plan.attention.values()
+        # Parameters that ranks do not compare, because each rank fills in the cached keys of its own heads.
+        self._caches_by_heads = {
+            name
+            for attention in attention_rules
+            if isinstance(attention, AttentionByHeads)
+            for name, _ in attention.caches
+        }
+        has_sums = any(map(isinstance, attention_rules, repeat(LinearAttention)))
+        self._mixes_over_ranks = self.is_parallel and (bool(self.plan.halos) or has_sums)
+        # The rules for the output of the module itself.
+        self._gathers: tuple[Gather | None, ...] = ()
+        if self.plan.outputs.get("") is not None:
+            self._gathers = gathers_as_tuple(self.plan.outputs[""])
         self._joint_attention = (Attention(self.plan.joint_order),)
-        # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this
-        # call.
-        self._continues = False
-        self.sharing_samples: list[MeshDim] = []
+
+    def _read_module(self, module: nn.Module) -> None:
+        """Look up what calls need of the module, which must not change while the plan is applied."""
+        self.parameters = parameters_of(module)
+        encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
+        self.has_encoders = any(map(isinstance, submodules_of(module), repeat(encoders)))
+        # Only a mode intercepts attention in fused encoder layers, and in operators that run functions:
+        # flex_attention.
+        self._must_use_mode = self.has_encoders or needs_mode(module)
+        # The compiled call of a module that Module.compile() compiled before. That graph would bypass the
+        # slot of _call_impl, so call_outer shards and gathers outside of the graph.
+        self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
+        if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
+            self._compiled_before = None
 
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
         """Use these attention options, and this backend for cross-attention, from the next call on.
@@ -165,7 +173,7 @@ class Region:
 
     @property
     def interception(self) -> Interception | None:
-        """The :class:`Interception` of the current call; None outside of a call."""
+        """The :class:`Interception` of the current call, or of its part that a backward runs again; None outside."""
         if not self.interceptions:
             return None
         return self.interceptions[-1]
@@ -176,10 +184,8 @@ class Region:
         return tuple(self.executor.segments.values())
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Verify the arguments, and return the result of ``call``.
-        ``Module.compile`` does not compile this.
-        """
-        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
+        """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this."""
+        # While tracing, read none of the attributes below: each would be a guard of the graph.
         call_context: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
             if self._tree is None or not self._tree.is_unchanged():
@@ -202,7 +208,7 @@ class Region:
             return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``call`` with sharded inputs and intercepted attention, and return its gathered outputs.
+        """Run ``call`` with sharded inputs and intercepted attention, and return its gathered outputs. Collective.
 
         Raises:
             RuntimeError: The module already runs in another thread, or the module made no attention call that
@@ -228,40 +234,7 @@ class Region:
         interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module), by_hand=by_hand)
         self.interceptions.append(interception)
         try:
-            samples = None
-            if self.batch is not None:
-                args, kwargs, samples = select_arguments(
-                    self.plan, self.parameters, args, kwargs, self.batch, self._warnings
-                )
-                if samples is not None:
-                    self.sharing_samples.append(self.batch)
-            args, kwargs = self.executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
-            encoders: AbstractContextManager[None] = nullcontext()
-            if self.has_encoders:
-                encoders = fused_encoder.disable_if(True)
-            with encoders, interception.intercept_calls():
-                inputs = [*args, *kwargs.values()]
-                caches = None
-                if self.is_parallel and not torch.compiler.is_compiling():
-                    caches = CachesOfCall(inputs)
-                self._continues = caches is not None and caches.hold_tokens
-                self.intercept_if_sharded(self.plan.inputs.values())
-                if interception.mode is None:
-                    output = call(module, *args, **kwargs)
-                else:
-                    with bind_recomputation(partial(self.bind, planned), module):
-                        output = call(module, *args, **kwargs)
-                if caches is not None:
-                    caches.gather(inputs, output, tuple(self.executor.segments.values()), self.mesh)
-                # A graph sets `intercepted`, too: it replays the attributes that were set while it was
-                # traced.
-                if self.is_parallel and (by_hand is not None or not planned.intercepted[0]):
-                    self._conclude(module, planned, by_hand)
-            if self._gathers:
-                output = self.executor.outputs(output, self._gathers)
-            if samples is None or self.batch is None:
-                return output
-            return gather_samples(output, samples, self.batch)
+            return self._run_sharded(interception, call, module, args, kwargs)
         # flex_attention raises a ValueError for a wrong mask size, and a RuntimeError since torch 2.15.
         except (ValueError, RuntimeError, IndexError) as error:
             explain(error)
@@ -272,6 +245,50 @@ class Region:
             self.interceptions.clear()
             self.sharing_samples.clear()
             self.executor.segments.clear()
+
+    def _run_sharded(
+        self,
+        interception: Interception,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Take this rank's samples and tokens, run ``call`` with them, and gather the output. Collective."""
+        planned = interception.planned
+        samples = None
+        if self.batch is not None:
+            args, kwargs, samples = select_arguments(
+                self.plan, self.parameters, args, kwargs, self.batch, self._warnings
+            )
+            if samples is not None:
+                self.sharing_samples.append(self.batch)
+        args, kwargs = self.executor.apply_to_arguments(self.plan.inputs, self.parameters, args, kwargs)
+        encoders: AbstractContextManager[None] = nullcontext()
+        if self.has_encoders:
+            encoders = fused_encoder.disable_if(True)
+        with encoders, interception.intercept_calls():
+            inputs = [*args, *kwargs.values()]
+            caches = None
+            if self.is_parallel and not torch.compiler.is_compiling():
+                caches = CachesOfCall(inputs)
+            self._continues = caches is not None and caches.hold_tokens
+            self.intercept_if_sharded(self.plan.inputs.values())
+            if interception.mode is None:
+                output = call(module, *args, **kwargs)
+            else:
+                with bind_recomputation(partial(self.bind, planned), module):
+                    output = call(module, *args, **kwargs)
+            if caches is not None:
+                caches.gather(inputs, output, tuple(self.executor.segments.values()), self.mesh)
+            # A graph sets `intercepted`, too: it replays the attributes that were set while it was traced.
+            if self.is_parallel and (interception.by_hand is not None or not planned.intercepted[0]):
+                self._conclude(module, planned, interception.by_hand)
+        if self._gathers:
+            output = self.executor.gather_outputs(output, self._gathers)
+        if samples is None or self.batch is None:
+            return output
+        return gather_samples(output, samples, self.batch)
 
     def _conclude(
         self, module: nn.Module, planned: PlannedAttention, by_hand: HandwrittenAttention | None
@@ -336,9 +353,7 @@ class Region:
                 return
 
     def attach(self, module: nn.Module) -> None:
-        """Wrap the submodules that the plan names, unless they are wrapped.
-        Raise ``ValueError`` if one is missing.
-        """
+        """Wrap the submodules that the plan names, unless they are wrapped. Raise ``ValueError`` if one is missing."""
         if self._tree is not None and self._tree.is_unchanged():
             return
         matches = match_modules(module, self.plan)

@@ -32,7 +32,8 @@ class SubmoduleCalls:
         mesh: The ranks.
         executor: Applies the rules of the plan, and knows the segments of the current call.
         check: Finds attention that is not intercepted.
-        interceptions: The interception of the region's current call; empty outside of one.
+        interceptions: The interception of the region's current call; empty outside of one. It is the region's own list,
+            which :class:`~para_core.plans.region.Region` fills and empties.
         intercept_if_sharded: Starts to intercept attention if one of some applied rules has split tokens.
     """
 
@@ -50,7 +51,10 @@ class SubmoduleCalls:
     def hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Wrapper:
         """Return the function that runs around the call of a submodule with ``rules``.
 
-        ``heads`` is the number of heads on all ranks, for an :class:`AttentionByHeads`.
+        Args:
+            rules: The rules of the plan for the submodule.
+            parameters: The names of the positional parameters of its ``forward``.
+            heads: The number of heads on all ranks, for an :class:`AttentionByHeads`; otherwise ignored.
         """
         if rules.exchange is not None:
             if rules.exchange == "enter":
@@ -65,6 +69,7 @@ class SubmoduleCalls:
 
         def attend(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if isinstance(attention, AttentionByHeads):
+                # A graph with flex_attention may have left this rank's number (Region.heads).
                 setattr(module, attention.heads, heads)
             if not attention or not self.interceptions:
                 return call(module, *args, **kwargs)
@@ -77,38 +82,25 @@ class SubmoduleCalls:
                     calls = attention_calls(calls, parameters, args, kwargs)
                 if interception.mode is None and not torch.compiler.is_compiling() and not self.check.due:
                     # This is what attend_to does at the dispatcher, with fewer Python calls.
-                    interception.attending.append(interception.planned.within(calls))
+                    interception.running.append(interception.planned.copy_for_calls(calls))
                     try:
                         return call(module, *args, **kwargs)
                     finally:
-                        interception.attending.pop()
+                        interception.running.pop()
                 with interception.attend_to(calls) as planned:
                     if not (torch.compiler.is_compiling() or self.check.due):
                         return call(module, *args, **kwargs)
                     return self.check.run(planned, call, module, args, kwargs)
-            by_heads = (
-                isinstance(attention, AttentionByHeads) and self.is_parallel and heads >= self.mesh.ranks
-            )
+            if isinstance(attention, LinearAttention):
+                return self._sum_over_ranks(attention, interception, call, module, args, kwargs)
             # Share the heads of a short, replicated segment too, because cached keys are those of a rank's
             # heads. With fewer heads than ranks no call shares them, since a sharded one raises.
-            if not by_heads and not self._is_sharded(attention.segment):
+            shares_heads = self.is_parallel and heads >= self.mesh.ranks
+            if not shares_heads and not self._is_sharded(attention.segment):
                 return call(module, *args, **kwargs)
-            if isinstance(attention, LinearAttention):
-                sums = SumsOverRanks(attention, self.mesh)
-                with sums:
-                    output = call(module, *args, **kwargs)
-                sums.check_summed()
-            else:
-                segment = self.executor.segment(attention.segment)
-                exchange = HeadExchange(attention, segment, self.mesh, module, heads)
-                self._head_exchanges.append(exchange)
-                try:
-                    with interception.switch_off():
-                        output = exchange.run(call, parameters, args, kwargs)
-                finally:
-                    self._head_exchanges.clear()
-            interception.planned.intercepted[0] = True
-            return output
+            segment = self.executor.segment(attention.segment)
+            exchange = HeadExchange(attention, segment, self.mesh, module, heads)
+            return self._run_with_heads(exchange, interception, call, parameters, args, kwargs)
 
         def run_by_rules(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not self.interceptions:
@@ -118,7 +110,7 @@ class SubmoduleCalls:
             if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
                 interception.planned.bind_checkpoint()
             if of_inputs:
-                args, kwargs = self.executor.arguments(of_inputs, parameters, args, kwargs, name)
+                args, kwargs = self.executor.apply_to_arguments(of_inputs, parameters, args, kwargs, name)
                 self.intercept_if_sharded(of_inputs.values())
             if halo is not None and self._is_sharded(halo.segment):
                 rows = args[0].shape[halo.dim]
@@ -127,17 +119,57 @@ class SubmoduleCalls:
             if halo is not None and rows is not None:
                 output = drop_halo(output, halo, rows, self.mesh)
             if of_outputs:
-                output = self.executor.outputs_at(output, of_outputs, name)
+                output = self.executor.apply_to_outputs(output, of_outputs, name)
                 self.intercept_if_sharded(of_outputs.values())
             if gathers:
-                output = self.executor.outputs(output, gathers)
+                output = self.executor.gather_outputs(output, gathers)
                 interception.planned.active[0] = False
             return output
 
         if of_inputs or of_outputs or gathers or halo is not None:
             return run_by_rules
-        # Return `attend` itself if nothing else is needed: one Python frame less per call.
+        # Return attend itself if nothing else is needed: one Python frame less per call.
         return attend
+
+    def _sum_over_ranks(
+        self,
+        attention: LinearAttention,
+        interception: Interception,
+        call: Around,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a module of linear attention, whose sums over tokens are added up over all ranks if these are sharded."""
+        if not self._is_sharded(attention.segment):
+            return call(module, *args, **kwargs)
+        sums = SumsOverRanks(attention, self.mesh)
+        with sums:
+            output = call(module, *args, **kwargs)
+        sums.check_summed()
+        interception.planned.intercepted[0] = True
+        return output
+
+    def _run_with_heads(
+        self,
+        exchange: HeadExchange,
+        interception: Interception,
+        call: Around,
+        parameters: tuple[str, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a module on all tokens and this rank's heads. Its projections and output exchange them meanwhile
+        (:meth:`_enter_heads`, :meth:`_leave_heads`), and its attention is on one device.
+        """
+        self._head_exchanges.append(exchange)
+        try:
+            with interception.switch_off():
+                output = exchange.run(call, parameters, args, kwargs)
+        finally:
+            self._head_exchanges.clear()
+        interception.planned.intercepted[0] = True
+        return output
 
     def _is_sharded(self, segment: str) -> bool:
         return self.is_parallel and not self.executor.segment(segment).replicated

@@ -11,7 +11,7 @@ from torch import Tensor
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels import norm_reference
-from para_core.kernels.device_tables import kept_outside_graphs, new_table
+from para_core.kernels.device_tables import keep_outside_graphs, new_table
 from para_core.layout.windows import Sizes
 from para_core.spatial.fetch import all_ranks
 from para_core.spatial.row_tag import Function, rows_of, set_rows, unknown
@@ -40,11 +40,11 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     of_ranks = all_ranks(of_rank, ranks)
     normalized: Callable[..., Tensor] = torch.ops.para_core.group_normalized.default
     if needs_plain(x, *_present(weight, bias)):
-        normalized = norm_reference.normalized
+        normalized = norm_reference.normalize
     return set_rows(normalized(x, of_ranks, fractions, groups, weight, bias, eps), rows)
 
 
-@kept_outside_graphs
+@keep_outside_graphs
 def _fractions(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the fraction of all rows that each rank holds, as a tensor ``[ranks]``."""
     return new_table([rows / sum(sizes) for rows in sizes], dtype, device)
@@ -81,9 +81,9 @@ def normalized_on_gpu(
 ) -> Tensor:
     fused = load_kernel("norm", x.device)
     if fused is None or not are_floats(x, of_ranks, *_present(weight, bias)):
-        return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
+        return norm_reference.normalize(x, of_ranks, shares, groups, weight, bias, eps)
     with on_device_of(x):
-        out: Tensor = fused.normalized(x, of_ranks, shares, groups, weight, bias, eps)
+        out: Tensor = fused.normalize(x, of_ranks, shares, groups, weight, bias, eps)
     return out
 
 
@@ -103,7 +103,7 @@ define_operator(
 )
 LIBRARY.impl("group_moments", norm_reference.moments, "CompositeExplicitAutograd")
 LIBRARY.impl("group_moments", moments_on_gpu, "CUDA")
-LIBRARY.impl("group_normalized", norm_reference.normalized, "CompositeExplicitAutograd")
+LIBRARY.impl("group_normalized", norm_reference.normalize, "CompositeExplicitAutograd")
 LIBRARY.impl("group_normalized", normalized_on_gpu, "CUDA")
 torch.library.register_fake("para_core::group_moments", _moments_shape, lib=LIBRARY)
 torch.library.register_fake("para_core::group_normalized", lambda x, *_: torch.empty_like(x), lib=LIBRARY)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.kernels.device_tables import kept_outside_graphs, new_table
+from para_core.kernels.device_tables import keep_outside_graphs, new_table
 from para_core.layout.windows import Sizes, bounds_of, round_to_multiples, scale_sizes
 from para_core.spatial.fetch import fetch, relayout
 from para_core.spatial.row_tag import (
@@ -192,14 +192,14 @@ def _span(resampling: _Resampling) -> tuple[int, int]:
     return first, int(index.max()) + 1 - first
 
 
-@kept_outside_graphs
+@keep_outside_graphs
 def _index_on(resampling: _Resampling, device: torch.device) -> Tensor:
     """Return the input rows that each output row combines, ``[taps, rows]``, counted from the first one needed."""
     index = (_taps(resampling)[0] - _span(resampling)[0]).T
     return new_table(index.flatten().tolist(), torch.int64, device).view(index.shape)
 
 
-@kept_outside_graphs
+@keep_outside_graphs
 def _weights_on(resampling: _Resampling, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the weight of each input row that each output row combines, ``[taps, rows]``."""
     weights = _taps(resampling)[1].T

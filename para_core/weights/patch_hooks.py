@@ -182,10 +182,10 @@ class PatchHooks:
             executor = self.executor
             if executor is None:
                 return call(module, *args, **kwargs)
-            args, kwargs = executor.arguments(of_inputs, parameters, args, kwargs, rules.name)
+            args, kwargs = executor.apply_to_arguments(of_inputs, parameters, args, kwargs, rules.name)
             output = identify(call, module, *args, **kwargs)
             if rules.gathers:
-                return executor.outputs(output, rules.gathers)
+                return executor.gather_outputs(output, rules.gathers)
             return output
 
         if of_inputs or rules.gathers:
@@ -205,7 +205,7 @@ class PatchHooks:
         output = call(module, *args, **kwargs)
         if self.executor is None:
             return output
-        return self.executor.outputs_at(output, rules, name)
+        return self.executor.apply_to_outputs(output, rules, name)
 
 
 # A function that computes an attention call of a patch. Its int argument is the index in

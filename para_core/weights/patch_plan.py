@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from para_core.layout.sequence import Run, Segment
-from para_core.plans.module_matching import as_tuple, parameters_of
+from para_core.plans.module_matching import gathers_as_tuple, parameters_of
 from para_core.plans.plan import AttentionByHeads, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
 
 
@@ -82,10 +82,12 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
     """
     if plan is None or "hidden_states" not in parameters_of(module):
         raise TypeError("no plan says which of its inputs are tokens")
-    gathers = [gather for rule in plan.outputs.values() for gather in as_tuple(rule) if gather is not None]
+    gathers = [
+        gather for rule in plan.outputs.values() for gather in gathers_as_tuple(rule) if gather is not None
+    ]
     if (
         len(gathers) != 1
-        or len(as_tuple(plan.outputs.get("", gathers[0]))) != 1
+        or len(gathers_as_tuple(plan.outputs.get("", gathers[0]))) != 1
         or gathers[0].per != 1
         or gathers[0].after_replicated
         or gathers[0].then_replicated

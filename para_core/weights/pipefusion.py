@@ -248,7 +248,9 @@ class Fusion:
         self._hooks.begin(executor, in_graphs=self._in_graphs)
         self._keys = keys
         try:
-            _, kwargs = executor.arguments(self._plan.plan.inputs, self._parameters, (), dict(arguments))
+            _, kwargs = executor.apply_to_arguments(
+                self._plan.plan.inputs, self._parameters, (), dict(arguments)
+            )
             return compute(**kwargs)
         finally:
             self._hooks.begin(None)

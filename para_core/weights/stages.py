@@ -27,7 +27,7 @@ from para_core.instance.record import (
     fill_slot,
 )
 from para_core.instance.slots import Slot
-from para_core.plans.current_call import attention_is_skipped
+from para_core.plans.current_call import allow_skipped_attention
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
 from para_core.torch_internals import pytree
@@ -140,7 +140,7 @@ class Stages:
         """Return the ``output`` of ``block`` on every stage."""
         # A cache may skip all blocks of this stage, so allow the call to end without an intercepted attention
         # call.
-        attention_is_skipped(self.module)
+        allow_skipped_attention(self.module)
         index = next(index for index, entry in enumerate(self.blocks) if entry.block is block)
         return self.on_all_from(self.owner(index), output)
 

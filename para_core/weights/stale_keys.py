@@ -14,7 +14,7 @@ from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
 from para_core.layout.sequence import Run
 from para_core.layout.tokens import gather_tokens
 from para_core.modes.interceptor import outer_attention
-from para_core.plans.current_call import attention_is_skipped, interception_of, segments_under_way
+from para_core.plans.current_call import allow_skipped_attention, interception_of, segments_under_way
 from para_core.plans.plan import Attention
 from para_core.plans.planned_attention import layout_of_segments, planned_layouts
 from para_core.weights.patch_hooks import PatchHooks, write_runs
@@ -57,11 +57,11 @@ class StaleKeys:
         ``PatchHooks.attentions``.
         """
         attention, module = self._hooks.attentions[index], self._hooks.module
-        attention_is_skipped(module)
+        allow_skipped_attention(module)
         interception = interception_of(module)
         outer: SdpaHandler = SdpaCall.on_one_device
         if interception is not None:
-            outer = interception.planned.within((attention,))
+            outer = interception.planned.copy_for_calls((attention,))
         return self._attend(attention, outer, call)
 
     def _attend(self, attention: Attention, attend_exactly: SdpaHandler, call: SdpaCall) -> Tensor:
@@ -103,7 +103,7 @@ class StaleKeys:
         if mask is not None and stored_mask is not None and mask.shape[-1] != of_keys.total:
             write_runs(stored_mask, mask, -1, runs)
             mask = stored_mask
-        attention_is_skipped(module)
+        allow_skipped_attention(module)
         return call.with_tensors(call.query, all_keys, all_values, mask).on_one_device()
 
     def _of_all_ranks(

@@ -45,9 +45,9 @@ class ByHand:
 
 def named_backends(function):
     """Return the result of ``function``, and the backends with which local attention was called."""
-    with mock.patch.object(local, "resolve_backend", wraps=local.resolve_backend) as resolve_backend:
+    with mock.patch.object(local, "check_backend", wraps=local.check_backend) as check_backend:
         output = function()
-    return output, {call.args[0] for call in resolve_backend.call_args_list}
+    return output, {call.args[0] for call in check_backend.call_args_list}
 
 
 def draw_in_every_way(ring, ulysses):

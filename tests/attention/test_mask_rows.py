@@ -51,12 +51,22 @@ def attend(inference):
         keys = KEYS.repeat(4, 1)
         outs["keys"], outs["low numbers"] = run(keys), run(LOW.repeat(4, 1))
         keys[2] = False  # It was read before.
+        hidden = torch.zeros(4, 8, dtype=torch.bool)
+        longer = [cp.shard(x, dim=2) for x in make_qkv(16, 4)[1:]]
+        with cp.using(even_layout(8, 2), key_layout=even_layout(16, 2)):
+            # It was read before, as a mask of this rank's 8 of 16 keys, which may hide all.
+            F.scaled_dot_product_attention(qkv[0], *longer, hidden)
         file = io.BytesIO()
         torch.save(cp.shard(CAUSAL, dim=-2), file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
         balanced = cp.shard(CAUSAL.clone(), dim=-2, sequence=even_layout(8, 2, balanced=True))
-        for mask in [keys, balanced, *[change(cp.shard(CAUSAL.clone(), dim=-2)) for change in UNKNOWN.values()]]:
+        for mask in [
+            keys,
+            hidden,
+            balanced,
+            *[change(cp.shard(CAUSAL.clone(), dim=-2)) for change in UNKNOWN.values()],
+        ]:
             message = r"4, 4 of 8.*on rank [01] .*cp\.shard\(mask, dim=-2\).*all rows.*propose_plan"
             with pytest.raises(ValueError, match=message):
                 run(mask)

@@ -24,7 +24,7 @@ from para_core.kernels import attention_int8_reference as int8_reference
 from para_core.kernels import attention_reference as reference
 from para_core.kernels.attention import attention
 from para_core.kernels.attention_configs import Config, KernelCall
-from para_core.kernels.attention_launch import empty_outputs, launch
+from para_core.kernels.attention_launch import empty_outputs, launch_kernel
 from para_core.kernels.attention_reference import pack_bits, ranges_of_lengths
 from para_core.layout.sequence import even_layout
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make, ranges
@@ -88,7 +88,7 @@ def test_wide_values_are_two_halves(value_dim, continues):
         so_far, first = attention(query, key[:, :, :8], value[:, :, :8], out_dtype=torch.float32), 8
     rest = key[:, :, first:], value[:, :, first:]
     out, lse = empty_outputs(query, value, torch.float32)
-    launch(config, KernelCall(query, *rest, None, None, *so_far, False, 0, 32**-0.5), out=out, lse=lse)
+    launch_kernel(config, KernelCall(query, *rest, None, None, *so_far, False, 0, 32**-0.5), out=out, lse=lse)
     check((out, lse), tensors)
 
 

@@ -32,7 +32,7 @@ from para_core.kernels.attention_configs import (
     row_of,
     row_of_dim,
 )
-from para_core.kernels.attention_launch import RoundedKeys, launch
+from para_core.kernels.attention_launch import RoundedKeys, launch_kernel
 from para_core.kernels.pack_reference import CopyRegion
 
 pytestmark = pytest.mark.slow
@@ -141,7 +141,7 @@ def image(last, dtype):
 
 
 def normalize(last, dtype):
-    norm.normalized(image(last, dtype), empty(2, 2, 2, 16), empty(2), 16, *[empty(256, dtype=dtype)] * 2, 1e-5)
+    norm.normalize(image(last, dtype), empty(2, 2, 2, 16), empty(2), 16, *[empty(256, dtype=dtype)] * 2, 1e-5)
 
 
 def calls_of_head_dim(dim):
@@ -170,7 +170,7 @@ def other_calls():
 
 SMALL = {f"{name}, D = {dim}": call for dim in (96, 256) for name, call in calls_of_head_dim(dim)} | dict(other_calls())
 # These read a few numbers once.
-LAST_STEPS = (residual.add_up_kernel, norm.merge_kernel)
+LAST_STEPS = (residual.add_up_kernel, norm.merge_chunks_kernel)
 
 
 @pytest.mark.sample(14)
@@ -226,7 +226,7 @@ def launch_attention(config, dims, *, ranges, eight_bits, dtype=BF16, mask=None,
         **more,
     )
     rounded = RoundedKeys(empty(*key.shape, dtype=torch.int8), lse(), empty(2, HEADS, dims[0])) if eight_bits else None
-    launch(config, call, out=heads(dims[1], FP32 if continues else dtype), lse=lse(), rounded=rounded)
+    launch_kernel(config, call, out=heads(dims[1], FP32 if continues else dtype), lse=lse(), rounded=rounded)
 
 
 @pytest.mark.sample(5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from para_core.kernels import device_tables, pack
-from para_core.kernels.device_tables import MOST_TABLES, kept_outside_graphs, new_table
+from para_core.kernels.device_tables import MOST_TABLES, keep_outside_graphs, new_table
 from para_core.kernels.pack_reference import CopyRegion
 from para_core.recorder.run_counter import RunCounter
 
@@ -24,7 +24,7 @@ def capture(monkeypatch):
 def test_table_that_a_graph_reads_is_never_dropped(capture):
     made = []
 
-    @kept_outside_graphs
+    @keep_outside_graphs
     def table(number, device):
         made.append(number)
         return new_table([number], torch.float32, device)
@@ -57,7 +57,7 @@ def test_graph_records_a_table_without_host_copy(capture):
 
 
 def test_no_table_is_first_kept_in_graph_pool(capture):
-    table, key = pack._on_device, ((CopyRegion(0, 0, 3, 0, 2, 0, 10),),)
+    table, key = pack._regions_on_device, ((CopyRegion(0, 0, 3, 0, 2, 0, 10),),)
     capture.on = True
     recorded = [table(*key, CPU) for _ in range(2)]
     capture.on = False

@@ -183,7 +183,7 @@ def normalized_by_ranks(kernels, parts, groups, weight, bias, eps):
     """Return the norm of ``parts``, each of which one rank holds."""
     of_ranks = torch.stack([kernels.moments(x, groups) for x in parts])
     rows = torch.tensor([float(x.shape[2]) for x in parts])
-    return [kernels.normalized(x, of_ranks, rows / rows.sum(), groups, weight, bias, eps) for x in parts]
+    return [kernels.normalize(x, of_ranks, rows / rows.sum(), groups, weight, bias, eps) for x in parts]
 
 
 @pytest.mark.parametrize(

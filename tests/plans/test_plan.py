@@ -90,7 +90,7 @@ def with_three_ids():
 
 def with_long_tuple():
     of_video, whole = Split(dim=0, like="video"), torch.arange(5.0)
-    RuleExecutor(sequence_mesh(cpu_mesh(1, 2))).cut((whole, whole), Entries((None, of_video, of_video)), "rope")
+    RuleExecutor(sequence_mesh(cpu_mesh(1, 2))).apply((whole, whole), Entries((None, of_video, of_video)), "rope")
 
 
 def by_rows(attend=None, num=6, checkpointing=False):
@@ -178,8 +178,8 @@ def test_what_does_not_fit_raises_on_every_rank(rank_pool):
 
 
 def test_gather_of_unsharded_segment_is_named():
-    cutting = RuleExecutor(one_rank("cpu"))
+    executor = RuleExecutor(one_rank("cpu"))
     with pytest.raises(ValueError, match=r"segment 'image'.* none\."):
-        cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),))
-    cutting.cut(torch.ones(1, 2), Split(1, segment="image"), "hidden_states")
-    assert cutting.outputs(torch.ones(1, 2), (Gather(1, "image"),)).shape == (1, 2)
+        executor.gather_outputs(torch.ones(1, 2), (Gather(1, "image"),))
+    executor.apply(torch.ones(1, 2), Split(1, segment="image"), "hidden_states")
+    assert executor.gather_outputs(torch.ones(1, 2), (Gather(1, "image"),)).shape == (1, 2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from para_core import Segment
-from para_core.attention.query_blocks import blocks_of
+from para_core.attention.query_blocks import place_in_blocks
 from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
 from para_core.same_bits.one_process import OneProcess
 from para_core.same_bits.row_check import RowCheck
@@ -37,7 +37,7 @@ def test_queries_in_blocks_have_the_bits_of_all_queries(total, keys, cuts, late_
         runs.reverse()
     query, key, value = (torch.randn(1, size, 2, width, dtype=dtype).transpose(1, 2) for size in (total, keys, keys))
     expected = rows(F.scaled_dot_product_attention(query, key, value), runs)
-    blocks = blocks_of(runs, total)
+    blocks = place_in_blocks(runs, total)
     assert blocks.total <= max(total, 32)
     if expected.shape[-2]:
         out = F.scaled_dot_product_attention(blocks.place(rows(query, runs)), key, value)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from para_core.adapters.models.shared.constructors import linears
 from para_core.adapters.models.shared.tokens import VIDEO
-from para_core.plans.plan import Attending, AttentionByHeads, Gather, Plan, ShardRule, Split
+from para_core.plans.plan import AttentionByHeads, AttentionRule, Gather, Plan, ShardRule, Split
 from para_core.weights.tensor_plan import TensorPlan
 
 # Split like the video tokens, along dim 1.
@@ -35,7 +35,7 @@ def wan_tensor_plan(*lists: str) -> TensorPlan:
 
 def wan_plan(
     inner: Mapping[str, Mapping[str | int, ShardRule]],
-    attention: Mapping[str, Attending],
+    attention: Mapping[str, AttentionRule],
     gathered: str = "blocks.-1",
 ) -> Plan:
     """Return the plan of a relative of Wan, with the video tokens split at block 0.

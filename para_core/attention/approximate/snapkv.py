@@ -2,15 +2,15 @@
 
 The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): the *vote* of a key is the sum of the
 attention weights that the observed queries give it, and each head keeps the keys with the largest votes.
-SnapKV observes the end of a prompt. Here every query sees every key, so the observed queries are spread
-evenly over the sequence. Votes are not pooled over neighbouring keys.
+SnapKV observes the end of a prompt. The tokens of a diffusion model have no such end, so the observed queries are
+spread evenly over the sequence. Votes are not pooled over neighbouring keys.
 
-Per call, the ring ranks exchange the observed queries, one lse per observed query and one vote per key: B · H
-· (w · (D + 1) + S_k) elements for w observed queries. After that only kept keys and values are sent and
-computed.
+Per call each ring rank sends, for H heads and w observed queries, B · H · w · (D + 1) elements (the observed queries,
+with zeros in place of those that other ranks hold, and their lse), their rows of the mask if it has a row per query,
+and B · H votes for each key that it holds. After that only kept keys and values are sent and computed.
 
 The host waits for the device once per call, to read how many keys of each ring block are kept. It does not
-wait if all keys are sent and a mask hides those that are not kept (see :func:`sparse_attention`).
+wait if all keys are sent and a mask hides those that are not kept (see :func:`attend_to_kept_keys`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from para_core.attention.attend import columns
+from para_core.attention.attend import take_columns
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.blocks import LocalAttention, expand
+from para_core.attention.blocks import LocalAttention, expand_heads
 from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.local import add_autograd_dependency, local_attention_with_lse, lse_dtype
 from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.merge import Merged
-from para_core.attention.ring import Packing, pass_on
+from para_core.attention.ring import Packing, pass_on_blocks
 from para_core.attention.ring_plan import RingPlan
 from para_core.attention.usp import attend_all
 from para_core.distributed.collectives import all_gather
@@ -48,14 +48,14 @@ def select_keys(
     observed query gets no vote from this query. ``heads`` is the key head of each query head; None if heads
     are grouped evenly.
     """
-    observed = kept.observed(plan.spec.query_layout.total)
+    observed = kept.choose_observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
     rows = mask
     if mask is not None and mask.shape[2] > 1:
         rows = _of_all_ranks(mask, observed, plan)
     runs = _counted_runs(plan, plan.dim.index)
-    counted = _rows_of(_positions(runs, key.device), _positions(plan.key_runs(0), key.device))
-    keys = expand(key.index_select(2, counted), heads)
+    counted = _indices_of(_positions_of(runs, key.device), _positions_of(plan.key_runs(0), key.device))
+    keys = expand_heads(key.index_select(2, counted), heads)
     if keys.shape[1] != query.shape[1]:  # Equally many consecutive query heads share each key head.
         keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
     dtype, scale = lse_dtype(queries), plan.spec.scale
@@ -63,20 +63,20 @@ def select_keys(
         scale = query.shape[-1] ** -0.5
     logits = (queries.to(dtype) * scale) @ keys.to(dtype).mT
     if rows is not None:
-        rows = columns(rows, runs)
+        rows = take_columns(rows, runs)
         if rows.dtype == torch.bool:
             logits = logits.masked_fill(~rows, float("-inf"))
         else:
             logits = logits + rows
     if plan.spec.is_causal:
-        hidden = _positions(runs, query.device) > _on_device([observed], query.device).mT
+        hidden = _positions_of(runs, query.device) > _to_device([observed], query.device).mT
         logits = logits.masked_fill(hidden, float("-inf"))
     dim = plan.dim
     lse = all_gather(logits.logsumexp(-1)[None], [1] * dim.size, 0, dim).logsumexp(0)
     votes = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).sum(2)
     runs_of_ranks = [_counted_runs(plan, index) for index in range(dim.size)]
     votes = all_gather(votes, [sum([length for _, length in of_rank]) for of_rank in runs_of_ranks], 2, dim)
-    order = _positions([run for of_rank in runs_of_ranks for run in of_rank], query.device)
+    order = _positions_of([run for of_rank in runs_of_ranks for run in of_rank], query.device)
     votes = torch.empty_like(votes).index_copy_(2, order, votes)
     # The sort is stable, so of equal votes the first wins.
     largest = votes.sort(dim=-1, descending=True, stable=True).indices[
@@ -85,13 +85,13 @@ def select_keys(
     return torch.zeros_like(votes, dtype=torch.bool).scatter_(-1, largest, True)
 
 
-def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
+def _positions_of(runs: Sequence[Run], device: torch.device) -> Tensor:
     parts = [torch.arange(start, start + length, device=device) for start, length in runs]
     return torch.cat([torch.arange(0, device=device), *parts])
 
 
-def _on_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Tensor:
-    """Return ``rows``, equally long lists of integers, as int64 on ``device``, for which the host does not wait."""
+def _to_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Tensor:
+    """Return ``rows``, equally long lists of integers, as int64 on ``device``. The host does not wait for it."""
     return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
 
 
@@ -119,17 +119,15 @@ def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
     return offsets
 
 
-def _rows_of(wanted: Tensor, held: Tensor) -> Tensor:
-    """Return the index in ``held`` of each position in ``wanted``.
-    All wanted positions must be in ``held``.
-    """
-    ascending, order = held.sort()
+def _indices_of(wanted: Tensor, positions: Tensor) -> Tensor:
+    """Return the index in ``positions`` of each position in ``wanted``, all of which must be there."""
+    ascending, order = positions.sort()
     return order[torch.searchsorted(ascending, wanted)]
 
 
 def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor:
-    """Return the rows of ``x``, ``[B, H, S_block, …]``, at n positions of the whole sequence, gathered from
-    all ring ranks: ``[B, H, n, …]``.
+    """Return the rows of ``x``, ``[B, H, S_block, D]``, at n positions of the whole sequence, gathered from
+    all ring ranks: ``[B, H, n, D]``. Collective.
     """
     dim, queries = plan.dim, plan.spec.queries
     runs = queries.runs(dim.index, replicated=False)
@@ -141,8 +139,8 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
         numbers = x.to(torch.uint8)
     rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
     own_indices = [index for index, offset in enumerate(_offsets(positions, runs)) if offset is not None]
-    held = _offsets([positions[index] for index in own_indices], plan.query_runs)
-    to, source = _on_device([own_indices, held], x.device)
+    offsets = _offsets([positions[index] for index in own_indices], plan.query_runs)
+    to, source = _to_device([own_indices, offsets], x.device)
     rows.index_copy_(2, to, numbers.index_select(2, source))
     # Summing selects the rank that holds a row, because the others contribute zeros.
     all_rows = all_gather(rows[None], [1] * dim.size, 0, dim).sum(0, dtype=numbers.dtype)
@@ -162,7 +160,7 @@ def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
     return runs
 
 
-def sparse_attention(
+def attend_to_kept_keys(
     kept: KeptKeys,
     plan: AttentionPlan,
     query: Tensor,
@@ -175,7 +173,7 @@ def sparse_attention(
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` as :func:`~para_core.attention.usp.attend_all` does, but attend to the kept keys
-    only.
+    only. Collective.
 
     Usually only the kept keys and values are sent and computed. In four cases all keys are sent instead, and
     a mask hides those that are not kept: ``save`` is True (a gradient is needed), several query heads share a
@@ -216,29 +214,30 @@ def _kept_blocks(
     these. The next block is in flight while the caller computes. Buffers with gradients are appended to
     ``received``.
     """
-    held, dim = _positions(plan.key_runs(0), key.device), plan.dim
+    local_positions, dim = _positions_of(plan.key_runs(0), key.device), plan.dim
     travels: list[Tensor] = []
     if plan.hops:
         travels = [
-            _positions(plan.spec.keys.runs(index, replicated=False), key.device) for index in range(dim.size)
+            _positions_of(plan.spec.keys.runs(index, replicated=False), key.device)
+            for index in range(dim.size)
         ]
-    chosen, *of_blocks = _choose(is_kept, [held, *travels])
-    own = _take(key, chosen), _take(value, chosen)
+    chosen, *of_blocks = _choose_offsets(is_kept, [local_positions, *travels])
+    local_block = _take(key, chosen), _take(value, chosen)
     if not plan.hops:
-        yield *own, _mask_of(mask, held, chosen)
+        yield *local_block, _mask_of(mask, local_positions, chosen)
         return
     lengths = [block.shape[2] for block in of_blocks]
     packing = Packing(key, value, lengths, wire=plan.spec.options.wire)
-    rows = _rows_of(travels[dim.index], held)
+    rows = _indices_of(travels[dim.index], local_positions)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
-    for hop, block in pass_on(own, packing.pack(*kept), packing, plan, received):
+    for hop, block in pass_on_blocks(local_block, packing.pack(*kept), packing, plan, received):
         if hop.step == 0:
-            yield *block, _mask_of(mask, held, chosen)
+            yield *block, _mask_of(mask, local_positions, chosen)
         else:
             yield *block, _mask_of(mask, travels[hop.source], of_blocks[hop.source])
 
 
-def _choose(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
+def _choose_offsets(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
     """Return for each block (positions of its keys) the offsets of the keys that each head keeps, ``[B, H,
     n]``.
 

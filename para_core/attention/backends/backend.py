@@ -28,7 +28,7 @@ ContinueFrom = Callable[
 ]
 
 
-def require_nothing() -> None:
+def check_nothing() -> None:
     """Return at once: the backend needs no package that may be missing."""
 
 
@@ -38,19 +38,21 @@ class LocalBackend:
 
     Args:
         attend: Computes a call without autograd, on tensors that are not empty. Returns ``out`` and ``lse``,
-            float32. Only called if ``check`` passed.
+            float32. Only called if ``check`` passed, so a mask is None if ``check`` refuses masks.
         check: Checks a call in advance.
-        require: Raises ``ImportError`` if a package is missing that the backend needs.
+        check_installed: Raises ``ImportError`` if a package is missing that the backend needs.
         continue_from: Computes a call and merges it into an earlier result in one launch; None if the backend
             cannot.
-        clears_rows: Whether a row without a key in one block gets 0 and -inf, whatever the mask.
+        clears_rows: Whether a row without a key in one block gets 0 and -inf, whatever the mask. Masks then need no
+            change (:mod:`para_core.attention.low_rows`).
         aliases: Names of the same attention in other packages' options.
-        launches: The kernels that each custom operator of the backend launches, by the operator's name.
+        launches: How many kernels each custom operator of the backend launches, by the operator's name, for code that
+            counts launches.
     """
 
     attend: Callable[[LocalAttentionCall], tuple[Tensor, Tensor]]
     check: CheckCall
-    require: Callable[[], None] = require_nothing
+    check_installed: Callable[[], None] = check_nothing
     continue_from: ContinueFrom | None = None
     clears_rows: bool = False
     aliases: tuple[str, ...] = ()

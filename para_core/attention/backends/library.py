@@ -71,10 +71,14 @@ def flash_attn_func(
         function: The kernel; None for that of the library.
         options: More keyword arguments of the kernel.
 
+    Returns:
+        A function that raises ``RuntimeError`` if the kernel returns no lse, and ``ValueError`` for a mask.
+
     Raises:
         ImportError: The library is not installed.
     """
     kernel = function or import_kernel(library)
+    more = {**lse_arguments(kernel, library), **options}
 
     def attn_func(
         query: Tensor,
@@ -93,7 +97,7 @@ def flash_attn_func(
             *[x.transpose(1, 2) for x in (query, key, value)],
             softmax_scale=scale,
             causal=is_causal,
-            **{**lse_arguments(kernel, library), **options},
+            **more,
         )
         if isinstance(result, Tensor):
             raise RuntimeError(
@@ -152,14 +156,16 @@ def check_library_call(
 def library_backend(
     library: Library, make_attn_func: Callable[[], AttnFunc], *, aliases: tuple[str, ...] = ()
 ) -> LocalBackend:
-    """Return the backend that calls ``make_attn_func()``, a function of ``library``."""
+    """Return the backend that computes each call by ``make_attn_func()``, a function of ``library``. The library is
+    imported at the first call.
+    """
 
     def attend(call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
         query, key, value, _, is_causal, scale = call
         out, lse = make_attn_func()(query, key, value, is_causal=is_causal, scale=scale)
         return out, lse.float()
 
-    def require() -> None:
+    def check_installed() -> None:
         import_kernel(library)
 
-    return LocalBackend(attend, partial(check_library_call, library), require, aliases=aliases)
+    return LocalBackend(attend, partial(check_library_call, library), check_installed, aliases=aliases)

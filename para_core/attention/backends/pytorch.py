@@ -57,11 +57,11 @@ def additive_on_cpu(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return query.new_empty(mask.shape).copy_(mask).log_()
 
 
-def masked_scores(problem: LocalAttentionCall) -> Tensor:
+def masked_scores(call: LocalAttentionCall) -> Tensor:
     """Return the masked scores ``[B, H, S_q, S_k]`` in the dtype of lse; -inf if a key is hidden from a query."""
-    query, key, _, mask, is_causal, _ = problem
+    query, key, _, mask, is_causal, _ = call
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(dtype) * problem.factor) @ key.to(dtype).transpose(-1, -2)
+    scores = (query.to(dtype) * call.factor) @ key.to(dtype).transpose(-1, -2)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -inf)
     elif mask is not None:
@@ -71,17 +71,17 @@ def masked_scores(problem: LocalAttentionCall) -> Tensor:
     return scores
 
 
-def _math(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
-    scores = masked_scores(problem)
+def _math(call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
+    scores = masked_scores(call)
     lse = torch.logsumexp(scores, dim=-1)
     # Do not use exp(scores - lse): if finfo.min masks a whole row of n keys, the log(n) in lse is lost to
     # rounding, and the weights would not sum to 1.
     weights = torch.softmax(scores, dim=-1)
-    return empty_output(problem.query, problem.value).copy_(weights @ problem.value.to(lse.dtype)), lse
+    return empty_output(call.query, call.value).copy_(weights @ call.value.to(lse.dtype)), lse
 
 
-def _flash(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
-    query, key, value, mask, is_causal, scale = problem
+def _flash(call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
+    query, key, value, mask, is_causal, scale = call
     if query.is_cpu:
         result: tuple[Tensor, Tensor]
         if mask is None and scale is None:
@@ -93,7 +93,7 @@ def _flash(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
         return result
     head_dim = query.shape[-1]
     if head_dim % 8:  # The kernel requires rows of a multiple of 16 bytes. SDPA pads the head dim, too.
-        query, key, value, scale = pad_head_dim(query), pad_head_dim(key), pad_head_dim(value), problem.factor
+        query, key, value, scale = pad_head_dim(query), pad_head_dim(key), pad_head_dim(value), call.factor
     out, lse, *_ = flash_attention(query, key, value, 0.0, is_causal, scale=scale)
     if head_dim % 8:
         out = out[..., :head_dim]
@@ -105,24 +105,23 @@ def pad_head_dim(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % 8))
 
 
-def _memory_efficient(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
+def _memory_efficient(call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     out, lse, *_ = efficient_attention(
-        *problem[:3], problem.expanded_bias, True, 0.0, problem.is_causal, scale=problem.scale
+        *call[:3], call.expanded_bias, True, 0.0, call.is_causal, scale=call.scale
     )
     # The kernel pads lse to a multiple of 32 queries (mem_eff/kernel_forward.h, kAlignLSE).
-    return out, lse[..., : problem.query.shape[-2]]
+    return out, lse[..., : call.query.shape[-2]]
 
 
-def _cudnn(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
+def _cudnn(call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     # Like SDPA, do not expand the mask over heads. The operator itself expands the other dims.
-    out, lse, *_ = cudnn_attention(
-        *problem[:3], problem.bias, True, 0.0, problem.is_causal, scale=problem.scale
-    )
+    out, lse, *_ = cudnn_attention(*call[:3], call.bias, True, 0.0, call.is_causal, scale=call.scale)
     # cuDNN returns lse as [B, H, S_q, 1] (cudnn/MHA.cpp, run_cudnn_SDP_fprop).
-    return out, lse.view(problem.query.shape[:-1])
+    return out, lse.view(call.query.shape[:-1])
 
 
-# Return ``out`` and ``lse`` of a call that :meth:`LocalAttentionCall.fold` returned.
+# Each function returns ``out`` and ``lse`` of a call that :meth:`LocalAttentionCall.fold` returned. In a row without a
+# key they may be anything: :func:`~para_core.attention.local.local_attention_with_lse` overwrites it.
 FORWARD = {MATH: _math, FLASH: _flash, EFFICIENT: _memory_efficient, CUDNN: _cudnn}
 
 
@@ -133,9 +132,9 @@ def with_supported_heads(call: LocalAttentionCall, backend: int) -> LocalAttenti
     return call.expand_key_heads()
 
 
-def choose_backend(problem: LocalAttentionCall) -> int:
+def choose_backend(call: LocalAttentionCall) -> int:
     """Return the ``SDPBackend`` value that SDPA would choose if key and value had as many heads as query."""
-    query, key, value, mask, is_causal, scale = problem
+    query, key, value, mask, is_causal, scale = call
     heads = query.shape[1]
     if key.shape[1] != heads:
         # Ask for expanded key heads: with enable_gqa SDPA excludes memory-efficient attention, which may be

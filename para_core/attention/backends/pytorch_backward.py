@@ -33,23 +33,19 @@ from para_core.torch_internals import (
 # fourth gradient, the one of the scores, which is also the gradient of the mask.
 
 
-def _math_backward(
-    problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
-) -> Sequence[Tensor]:
-    query, key, value = [x.to(lse.dtype) for x in problem[:3]]
-    weights = torch.exp(masked_scores(problem) - lse[..., None])
+def _math_backward(call: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    query, key, value = [x.to(lse.dtype) for x in call[:3]]
+    weights = torch.exp(masked_scores(call) - lse[..., None])
     grad = grad_out.to(lse.dtype)
     grad_scores = weights * (grad @ value.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
-    grad_query = (grad_scores @ key) * problem.factor
-    grad_key = grad_scores.transpose(-1, -2) @ (query * problem.factor)
+    grad_query = (grad_scores @ key) * call.factor
+    grad_key = grad_scores.transpose(-1, -2) @ (query * call.factor)
     grad_value = weights.transpose(-1, -2) @ grad
-    return *[x.to(problem.query.dtype) for x in (grad_query, grad_key, grad_value)], grad_scores
+    return *[x.to(call.query.dtype) for x in (grad_query, grad_key, grad_value)], grad_scores
 
 
-def _flash_backward(
-    problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
-) -> Sequence[Tensor]:
-    query, key, value, mask, is_causal, scale = problem
+def _flash_backward(call: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    query, key, value, mask, is_causal, scale = call
     grads: Sequence[Tensor]
     tensors: Sequence[Tensor] = (grad_out, query, key, value, out.to(query.dtype))
     if query.is_cpu:
@@ -59,7 +55,7 @@ def _flash_backward(
         return grads
     head_dim, lengths, unread = query.shape[-1], (query.shape[-2], key.shape[-2]), _unread(query)
     if head_dim % 8:
-        tensors, scale = [pad_head_dim(x) for x in tensors], problem.factor
+        tensors, scale = [pad_head_dim(x) for x in tensors], call.factor
     # Without dropout the kernel reads neither the random seed nor its offset
     # (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd). The operator itself makes grad_out and out
     # contiguous (transformers/cuda/attention_backward.cu).
@@ -72,21 +68,21 @@ def _flash_backward(
 
 
 def _memory_efficient_backward(
-    problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
+    call: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> Sequence[Tensor]:
-    query, unread = problem.query, _unread(problem.query)
+    query, unread = call.query, _unread(call.query)
     if query.shape[-2] % 32:
         # The kernel reads lse in whole tiles of 32 rows (mem_eff/gemm/mma_from_smem.h, accumApplyLSEToSmem).
         lse = F.pad(lse, (0, -query.shape[-2] % 32), value=inf)
     tensors = (
         grad_out,
-        *problem[:3],
-        problem.expanded_bias,
+        *call[:3],
+        call.expanded_bias,
         _with_packed_rows(out.to(query.dtype)),
         _make_dense(lse),
     )
     grads: Sequence[Tensor] = efficient_attention_backward(
-        *tensors, unread, unread, 0.0, [True, True, True, False], problem.is_causal, scale=problem.scale
+        *tensors, unread, unread, 0.0, [True, True, True, False], call.is_causal, scale=call.scale
     )
     return grads
 
@@ -104,12 +100,10 @@ def _with_packed_rows(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _cudnn_backward(
-    problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
-) -> Sequence[Tensor]:
-    query, key, value, _, is_causal, scale = problem
+def _cudnn_backward(call: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    query, key, value, _, is_causal, scale = call
     grad_out, out, unread = _lay_out_like(query, grad_out), _lay_out_like(query, out), _unread(query)
-    rest = (unread, unread, problem.bias, None, None, query.shape[-2], key.shape[-2], 0.0, is_causal)
+    rest = (unread, unread, call.bias, None, None, query.shape[-2], key.shape[-2], 0.0, is_causal)
     grads: Sequence[Tensor] = cudnn_attention_backward(
         grad_out, query, key, value, out, _make_dense(lse)[..., None], *rest, scale=scale
     )

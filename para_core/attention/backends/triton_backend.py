@@ -13,6 +13,7 @@ from para_core.attention.backends.backend import LocalBackend
 from para_core.attention.local_call import LocalAttentionCall
 from para_core.triton_support import has_triton, is_interpreting
 
+# That of para_core.kernels.attention_launch, which cannot be imported without Triton.
 LARGEST_HEAD_DIM = 256
 # A function with the signature of :func:`para_core.kernels.attention_reference.attention`.
 KernelFunction = Callable[..., tuple[Tensor, Tensor]]

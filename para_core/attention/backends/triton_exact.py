@@ -7,7 +7,7 @@ import torch
 from para_core.attention.backends.triton_backend import KernelFunction, triton_backend
 
 
-def import_attention() -> KernelFunction:
+def import_exact_attention() -> KernelFunction:
     """Return the kernel's function. Triton must be installed."""
     from para_core.kernels.attention import attention
 
@@ -15,7 +15,7 @@ def import_attention() -> KernelFunction:
 
 
 BACKEND = triton_backend(
-    import_attention,
+    import_exact_attention,
     {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32},
     launches={"para_core::triton_attention": 1},
 )

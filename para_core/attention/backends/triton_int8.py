@@ -7,7 +7,7 @@ import torch
 from para_core.attention.backends.triton_backend import KernelFunction, triton_backend
 
 
-def import_attention() -> KernelFunction:
+def import_int8_attention() -> KernelFunction:
     """Return the kernel's function. Triton must be installed."""
     from para_core.kernels.attention_int8 import attention
 
@@ -15,7 +15,7 @@ def import_attention() -> KernelFunction:
 
 
 BACKEND = triton_backend(
-    import_attention,
+    import_int8_attention,
     {"float16": torch.float16, "bfloat16": torch.bfloat16},
     # The mean of the keys, their rounding, and the attention kernel.
     launches={"para_core::triton_attention_int8": 3},

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from para_core.attention.attend import Block, columns
-from para_core.attention.blocks import expand
+from para_core.attention.attend import Block, take_columns
+from para_core.attention.blocks import expand_heads
 from para_core.attention.finite_masks import FiniteMaskedRows
 from para_core.attention.gradients.contract import Backward, QueryGradients
 from para_core.attention.local import local_attention_backward
@@ -17,7 +17,7 @@ from para_core.option_values import Backend
 
 
 def local_backward(backend: Backend | None, scale: float | None) -> Backward:
-    """Return the gradient of :func:`~para_core.attention.blocks.local`, tile by tile."""
+    """Return the gradient of :func:`~para_core.attention.blocks.attend_by_backend`, tile by tile."""
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
         tiling = into.tiling
@@ -36,7 +36,7 @@ def local_backward(backend: Backend | None, scale: float | None) -> Backward:
             query, grad_out, out, lse, grad_query = [of_pieces[piece] for of_pieces in parts]
             mask = None
             if rows is not None:
-                mask = columns(rows[piece], tile.positions)
+                mask = take_columns(rows[piece], tile.positions)
             keys, values = take(key, 2, tile.runs), take(value, 2, tile.runs)
             call = LocalAttentionCall(query, keys, values, mask, tile.is_causal, scale)
             of_query, of_key, of_value, of_mask = local_attention_backward(
@@ -56,15 +56,15 @@ def local_backward(backend: Backend | None, scale: float | None) -> Backward:
     return backward
 
 
-def key_heads_backward(inner: Backward) -> Backward:
+def key_heads_backward(block_backward: Backward) -> Backward:
     """Return the gradient of :func:`~para_core.attention.blocks.expand_key_heads` around attention with the gradient
-    ``inner``.
+    ``block_backward``.
     """
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
         heads = into.key_heads
-        expanded = expand(key, heads), expand(value, heads)
-        grads = inner(replace(into, key_heads=None), *expanded, block)
+        expanded = expand_heads(key, heads), expand_heads(value, heads)
+        grads = block_backward(replace(into, key_heads=None), *expanded, block)
         if heads is None:
             return grads
         of_key, of_value = [
@@ -76,17 +76,19 @@ def key_heads_backward(inner: Backward) -> Backward:
     return backward
 
 
-def low_rows_backward(inner: Backward) -> Backward:
+def low_rows_backward(block_backward: Backward) -> Backward:
     """Return the gradient of :func:`~para_core.attention.low_rows.level_low_rows` around attention with the gradient
-    ``inner``.
+    ``block_backward``.
     """
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
         low_rows = FiniteMaskedRows.of(into.mask)
         if low_rows is None:
-            return inner(into, key, value, block)
-        own = low_rows.rows(0, into.query.shape[2])
-        grad_out, lse = own.for_gradient(into.grad_out, into.lse)
-        return inner(replace(into, grad_out=grad_out, lse=lse, mask=low_rows.mask), key, value, block)
+            return block_backward(into, key, value, block)
+        query_rows = low_rows.take_rows(0, into.query.shape[2])
+        grad_out, lse = query_rows.for_gradient(into.grad_out, into.lse)
+        return block_backward(
+            replace(into, grad_out=grad_out, lse=lse, mask=low_rows.mask), key, value, block
+        )
 
     return backward

@@ -19,8 +19,8 @@ from para_core.attention.tiles import Tiling
 from para_core.layout.runs import add_at
 
 # Called as backward(into, key, value, block): returns the gradients of the keys and values of a block in the dtype of
-# lse, and adds those of queries and mask to the QueryGradients ``into``. ``block`` is the number of the block in
-# ``into.tiling``.
+# lse, in new tensors, to which the caller may add in place; and adds those of queries and mask in place to the
+# QueryGradients ``into``. ``block`` is the number of the block in ``into.tiling``.
 Backward = Callable[["QueryGradients", Tensor, Tensor, int], Block]
 
 
@@ -58,9 +58,7 @@ class QueryGradients:
         key_heads: Tensor | None,
         mask_gradient: bool,
     ) -> QueryGradients:
-        """Return the gradients before any block: zeros.
-        ``mask_gradient`` asks for the gradient of ``mask``.
-        """
+        """Return the gradients before any block: zeros. ``mask_gradient`` asks for the gradient of ``mask``."""
         grad_mask = None
         if mask_gradient and mask is not None:
             grad_mask = torch.zeros_like(mask, dtype=lse.dtype)
@@ -68,7 +66,10 @@ class QueryGradients:
         return QueryGradients(grad_out, query, out, lse, mask, tiling, key_heads, zeros, grad_mask)
 
 
-def add_to_travelling(own: Block, arrived: Block, plan: RingPlan) -> None:
-    """Add gradients that arrived to the part of this rank's gradients that belongs to what was sent."""
-    for total, part in zip(own, arrived, strict=True):
-        add_at(total, 2, plan.travels, part)
+def add_to_sent_keys(grads: Block, arrived: Block, plan: RingPlan) -> None:
+    """Add the gradients that arrived from other ranks to those of the keys and values that this rank sent.
+
+    ``grads`` are the gradients of all of this rank's keys and values, replicated ones included.
+    """
+    for total, part in zip(grads, arrived, strict=True):
+        add_at(total, 2, plan.sent_runs, part)

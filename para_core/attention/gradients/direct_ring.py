@@ -9,34 +9,37 @@ from torch import Tensor
 
 from para_core.attention.attend import Block
 from para_core.attention.direct_ring import DirectRing
-from para_core.attention.gradients.contract import Backward, QueryGradients, add_to_travelling
+from para_core.attention.gradients.contract import Backward, QueryGradients, add_to_sent_keys
 from para_core.attention.ring import Packing
 from para_core.distributed.collectives import Travelling, start_ring_shift, wait
 
 
-def direct_ring_backward(inner: Backward, ring: DirectRing) -> Backward:
-    """Return the gradient of the direct ring around attention with the gradient ``inner``."""
+def direct_ring_backward(block_backward: Backward, ring: DirectRing) -> Backward:
+    """Return the gradient of the direct ring around attention with the gradient ``block_backward``."""
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
-        return _key_gradients(inner, into, key, value, ring)
+        return _gradients_in_direct_ring(block_backward, into, key, value, ring)
 
     return backward
 
 
-def _key_gradients(
-    inner: Backward, into: QueryGradients, key: Tensor, value: Tensor, ring: DirectRing
+def _gradients_in_direct_ring(
+    block_backward: Backward, into: QueryGradients, key: Tensor, value: Tensor, ring: DirectRing
 ) -> Block:
-    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``."""
+    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``. Collective.
+
+    Every hop of the forward has its opposite here, also on ranks that send and receive nothing.
+    """
     packing, index = Packing(key, value, ring.plan.block_sizes), ring.plan.dim.index
-    own: Block = (key, value)
+    own_grads: Block = (key, value)
     # These gradients are in flight while this rank computes the next ones.
     arriving: list[Travelling] = []
     for hop, block in ring.blocks(key, value, packing, []):
         sent, numel = key.new_empty(0, dtype=into.lse.dtype), 0
         if block is not None:
-            grads = inner(into, *block, hop.step)
+            grads = block_backward(into, *block, hop.step)
             if hop.step == 0:
-                own = grads
+                own_grads = grads
                 continue
             sent = packing.pack(*grads)
         del block
@@ -45,5 +48,5 @@ def _key_gradients(
         arriving.append(start_ring_shift(sent, numel, ring.plan.dim, distance=-hop.step))
     for buffer in map(wait, arriving):
         if buffer.numel():
-            add_to_travelling(own, packing.unpack(buffer, index), ring.plan)
-    return own
+            add_to_sent_keys(own_grads, packing.unpack(buffer, index), ring.plan)
+    return own_grads

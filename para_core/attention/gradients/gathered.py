@@ -10,12 +10,12 @@ from para_core.attention.gradients.contract import Backward, QueryGradients
 from para_core.layout.gather import gather_gradient
 
 
-def gathered_backward(inner: Backward, style: GatheredKeys) -> Backward:
-    """Return the gradient of :meth:`GatheredKeys.around` of attention with the gradient ``inner``."""
+def gathered_backward(block_backward: Backward, style: GatheredKeys) -> Backward:
+    """Return the gradient of :meth:`GatheredKeys.over_ring` of attention with the gradient ``block_backward``."""
     plan = style.plan
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
-        grad_keys, grad_values = inner(into, *style.gather(key, value, []), 0)
+        grad_keys, grad_values = block_backward(into, *style.gather(key, value, []), 0)
         if not plan.rotates:
             return grad_keys, grad_values
         layout, ranks = plan.spec.keys, plan.dim

@@ -1,4 +1,8 @@
-"""Attention over the mesh as one differentiable operation: an autograd function in eager code, operators in a graph."""
+"""Attention over the mesh as one differentiable operation: an autograd function in eager code, operators in a graph.
+
+Both save the same tensors (:func:`_save`) and have the same backward. Every rank must run the backward, because it is
+collective.
+"""
 
 from __future__ import annotations
 
@@ -92,9 +96,7 @@ def _check_no_second_derivative(followed_outside: bool, grad_out: Tensor) -> Non
 
 
 class _EagerAttention(torch.autograd.Function):
-    """The autograd function of attention over the mesh in eager code.
-    Graphs use the operators below instead.
-    """
+    """The autograd function of attention over the mesh in eager code. Graphs use the operators below instead."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: AttentionPlan) -> Any:
@@ -142,8 +144,8 @@ def _attention_to_learn_shape(
         lse = query.new_empty(query.shape[:3], dtype=lse_dtype(query))
         return out, lse, lse.new_empty(0), lse.new_empty(0), lse.new_empty(0), lse.new_empty(0), token
     batch, index = query.shape[0], plan.spec.mesh.ulysses.index
-    of_query = batch, plan.heads.of_query[index][1], plan.ulysses.queries.size
-    of_key = batch, plan.heads.of_key[index][1], plan.ulysses.keys.size
+    of_query = batch, plan.heads.query_runs[index][1], plan.ulysses.queries.size
+    of_key = batch, plan.heads.key_runs[index][1], plan.ulysses.keys.size
     return (
         out,
         query.new_empty(of_query, dtype=lse_dtype(query)),

@@ -15,7 +15,7 @@ from para_core.attention.gradients.contract import Backward, QueryGradients
 from para_core.attention.usp import autocasts
 
 
-def compose(plan: AttentionPlan, masked: bool) -> Backward:
+def compose_backward(plan: AttentionPlan, masked: bool) -> Backward:
     """Return the gradient of what :func:`para_core.attention.usp.compose` returns."""
     spec = plan.spec
     backward = local_backward(spec.options.backend, spec.scale)
@@ -28,7 +28,7 @@ def compose(plan: AttentionPlan, masked: bool) -> Backward:
 
 
 # The composition of a plan is made once. A plan is compared by identity.
-compose_once = lru_cache(maxsize=1024)(compose)
+compose_backward_once = lru_cache(maxsize=1024)(compose_backward)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -52,7 +52,9 @@ def usp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` (otherwise None).
 
-    The loss is the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`.
+    The loss is the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`, and ``plan``
+    was its argument. What the plan says of 8 bits is not used: gradients are sent as they are, and a backend that is
+    not PyTorch's has its gradient computed by PyTorch's. Collective.
     """
     if autocasts(grad_out):
         with torch.autocast(grad_out.device.type, enabled=False):
@@ -60,20 +62,22 @@ def usp_backward(
     if plan.ulysses is not None:
         grad_out = plan.ulysses.enter_gradient(grad_out)
     heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
-    hidden, query = mask, saved.query
+    masked_keys, query = mask, saved.query
     for option in plan.spec.options.others:
-        hidden = option.mask_of_gradient(plan, query, saved.key, hidden, heads)
+        masked_keys = option.mask_of_gradient(plan, query, saved.key, masked_keys, heads)
     into = QueryGradients.of(
         grad_out,
         query,
         saved.out,
         saved.lse,
-        hidden,
+        masked_keys,
         plan.style.tiling,
         key_heads=heads,
         mask_gradient=mask_gradient,
     )
-    grad_key, grad_value = compose_once(plan, hidden is not None)(into, saved.key, saved.value, 0)
+    grad_key, grad_value = compose_backward_once(plan, masked_keys is not None)(
+        into, saved.key, saved.value, 0
+    )
     grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]
     grad_mask = into.grad_mask
     if grad_mask is not None and mask is not None:

@@ -86,7 +86,7 @@ def test_options_that_differ_raise_on_every_rank(rank_pool):
 def refuse_on_one_rank():
     pipe, mesh, is_last = flux_pipe(), cpu_mesh(1, 2), dist.get_rank() == 1
     with same_pipe(pipe):
-        with mock.patch("para_core.adapters.parallel.options.require_library") as require:
+        with mock.patch("para_core.adapters.parallel.options.check_library") as require:
             require.side_effect = ImportError("library 17") if is_last else None
             with pytest.raises(ImportError, match="17"):
                 parallelize_pipe(pipe, mesh=mesh)

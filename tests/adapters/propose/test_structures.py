@@ -173,11 +173,11 @@ def test_proposed_plans_are_exact_on_ranks(rank_pool):
             expected[what] = transformer(**inputs)
     assert proposals["samples"].plan.batched == {"latents": 0, "caption": 0}
     assert proposals["samples"].plan.common == ("positions",)
-    assert proposals["text, shard"].plan.cuts("text")
+    assert proposals["text, shard"].plan.splits("text")
     assert "text" in str(proposals["text, shard"])
     # Positions of text and image are one argument.
     own = proposals["its own plan"]
-    assert not own.plan.cuts("text")
+    assert not own.plan.splits("text")
     assert adapter_of(own.source()) == Adapter("Painter", "Painter", plan=own.plan, blocks=own.blocks)
     assert own.blocks.groups[0].streams == ("caption", "latents") and own.blocks.groups[0].chained
     assert "3 of 3 attention calls" in str(own)

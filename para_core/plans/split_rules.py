@@ -1,0 +1,164 @@
+"""Apply the rule :class:`~para_core.plans.plan.Split` to a tensor: return this rank's part of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import Run, Segment, SequenceLayout
+from para_core.layout.tokens import copy_runs, shard_tokens
+from para_core.plans.call_segments import SegmentsOfCall
+from para_core.plans.plan import Split
+
+# Maximum number of known cuts of one plan. A full table is emptied.
+_MOST_KNOWN = 256
+
+
+class _KnownCut(NamedTuple):
+    """The result of a plain :class:`Split` for one number of tokens: the segment, and the runs that this rank holds."""
+
+    # The table's keys contain the id of the rule, so it must stay alive.
+    split: Split
+    name: str
+    segment: Segment
+    runs: tuple[Run, ...]
+
+
+class SplitRules(SegmentsOfCall):
+    """The part of a :class:`~para_core.plans.apply_rules.RuleExecutor` that splits tensors."""
+
+    def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
+        super().__init__(mesh, coarse)
+        # In eager code, the sharding of tensors that a plain Split cuts, by rule and number of tokens.
+        self._known_cuts: dict[tuple[int, int], _KnownCut] = {}
+
+    def split_known(self, value: Tensor, split: Split, name: str) -> Tensor | None:
+        """Return this rank's part of ``value`` if :meth:`_split_eagerly` has split as many tokens by this rule
+        before, and its segment is known or new in this call; else None.
+
+        It does what :meth:`split` does, with fewer Python calls: change both.
+        """
+        if split.ndim is not None and value.ndim != split.ndim:
+            return None
+        known = self._known_cuts.get((id(split), value.shape[split.dim]))
+        if known is None or known.split is not split or known.name != (split.segment or split.like or name):
+            return None
+        segment = known.segment
+        noted = self.segments.get(known.name)
+        if noted is None and (split.segment is not None or not segment.replicated):
+            self.segments[known.name] = segment
+        elif noted is not None and noted != segment:
+            return None
+        if segment.replicated:
+            return value
+        if len(known.runs) > 1:
+            return copy_runs(value, split.dim, known.runs)
+        # This is what copy_runs does for one run, with a Python call less for each input of each step.
+        start, length = known.runs[0]
+        return value.narrow(split.dim, start, length).clone()
+
+    def split(self, value: Tensor, split: Split, name: str) -> Tensor:
+        """Return this rank's part of ``value``, an argument or output called ``name``, or ``value`` itself if its
+        tokens are replicated. The segment is noted for later rules of this call.
+
+        Raises:
+            ValueError: ``value`` has another shape than the rule or an earlier split of its segment says, or the
+                segment was not split before although the rule needs that.
+        """
+        if split.ndim is not None and value.ndim != split.ndim:
+            if split.segment is None and value.ndim < split.ndim:
+                return value
+            if split.like is None:
+                raise ValueError(
+                    f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
+                )
+        if split.per != 1:
+            return self._split_entries_of_tokens(value, split, name)
+        if split.runs:
+            return self._split_repeated_tokens(value, split, name)
+        if split.only is not None:
+            segment = self.segment(split.like or "")
+            start, stop = self._range_on_rank(split.only, value.shape[split.dim], segment)
+            return value.narrow(split.dim, start, stop - start)
+        if split.then_replicated:
+            total = self.segment(split.like or "").total
+            tokens, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
+            part = self.split(tokens, replace(split, then_replicated=False), name)
+            return torch.cat([part, rest], dim=split.dim)
+        if split.after_replicated:
+            segment = self.segment(split.segment or split.like or "")
+            layout = self._layout_with_prefix(value, split.dim, segment, segment.total)
+            return shard_tokens(value, split.dim, layout, self.mesh)
+        if split.together:
+            segment = self._segment_of_groups(value, split)
+            self._note(segment, split.dim, name)
+            if segment.replicated:
+                return value
+            return self._shard_known(value, split.dim, segment)
+        return self._split_tokens(value, split, name)
+
+    def _split_entries_of_tokens(self, value: Tensor, split: Split, name: str) -> Tensor:
+        """Split a dim that has ``split.per`` entries for each entry of the segment."""
+        dim = split.dim % value.ndim
+        if split.per is not None:
+            grouped = torch.unflatten(value, dim, (-1, split.per))
+        else:
+            grouped = torch.unflatten(value, dim, (self.segment(split.like or "").total, -1))
+        return self.split(grouped, replace(split, dim=dim, ndim=None, per=1), name).flatten(dim, dim + 1)
+
+    def _split_repeated_tokens(self, value: Tensor, split: Split, name: str) -> Tensor:
+        """Split a dim that has all tokens of the segment several times in a row."""
+        dim = split.dim % value.ndim
+        grouped = torch.unflatten(value, dim, (-1, self.segment(split.like or "").total))
+        part = self.split(grouped, replace(split, dim=dim + 1, ndim=None, runs=False), name)
+        return part.flatten(dim, dim + 1)
+
+    def _split_tokens(self, value: Tensor, split: Split, name: str) -> Tensor:
+        """Split a dim with one entry per token of the segment, perhaps after the tokens of ``split.after``."""
+        segment_name = split.segment or split.like or name
+        known = self.segments.get(segment_name)
+        if known is not None and split.after is None:
+            if known.together != 1:
+                return self._shard_known(value, split.dim, known)
+            # A segment of few frames is replicated, even if it has enough tokens.
+            if known.replicated and known.total == value.shape[split.dim]:
+                return value
+        if split.after is None and not torch.compiler.is_compiling():
+            return self._split_eagerly(value, split, name, segment_name)
+        first: tuple[Segment, ...] = ()
+        if split.after is not None:
+            first = (self.segment(split.after),)
+        total = value.shape[split.dim] - sum([segment.total for segment in first])
+        segment = self.new_segment(segment_name, total)
+        if split.segment is not None or not segment.replicated:
+            self._note(segment, split.dim, name)
+        if segment.replicated:
+            return value
+        return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
+
+    def _split_eagerly(self, value: Tensor, split: Split, name: str, segment_name: str) -> Tensor:
+        """Return this rank's part of ``value``, all of whose tokens along ``split.dim`` are those of one
+        segment.
+
+        What the plan says about a number of tokens is looked up from the second call on.
+        """
+        total = value.shape[split.dim]
+        known = self._known_cuts.get((id(split), total))
+        if known is None or known.split is not split or known.name != segment_name:
+            segment = self.new_segment(segment_name, total)
+            runs = SequenceLayout((segment,), self.mesh.ranks).runs(self.mesh.rank)
+            if len(self._known_cuts) >= _MOST_KNOWN:
+                self._known_cuts.clear()
+            known = self._known_cuts[id(split), total] = _KnownCut(split, segment_name, segment, runs)
+        segment = known.segment
+        noted = self.segments.get(segment_name)
+        if (noted is None or noted.total != total) and (split.segment is not None or not segment.replicated):
+            self._note(segment, split.dim, name)
+        if segment.replicated:
+            return value
+        return copy_runs(value, split.dim, known.runs)
