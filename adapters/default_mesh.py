@@ -68,8 +68,8 @@ def mesh_and_method(
                     "torch.distributed.init_process_group() before parallelize_pipe(pipe)."
                 )
             return one_guided_rank(device_type), "alltoall"
-        choice = _choose(device_type, owner, weights)
-        return guided_mesh(_make(device_type, choice)), choice.rotate_method
+        choice = _choose_default_mesh(device_type, owner, weights)
+        return guided_mesh(_create_mesh_of(device_type, choice)), choice.rotate_method
     guided = guided_mesh(mesh)
     if guided.sequence.device_type == "meta":
         raise ValueError(
@@ -81,7 +81,7 @@ def mesh_and_method(
     return guided, "alltoall"
 
 
-def _choose(device_type: str, owner: Any, weights: str | None) -> MeshChoice:
+def _choose_default_mesh(device_type: str, owner: Any, weights: str | None) -> MeshChoice:
     """Return the sizes of the default mesh. A collective call."""
     choose, ranks = feature("choose_default_mesh"), dist.get_world_size()
     if choose is None:
@@ -126,7 +126,7 @@ def _ranks_per_host() -> int | None:
     return gcd(*[len(list(run)) for _, run in groupby(names)])
 
 
-def _make(device_type: str, choice: MeshChoice) -> DeviceMesh:
+def _create_mesh_of(device_type: str, choice: MeshChoice) -> DeviceMesh:
     """Create the mesh of ``choice`` over all ranks. Rank 0 logs it."""
     sizes = {"batch": choice.batch, "ring": choice.ring, "ulysses": choice.ulysses}
     if choice.tensor > 1:

@@ -162,26 +162,27 @@ def wrapped_model(wrapper: Any) -> nn.Module | None:
     Wrappers for training keep the model in their attribute ``module``, and may be nested. A class that is not
     torch's counts as a wrapper only if the class of the model is supported.
     """
-    inner: Any = wrapper
-    while not _is_known_class(inner):
-        deeper = uncompiled(getattr(inner, "module", None))
-        if not isinstance(deeper, nn.Module):
+    model: Any = wrapper
+    while not _is_known_class(model):
+        wrapped = uncompiled(getattr(model, "module", None))
+        if not isinstance(wrapped, nn.Module):
             break
-        inner = deeper
-    if inner is wrapper or not (_is_known_class(inner) or isinstance(wrapper, _TRAINING_WRAPPERS)):
+        model = wrapped
+    if model is wrapper or not (_is_known_class(model) or isinstance(wrapper, _TRAINING_WRAPPERS)):
         return None
-    model: nn.Module = inner
-    return model
+    found: nn.Module = model
+    return found
 
 
 _TRAINING_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
 
 
 def _is_known_class(module: nn.Module) -> bool:
+    """Whether ``module`` is a supported transformer or other denoiser."""
     return is_transformer_class(type(module)) or kind_of(module) is not None
 
 
-def require_kind(kind: Literal["pipeline", "model"], instance: Any, other: str) -> None:
+def check_pipeline_or_model(kind: Literal["pipeline", "model"], instance: Any, other: str) -> None:
     """Raise ``TypeError`` if ``instance`` is a model and a pipeline is expected, or it is no model and one is
     expected.
 

@@ -20,7 +20,7 @@ from para_core.fleet.build import build, build_unmodified
 from para_core.fleet.recipe import Recipe, approximations, on_one_rank
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
-from para_core.recorder.operator_count import tensors_in
+from para_core.recorder.operator_count import leaf_tensors
 
 # The comparison passes if the relative error is at most this multiple of the change that one different
 # rounding per call of the transformer causes. The factor is needed because another order of sums changes the
@@ -166,7 +166,7 @@ def _changing_rounding(pipe: Any) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
 
     def change(module: nn.Module, args: Any, output: Any) -> None:
-        for x in tensors_in(output):
+        for x in leaf_tensors(output):
             if x.is_floating_point():
                 signs = torch.randint(0, 2, x.shape, generator=generator).to(x.device, x.dtype) * 2 - 1
                 x.mul_(1 + torch.finfo(x.dtype).eps * signs)

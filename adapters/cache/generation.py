@@ -124,6 +124,7 @@ class PipelineCache:
 
     @contextmanager
     def _generation(self, pipe: Any) -> Iterator[None]:
+        """Run the ``with`` block as one generation of ``pipe``, and warn of its outcomes if it did not raise."""
         for name, cache in self.caches.items():
             cache.begin_generation()
             # Attach the cache's hooks again before the first CFG branch is identified: another pipeline that

@@ -13,7 +13,7 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.cache.checks import check_cache
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.checks import CheckedModel, models_to_check
-from para_core.adapters.registry import mesh_of, require_adapter, require_blocks, require_kind
+from para_core.adapters.registry import check_pipeline_or_model, mesh_of, require_adapter, require_blocks
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.options import CacheOptions, options_of
@@ -65,7 +65,7 @@ def apply_cache_on_pipe(
     Raises:
         TypeError, ValueError: The pipeline is not supported, or an option is invalid.
     """
-    require_kind("pipeline", pipe, "apply_cache_on_transformer takes a transformer.")
+    check_pipeline_or_model("pipeline", pipe, "apply_cache_on_transformer takes a transformer.")
     mesh = mesh_of(pipe)
     # The ranks decide together whether to skip a step, so either all of them get the new cache or none.
     agreement: AbstractContextManager[None] = nullcontext()
@@ -145,7 +145,7 @@ def apply_cache_on_transformer(
     Raises:
         TypeError, ValueError: The transformer is not supported, or an option is invalid.
     """
-    require_kind("model", transformer, "apply_cache_on_pipe takes a pipeline.")
+    check_pipeline_or_model("model", transformer, "apply_cache_on_pipe takes a pipeline.")
     module = uncompiled(transformer)
     check_cache(CheckedModel(module, module, adapter=adapter))
     chosen = _resolve_options("apply_cache_on_transformer", options, require_adapter(module, adapter))
@@ -154,6 +154,11 @@ def apply_cache_on_transformer(
 
 
 def _resolve_options(function: str, options: Mapping[str, Any], adapter: Adapter) -> CacheOptions:
+    """Return the options with the threshold of ``adapter`` if none is given. ``function`` is named in errors.
+
+    Raises:
+        TypeError, ValueError: An option is invalid, or the rule needs a threshold of its own.
+    """
     has_threshold = options.get("residual_diff_threshold") is not None
     if not has_threshold:
         options = {**options, "residual_diff_threshold": adapter.threshold}
@@ -167,8 +172,15 @@ def _resolve_options(function: str, options: Mapping[str, Any], adapter: Adapter
 
 
 def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
-    """Undo :func:`apply_cache_on_pipe` and return ``pipe``. A pipeline without a cache stays as it is."""
-    require_kind("pipeline", pipe, "para_core.remove_cache takes a model.")
+    """Undo :func:`apply_cache_on_pipe` and return ``pipe``. A pipeline without a cache stays as it is.
+
+    Args:
+        pipe (`DiffusionPipeline`): The pipeline.
+
+    Raises:
+        TypeError: If ``pipe`` is not a pipeline.
+    """
+    check_pipeline_or_model("pipeline", pipe, "para_core.remove_cache takes a model.")
     caching = caching_of(pipe)
     if caching is not None:
         caching.remove(pipe)

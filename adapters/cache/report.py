@@ -13,7 +13,13 @@ def cache_report(pipe: Any) -> CacheReport:
     """Return a report of the cache's decision at each step of the last generation of ``pipe``.
 
     It is a `CacheReport` to ``print``, ``.plot(path)`` or ``.to_json(path)``, with the steps of this rank; it
-    has none before the first generation. Raises ``ValueError`` if the pipeline has no cache.
+    has none before the first generation.
+
+    Args:
+        pipe (`DiffusionPipeline`): A pipeline with a cache.
+
+    Raises:
+        ValueError: If the pipeline has no cache.
     """
     caching = caching_of(pipe)
     if caching is None:

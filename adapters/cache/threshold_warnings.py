@@ -44,20 +44,20 @@ def warn_of_outcomes(name: str, cache: BlockCache, log: WarningLog) -> None:
     if num_hits == 0:
         log.warn(
             f"{name}: no hits",
-            f"the cache of the {name} skipped no step: {_range_of_differences(cache, verdicts)}, and "
-            f"{_decided_by(cache)}. {_advice(cache, 'Raise', 'True')}.",
+            f"the cache of the {name} skipped no step: {_describe_differences(cache, verdicts)}, and "
+            f"{_describe_decision(cache)}. {_advise_change(cache, 'Raise', 'True')}.",
             ThresholdWarning,
         )
     elif num_misses == 0 and Verdict.LIMIT not in verdicts:
         log.warn(
             f"{name}: only hits",
-            f"the cache of the {name} skipped every step that it could: {_range_of_differences(cache, verdicts)}, and "
-            f"{_decided_by(cache)}. {_advice(cache, 'Lower', 'False')}, or set max_consecutive_hits.",
+            f"the cache of the {name} skipped every step that it could: {_describe_differences(cache, verdicts)}, and "
+            f"{_describe_decision(cache)}. {_advise_change(cache, 'Lower', 'False')}, or set max_consecutive_hits.",
             ThresholdWarning,
         )
 
 
-def _range_of_differences(cache: BlockCache, verdicts: list[Verdict]) -> str:
+def _describe_differences(cache: BlockCache, verdicts: list[Verdict]) -> str:
     """Return the range of the differences that decided the steps, in words: of each step, the largest."""
     largest = []
     for outcome, verdict in zip(cache.outcomes, verdicts, strict=True):
@@ -76,13 +76,13 @@ def _as_list(differences: Any) -> list[float]:
     return list(differences)
 
 
-def _decided_by(cache: BlockCache) -> str:
+def _describe_decision(cache: BlockCache) -> str:
     if cache.options.policy is not None:
         return f"policy={cache.options.as_text()['policy']} decides"
     return f"residual_diff_threshold is {cache.threshold:g}"
 
 
-def _advice(cache: BlockCache, change: str, answer: str) -> str:
+def _advise_change(cache: BlockCache, change: str, answer: str) -> str:
     if cache.options.policy is not None:
         return f"Let it return {answer} at some steps"
     return f"{change} it"

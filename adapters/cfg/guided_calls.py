@@ -14,7 +14,7 @@ from torch import nn
 
 from para_core.adapters.agree.callbacks import replace_callbacks
 from para_core.adapters.cache.generation import PipelineCache, caching_of
-from para_core.adapters.cfg.output_form import meta_output
+from para_core.adapters.cfg.output_form import predict_output
 from para_core.adapters.registry import adapter_for
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.cfg.guidance import Guidance
@@ -35,7 +35,7 @@ class GuidedCalls(FeatureChange):
     def __init__(self, request: ChangeRequest) -> None:
         self._transformers: Mapping[str, nn.Module] = request.transformers
         self._dim: MeshDim = request.mesh.batch
-        self._guidance = Guidance(self._dim, meta_output)
+        self._guidance = Guidance(self._dim, predict_output)
         self._caching: PipelineCache | None = None
         # The components, compiled or not, that generations have wrapped.
         self._wrapped: WeakSet[nn.Module] = WeakSet()
@@ -83,6 +83,7 @@ class GuidedCalls(FeatureChange):
         return callback(*args, **kwargs)
 
     def _run_branch(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the call of one CFG branch, which one rank computes. All ranks must make equal calls."""
         if torch.compiler.is_compiling() or not self._guidance.active:
             return call(module, *args, **kwargs)
         if self._caching is not None:
@@ -98,6 +99,7 @@ class GuidedCalls(FeatureChange):
         return self._guidance.call(module, partial(call, module), args, kwargs)
 
     def _warn_unguided(self, name: str) -> None:
+        """Warn if each step of the ended generation had one branch."""
         rounds = self._guidance.rounds
         if rounds and max(rounds) == 1:
             warn_user(

@@ -12,7 +12,7 @@ from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.resolve import resolve
 from para_core.adapters.parallel.session import replace_session
 from para_core.adapters.parallel.transformer import remove_from_transformer
-from para_core.adapters.registry import require_kind, transformers_of
+from para_core.adapters.registry import check_pipeline_or_model, transformers_of
 from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.declared_options import takes_options
 from para_core.instance.record import empty_slot
@@ -58,7 +58,7 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
         >>> parallelize_pipe(pipe, mesh=mesh, vae=True)  # doctest: +SKIP
     """
     with agree_on_options("parallelize_pipe", options.mesh, options.compared):
-        require_kind(
+        check_pipeline_or_model(
             "pipeline", pipe, "parallelize_transformer, parallelize_unet and parallelize_vae take a model."
         )
         check_usable(pipe)
@@ -84,7 +84,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
         RuntimeError: If weights of the pipeline are sharded, or other ranks hold some of its blocks (a mesh
             with ``pipe``): nothing gathers them. Load the pipeline again. The pipeline stays parallel.
     """
-    require_kind(
+    check_pipeline_or_model(
         "pipeline", pipe, "unparallelize_transformer, unparallelize_unet and unparallelize_vae take a model."
     )
     check_can_be_undone(pipe)

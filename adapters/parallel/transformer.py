@@ -17,7 +17,7 @@ from para_core.adapters.model_checks import require_plan
 from para_core.adapters.parallel.options import TransformerOptions
 from para_core.adapters.parallel.parts import FeaturePart
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing, replace_session
-from para_core.adapters.registry import planned_class, require_kind
+from para_core.adapters.registry import check_pipeline_or_model, planned_class
 from para_core.adapters.weights.feature import ChangeRequest
 from para_core.adapters.weights.features import changes_for
 from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
@@ -62,7 +62,7 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
     module, mesh = uncompiled(transformer), options.mesh
     model = CheckedModel(module, module, adapter=options.adapter)
     with agree_on_options("parallelize_transformer", mesh, options.compared):
-        require_kind("model", transformer, "parallelize_pipe takes a pipeline.")
+        check_pipeline_or_model("model", transformer, "parallelize_pipe takes a pipeline.")
         options.check()
         if options.schedule is not None:
             raise ValueError(
@@ -90,7 +90,7 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
         RuntimeError: If weights of the transformer are sharded, or other ranks hold some of its blocks (a
             mesh with ``pipe``). Load it again.
     """
-    require_kind("model", transformer, "unparallelize_pipe takes a pipeline.")
+    check_pipeline_or_model("model", transformer, "unparallelize_pipe takes a pipeline.")
     check_can_be_undone(uncompiled(transformer))
     remove_from_transformer(transformer)
     return transformer

@@ -11,7 +11,7 @@ from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
-from para_core.adapters.registry import require_kind
+from para_core.adapters.registry import check_pipeline_or_model
 from para_core.adapters.vae.unet import KIND
 from para_core.distributed.agree import together
 from para_core.distributed.mesh import GuidedMesh
@@ -49,7 +49,7 @@ def parallelize_unet(
     model = CheckedModel(module, module, kind=KIND)
     options = {"assume_equal": assume_equal, "batched": batched}
     with agree_on_options("parallelize_unet", mesh, options):
-        require_kind("model", unet, "parallelize_pipe takes a pipeline.")
+        check_pipeline_or_model("model", unet, "parallelize_pipe takes a pipeline.")
         _check_bools(options)
         check_parallelize([model])
     guided = guided_mesh_for(mesh, module)

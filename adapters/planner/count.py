@@ -31,7 +31,7 @@ from para_core.recorder.events import (
     ModuleStart,
     OperatorCall,
 )
-from para_core.recorder.operator_count import OperatorCount, tensors_in
+from para_core.recorder.operator_count import OperatorCount, leaf_tensors
 from para_core.recorder.recorder import Recorder
 from para_core.recorder.without_data import attend_without_data
 from para_core.torch_internals import FakeTensorMode
@@ -115,7 +115,7 @@ class _CallCount:
     def run(self, inputs: dict[str, Any]) -> CallWork:
         """Call the model, and return the work of the call."""
         self._operators.is_sharded = _shards_any(self._plan.inputs, inputs)
-        with Recorder(self._note, attend=attend_without_data).watch(self._model, operators=True):
+        with Recorder(self._note, compute_attention=attend_without_data).watch(self._model, operators=True):
             output = self._model(**inputs, return_dict=False)
         return CallWork(
             attention=tuple(replace(call, calls=number) for call, number in self._attention.items()),
@@ -124,7 +124,7 @@ class _CallCount:
             peak=(self._operators.peak[0], self._operators.peak[1]),
             split=self._split,
             summed=self._summed,
-            returned=sum(x.numel() * x.element_size() for x in tensors_in(output)),
+            returned=sum(x.numel() * x.element_size() for x in leaf_tensors(output)),
             launches=self._operators.launches,
         )
 
@@ -138,7 +138,7 @@ class _CallCount:
                     self._operators.is_sharded |= _shards_any(rules.of_inputs, values)
             case ModuleEnd():
                 for rules in self._rules.get(id(event.module), ()):
-                    outputs = dict(enumerate(tensors_in(event.output)))
+                    outputs = dict(enumerate(leaf_tensors(event.output)))
                     self._operators.is_sharded |= _shards_any(rules.of_outputs, outputs)
                     self._operators.is_sharded &= not rules.gathers
             case AttentionStart():

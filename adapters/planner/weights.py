@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.option_values import TextEncoders, VaePlacement
-from para_core.weights.balance import balanced
+from para_core.weights.balance import split_by_cost
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Weights:
             return self.transformers * self.transformer.at_rest(shape.sequence)
         absent = self.tensor * (1 - 1 / shape.tensor)
         if 1 < shape.pipe <= len(self.blocks):
-            stages = balanced([cost for cost, _ in self.blocks], shape.pipe)
+            stages = split_by_cost([cost for cost, _ in self.blocks], shape.pipe)
             largest = max(sum(size for _, size in self.blocks[stage.start : stage.stop]) for stage in stages)
             absent += sum(size for _, size in self.blocks) - largest
         if placement.resident is not None:

@@ -20,7 +20,7 @@ from para_core.adapters.propose.records import ObservedCall
 from para_core.adapters.propose.region import ObservedRegion
 from para_core.adapters.propose.search import Failure, Search, reasons_of
 from para_core.adapters.propose.start import find_starts
-from para_core.adapters.registry import require_kind
+from para_core.adapters.registry import check_pipeline_or_model
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
 from para_core.plans.plan import Plan
@@ -73,7 +73,9 @@ def propose_plan(
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call
             fails, or the model does not call scaled_dot_product_attention.
     """
-    require_kind("model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...).")
+    check_pipeline_or_model(
+        "model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...)."
+    )
     module = uncompiled(transformer)
     check_not_fsdp1(module, "transformer")
     check_not_wrapped(module, "transformer")

@@ -20,10 +20,10 @@ from para_core.spatial.fetch import start_fetch
 from para_core.spatial.mode import SpatialShardMode, first_ranks
 from para_core.spatial.row_tag import RowTag, clear_rows, rows_of, set_rows
 
-Gather = Literal["all", "first"]
+GatherTo = Literal["all", "first"]
 # The structure of an output, as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field:
 # ...}] for an output class, or ["module:Class", number of tensors] for a distribution.
-Form = Any
+Structure = Any
 
 
 class RowRanks:
@@ -66,7 +66,7 @@ class RowRanks:
         return RowTag(dim, divide_evenly(x.shape[dim], workers.size, unit)), workers
 
 
-def on_rows(
+def run_on_rows(
     mode: SpatialShardMode,
     call: Callable[..., Any],
     args: Sequence[Any],
@@ -88,10 +88,10 @@ def on_rows(
         return call(*positional, **named)
 
 
-def deliver(
-    compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: GuidedMesh, gather: Gather
+def run_on_workers(
+    compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: GuidedMesh, gather: GatherTo
 ) -> Any:
-    """Call ``compute`` on the first ``workers`` ranks, and return its output with all rows.
+    """Call ``compute`` on the first ``workers`` ranks, and return its output with all rows. Collective.
 
     All ``ranks`` must call this function; ``mesh`` has the same ranks. If there are more ranks than workers,
     one exchange tells the others the structure of the output, and an error of ``compute`` then raises on
@@ -100,29 +100,31 @@ def deliver(
     """
     works = ranks.index < workers
     failure: Exception | None = None
-    result, form, tensors = None, None, []
+    result, structure, tensors = None, None, []
     if works:
         try:
             result = compute()
-            form, tensors = _form(result), list(_tensors(result))
+            structure, tensors = _describe_structure(result), list(_output_tensors(result))
         except Exception as error:
             if workers == ranks.size:
                 raise
-            kind = type(error) if type(error) in (TypeError, ValueError) else RuntimeError
+            kind: type[Exception] = RuntimeError
+            if type(error) in (TypeError, ValueError):
+                kind = type(error)
             text = str(error)
             if not isinstance(error, kind):
                 text = f"{type(error).__name__}: {text}"
             failure = kind(text)
     if workers < ranks.size:
-        record = {"form": form, "tensors": [_description(x) for x in tensors]}
+        record = {"structure": structure, "tensors": [_describe_tensor(x) for x in tensors]}
         records = exchange(failure or record, mesh)
-        form = records[0]["form"]
+        structure = records[0]["structure"]
         if not works:
             tensors = [_empty_part(description) for description in records[0]["tensors"]]
-    return _rebuild(form, iter([_gather(x, workers, ranks, gather) for x in tensors]))
+    return _rebuild(structure, iter([_gather_output(x, workers, ranks, gather) for x in tensors]))
 
 
-def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
+def _gather_output(x: Tensor, workers: int, ranks: MeshDim, gather: GatherTo) -> Tensor:
     """Return all rows of ``x``.
 
     If ``x`` has a row tag, each of the first ``workers`` ranks holds some rows; otherwise each holds all of
@@ -155,7 +157,8 @@ def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
     return out
 
 
-def _description(x: Tensor) -> dict[str, Any]:
+def _describe_tensor(x: Tensor) -> dict[str, Any]:
+    """Return what :func:`_empty_part` needs to make a part of ``x`` on another rank, as JSON."""
     dtype = str(x.dtype).removeprefix("torch.")
     description: dict[str, Any] = {
         "shape": list(x.shape),
@@ -180,7 +183,7 @@ def _empty_part(description: dict[str, Any]) -> Tensor:
     return set_rows(torch.empty(shape, **options), RowTag(dim, tuple(sizes), outer))
 
 
-def _parameters(value: Any) -> list[Tensor] | None:
+def _tensors_of_distribution(value: Any) -> list[Tensor] | None:
     """Return the tensors that a distribution of diffusers consists of; None if ``value`` is not a distribution."""
     if hasattr(value, "parameters") and hasattr(value, "logvar"):
         return [value.parameters]
@@ -191,7 +194,7 @@ def _parameters(value: Any) -> list[Tensor] | None:
 
 def holds_distribution(value: Any) -> bool:
     """Whether ``value``, the output of an autoencoder, is or contains a distribution (as encoders return)."""
-    return _parameters(value) is not None or any(map(holds_distribution, _items(value)))
+    return _tensors_of_distribution(value) is not None or any(map(holds_distribution, _items(value)))
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -203,46 +206,54 @@ def _items(value: Any) -> Iterable[Any]:
     return ()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _output_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output, in the order of its structure."""
     if isinstance(value, Tensor):
         yield value
-    elif (parameters := _parameters(value)) is not None:
+    elif (parameters := _tensors_of_distribution(value)) is not None:
         yield from parameters
     else:
         for item in _items(value):
-            yield from _tensors(item)
+            yield from _output_tensors(item)
 
 
-def _form(value: Any) -> Form:
+def _describe_structure(value: Any) -> Structure:
+    """Return the structure of an output. Raise ``TypeError`` for an unsupported type."""
     if isinstance(value, Tensor):
         return "tensor"
-    if (parameters := _parameters(value)) is not None:
+    if (parameters := _tensors_of_distribution(value)) is not None:
         return [f"{type(value).__module__}:{type(value).__name__}", len(parameters)]
     if isinstance(value, (tuple, list)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return [kind, [_form(item) for item in value]]
+        kind = "tuple"
+        if isinstance(value, list):
+            kind = "list"
+        return [kind, [_describe_structure(item) for item in value]]
     if isinstance(value, dict):
         return [
             f"{type(value).__module__}:{type(value).__name__}",
-            {name: _form(item) for name, item in value.items()},
+            {name: _describe_structure(item) for name, item in value.items()},
         ]
     raise TypeError(
         f"a model returned a {type(value).__name__}; expected tensors, or an output class of diffusers."
     )
 
 
-def _rebuild(form: Form, tensors: Iterator[Tensor]) -> Any:
-    if form == "tensor":
+def _rebuild(structure: Structure, tensors: Iterator[Tensor]) -> Any:
+    """Return an output of this structure with ``tensors``, in the order of :func:`_output_tensors`."""
+    if structure == "tensor":
         return clear_rows(next(tensors))
-    kind, parts = form
+    kind, parts = structure
     if isinstance(parts, int):
-        return _class(kind)(*[clear_rows(next(tensors)) for _ in range(parts)])
+        return _import_class(kind)(*[clear_rows(next(tensors)) for _ in range(parts)])
     if kind in ("tuple", "list"):
         items = [_rebuild(part, tensors) for part in parts]
-        return items if kind == "list" else tuple(items)
-    return _class(kind)(**{field: _rebuild(part, tensors) for field, part in parts.items()})
+        if kind == "tuple":
+            return tuple(items)
+        return items
+    return _import_class(kind)(**{field: _rebuild(part, tensors) for field, part in parts.items()})
 
 
-def _class(name: str) -> Any:
+def _import_class(name: str) -> Any:
+    """Return the class ``module:name``."""
     module, _, qualified = name.partition(":")
     return getattr(import_module(module), qualified)

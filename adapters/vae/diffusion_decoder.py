@@ -20,7 +20,7 @@ from para_core.instance.record import fill_slot, fill_slots
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Run
 from para_core.layout.windows import Sizes, bounds_of, divide_evenly
-from para_core.spatial.fetch import fetch, gather, part_of
+from para_core.spatial.fetch import fetch_rows, gather_rows, part_of
 from para_core.spatial.row_tag import RowTag, set_rows
 
 
@@ -91,7 +91,9 @@ class DecoderRows:
                 "the windows of a diffusion decoder reach into rows of other ranks, and their masks cannot be made in "
                 "a graph. Call it uncompiled, or unparallelize_vae(vae)."
             )
-        dim = 4 if latents.shape[4] > latents.shape[3] else 3
+        dim = 3
+        if latents.shape[4] > latents.shape[3]:
+            dim = 4
         self._dim = None
         if latents.shape[dim] >= self.ranks.size:
             self._dim = dim
@@ -101,7 +103,8 @@ class DecoderRows:
             self._dim = None
 
     @contextmanager
-    def _sharded(self, sizes: Sizes) -> Iterator[None]:
+    def _rows_sharded(self, sizes: Sizes) -> Iterator[None]:
+        """Note inside the ``with`` block that each rank computes its rows, ``sizes`` before upsampling."""
         self._sizes = sizes
         try:
             yield
@@ -123,11 +126,11 @@ class DecoderRows:
         if self._dim is None:
             return call(decoder, z, generator, num_inference_steps)
         dim, sizes = self._dim, divide_evenly(z.shape[self._dim], self.ranks.size)
-        with self._sharded(sizes):
+        with self._rows_sharded(sizes):
             own = part_of(z, RowTag(dim, sizes), self.ranks)
             context = decoder.forward_stage_4(decoder.forward_stages_1_to_3(own))
             # Tokens are [B, T, H, W, C] and videos [B, C, T, H, W], so the row dim of tokens is one less.
-            rows = _times(sizes, context.shape[dim - 1] // own.shape[dim] * decoder.patch_size)
+            rows = _scale(sizes, context.shape[dim - 1] // own.shape[dim] * decoder.patch_size)
             shape = [
                 z.shape[0],
                 decoder.out_channels,
@@ -154,10 +157,10 @@ class DecoderRows:
         if self._dim is None or self._sizes is not None or x.shape[self._dim - before] < self.ranks.size:
             return call(decoder, x, **options)
         rows = RowTag(self._dim - before, divide_evenly(x.shape[self._dim - before], self.ranks.size))
-        with self._sharded(rows.sizes):
+        with self._rows_sharded(rows.sizes):
             tokens = call(decoder, part_of(x, rows, self.ranks), **options)
         scale = tokens.shape[self._dim - 1] // rows.sizes[self.ranks.index]
-        return gather(tokens, RowTag(self._dim - 1, _times(rows.sizes, scale)), self.ranks)
+        return gather_rows(tokens, RowTag(self._dim - 1, _scale(rows.sizes, scale)), self.ranks)
 
     def _denoise(
         self,
@@ -168,16 +171,17 @@ class DecoderRows:
         /,
         num_inference_steps: int,
     ) -> Tensor:
+        """Return all rows of the video of a tile, computed with sharded rows and gathered."""
         dim = self._dim
         if dim is None or self._sizes is not None or context.shape[dim - 1] < self.ranks.size:
             video: Tensor = call(decoder, context, x_t, num_inference_steps)
             return video
         sizes = divide_evenly(context.shape[dim - 1], self.ranks.size)
-        pixels = RowTag(dim, _times(sizes, decoder.patch_size))
-        with self._sharded(sizes):
+        pixels = RowTag(dim, _scale(sizes, decoder.patch_size))
+        with self._rows_sharded(sizes):
             own = part_of(context, RowTag(dim - 1, sizes), self.ranks), part_of(x_t, pixels, self.ranks)
             video = call(decoder, *own, num_inference_steps)
-        return gather(video, pixels, self.ranks)
+        return gather_rows(video, pixels, self.ranks)
 
     # -- The attention modules get this rank's rows, and need rows of other ranks.
 
@@ -193,7 +197,7 @@ class DecoderRows:
             return out
         rows = self._rows_of(x)
         wanted = find_windows(rows.sizes, module.kernel_size[rows.dim - 1])
-        out = call(module, fetch(x, rows, wanted, self.ranks), block_mask)
+        out = call(module, fetch_rows(x, rows, wanted, self.ranks), block_mask)
         rank = self.ranks.index
         return out.narrow(rows.dim, bounds_of(rows.sizes)[rank][0] - wanted[rank][0], rows.sizes[rank])
 
@@ -207,9 +211,10 @@ class DecoderRows:
         return call(module, x.new_empty(()).expand(shape))
 
     def _rows_of(self, x: Tensor) -> RowTag:
+        """Return the sharding of tokens ``[B, T, H, W, C]`` of this rank at any level of upsampling."""
         dim, sizes = (self._dim or 0) - 1, self._sizes or ()
-        return RowTag(dim, _times(sizes, x.shape[dim] // sizes[self.ranks.index]))
+        return RowTag(dim, _scale(sizes, x.shape[dim] // sizes[self.ranks.index]))
 
 
-def _times(sizes: Sizes, factor: int) -> Sizes:
+def _scale(sizes: Sizes, factor: int) -> Sizes:
     return tuple([rows * factor for rows in sizes])

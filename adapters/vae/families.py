@@ -7,13 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.vae.diffusion_decoder import DecoderRows
 from para_core.distributed.mesh import MeshDim
 from para_core.instance.private_class import original_class
+
+Method = Literal["exact", "tiled"]
 
 
 class FamilyRows(Protocol):
@@ -73,6 +76,7 @@ class VaeAdapter:
 
     @property
     def distributes_tiles(self) -> bool:
+        """Whether the tiles can be distributed over ranks."""
         return not self.why_not_tiles
 
 
@@ -189,3 +193,38 @@ def rows_per_latent(vae: Any) -> int:
         if name in config
     )
     return int(2 ** (len(levels) - 1))
+
+
+def require_parallel_vae(
+    module: nn.Module, method: Method = "exact", *, same_bits: bool = False
+) -> VaeAdapter:
+    """Return the adapter of the autoencoder ``module``.
+
+    Raises:
+        TypeError: The class is not supported.
+        ValueError: The tiles of the class cannot be distributed and ``method`` is ``"tiled"``; or it computes rows in
+            its own way and ``same_bits`` is True.
+        RuntimeError: A method that must be wrapped was replaced on the instance.
+    """
+    adapter = vae_adapter(module)
+    if adapter is None:
+        check_not_fsdp1(module, "vae")
+        check_not_wrapped(module, "vae")
+        name = original_class(module).__name__
+        reason = REFUSED_VAES.get(name, "para_core has no adapter for it")
+        raise TypeError(f"{name} does not run on several ranks: {reason}. Supported are {', '.join(VAES)}.")
+    if method == "tiled" and not (adapter.tiled and adapter.distributes_tiles):
+        reason = adapter.why_not_tiles or "diffusers has no tiling for it"
+        raise ValueError(f"the tiles of {adapter.vae} cannot be distributed: {reason}. Use method='exact'.")
+    if same_bits and adapter.rows is not None:
+        raise ValueError(
+            f"same_bits=True: {adapter.vae} computes its rows in its own way, which adds up in another order than one "
+            "process does. Leave same_bits out."
+        )
+    replaced = next((name for name in adapter.methods if name in vars(module)), None)
+    if replaced is not None:
+        raise RuntimeError(
+            f"{adapter.vae}.{replaced} is set on this instance, and would be called instead of the method that runs on "
+            "several ranks. Compile it after parallelize_vae, or delete the attribute."
+        )
+    return adapter

@@ -8,8 +8,8 @@ from torch import nn
 
 from para_core.adapters.inspect.components import vaes_of
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of
-from para_core.adapters.vae.families import vae_adapter
-from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
+from para_core.adapters.vae.families import require_parallel_vae, vae_adapter
+from para_core.adapters.vae.vae import parallelize_vae, unparallelize_vae
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.private_class import original_class

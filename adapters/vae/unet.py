@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from para_core.adapters.denoisers import DenoiserKind
 from para_core.adapters.models.unets import REFUSED_UNETS, UNETS, UnetAdapter
 from para_core.adapters.refusal import refusal
-from para_core.adapters.registry import require_kind, transformers_of
-from para_core.adapters.vae.call import RowRanks, deliver, on_rows
+from para_core.adapters.registry import check_pipeline_or_model, transformers_of
+from para_core.adapters.vae.call import RowRanks, run_on_rows, run_on_workers
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
 from para_core.instance.modules import has_compiled_parts, uncompiled
@@ -37,8 +37,18 @@ _SUPPORTED = "; ".join(_PIPELINES.values())
 
 
 def unparallelize_unet(unet: Unet) -> Unet:
-    """Undo :func:`parallelize_unet` and return ``unet`` as it was before."""
-    require_kind("model", unet, "unparallelize_pipe takes a pipeline.")
+    """Undo :func:`parallelize_unet`, and return ``unet`` as it was before. Does nothing if it is not parallel.
+
+    Args:
+        unet (`nn.Module`): The UNet or ControlNet, compiled or not.
+
+    Returns:
+        ``unet`` itself.
+
+    Raises:
+        TypeError: If ``unet`` is not a model.
+    """
+    check_pipeline_or_model("model", unet, "unparallelize_pipe takes a pipeline.")
     empty_slot(uncompiled(unet), Slot.PARALLEL_DENOISER)
     return unet
 
@@ -124,6 +134,7 @@ class UnetRun:
         empty_slot(self.unet, Slot.PARALLEL_DENOISER)
 
     def run(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the UNet on this rank's samples and rows, and return its whole output. Collective."""
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         if not self.inputs_agreed:
             self.agree_on_inputs(inputs)
@@ -171,11 +182,12 @@ class UnetRun:
                 scale, remainder = divmod(inputs[name].shape[dim], sample.shape[dim])
                 if remainder == 0 and scale > 0:
                     sharded[name] = (dim, tuple([scale * count for count in rows.sizes]))
-            compute = partial(on_rows, SpatialShardMode(workers), call, (), inputs, sharded)
-        return deliver(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
+            compute = partial(run_on_rows, SpatialShardMode(workers), call, (), inputs, sharded)
+        return run_on_workers(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
 
 
-# -- The page docs/refusals.md lists the following checks.
+# -- The page docs/refusals.md lists the following checks. benchmarks/pages.py finds them as the global names that the
+# functions of KIND use, and takes their rows from docstrings that begin with "Refuse" and from their raise statements.
 
 
 def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:
@@ -235,20 +247,20 @@ def check_cache_not_on_unet(owner: Any, module: nn.Module) -> None:
     )
 
 
-def check_parallelize(owner: Any, module: Any, mesh: GuidedMesh | None) -> None:
+def check_unet_before_parallelize(owner: Any, module: Any, mesh: GuidedMesh | None) -> None:
     """Run the checks of a UNet before it is parallelized; those that need the mesh if ``mesh`` is given."""
     require_unet_adapter(owner, module)
     if mesh is not None:
         check_no_tensor_ranks_of_unet(module, mesh)
 
 
-def check_parallel_call(module: nn.Module, name: str, called: Any) -> None:
+def check_unet_before_call(module: nn.Module, name: str, called: Any) -> None:
     """Run the checks of a UNet before a parallel call."""
     check_unet_not_compiled(module, name, called)
     check_no_freeu(module, name)
 
 
-def check_cache(owner: Any, module: nn.Module) -> None:
+def check_unet_before_cache(owner: Any, module: nn.Module) -> None:
     """Run the checks of a UNet before a cache is applied to it."""
     check_cache_not_on_unet(owner, module)
 
@@ -276,7 +288,7 @@ KIND = DenoiserKind(
     why_no_stages="it is a UNet, whose blocks pass residuals to each other",
     pipelines=_PIPELINES,
     has_class=has_unet_class,
-    check_parallelize=check_parallelize,
-    check_parallel_call=check_parallel_call,
-    check_cache=check_cache,
+    check_parallelize=check_unet_before_parallelize,
+    check_parallel_call=check_unet_before_call,
+    check_cache=check_unet_before_cache,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -14,34 +14,36 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.agree.arguments import describe
 from para_core.adapters.agree.failures import Places, places_of_all, share_reasons
 from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.agree.rng import share_random_state
-from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
-from para_core.adapters.registry import require_kind
-from para_core.adapters.vae.call import Gather, RowRanks, deliver, holds_distribution, on_rows
-from para_core.adapters.vae.families import (
-    REFUSED_VAES,
-    VAES,
-    FamilyRows,
-    VaeAdapter,
-    parts_of,
-    rows_per_latent,
-    vae_adapter,
+from para_core.adapters.registry import check_pipeline_or_model
+from para_core.adapters.vae.call import (
+    GatherTo,
+    RowRanks,
+    holds_distribution,
+    run_on_rows,
+    run_on_workers,
 )
-from para_core.adapters.vae.vae_compile import traceable
+from para_core.adapters.vae.call_check import check_equal_calls
+from para_core.adapters.vae.families import (
+    FamilyRows,
+    Method,
+    parts_of,
+    require_parallel_vae,
+    rows_per_latent,
+)
+from para_core.adapters.vae.vae_compile import make_traceable
 from para_core.adapters.weights.feature import ImageModes
 from para_core.adapters.weights.features import require_image_modes
-from para_core.distributed.agree import agree, together
+from para_core.distributed.agree import together
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
-from para_core.distributed.records import Record, describe_differences
-from para_core.instance.modules import has_compiled_parts, uncompiled
+from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slots, fill_slot, is_filled, restore_on_failure
 from para_core.instance.slots import Slot
-from para_core.spatial.fetch import gather as gather_rows
+from para_core.spatial.fetch import gather_rows
 from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
 from para_core.spatial.row_tag import rows_of
 from para_core.spatial.tiles import Tiles
@@ -50,14 +52,11 @@ from para_core.torch_internals import DisableTorchFunction
 logger = logging.getLogger(__name__)
 
 Vae = TypeVar("Vae", bound=nn.Module)
-Method = Literal["exact", "tiled"]
 Way = Literal["encode", "decode"]
 
 # With more ranks than this, parallelize_vae warns: the ranks wait for each other at every layer, which then
 # takes longer than the computation that they save.
 _MOST_USEFUL_RANKS = 8
-# Ranks compare their inputs up to this number of bytes. Of a larger input they compare evenly spaced values.
-_MAX_COMPARED_BYTES = 1 << 24
 _NO_TILES_IN_GRAPHS = (
     "ranks exchange the shapes of tiles, which a graph cannot do. Call the VAE uncompiled; or compile it with "
     "method='exact', and vae.disable_tiling()."
@@ -69,7 +68,7 @@ def parallelize_vae(
     *,
     mesh: DeviceMesh | ProcessGroup | GuidedMesh | None = None,
     method: Method = "exact",
-    gather: Gather = "all",
+    gather: GatherTo = "all",
     same_bits: bool = False,
 ) -> Vae:
     """Run one autoencoder on all ranks of a mesh. Each rank passes the same inputs to ``encode`` or
@@ -120,7 +119,7 @@ def parallelize_vae(
                 f"method={method!r}, gather={gather!r}; expected method='exact' or 'tiled', and gather='all' or "
                 "'first'."
             )
-        require_kind("model", vae, "parallelize_pipe(pipe, vae=True) takes a pipeline.")
+        check_pipeline_or_model("model", vae, "parallelize_pipe(pipe, vae=True) takes a pipeline.")
         require_parallel_vae(module, method, same_bits=same_bits)
         modes: ImageModes = SpatialShardMode
         if same_bits:
@@ -157,37 +156,19 @@ def parallelize_vae(
     return vae
 
 
-def require_parallel_vae(
-    module: nn.Module, method: Method = "exact", *, same_bits: bool = False
-) -> VaeAdapter:
-    """Return the adapter of the autoencoder ``module``. Raises the errors of :func:`parallelize_vae`."""
-    adapter = vae_adapter(module)
-    if adapter is None:
-        check_not_fsdp1(module, "vae")
-        check_not_wrapped(module, "vae")
-        name = original_class(module).__name__
-        reason = REFUSED_VAES.get(name, "para_core has no adapter for it")
-        raise TypeError(f"{name} does not run on several ranks: {reason}. Supported are {', '.join(VAES)}.")
-    if method == "tiled" and not (adapter.tiled and adapter.distributes_tiles):
-        reason = adapter.why_not_tiles or "diffusers has no tiling for it"
-        raise ValueError(f"the tiles of {adapter.vae} cannot be distributed: {reason}. Use method='exact'.")
-    if same_bits and adapter.rows is not None:
-        raise ValueError(
-            f"same_bits=True: {adapter.vae} computes its rows in its own way, which adds up in another order than one "
-            "process does. Leave same_bits out."
-        )
-    replaced = next((name for name in adapter.methods if name in vars(module)), None)
-    if replaced is not None:
-        raise RuntimeError(
-            f"{adapter.vae}.{replaced} is set on this instance, and would be called instead of the method that runs on "
-            "several ranks. Compile it after parallelize_vae, or delete the attribute."
-        )
-    return adapter
-
-
 def unparallelize_vae(vae: Vae) -> Vae:
-    """Undo :func:`parallelize_vae` and return ``vae`` as it was before."""
-    require_kind("model", vae, "unparallelize_pipe takes a pipeline.")
+    """Undo :func:`parallelize_vae`, and return ``vae`` as it was before. Does nothing if it is not parallel.
+
+    Args:
+        vae (`nn.Module`): The autoencoder, compiled or not.
+
+    Returns:
+        ``vae`` itself.
+
+    Raises:
+        TypeError: If ``vae`` is not a model.
+    """
+    check_pipeline_or_model("model", vae, "unparallelize_pipe takes a pipeline.")
     module = uncompiled(vae)
     empty_slots([module, *parts_of(module)], Slot.PARALLEL_VAE)
     return vae
@@ -204,12 +185,14 @@ def _gather_if_sharded(x: Any, ranks: MeshDim) -> Any:
 
 
 class _VaeRun:
-    """Handler that runs the calls of one autoencoder on several ranks.
-    Raises as :func:`require_parallel_vae`.
+    """The handler of the calls of one autoencoder on several ranks. Raises as :func:`require_parallel_vae`.
+
+    Args:
+        modes: Returns the mode under which a call computes this rank's rows, given the ranks that compute rows.
     """
 
     def __init__(
-        self, vae: nn.Module, row_ranks: RowRanks, method: Method, gather: Gather, modes: ImageModes
+        self, vae: nn.Module, row_ranks: RowRanks, method: Method, gather: GatherTo, modes: ImageModes
     ) -> None:
         self.adapter = require_parallel_vae(vae, method)
         self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh
@@ -219,9 +202,9 @@ class _VaeRun:
         ways: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
         self.ways = {way: name for way, name in ways.items() if name is not None}
         self.graphs = {
-            way: traceable(
+            way: make_traceable(
                 vae,
-                partial(self.traced, vae, getattr(original_class(vae), name), way),
+                partial(self.run_traced, vae, getattr(original_class(vae), name), way),
                 forgets_frames=self.adapter.forgets_frames,
             )
             for way, name in self.ways.items()
@@ -241,10 +224,10 @@ class _VaeRun:
         handlers: dict[str, Callable[..., Any]] = {
             name: partial(self.run, way) for way, name in self.ways.items()
         }
-        handlers.update({name: self.tiles for name in self.adapter.tiled if hasattr(vae, name)})
+        handlers.update({name: self.run_tiled_method for name in self.adapter.tiled if hasattr(vae, name)})
         if self.adapter.tiled and self.adapter.distributes_tiles:
             for part in parts_of(vae):
-                fill_slot(part, Slot.PARALLEL_VAE, {"__call__": self.tile})
+                fill_slot(part, Slot.PARALLEL_VAE, {"__call__": self.run_tile})
             if self.adapter.begins_tile:
                 handlers[self.adapter.begins_tile] = self.begin_tile
         fill_slot(vae, Slot.PARALLEL_VAE, handlers, owner=self)
@@ -252,6 +235,7 @@ class _VaeRun:
             self.family_rows.attach(vae)
 
     def run(self, way: Way, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of ``encode`` or ``decode`` (``way``) on all ranks. Raise as :func:`check_equal_calls` does."""
         # The caller is another wrapped method, which already shards.
         if self.mode is not None or self.distributed_tiles is not None:
             return call(vae, *args, **kwargs)
@@ -265,12 +249,12 @@ class _VaeRun:
             if self.method == "tiled" or self.adapter.only_tiled:
                 raise RuntimeError(_NO_TILES_IN_GRAPHS)
             return self.graphs[way](*args, **kwargs)
-        self.check(vae, args[0], [*args[1:], *kwargs.values()])
+        check_equal_calls(self.adapter.vae, vae, args[0], [*args[1:], *kwargs.values()], self.mesh)
         self.places = self.places or places_of_all(self.mesh)
         with torch.no_grad(), share_random_state(self.mesh) as token, share_reasons(token, self.places):
-            return self.computed(vae, call, way, *args, **kwargs)
+            return self.run_distributed(vae, call, way, *args, **kwargs)
 
-    def computed(
+    def run_distributed(
         self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run ``call`` with its rows or tiles distributed over the ranks, and return the gathered output.
@@ -281,7 +265,7 @@ class _VaeRun:
         if self.family_rows is not None:
             with self.family_rows.sharded(x):
                 compute = partial(call, vae, x, *args, **kwargs)
-                return deliver(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
+                return run_on_workers(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
         if self.method == "tiled" or self.adapter.only_tiled:
 
             def in_tiles() -> Any:
@@ -291,10 +275,12 @@ class _VaeRun:
                 finally:
                     vae.use_tiling = before
 
-            return deliver(in_tiles, self.ranks.size, self.ranks, self.mesh, self.gather)
+            return run_on_workers(in_tiles, self.ranks.size, self.ranks, self.mesh, self.gather)
         # A waveform [B, C, length] or [C, length] has no height, so its samples are sharded.
         dim = -1 if x.ndim <= 3 or x.shape[-1] > x.shape[-2] else -2
-        unit = rows_per_latent(vae) if way == "encode" else 1
+        unit = 1
+        if way == "encode":
+            unit = rows_per_latent(vae)
         rows, workers = self.row_ranks.shard(x, dim, unit, min_units=2)
         if workers.size < self.ranks.size and torch.compiler.is_compiling():
             raise RuntimeError(
@@ -308,19 +294,21 @@ class _VaeRun:
                 return call(vae, x, *args, **kwargs)
             self.mode = self.modes(workers)
             try:
-                return on_rows(self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.sizes)})
+                return run_on_rows(
+                    self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.sizes)}
+                )
             finally:
                 self.mode = None
 
-        return deliver(in_rows, workers.size, self.ranks, self.mesh, self.gather)
+        return run_on_workers(in_rows, workers.size, self.ranks, self.mesh, self.gather)
 
-    def traced(
+    def run_traced(
         self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Return the output of a call inside a compiled function, where ranks compare no inputs."""
         try:
             with torch.no_grad():
-                output = self.computed(vae, call, way, x, *args, **kwargs)
+                output = self.run_distributed(vae, call, way, x, *args, **kwargs)
             if holds_distribution(output):
                 raise RuntimeError("its encode() returns a distribution object, which a graph cannot return.")
             return output
@@ -329,7 +317,7 @@ class _VaeRun:
             logger.error("%s cannot be compiled on these ranks: %s", self.adapter.vae, error)
             raise
 
-    def tiles(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run_tiled_method(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the output of ``call``, a method of ``vae`` that splits an image into tiles, which the ranks
         share.
 
@@ -358,7 +346,7 @@ class _VaeRun:
         finally:
             self.mode, self.distributed_tiles = mode, None
 
-    def tile(self, call: Callable[..., Any], part: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run_tile(self, call: Callable[..., Any], part: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run one call of the encoder or decoder.
         In a tiled call it computes one tile, on one of the ranks.
         """
@@ -371,49 +359,3 @@ class _VaeRun:
         if self.distributed_tiles is not None:
             self.distributed_tiles.begin_tile()
         return call(vae, *args, **kwargs)
-
-    def check(self, vae: Any, x: Any, others: Sequence[Any]) -> None:
-        """Raise on every rank if a rank cannot run this call, or if inputs or settings differ between ranks."""
-        if not isinstance(x, Tensor):
-            # This raises on every rank.
-            refused = TypeError(
-                f"this {self.adapter.vae} was called with a {type(x).__name__}; expected a tensor."
-            )
-            agree(refused, self.mesh)
-        problem: Exception | None = None
-        if x.requires_grad and torch.is_grad_enabled():
-            problem = RuntimeError(
-                "the image requires a gradient, and none is computed over ranks. Call the VAE under torch.no_grad(), "
-                "or unparallelize_vae(vae)."
-            )
-        elif has_compiled_parts(vae):
-            problem = RuntimeError(
-                f"a part of this {self.adapter.vae} was compiled, and a graph of a part does not see the sizes of all "
-                "ranks. Compile the method around it (vae.decode = torch.compile(vae.decode)), or "
-                "unparallelize_vae(vae)."
-            )
-        values = x
-        if x.nbytes > _MAX_COMPARED_BYTES:
-            values = x.flatten()[:: -(-x.nbytes // _MAX_COMPARED_BYTES)]
-        tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
-        record = {"sample": f"{list(x.shape)} {describe(values)}", "tiling": repr(sorted(tiling.items()))}
-        generators: list[torch.Generator] = []
-        for value in others:
-            items = value if isinstance(value, (list, tuple)) else [value]
-            generators += [item for item in items if isinstance(item, torch.Generator)]
-        if generators:
-            record["generators"] = describe(generators)
-        agree(problem or record, self.mesh, explain=self.explain, call=f"the {self.adapter.vae}")
-
-    def explain(self, records: list[Record]) -> str:
-        elsewhere = next((rank for rank, record in enumerate(records) if "sample" not in record), None)
-        if elsewhere is not None:
-            return (
-                f"rank {elsewhere} does not call this {self.adapter.vae}, and other ranks do, perhaps in a callback "
-                "that runs on one rank. All ranks must call it, and any of them may use the result."
-            )
-        return (
-            f"the ranks must call this {self.adapter.vae} with equal images and settings. "
-            f"{'; '.join(describe_differences(records))}. Draw random numbers from a generator with the same seed on "
-            "all ranks."
-        )

@@ -31,7 +31,9 @@ class _WithWeights(nn.Module):
         return self.compute(x.view([int(size) for size in x.shape]), *args, **kwargs)
 
 
-def traceable(vae: nn.Module, compute: Callable[..., Any], *, forgets_frames: str = "") -> Callable[..., Any]:
+def make_traceable(
+    vae: nn.Module, compute: Callable[..., Any], *, forgets_frames: str = ""
+) -> Callable[..., Any]:
     """Return a function with the arguments and result of ``compute`` that ``torch.compile`` can capture.
 
     ``compute`` is a function of an image and further arguments that reads the weights of ``vae``. It is
@@ -59,7 +61,7 @@ def traceable(vae: nn.Module, compute: Callable[..., Any], *, forgets_frames: st
             **dict(module.named_buffers(remove_duplicate=False)),
         }
         # Dynamo makes a float that has changed symbolic, which cannot become text; calling hex() keeps it a
-        # constant.
+        # constant. The text is an argument only so that another value of a setting compiles another graph.
         values = [getattr(vae, name) for name in settings]
         guarded = str([value.hex() if isinstance(value, float) else value for value in values])
         positional = tuple([_encode_none(value) for value in args])
@@ -70,8 +72,12 @@ def traceable(vae: nn.Module, compute: Callable[..., Any], *, forgets_frames: st
 
 
 def _encode_none(value: Any) -> Any:
-    return _NONE if value is None else value
+    if value is None:
+        return _NONE
+    return value
 
 
 def _decode_none(value: Any) -> Any:
-    return None if isinstance(value, str) and value == _NONE else value
+    if isinstance(value, str) and value == _NONE:
+        return None
+    return value

@@ -19,7 +19,7 @@ from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_of, mesh_of_diffusers
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.refusal import refusal
-from para_core.adapters.registry import mesh_of, require_kind, transformers_of
+from para_core.adapters.registry import check_pipeline_or_model, mesh_of, transformers_of
 from para_core.adapters.weights.feature import Method, Ranks
 from para_core.adapters.weights.features import method_of, require_method, shard_methods
 from para_core.adapters.weights.lora import follow_loras
@@ -219,7 +219,7 @@ def _foreign_mesh(mesh: Any, method: str) -> DeviceMesh | None:
 
 
 def _check_options(pipe: Any, method: str, offload_policy: OffloadPolicy | None) -> None:
-    require_kind(
+    check_pipeline_or_model(
         "pipeline", pipe, "Pass the pipeline: shard_weights(pipe, mesh, components=['transformer'])."
     )
     shards_by = require_method(method)

@@ -37,7 +37,7 @@ from para_core.instance.record import (
     fill_slots,
 )
 from para_core.instance.slots import Slot
-from para_core.weights.balance import balanced
+from para_core.weights.balance import split_by_cost
 from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.stack import stages_of
 from para_core.weights.stages import Stages, check_freeable, free_other_blocks
@@ -159,7 +159,7 @@ def stage_changes(request: ChangeRequest) -> list[StageChange]:
         if mesh.pipe.size > 1:
             blocks = stack_of(module, request.adapter)
             check_freeable(module, blocks)
-            balanced([entry.cost for entry in blocks], mesh.pipe.size)
+            split_by_cost([entry.cost for entry in blocks], mesh.pipe.size)
     if mesh.pipe.size == 1:
         return []
     return [
@@ -176,7 +176,7 @@ def is_split(module: nn.Module) -> bool:
     weights = [
         x
         for index, entry in enumerate(stages.blocks)
-        if index not in stages.own
+        if index not in stages.block_range
         for x in entry.block.parameters()
     ]
     return any(x.is_meta for x in weights)
@@ -280,7 +280,7 @@ def _add_lora(
     with on_all_ranks(mesh):
         check_own_values(module, args, kwargs)
         agree_on_lora(mesh, args, kwargs)
-        device = next(stages.blocks[stages.own.start].block.parameters()).device
+        device = next(stages.blocks[stages.block_range.start].block.parameters()).device
         lora_ids = {id(x) for x in lora_weights(module)}
         freed = [weight for block in stages.other_blocks for weight in weights_of(block)]
         try:

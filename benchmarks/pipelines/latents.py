@@ -27,7 +27,7 @@ from benchmarks.harness import counted_traffic, largest_over_ranks, markdown_tab
 from benchmarks.pipelines import observe
 from benchmarks.pipelines.traffic import ModelCall, sent_in_rounds
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.cfg.output_form import meta_output
+from para_core.adapters.cfg.output_form import predict_output
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.registry import plan_for, transformers_of
 from zoo.tiny.pipelines import PIPELINES as OTHERS
@@ -109,7 +109,7 @@ def observed(model: nn.Module, batch: int = 1) -> Iterator[list[ModelCall]]:
     plan = plan_for(model)
     if plan is None:
         raise TypeError(f"there is no plan for {type(model).__name__}.")
-    with observe.observed(model, plan, batch, is_foreseen=lambda *call: meta_output(*call) is not None) as calls:
+    with observe.observed(model, plan, batch, is_foreseen=lambda *call: predict_output(*call) is not None) as calls:
         yield calls
 
 

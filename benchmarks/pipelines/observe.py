@@ -48,7 +48,7 @@ from para_core.recorder.events import (
     ModuleEnd,
     ModuleStart,
 )
-from para_core.recorder.operator_count import tensors_in
+from para_core.recorder.operator_count import leaf_tensors
 from para_core.recorder.recorder import Recorder
 from para_core.recorder.without_data import attend_without_data
 from para_core.torch_internals import pytree
@@ -84,11 +84,11 @@ class _ModelObserver:
     def run(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Return ``forward(**arguments)``, and record the operations of this call in :attr:`work`."""
         self._note_rules(self._plan.inputs, arguments)
-        recorder = Recorder(self._note_event, attend=attend_without_data)
+        recorder = Recorder(self._note_event, compute_attention=attend_without_data)
         with recorder.watch(self._model):
             output = forward(**arguments)
         self._note_gathered(output, gathers_as_tuple(self._plan.outputs.get("", ())))
-        self.work.returned = sum(x.numel() * x.element_size() for x in tensors_in(output))
+        self.work.returned = sum(x.numel() * x.element_size() for x in leaf_tensors(output))
         return output
 
     def _note_event(self, event: Event) -> None:
@@ -140,7 +140,7 @@ class _ModelObserver:
                 for index in rule.at:
                     value = value[index]
                 self._note_sharded(rule.segment, prod(value))
-            for x in tensors_in(values.get(key)):
+            for x in leaf_tensors(values.get(key)):
                 if isinstance(rule, Gather):
                     self._note_gathered([x], (rule,))
                 elif isinstance(rule, Replicate):

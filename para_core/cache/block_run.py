@@ -36,7 +36,7 @@ def run_first_block(
         return output
     if cache.stages is not None:
         # With pipeline stages only one stage has run the block. The other stages pass its input.
-        output = cache.stages.on_all(block, output)
+        output = cache.stages.send_from_owner(block, output)
     outputs = role.require_outputs(block, streams.tensors, output)
     before = cache.before or ()
     cache.before = None

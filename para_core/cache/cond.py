@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.cache.streams import Streams
 from para_core.instance.private_class import original_class
-from para_core.modes.interceptor import call_original, inside_branch
+from para_core.modes.interceptor import call_original, run_in_branch
 from para_core.torch_internals import no_frame_of_its_own
 
 # A path is the names of the attributes that lead from a weight to one of the plain tensors inside it.
@@ -148,7 +148,7 @@ def _call_in_branch(
         with _PlainWeights(layers):
             return call(*args, **kwargs)
 
-    return inside_branch(run, *args)
+    return run_in_branch(run, *args)
 
 
 class _PlainWeights(TorchFunctionMode):

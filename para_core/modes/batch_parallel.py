@@ -45,10 +45,10 @@ class BatchParallelAttnMode(ShardingMode):
     """
 
     def __init__(self, mesh: DeviceMesh | ProcessGroup, *, assume_equal: bool = False) -> None:
-        ranks = batch_mesh(mesh)
+        batch = batch_mesh(mesh)
         if not assume_equal:
-            check_distinct_gpus(mesh, ranks)
-        super().__init__(ranks, assume_equal=assume_equal)
+            check_distinct_gpus(mesh, batch)
+        super().__init__(batch, assume_equal=assume_equal)
 
     @no_frame_of_its_own
     def __torch_function__(
@@ -61,6 +61,7 @@ class BatchParallelAttnMode(ShardingMode):
             return run_functions(self, func, args, kwargs)
         if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
             dropout_p = kwargs.get("dropout_p", 0.0)
+            # The positions are those in the signature of torch's function.
             if len(args) > 10:
                 dropout_p = args[10]
             training = kwargs.get("training", True)
@@ -79,7 +80,9 @@ class BatchParallelAttnMode(ShardingMode):
         return call.original()
 
     def _select_samples(self, mask: Tensor, num_samples: int) -> Tensor:
-        """Return the rows of ``mask`` for the ``num_samples`` samples of this rank."""
+        """Return the rows of ``mask`` for the ``num_samples`` samples of this rank. Raise ``ValueError`` if the mask
+        is for neither one sample, nor these, nor a batch that was sharded through this mode.
+        """
         if mask.shape[0] in (1, num_samples):
             return mask
         rank = self._mesh.rank

@@ -29,7 +29,7 @@ class ShardedMaskMod:
     ``flex_attention``.
 
     Args:
-        of_rows: The ``mask_mod(b, h, row, key)`` that the operator uses on this rank. ``row`` is an index
+        local_mask_mod: The ``mask_mod(b, h, row, key)`` that the operator uses on this rank. ``row`` is an index
             into the query that :func:`~para_core.attention.flex_exchange.enter` returns, ``key`` one into all
             keys.
         layout_ids: The :func:`layout_id` of the query layout and of the key layout.
@@ -37,12 +37,12 @@ class ShardedMaskMod:
 
     def __init__(
         self,
-        of_rows: MaskMod,
+        local_mask_mod: MaskMod,
         query_layout: SequenceLayout,
         key_layout: SequenceLayout,
         layout_ids: tuple[int, int],
     ) -> None:
-        self.of_rows = of_rows
+        self.local_mask_mod = local_mask_mod
         self.query_layout = query_layout
         self.key_layout = key_layout
         self.layout_ids = layout_ids
@@ -52,10 +52,6 @@ class ShardedMaskMod:
             "this BlockMask was sharded with cp.shard, and flex_attention was called where no mode or plan intercepts "
             "it. Call it inside the mode that sharded the mask, or pass the mask over all tokens."
         )
-
-
-def is_sharded(mask: BlockMask) -> bool:
-    return isinstance(mask.mask_mod, ShardedMaskMod)
 
 
 def layout_id(layout: SequenceLayout) -> int:
@@ -76,7 +72,7 @@ def shard_block_mask(
         ValueError: ``mask`` was already sharded, or its lengths differ from those of the layouts.
     """
     totals = query_layout.total, key_layout.total
-    if is_sharded(mask):
+    if isinstance(mask.mask_mod, ShardedMaskMod):
         raise ValueError("block_mask was sharded before; pass the mask over all tokens.")
     if (mask.seq_lengths[0], mask.seq_lengths[1]) != totals:
         raise ValueError(
@@ -150,10 +146,10 @@ def _restrict(
     all_full = torch.zeros_like(some)
     if num_rows:
         all_full = touched @ (~full).float() == 0
-    partial_blocks = _blocks_of(some & ~all_full)
+    partial_blocks = _to_block_indices(some & ~all_full)
     if full_numbers is None:
         return restricted_mod, partial_blocks, (None, None)
-    return restricted_mod, partial_blocks, _blocks_of(some & all_full)
+    return restricted_mod, partial_blocks, _to_block_indices(some & all_full)
 
 
 def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
@@ -166,7 +162,7 @@ def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
     return table.scatter(-1, positions, torch.ones_like(positions, dtype=torch.bool))[..., :columns]
 
 
-def _blocks_of(table: Tensor) -> tuple[Tensor, Tensor]:
+def _to_block_indices(table: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``kv_num_blocks`` and ``kv_indices`` of a ``BlockMask`` whose blocks are the True entries of ``table``."""
     numbers = table.sum(-1, dtype=torch.int32)
     indices = table.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)

@@ -78,10 +78,10 @@ def flash_attention(
         ValueError: The call uses dropout, a sliding window, softcap, ALiBi, a KV cache or several sequences.
         RuntimeError: An input requires a gradient inside a compiled function.
     """
-    names, num_outputs = _signature(operator)
+    names, num_outputs = _operator_signature(operator)
     arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}
     try:
-        call = _read(str(operator), arguments)
+        call = _convert_arguments(str(operator), arguments)
     except ValueError as error:
         fail(error)
     tensors = (arguments["q"], arguments["k"], arguments["v"])
@@ -116,6 +116,7 @@ def flash_attention(
 
 
 def _run_as_sdpa(handler: SdpaHandler, call: _FlashCall, *tensors: Tensor) -> Tensor:
+    """Return the attention output in the layout of FlashAttention, whose query, key and value are ``tensors``."""
     batched: Sequence[Tensor] = tensors
     if call.is_varlen:
         batched = [x[None] for x in tensors]
@@ -132,20 +133,22 @@ def _run_as_sdpa(handler: SdpaHandler, call: _FlashCall, *tensors: Tensor) -> Te
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
-    """Return the operator's arguments as ``((name, default), ...)``, and the number of its outputs."""
-    return _cached_signature(operator)
+def _operator_signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
+    """Return the operator's arguments as ``((name, default), ...)``, and the number of its outputs.
+    Dynamo takes the result for a constant.
+    """
+    return _cached_operator_signature(operator)
 
 
 @lru_cache(maxsize=64)
-def _cached_signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
+def _cached_operator_signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
     schema = schema_of(overload_of(operator))
     return tuple([(argument.name, argument.default_value) for argument in schema.arguments]), len(
         schema.returns
     )
 
 
-def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
+def _convert_arguments(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
     """Return the arguments of a FlashAttention operator converted to those of SDPA. Raise ``ValueError`` for
     a feature that is not supported over several ranks.
     """
@@ -202,11 +205,11 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
         )
     totals: list[int | None] = []
     for name, tensor, x in zip("qk", offsets, (arguments["q"], arguments["k"]), strict=True):
-        values = _values(tensor)
+        values = _read_offsets(tensor)
         num_sequences = sum([end > start for start, end in pairwise(values)])
         if values[0] != 0 or num_sequences > 1:
             raise ValueError(
-                f"{operator} got cu_seqlens_{name} {_shorten(values)}: {num_sequences} sequence(s) from token "
+                f"{operator} got cu_seqlens_{name} {_shorten_offsets(values)}: {num_sequences} sequence(s) from token "
                 f"{values[0]} on. Over several ranks one sequence is computed, which begins at token 0. If the second "
                 "is padding (HunyuanVideo, Mochi), trim the text to its valid tokens before the model; otherwise call "
                 "the model once for each sequence."
@@ -223,7 +226,8 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
 _VALUES = WeakTensorKeyDictionary()
 
 
-def _values(offsets: Any) -> list[int]:
+def _read_offsets(offsets: Any) -> list[int]:
+    """Return the values of a ``cu_seqlens`` tensor. Waits for its device unless they are cached."""
     if offsets.is_inference():  # An inference tensor has no version counter, so cached values could be stale.
         return list(offsets.tolist())
     version, values = _VALUES.get(offsets, (None, []))
@@ -233,7 +237,7 @@ def _values(offsets: Any) -> list[int]:
     return list(values)
 
 
-def _shorten(values: Sequence[int]) -> str:
+def _shorten_offsets(values: Sequence[int]) -> str:
     if len(values) <= 6:
         return str(list(values))
     return f"{list(values[:5])}… ({len(values)} entries)"
@@ -290,7 +294,7 @@ def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
     Return an empty tensor in place of the operator's result, which the caller ignores. Raise ``RuntimeError``
     if ``softmax_lse`` is not a placeholder with an autograd graph, or ``dq``, ``dk`` or ``dv`` is missing.
     """
-    names, _ = _signature(operator)
+    names, _ = _operator_signature(operator)
     arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}
     lse = arguments.get("softmax_lse")
     grads = [arguments.get(name) for name in ("dq", "dk", "dv")]
@@ -310,8 +314,10 @@ def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
     return dout.new_empty(0, dtype=torch.float32)
 
 
-def _route(owner: AttentionOwner, operator: Operator, args: Sequence[Any], kwargs: Any) -> tuple[Tensor, ...]:
+def _route_flash(
+    owner: AttentionOwner, operator: Operator, args: Sequence[Any], kwargs: Any
+) -> tuple[Tensor, ...]:
     return flash_attention(owner.attend, owner.fail, operator, args, kwargs)
 
 
-register_operator(is_flash_attention, _route)
+register_operator(is_flash_attention, _route_flash)

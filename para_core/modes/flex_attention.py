@@ -57,7 +57,11 @@ _OPTIONS_TEXT = _OPTIONS.as_text()
 
 
 class _FlexCall(NamedTuple):
-    """The arguments of the operator of ``flex_attention``."""
+    """The arguments of the operator of ``flex_attention``, in its order.
+
+    ``mask`` is :meth:`BlockMask.as_tuple`: the lengths of queries and keys, the tensors of blocks, the block sizes
+    of queries and of keys, and the ``mask_mod``.
+    """
 
     query: Tensor
     key: Tensor
@@ -105,24 +109,25 @@ class FlexOverMesh:
         in_eager_code = called_in_eager_code()
         if torch.compiler.is_compiling():
             if in_eager_code:
-                return operator(*_with_noted_mask(args), **kwargs)
+                return operator(*_store_layout_ids(args), **kwargs)
             return self._trace(operator, _FlexCall(*args, **kwargs))
         if in_eager_code:
-            return self._run(operator, _FlexCall(*_with_noted_mask(args)))
+            return self._run(operator, _FlexCall(*_store_layout_ids(args)))
         return operator(*args, **kwargs)
 
     def _run(self, operator: Callable[..., Any], call: _FlexCall) -> Any:
-        talk = not self._assume_equal
-        if talk:
+        """Return the results of a call in eager code, after the ranks have compared their calls."""
+        exchanges = not self._assume_equal
+        if exchanges:
             self._mesh.check_alive()
         try:
             call, plan = self._plan(call)
         except (TypeError, ValueError, RuntimeError) as error:
             self._raise_everywhere(error)
         self._check_mask(call.mask, plan)
-        if talk:
-            agree(_signature(call, plan), self._mesh, explain=difference_of_lengths)
-        return _run_operator(operator, call, plan)
+        if exchanges:
+            agree(_call_signature(call, plan), self._mesh, explain=difference_of_lengths)
+        return _compute_over_mesh(operator, call, plan)
 
     def _raise_everywhere(self, error: Exception) -> NoReturn:
         if not self._assume_equal:
@@ -130,6 +135,7 @@ class FlexOverMesh:
         raise error
 
     def _check_mask(self, mask: tuple[Any, ...], plan: AttentionPlan) -> None:
+        """Raise ``ValueError`` unless the mask of a call in eager code was sharded for the layouts of ``plan``."""
         lengths = plan.spec.query_layout.total, plan.spec.key_layout.total
         if _has_no_blocks(mask) or not (plan.spec.query_layout.sharded or plan.spec.key_layout.sharded):
             return
@@ -145,6 +151,7 @@ class FlexOverMesh:
             self._raise_everywhere(ValueError(OTHER_SEQUENCE.format(*lengths)))
 
     def _trace(self, operator: Callable[..., Any], call: _FlexCall) -> Any:
+        """Return the results of a call in a function that the user compiles, where errors are raised in the graph."""
         call, plan = self._plan(call)
         query_layout, key_layout = plan.spec.query_layout, plan.spec.key_layout
         if not _has_no_blocks(call.mask) and (query_layout.sharded or key_layout.sharded):
@@ -154,14 +161,17 @@ class FlexOverMesh:
                 return raise_in_graph(
                     call.query, call.value, NOT_SHARDED, [call.mask[0], call.mask[1], *lengths]
                 )
-            if not (_are_alike(mod.query_layout, query_layout) and _are_alike(mod.key_layout, key_layout)):
+            if not (
+                _are_equal_layouts(mod.query_layout, query_layout)
+                and _are_equal_layouts(mod.key_layout, key_layout)
+            ):
                 return raise_in_graph(call.query, call.value, OTHER_SEQUENCE, lengths)
-            call = _FlexCall(*call[:4], (*call.mask[:-1], mod.of_rows), *call[5:])
-        return _run_operator(operator, call, plan)
+            call = _with_mask(call, (*call.mask[:-1], mod.local_mask_mod))
+        return _compute_over_mesh(operator, call, plan)
 
     def _plan(self, call: _FlexCall) -> tuple[_FlexCall, AttentionPlan]:
         """Return ``call`` with key and value expanded to the batch size of the query, and the plan of the call."""
-        query, key, value = call[:3]
+        query, key, value = call.query, call.key, call.value
         if self._chooses_keys:
             raise RuntimeError(
                 "flex_attention under attention that chooses keys itself (BlockSparseAttnMode, SparseKVAttnMode or "
@@ -204,9 +214,9 @@ def called_in_eager_code() -> bool:
     return False
 
 
-def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
+def _store_layout_ids(args: Sequence[Any]) -> Sequence[Any]:
     """Return the operator's arguments ``args``. In a sharded mask, replace the ``mask_mod`` by its
-    ``of_rows``, and the two lengths by ``-1 - layout_id``. A traced graph stores the lengths, but no
+    ``local_mask_mod``, and the two lengths by ``-1 - layout_id``. A traced graph stores the lengths, but no
     attributes of a ``mask_mod``, so at run time only the lengths can tell for which layouts the mask was
     sharded.
     """
@@ -215,14 +225,23 @@ def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
     if not isinstance(mod, ShardedMaskMod):
         return args
     query_id, key_id = mod.layout_ids
-    return (*args[:4], (-1 - query_id, -1 - key_id, *mask[2:-1], mod.of_rows), *args[5:])
+    return (*args[:4], (-1 - query_id, -1 - key_id, *mask[2:-1], mod.local_mask_mod), *args[5:])
+
+
+def _with_mask(call: _FlexCall, mask: tuple[Any, ...]) -> _FlexCall:
+    """Return ``call`` with another mask. Not by ``_replace``, which Dynamo of torch 2.11 cannot trace."""
+    return _FlexCall(*call[:4], mask, *call[5:])
 
 
 def _has_no_blocks(mask: tuple[Any, ...]) -> bool:
+    """Whether a call has no mask, so that flex_attention created one."""
     return mask[-3] >= _NO_BLOCKS and mask[-2] >= _NO_BLOCKS  # type: ignore[no-any-return]
 
 
-def _are_alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
+def _are_equal_layouts(layout: SequenceLayout, other: SequenceLayout) -> bool:
+    """Whether two layouts place the same tokens on each rank. Names of segments are not compared. Unlike ``==``, Dynamo
+    can trace this with symbolic lengths.
+    """
     if len(layout.segments) != len(other.segments):
         return False
     pairs = zip(layout.segments, other.segments, strict=True)
@@ -232,44 +251,12 @@ def _are_alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
     )
 
 
-def _run_operator(operator: Callable[..., Any], call: _FlexCall, plan: AttentionPlan) -> Any:
-    spec = plan.spec
-    ulysses = spec.mesh.ulysses
+def _compute_over_mesh(operator: Callable[..., Any], call: _FlexCall, plan: AttentionPlan) -> Any:
+    """Return the results of the operator for this rank's queries: exchange tokens for heads, run the operator on this
+    rank's heads, and exchange its results back. A collective.
+    """
     query, key, value = enter(call.query, call.key, call.value, plan)
-    first_head, heads = Segment("heads", spec.num_heads).runs(ulysses.index, ulysses.size)[0]
-    if heads == 0 or query.shape[2] == 0 or key.shape[2] == 0:
-        # Give zeros, and -inf as lse and as maxima. The zeros have an autograd graph that leads to the
-        # inputs, whose gradients are 0.
-        zeros = query.new_zeros(*query.shape[:3], value.shape[3])
-        stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
-        results = add_autograd_dependency(zeros, [query, key, value]), stat, stat.clone()
-    else:
-        of_query = plan.heads.key_of_each_query(ulysses.index, key.device)
-        if of_query is not None:
-            key = key.index_select(1, of_query)
-            value = value.index_select(1, of_query)
-        score_mod = call.score_mod
-        buffers: tuple[Any, ...] = ()
-        if any(call[7:]):
-            buffers = call[7:]
-        position = position_of_row(query_rows(spec.query_layout, spec.mesh), query.device)
-        # Outer modes must not see the operator, because they would distribute its heads over the ranks again.
-        with DisableTorchFunction():
-            results = operator(
-                query,
-                key,
-                value,
-                # The user's function gets the indices of the head among all heads, and of the query in the
-                # sequence.
-                lambda score, b, h, q, k, *buffers: score_mod(
-                    score, b, h + first_head, position(q), k, *buffers
-                ),
-                _mask_of_heads(call.mask, first_head, heads, position, query.shape[2], spec.key_layout.total),
-                call.scale,
-                call.kernel_options,
-                *buffers,
-            )
-    out, *stats = results
+    out, *stats = _run_on_heads(operator, call, plan, query, key, value)
     out = leave(out, plan)
     options = call.kernel_options
     is_wanted = (options.get("OUTPUT_LOGSUMEXP", True), options.get("OUTPUT_MAX", False))
@@ -278,13 +265,51 @@ def _run_operator(operator: Callable[..., Any], call: _FlexCall, plan: Attention
         if wanted:
             local_stats.append(leave(stat[..., None], plan)[..., 0].contiguous())
         else:
-            local_stats.append(stat.new_empty(call.query.shape[0], spec.num_heads, call.query.shape[2]))
+            local_stats.append(stat.new_empty(call.query.shape[0], plan.spec.num_heads, call.query.shape[2]))
     # Like flex_attention, return the output with the memory order of the query: token by token, or head by
     # head.
     is_by_token = call.query.stride(1) < call.query.stride(2)
     if not is_by_token:
         out = out.contiguous()
     return (out, *local_stats)
+
+
+def _run_on_heads(
+    operator: Callable[..., Any],
+    call: _FlexCall,
+    plan: AttentionPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Any:
+    """Return the results of the operator for the heads and rows that :func:`enter` gave this rank."""
+    spec = plan.spec
+    ulysses = spec.mesh.ulysses
+    first_head, heads = Segment("heads", spec.num_heads).runs(ulysses.index, ulysses.size)[0]
+    if heads == 0 or query.shape[2] == 0 or key.shape[2] == 0:
+        # Give zeros, and -inf as lse and as maxima. The zeros have an autograd graph that leads to the
+        # inputs, whose gradients are 0.
+        zeros = query.new_zeros(*query.shape[:3], value.shape[3])
+        stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
+        return add_autograd_dependency(zeros, [query, key, value]), stat, stat.clone()
+    key_of_query_heads = plan.heads.key_of_each_query(ulysses.index, key.device)
+    if key_of_query_heads is not None:
+        key = key.index_select(1, key_of_query_heads)
+        value = value.index_select(1, key_of_query_heads)
+    user_score_mod = call.score_mod
+    buffers: tuple[Any, ...] = ()
+    if call.score_buffers or call.mask_buffers:
+        buffers = (call.score_buffers, call.mask_buffers)
+    position = position_of_row(query_rows(spec.query_layout, spec.mesh), query.device)
+
+    # The user's function gets the index of the head among all heads, and that of the query in the sequence.
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
+        return user_score_mod(score, b, h + first_head, position(q), k, *tensors)
+
+    mask = _mask_of_heads(call.mask, first_head, heads, position, query.shape[2], spec.key_layout.total)
+    # Outer modes must not see the operator, because they would distribute its heads over the ranks again.
+    with DisableTorchFunction():
+        return operator(query, key, value, score_mod, mask, call.scale, call.kernel_options, *buffers)
 
 
 def _mask_of_heads(
@@ -318,7 +343,8 @@ def _mask_of_heads(
     return (num_rows, num_keys, *tensors, row_block, key_block, mask_mod)
 
 
-def _signature(call: _FlexCall, plan: AttentionPlan) -> Any:
+def _call_signature(call: _FlexCall, plan: AttentionPlan) -> Any:
+    """Return what must be equal on all ranks, by the words of the error if it is not."""
     tensors = {"query": call.query, "key": call.key, "value": call.value}
     block_mask: str | list[Any] = "none"
     if not _has_no_blocks(call.mask):
@@ -356,7 +382,8 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
         ) from error
 
 
-def _route(owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+def _route_flex(owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """Compute a call of the operator of ``flex_attention`` for ``owner``."""
     # While Dynamo traces the graph of a call in eager code, the call is only prepared: it comes again when
     # that runs.
     is_prepared = torch.compiler.is_compiling() and called_in_eager_code()
@@ -367,7 +394,7 @@ def _route(owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[A
     return flex(operator, args, kwargs)
 
 
-register_function(flex_attention_operator, _route)
+register_function(flex_attention_operator, _route_flex)
 register_mask(BlockMask, shard_block_mask)
 register_needs_mode(uses_flex_attention)
 register_explanation(explain_unsharded_mask)

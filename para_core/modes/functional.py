@@ -21,7 +21,7 @@ from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMo
 _P = ParamSpec("_P")
 
 
-def _attention(
+def _attend_over_mesh(
     kind: type[UnifiedAttnMode],
     /,
     query: Tensor,
@@ -42,16 +42,21 @@ def _attention(
 ) -> Tensor:
     # Pass a SequenceMesh to the mode. If the mode got a DeviceMesh on NCCL, its constructor would run an
     # exchange to detect ranks that share a GPU, which is too costly for each call.
-    ranks = sequence_mesh(mesh, group_dim=kind.group_dim)
+    sequence_ranks = sequence_mesh(mesh, group_dim=kind.group_dim)
     mode = kind(
-        ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options
+        sequence_ranks,
+        layout=layout,
+        key_layout=key_layout,
+        assume_equal=assume_equal,
+        attn_func=attn_func,
+        **options,
     )
-    attn_mask = _with_rows_of_rank(attn_mask, query, key, layout, ranks)
+    attn_mask = _mark_rows_of_rank(attn_mask, query, key, layout, sequence_ranks)
     return mode.attend(SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
 
 
-def _with_rows_of_rank(
-    mask: Tensor | None, query: Tensor, key: Tensor, layout: SequenceLayout | None, ranks: SequenceMesh
+def _mark_rows_of_rank(
+    mask: Tensor | None, query: Tensor, key: Tensor, layout: SequenceLayout | None, mesh: SequenceMesh
 ) -> Tensor | None:
     """Return ``mask``, marked as ``cp.shard`` would if it has a row per query of this rank and all columns.
 
@@ -64,13 +69,13 @@ def _with_rows_of_rank(
     if mask is None or mask.shape[-2] != query.shape[-2] or mask.shape[-1] <= key.shape[-2]:
         return mask
     if layout is None:
-        layout = even_layout(query.shape[-2] * ranks.ranks, ranks.ranks)
+        layout = even_layout(query.shape[-2] * mesh.ranks, mesh.ranks)
     rows = mask[...]
-    mark_part(rows, -2, layout, ranks.rank)
+    mark_part(rows, -2, layout, mesh.rank)
     return rows
 
 
-def _form(
+def _make_function(
     name: str,
     kind: type[UnifiedAttnMode],
     attention: Callable[Concatenate[type[UnifiedAttnMode], _P], Tensor],
@@ -82,22 +87,22 @@ def _form(
     Type checkers infer the signature of this function from ``attention``. ``doc`` is its docstring.
     """
 
-    def form(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+    def function(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         return attention(kind, *args, **kwargs)
 
-    described: Any = form
+    described: Any = function
     full_signature = signature(attention)
     described.__signature__ = full_signature.replace(parameters=[*full_signature.parameters.values()][1:])
-    form.__name__ = form.__qualname__ = name
-    form.__doc__ = doc
-    return form
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
 
 
-unified_attention = _form(
+unified_attention = _make_function(
     "unified_attention",
     UnifiedAttnMode,
-    _attention,
-    """Compute attention over a sequence that is sharded over ``mesh``, exactly.
+    _attend_over_mesh,
+    """Return attention over a sequence that is sharded over ``mesh``, exactly: a collective.
 
     The arguments up to ``enable_gqa`` are those of ``scaled_dot_product_attention``. All ranks of ``mesh`` must call
     the function.
@@ -119,15 +124,23 @@ unified_attention = _form(
         ValueError: If the input of any rank does not fit. In eager code every rank raises it.
     """,
 )
-ring_attention = _form(
+ring_attention = _make_function(
     "ring_attention",
     RingAttnMode,
-    _attention,
-    """Compute :func:`unified_attention` on a mesh, or a process group, whose ranks all form one ring.""",
+    _attend_over_mesh,
+    """Return what :func:`unified_attention` returns, computed by ring attention only.
+
+    The arguments and errors are the same. All ranks of a process group form the ring; a ``ulysses`` dim of a mesh must
+    have size 1, otherwise ValueError is raised.
+    """,
 )
-ulysses_attention = _form(
+ulysses_attention = _make_function(
     "ulysses_attention",
     UlyssesAttnMode,
-    _attention,
-    """Compute :func:`unified_attention` on a mesh, or a process group, whose ranks all use Ulysses.""",
+    _attend_over_mesh,
+    """Return what :func:`unified_attention` returns, computed by Ulysses attention only.
+
+    The arguments and errors are the same. All ranks of a process group are used for Ulysses; a ``ring`` dim of a mesh
+    must have size 1, otherwise ValueError is raised.
+    """,
 )

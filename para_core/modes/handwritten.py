@@ -27,7 +27,8 @@ _SOFTMAX = frozenset(
         *NORMALIZING_FUNCTIONS,
     }
 )
-# Functions of each score, from which a model builds a softmax of its own: exp(scores) / sum(exp(scores)).
+# Functions of each score, from which a model builds a softmax of its own, exp(scores) / sum(exp(scores)), or weights
+# that are no softmax, sigmoid(scores).
 _EXP = frozenset(
     {
         *(torch.exp, torch.special.expit, torch.sigmoid, torch.exp2, torch.special.exp2),
@@ -74,8 +75,8 @@ class HandwrittenAttention:
             tokens.
 
     Attributes:
-        places: For each module that computed scores over this rank's tokens, its class and the shape of the
-            scores.
+        places: For each module that computed scores over this rank's tokens, by its id, the module (None for code
+            outside of modules) and the shape of the scores.
     """
 
     def __init__(self, known_packages: frozenset[str] = frozenset()) -> None:
@@ -125,7 +126,7 @@ class HandwrittenAttention:
         dims_of_tokens = [dim for dim, size in enumerate(scores.shape) if size in tokens | self._extended]
         if not self._is_normalized(func, args, kwargs, scores, dims_of_tokens):
             return
-        module, package = _caller()
+        module, package = _find_caller()
         if package not in self._known_packages:
             self.places.setdefault(id(module), (module, tuple(scores.shape)))
 
@@ -150,6 +151,7 @@ class HandwrittenAttention:
         return any(isinstance(dim, int) and dim % scores.ndim in dims_of_tokens for dim in dims)
 
     def _note_extended(self, args: Sequence[Any], kwargs: Any, output: Any, tokens: set[int]) -> None:
+        """Note the sizes of dims of ``output`` to which a function added entries to a dim of ``tokens``."""
         parts = kwargs.get("tensors", kwargs.get("input"))
         if args:
             parts = args[0]
@@ -181,7 +183,7 @@ class HandwrittenAttention:
 _BETWEEN = frozenset({"torch", "para_core", "contextlib"})
 
 
-def _caller() -> tuple[nn.Module | None, str]:
+def _find_caller() -> tuple[nn.Module | None, str]:
     """Return the module whose code is running, None outside of modules, and the package of that code.
 
     The module is ``self``, ``attn`` or ``module`` of the innermost frame that has one.

@@ -53,13 +53,13 @@ def sequence_of_symbolic_length(
     candidates = _candidates(segments, ranks)
     fitting = next((layout for layout in candidates if layout.size(rank) == num_tokens), None)
     if fitting is None:
-        raise _fits_nothing(num_tokens, candidates, rank, kind)
+        raise _no_fit_error(num_tokens, candidates, rank, kind)
     for other in candidates:
         if other is not fitting:
             _check_rival(fitting, other, num_tokens, kind, ordered)
     if len(fitting.segments) > 1:
         if ordered:
-            raise _order_matters(fitting, kind)
+            raise _order_error(fitting, kind)
         if fitting.replicated:
             raise ValueError(
                 f"{kind} of {fitting.total} tokens holds replicated ones, and they may be first or last. Say it with "
@@ -112,21 +112,20 @@ def _check_rival(
             "fit on some rank. Say which with cp.using(cp.sequence(total))."
         )
     if ordered and all(same_length):
-        raise _order_matters(fitting, kind)
+        raise _order_error(fitting, kind)
 
 
-# Messages are formatted in functions of their own, only when an error is raised, because formatting a
-# symbolic length makes this length a constant of the graph.
+# Format a message only when its error is raised: formatting a symbolic length makes it a constant of the graph.
 
 
-def _order_matters(fitting: SequenceLayout, kind: str) -> ValueError:
+def _order_error(fitting: SequenceLayout, kind: str) -> ValueError:
     return ValueError(
         f"{kind} of {fitting.total} tokens was put together in one of several orders, and a mask or is_causal "
         "needs to know which. Say it with cp.using(SequenceLayout(...))."
     )
 
 
-def _fits_nothing(num_tokens: int, candidates: list[SequenceLayout], rank: int, kind: str) -> ValueError:
+def _no_fit_error(num_tokens: int, candidates: list[SequenceLayout], rank: int, kind: str) -> ValueError:
     listed = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in candidates[:_MAX_LISTED]])
     if len(candidates) > _MAX_LISTED:
         listed = f"{listed}, …"

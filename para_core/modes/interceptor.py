@@ -45,9 +45,9 @@ SDPA = scaled_dot_product_attention
 SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
 _UNFLATTEN = Tensor.unflatten
 # Functions that compute attention in one piece. A feature may compute them; otherwise they are refused. Disabled hides
-# these, so every function that register_function gets must be one of them.
+# exactly these, so every function that register_function gets must be one of them.
 _REFUSED_FUNCTIONS = (F.multi_head_attention_forward, flex_attention_operator, *FUSED_ATTENTION_FUNCTIONS)
-# Operators whose arguments include functions: torch.cond, and the operator to which Dynamo lowers
+# Operators whose positional arguments include functions: torch.cond, and the operator to which Dynamo lowers
 # torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
 
@@ -58,17 +58,18 @@ def intercept(
     """Return the result of ``func(*args, **kwargs)``, called inside ``mode``, with attention computed by
     ``owner``.
 
+    UnifiedAttnMode repeats the first branch, to save a Python call per SDPA call: change both.
+
     Raises:
         RuntimeError: ``func`` computes attention in a form that cannot be intercepted.
         ValueError: A call that a feature computes has an unsupported argument.
     """
     if func is SDPA or func is SDPA_OPERATOR:
         call = SdpaCall(*args, **kwargs)
-        if torch.compiler.is_compiling() or not THREAD_STATE.handlers:
+        if torch.compiler.is_compiling() or not DISPATCHER_CONTEXTS.handlers:
             return owner.attend(call)
-        with (
-            _DISPATCH_KEY.excluded()
-        ):  # This mode handles the call, so the dispatcher must not intercept it again.
+        # This mode handles the call, so the dispatcher must not intercept it again.
+        with _DISPATCH_KEY.excluded():
             return owner.attend(call)
     if func is _UNFLATTEN and torch.compiler.is_compiling():
         # Dynamo cannot trace Tensor.unflatten under a mode, because this Python method calls super().
@@ -81,13 +82,13 @@ def intercept(
     if func in _REFUSED_FUNCTIONS:
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
-            f"cannot run on {owner.ranks} ranks: each would attend to its own tokens only. Use "
+            "cannot be intercepted: on several ranks each would attend to its own tokens only. Use "
             "F.scaled_dot_product_attention, or run this call under UnifiedAttnMode.disable()."
         )
     if type(func) is InvokeSubgraphHOP:
         raise RuntimeError(
-            f"torch.compiler.nested_compile_region on {owner.ranks} ranks: no mode can be entered in it, so attention "
-            "inside would see this rank's tokens only. Leave nested_compile_region out."
+            "torch.compiler.nested_compile_region inside a mode or plan: no mode can be entered in it, so on several "
+            "ranks attention inside would see this rank's tokens only. Leave nested_compile_region out."
         )
     if type(func) in OPERATOR_TYPES and computes_attention(func) and not is_called_by_a_graph(func):
         return _run_operator(owner, func, args, kwargs)
@@ -97,15 +98,15 @@ def intercept(
 def _run_operator(
     owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any
 ) -> Any:
-    """Return the result of an attention operator of another package.
-    Raise ``RuntimeError`` if no feature has it.
+    """Return the result of an attention operator of another package, computed for ``owner``.
+    Raise ``RuntimeError`` if no feature computes it.
     """
     return require_route(operator, owner.fail)(owner, operator, args, kwargs)
 
 
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """Return ``func(*args, **kwargs)`` without interception.
-    For Dynamo, ``Tensor.unflatten`` is replaced here too.
+    """Return ``func(*args, **kwargs)``, called inside a mode that does not intercept it.
+    For Dynamo, ``Tensor.unflatten`` is replaced here, as in :func:`intercept`.
     """
     if func is _UNFLATTEN and torch.compiler.is_compiling():
         return torch.unflatten(*args, **kwargs)
@@ -135,19 +136,23 @@ def check_replaced_attention(ranks: int) -> None:
 class Disabled(TorchFunctionMode):
     """A mode that hides attention calls from outer modes and from the dispatcher, so they run on this rank alone."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # One guard for each time that this mode is entered in eager code, the innermost last.
+        self._guards: list[AbstractContextManager[Any]] = []
+
     def __enter__(self) -> Disabled:
-        self._guard = None
         if not torch.compiler.is_compiling():
-            self._guard = _DISPATCH_KEY.excluded()
-            self._guard.__enter__()
+            guard = _DISPATCH_KEY.excluded()
+            guard.__enter__()
+            self._guards.append(guard)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        if self._guard is not None:
-            self._guard.__exit__(*raised)
-            self._guard = None
+        if self._guards and not torch.compiler.is_compiling():
+            self._guards.pop().__exit__(*raised)
 
     @no_frame_of_its_own
     def __torch_function__(
@@ -182,12 +187,16 @@ def without_interception(attn_func: Callable[..., Any] | None) -> Callable[..., 
 def run_functions(
     mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequence[Any], kwargs: Any
 ) -> Any:
-    """Return the result of the operator ``func``, with ``mode`` entered inside each of its function
+    """Return the result of ``func``, one of ``RUN_FUNCTIONS``, with ``mode`` entered inside each function among its
     arguments.
 
     This is necessary because modes see the operator itself but are off inside the functions that it runs.
     """
-    return func(*[_under(mode, arg) if callable(arg) else arg for arg in args], **kwargs)
+    wrapped = list(args)
+    for index, arg in enumerate(args):
+        if callable(arg):
+            wrapped[index] = _enter_in_branch(mode, arg)
+    return func(*wrapped, **kwargs)
 
 
 class _ReenteredMode(TorchFunctionMode):
@@ -204,29 +213,29 @@ class _ReenteredMode(TorchFunctionMode):
         return self._mode.__torch_function__(func, types, args, kwargs)
 
 
-def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+def _enter_in_branch(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper that runs ``function`` under ``mode``, for a branch of a higher-order operator."""
+
     def run(*args: Any) -> Any:
         with _ReenteredMode(mode):
             return function(*args)
 
-    return lambda *args: inside_branch(run, *args)
+    return lambda *args: run_in_branch(run, *args)
 
 
-def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
+def run_in_branch(function: Callable[..., Any], *args: Any) -> Any:
     """Return ``function(*args)``, in a branch of a higher-order operator, and allow ``function`` to enter modes."""
     # Dynamo would refuse a branch that enters a mode, because a change of the mode stack counts as a side
     # effect, even if the stack is restored at the end.
     return without_side_effect_checks(function, *args)
 
 
-# The rest of this file intercepts attention at the dispatcher, for eager code without gradients. This is
-# faster than a mode, which torch calls for every torch function: even an empty mode adds a third to the host
-# time of FLUX's transformer. A dispatch key that no other kernel uses intercepts only the operators that are
-# registered for the key, and only in threads that include the key. All other operators skip the key at no
-# cost.
+# The rest of this file intercepts attention at the dispatcher, for eager code without gradients. A mode would
+# cost host time in every torch function. A dispatch key that no other kernel uses intercepts only the operators
+# that are registered for the key, and only in threads that include the key; all others fall through it.
 
 
-class ThreadState(threading.local):
+class _DispatcherContexts(threading.local):
     """The arguments of all :func:`at_the_dispatcher` contexts that this thread has entered, the innermost last."""
 
     def __init__(self) -> None:
@@ -235,7 +244,7 @@ class ThreadState(threading.local):
 
 
 # The name is public, because UnifiedAttnMode looks for handlers before each SDPA call.
-THREAD_STATE = ThreadState()
+DISPATCHER_CONTEXTS = _DispatcherContexts()
 
 
 def outer_attention(call: SdpaCall) -> Tensor:
@@ -243,13 +252,14 @@ def outer_attention(call: SdpaCall) -> Tensor:
     context. If there is none, compute it on one device. Only the handler of the innermost context may call
     this function.
     """
-    handlers = THREAD_STATE.handlers
+    handlers = DISPATCHER_CONTEXTS.handlers
     if len(handlers) <= 1:
         return call.on_one_device()
     return handlers[-2](call)
 
 
 def _handle_dispatched(call: SdpaCall) -> Tensor:
+    """Return the output of an SDPA call that the dispatcher intercepted. Raise ``RuntimeError`` while tracing."""
     # Check the tracing context too, because in torch 2.11 is_compiling() is False while a compiler backend
     # traces.
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
@@ -261,7 +271,7 @@ def _handle_dispatched(call: SdpaCall) -> Tensor:
             "function uncompiled."
         )
     with _DISPATCH_KEY.excluded():
-        return THREAD_STATE.handlers[-1](call)
+        return DISPATCHER_CONTEXTS.handlers[-1](call)
 
 
 class _DispatchedCalls(SdpaOwner):
@@ -282,7 +292,7 @@ def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         operator = getattr(getattr(torch.ops, namespace), name)
-        if not THREAD_STATE.is_active[-1]():
+        if not DISPATCHER_CONTEXTS.is_active[-1]():
             with _DISPATCH_KEY.excluded():
                 return operator(*args, **kwargs)
         return _run_operator(_DISPATCHED_CALLS, operator, args, kwargs)
@@ -321,14 +331,14 @@ def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lamb
     """
     if not dispatcher_is_available():
         raise RuntimeError("attention cannot be intercepted at the dispatcher of this torch. Use a mode.")
-    THREAD_STATE.handlers.append(handler)
-    THREAD_STATE.is_active.append(is_active)
+    DISPATCHER_CONTEXTS.handlers.append(handler)
+    DISPATCHER_CONTEXTS.is_active.append(is_active)
     try:
         with _DISPATCH_KEY.included():
             yield
     finally:
-        THREAD_STATE.handlers.pop()
-        THREAD_STATE.is_active.pop()
+        DISPATCHER_CONTEXTS.handlers.pop()
+        DISPATCHER_CONTEXTS.is_active.pop()
 
 
 def not_at_the_dispatcher() -> AbstractContextManager[Any]:

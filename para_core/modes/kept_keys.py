@@ -13,8 +13,8 @@ from para_core.modes.unified import UnifiedAttnMode
 
 
 class SparseKVAttnMode(UnifiedAttnMode):
-    """:class:`UnifiedAttnMode` in which each head attends only to the keys with the highest attention
-    weights.
+    """An approximate :class:`UnifiedAttnMode`, in which each head attends only to the keys with the highest
+    attention weights.
 
     The criterion is that of SnapKV (Li et al. 2024, arXiv:2404.14469). For each sample and query head:
 

@@ -129,23 +129,24 @@ class LayoutMode(ShardingMode):
         sequence: SequenceLayout | None,
         key_sequence: SequenceLayout | None,
     ) -> BlockMask:
+        """Return this rank's part of ``mask``. In eager code the ranks compare it, unless ``assume_equal`` is set."""
         if self._mesh.ranks == 1:
             return mask
-        talk = not (self._assume_equal or torch.compiler.is_compiling())
-        if talk:
+        exchanges = not (self._assume_equal or torch.compiler.is_compiling())
+        if exchanges:
             self._mesh.check_alive()
         try:
             num_queries, num_keys = mask.seq_lengths
             if sequence is not None and key_sequence is None and num_queries == num_keys:
                 key_sequence = sequence
-            query_layout = self._whole_layout(num_queries, sequence, "query")
-            key_layout = self._whole_layout(num_keys, key_sequence, "key")
+            query_layout = self._layout_of_mask(num_queries, sequence, "query")
+            key_layout = self._layout_of_mask(num_keys, key_sequence, "key")
             sharded: BlockMask = shard_mask(mask, query_layout, key_layout, self._mesh)
         except (TypeError, ValueError) as error:
-            if talk:
+            if exchanges:
                 agree(error, self._mesh)
             raise
-        if talk:
+        if exchanges:
             lengths = {
                 "query lengths per rank": query_layout.sizes(),
                 "key lengths per rank": key_layout.sizes(),
@@ -153,14 +154,14 @@ class LayoutMode(ShardingMode):
             agree({"block_mask": [*mask.shape], **lengths}, self._mesh)
         return sharded
 
-    def _whole_layout(
+    def _layout_of_mask(
         self, total: int, sequence: SequenceLayout | None, kind: Literal["query", "key"]
     ) -> SequenceLayout:
         """Return the layout of the queries or keys of a mask over all tokens: ``sequence``, else the explicit
         layout of the mode, else that of the sharded sequence with ``total`` tokens, else equal parts.
         """
         if sequence is not None:
-            return self._check_ranks(sequence)
+            return self._require_ranks(sequence)
         if self._explicit is not None:
             return self._explicit_layout_of(kind, self._explicit)
         return layout_of_total(total, segments_of(self._known), self._mesh.ranks, kind=kind)
@@ -184,7 +185,8 @@ class LayoutMode(ShardingMode):
         return x
 
     def local_mask(self, mask: Tensor, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """Return a mask over all keys of the sequence, gathered from each rank's ``mask`` over its own keys.
+        """Return a mask over all keys of the sequence, gathered from each rank's ``mask`` over its own keys, a
+        collective.
 
         This happens automatically in SDPA calls with a mask whose length shows that it covers this rank's
         keys only.
@@ -201,7 +203,7 @@ class LayoutMode(ShardingMode):
         """
         if sequence is None and torch.compiler.is_compiling():
             raise RuntimeError("inside a compiled function cp.local_mask needs sequence=, as cp.gather does.")
-        layout = self._agree(mask, -1, sequence, is_whole=False)
+        layout = self._agree_on_layout(mask, -1, sequence, is_whole=False)
         if self._mesh.ranks == 1:
             return mask
         return gather_tokens(mask, -1, layout, self._mesh)
@@ -226,6 +228,7 @@ class LayoutMode(ShardingMode):
             self._set_explicit(before)
 
     def _set_explicit(self, layouts: ExplicitLayouts | None) -> None:
+        """Set the explicit layouts. A subclass caches plans by state, so every change must be noted."""
         self._explicit = layouts
         if not torch.compiler.is_compiling():
             self._note_state()
@@ -244,6 +247,11 @@ class LayoutMode(ShardingMode):
     def _layouts(
         self, num_queries: int, num_keys: int, ordered: bool
     ) -> tuple[SequenceLayout, SequenceLayout]:
+        """Return the layouts of ``num_queries`` queries and ``num_keys`` keys on this rank.
+
+        MeshAttention caches the results in eager code for each state that :meth:`_note_state` passes on, so
+        this must depend on the explicit layouts and the known sequences only.
+        """
         query_layout = self._layout_of(num_queries, "query", ordered)
         has_key_layout = self._explicit is not None and self._explicit[1] is not None
         if num_keys == num_queries and not has_key_layout:

@@ -48,9 +48,9 @@ def multi_head_attention(
     *,
     fail: Fail = raise_here,
 ) -> tuple[Tensor, None]:
-    """Compute ``F.multi_head_attention_forward``, with ``handler`` in place of SDPA.
+    """Return the results of ``F.multi_head_attention_forward``, with ``handler`` in place of SDPA.
 
-    The other arguments are those of torch's function.
+    The other arguments are those of torch's function, in its order.
 
     Args:
         handler: Computes the SDPA call.
@@ -87,9 +87,8 @@ def multi_head_attention(
             )
         )
     if is_causal:
-        attn_mask = (
-            None  # With is_causal, the caller promises that this is the causal mask, so the flag is enough.
-        )
+        # The caller promises that this is the causal mask, so the flag is enough.
+        attn_mask = None
     weights: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if in_proj_weight is not None and not use_separate_proj_weight:
         weights = in_proj_weight.chunk(3)
@@ -107,9 +106,23 @@ def multi_head_attention(
         projected = F.linear(x, weight, bias)
         # Reshape [S, B, E] or [S, E] to [B, H, S, E / H] or [H, S, E / H].
         heads.append(torch.unflatten(projected, -1, (num_heads, -1)).movedim(0, -2))
-    given_mask = attn_mask
-    if attn_mask is not None and attn_mask.ndim == query.ndim == 3:
-        attn_mask = torch.unflatten(attn_mask, 0, (-1, num_heads))  # to [B, H, S_q, S_k]
+    mask = _merge_masks(key_padding_mask, attn_mask, num_heads, query, fail)
+    if not training:
+        dropout_p = 0.0
+    out = handler(SdpaCall(heads[0], heads[1], heads[2], mask, dropout_p, is_causal))
+    return F.linear(out.movedim(-2, 0).flatten(-2), out_proj_weight, out_proj_bias), None
+
+
+def _merge_masks(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int, query: Tensor, fail: Fail
+) -> Tensor | None:
+    """Return both masks as one mask for SDPA, bool or additive in the dtype of ``query``; None if both are None.
+
+    In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]``
+    or ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, or ``[B * H, S_q, S_k]`` (``[H, S_q, S_k]`` without a batch).
+    The result is marked like ``attn_mask`` if ``cp.shard`` made its rows. Raise ``ValueError`` by ``fail`` if the
+    masks are for different numbers of keys.
+    """
     if (
         attn_mask is not None
         and key_padding_mask is not None
@@ -121,46 +134,42 @@ def multi_head_attention(
                 "both for this rank's keys, or both for all."
             )
         )
-    mask = _merge_masks(key_padding_mask, attn_mask, query.dtype)
-    copy_mark(given_mask, mask)
-    if not training:
-        dropout_p = 0.0
-    out = handler(SdpaCall(heads[0], heads[1], heads[2], mask, dropout_p, is_causal))
-    return F.linear(out.movedim(-2, 0).flatten(-2), out_proj_weight, out_proj_bias), None
+    of_queries = attn_mask
+    if of_queries is not None and of_queries.ndim == query.ndim == 3:
+        of_queries = torch.unflatten(of_queries, 0, (-1, num_heads))  # to [B, H, S_q, S_k]
+    of_keys = key_padding_mask
+    if of_keys is not None:
+        of_keys = of_keys[..., None, None, :]
+    mask = _combine(of_keys, of_queries, query.dtype)
+    copy_mark(attn_mask, mask)
+    return mask
 
 
-def _merge_masks(
-    key_padding_mask: Tensor | None, attn_mask: Tensor | None, dtype: torch.dtype
-) -> Tensor | None:
-    """Combine both masks to one mask for SDPA, bool or additive in ``dtype``; None if both are None.
-
-    In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]``
-    or ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, ``[H, S_q, S_k]`` or ``[B, H, S_q, S_k]``.
-    """
-    if key_padding_mask is not None:
-        key_padding_mask = key_padding_mask[..., None, None, :]
-    if attn_mask is None or key_padding_mask is None:
-        mask = attn_mask
-        if mask is None:
-            mask = key_padding_mask
-        if mask is not None and mask.dtype == torch.bool:
-            return ~mask
-        return mask
-    if attn_mask.dtype == key_padding_mask.dtype == torch.bool:
-        return ~(attn_mask | key_padding_mask)
-    return _to_additive(attn_mask, dtype) + _to_additive(key_padding_mask, dtype)
+def _combine(of_keys: Tensor | None, of_queries: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return two masks that broadcast to each other, in which True hides a key, as one mask for SDPA."""
+    if of_keys is not None and of_queries is not None:
+        if of_keys.dtype == of_queries.dtype == torch.bool:
+            return ~(of_queries | of_keys)
+        return _to_additive(of_queries, dtype) + _to_additive(of_keys, dtype)
+    mask = of_queries
+    if mask is None:
+        mask = of_keys
+    if mask is not None and mask.dtype == torch.bool:
+        return ~mask
+    return mask
 
 
 def _to_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask in which True hides a key as one that is added to the scores; a float mask as it is."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
-def _route(
+def _route_multi_head(
     owner: AttentionOwner, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
 ) -> tuple[Tensor, None]:
     return multi_head_attention(owner.attend, *args, fail=owner.fail, **kwargs)
 
 
-register_function(F.multi_head_attention_forward, _route)
+register_function(F.multi_head_attention_forward, _route_multi_head)

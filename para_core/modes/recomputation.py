@@ -11,7 +11,7 @@ later call that a mode does see:
   found on the Python stack.
 - ``use_reentrant=False``: at an attention call. The function is found through the hooks on saved tensors that
   the checkpoint registered.
-- In a diffusers model under a plan: at the model's own checkpoint function, which :func:`bind_recomputation`
+- In a diffusers model under a plan: at the model's own checkpoint function, which :func:`bind_model_checkpoints`
   replaces.
 
 Written for torch 2.13 (``torch/utils/checkpoint.py``). If another version renames the variables of the
@@ -45,7 +45,7 @@ _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., us
 
 
 def bind_reentrant_checkpoint(bind: Bind) -> None:
-    """Bind the function of the ``checkpoint(..., use_reentrant=True)`` that is entering ``no_grad``.
+    """Bind the function of the ``checkpoint(..., use_reentrant=True)`` whose forward is entering ``no_grad``.
 
     Also bind the ``ctx.run_function`` of any other ``autograd.Function`` whose forward is entering
     ``no_grad``. A mode calls this whenever gradients are being disabled. If no such forward is on the stack,
@@ -80,9 +80,9 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
 def bind_checkpoint(owner: object, bind: Bind) -> None:
     """Bind the functions of all ``checkpoint(..., use_reentrant=False)`` calls whose forward is running.
 
-    A mode, the ``owner``, calls this at every attention call in eager code, also with gradients disabled,
-    because the backward recomputes the whole function. A function that is already bound to ``owner`` is not
-    bound again.
+    A mode or plan, the ``owner``, calls this at an attention call in eager code inside hooks on saved tensors, also
+    with gradients disabled, because the backward recomputes the whole function. A function that is already bound
+    to ``owner`` is not bound again.
     """
     innermost = top_saved_tensors_hooks(True)
     if innermost is None:
@@ -108,7 +108,7 @@ def _frame_of(hooks: Any) -> Any:
 
 
 @contextmanager
-def bind_recomputation(bind: Bind, module: nn.Module) -> Iterator[None]:
+def bind_model_checkpoints(bind: Bind, module: nn.Module) -> Iterator[None]:
     """Bind each function that the activation checkpointing of a diffusers model recomputes in the backward.
 
     Affects the checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing without
@@ -160,7 +160,7 @@ RECOMPUTATION.append(
     Recomputation(
         gradients_disabled=bind_reentrant_checkpoint,
         attention_called=bind_checkpoint,
-        during_call=bind_recomputation,
+        during_call=bind_model_checkpoints,
         check_exchanges=check_checkpointing,
     )
 )

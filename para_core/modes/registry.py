@@ -1,8 +1,11 @@
 """Optional features of interception: what each adds to every mode and plan.
 
-A feature is a file of this folder that calls the functions below when it is imported. ``__init__`` imports
-it, in one line. Without that line the feature's functions and operators are refused like any other that
-cannot be intercepted.
+A feature is a file of this folder that calls the functions below, or appends to ``RECOMPUTATION``, when it is
+imported. ``__init__`` imports it, in one line. Without that line the attention functions and operators that
+the feature computes are refused like any other that cannot be intercepted.
+
+All features must be registered before the first model call: :func:`route_of_operator` caches its results, and
+Dynamo takes them for constants.
 """
 
 from __future__ import annotations
@@ -34,9 +37,7 @@ class MeshAccess:
 
 
 class AttentionOwner(Protocol):
-    """A mode or plan that intercepts attention, as a feature sees it. ``ranks`` is for error messages."""
-
-    ranks: int
+    """A mode or plan that intercepts attention, as a feature sees it."""
 
     def attend(self, call: SdpaCall) -> Tensor:
         """Return the output of an SDPA call, computed over the mesh."""
@@ -59,9 +60,7 @@ class AttentionOwner(Protocol):
 
 
 class SdpaOwner:
-    """An owner that computes ``scaled_dot_product_attention`` only, and no other attention over the mesh."""
-
-    ranks = 1
+    """The base class of owners that compute ``scaled_dot_product_attention`` only, and no other attention."""
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise ``error``."""
@@ -79,8 +78,6 @@ class SdpaOwner:
 Route = Callable[[AttentionOwner, Callable[..., Any], Sequence[Any], Any], Any]
 # Returns a wrapper of a function that runs it under the mode or plan that made the binding.
 Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
 # Called as shard(mask, query_layout, key_layout, mesh); returns this rank's part of a mask over all tokens.
 ShardMask = Callable[[Any, SequenceLayout, SequenceLayout, SequenceMesh], Any]
 
@@ -108,7 +105,7 @@ _FUNCTIONS: list[tuple[Callable[..., Any], Route]] = []
 _OPERATORS: list[tuple[Callable[[Any], bool], Route]] = []
 _NEEDS_MODE: list[Callable[[nn.Module], bool]] = []
 _EXPLANATIONS: list[Callable[[BaseException | None], None]] = []
-# Modes and plans loop over this list themselves, which saves a Python call in each attention call.
+# UnifiedAttnMode and the plans loop over this list themselves, which saves a Python call in each attention call.
 RECOMPUTATION: list[Recomputation] = []
 _MASK_SHARDERS: list[tuple[type, ShardMask]] = []
 
@@ -193,7 +190,9 @@ def explain(error: BaseException | None) -> None:
 
 @contextmanager
 def bind_recomputation(bind: Bind | None, module: nn.Module) -> Iterator[None]:
-    """Return a context in which what the backward of ``module`` runs again is bound by ``bind``, unless it is None."""
+    """Bind by ``bind`` what the backward of ``module`` runs again after the ``with`` block. Does nothing if ``bind`` is
+    None.
+    """
     with ExitStack() as stack:
         if bind is not None:
             for recomputation in RECOMPUTATION:

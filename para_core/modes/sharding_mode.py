@@ -1,4 +1,6 @@
-"""The base class of all modes: it shards and gathers tensors, and keeps the layouts of sharded sequences."""
+"""The base class of the modes that a user enters for attention: it shards and gathers tensors, and keeps the layouts
+of sharded sequences.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +45,7 @@ class ShardingMode(TorchFunctionMode):
         # The sequences that were sharded through this mode or declared replicated, in the order of these
         # calls. The tuple becomes empty when the mode is left.
         self._known: TraceSafeLayout = ()
+        # Whether gather was called after the last shard, so that in a graph the next shard begins a new call.
         self._gathered = True
 
     def __enter__(self) -> Self:
@@ -106,15 +109,18 @@ class ShardingMode(TorchFunctionMode):
             self._note_state()
 
     def _trace_safe(self, layout: SequenceLayout) -> TraceSafeLayout:
-        return to_trace_safe(self._check_ranks(layout).segments, self._mesh.device_type)
+        return to_trace_safe(self._require_ranks(layout).segments, self._mesh.device_type)
 
-    def _check_ranks(self, layout: SequenceLayout) -> SequenceLayout:
+    def _require_ranks(self, layout: SequenceLayout) -> SequenceLayout:
         """Return ``layout``. Raise ``ValueError`` if it is for another number of ranks."""
         if layout.ranks != self._mesh.ranks:
             raise ValueError(f"the layout is for {layout.ranks} ranks, but the mesh has {self._mesh.ranks}.")
         return layout
 
     def _only_sequence(self, num_tokens: int) -> SequenceLayout:
+        """Return the layout of the only sequence that was sharded through this mode; if there is none, equal parts, of
+        which this rank has ``num_tokens`` tokens. Raise ``ValueError`` if there are several.
+        """
         sequences = [segment for segment in segments_of(self._known) if not segment.replicated]
         if len(sequences) == 1:
             return SequenceLayout((sequences[0],), self._mesh.ranks)
@@ -127,6 +133,7 @@ class ShardingMode(TorchFunctionMode):
         )
 
     def _remember(self, segment: Segment) -> None:
+        """Add ``segment`` to the known sequences, unless one of its length and kind is known."""
         if torch.compiler.is_compiling() and self._depth == 0:
             # Dynamo does not trace __enter__ and __exit__ of a mode that was constructed outside of the
             # graph. The first shard after a gather, which begins a new call of the model, therefore does the
@@ -150,6 +157,8 @@ class ShardingMode(TorchFunctionMode):
     ) -> Tensor:
         """Return this rank's part of ``x`` along ``dim``. Every rank passes the same whole ``x``.
 
+        All ranks must call this: in eager code they compare their layouts, unless ``assume_equal`` is set.
+
         Args:
             x (`Tensor`): A tensor of any shape. It may have fewer tokens than there are ranks.
             dim (`int`): The dim to shard.
@@ -169,9 +178,11 @@ class ShardingMode(TorchFunctionMode):
                 "inside a compiled function cp.shard needs sequence=: tokens = cp.sequence(x.shape[dim]); "
                 "cp.shard(x, dim, sequence=tokens)."
             )
-        layout = self._agree(x, dim, sequence, is_whole=True, balance=balance)
-        if len(layout.segments) == 1:
-            self._remember(layout.segments[0])
+        layout = self._agree_on_layout(x, dim, sequence, is_whole=True, balance=balance)
+        # Remember the segments of a concatenation too: attention would otherwise take this rank's tokens for one of
+        # equal parts. If their order matters, or one is replicated, it raises and asks for cp.using(...).
+        for segment in layout.segments:
+            self._remember(segment)
         if self._mesh.ranks == 1:
             return x
         part = shard_tokens(x, dim, layout, self._mesh)
@@ -180,7 +191,7 @@ class ShardingMode(TorchFunctionMode):
         return part
 
     def gather(self, y: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """Return the whole tensor on every rank, gathered along ``dim``. Each rank passes its part.
+        """Return the whole tensor on every rank, gathered along ``dim``, a collective. Each rank passes its part.
 
         Args:
             y (`Tensor`): This rank's part.
@@ -200,7 +211,7 @@ class ShardingMode(TorchFunctionMode):
             raise RuntimeError(
                 "inside a compiled function cp.gather needs sequence=: the value that cp.sequence(total) gave before."
             )
-        layout = self._agree(y, dim, sequence, is_whole=False)
+        layout = self._agree_on_layout(y, dim, sequence, is_whole=False)
         if torch.compiler.is_compiling() and self._depth == 0:
             self._end()
         self._gathered = True
@@ -208,7 +219,7 @@ class ShardingMode(TorchFunctionMode):
             return y
         return gather_tokens(y, dim, layout, self._mesh)
 
-    def _agree(
+    def _agree_on_layout(
         self,
         x: Tensor,
         dim: int,
@@ -217,59 +228,73 @@ class ShardingMode(TorchFunctionMode):
         is_whole: bool,
         balance: Literal["causal"] | None = None,
     ) -> SequenceLayout:
-        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` (``is_whole``,
-        with ``balance``) or :meth:`gather` (for this rank's part).
+        """Return the layout of ``x`` along ``dim`` (:meth:`_require_layout`), which is valid and equal on all ranks.
 
         In eager code the ranks compare their layouts, unless ``assume_equal`` is True. If the layout is
         invalid on any rank or differs between ranks, all ranks raise.
         """
-        talk = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
-        if talk:
+        exchanges = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
+        if exchanges:
             self._mesh.check_alive()
         try:
-            if sequence is not None and balance is not None:
-                raise ValueError(
-                    "shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal')."
-                )
-            if not isinstance(x, Tensor):
-                raise TypeError(f"got a {type(x).__name__}; expected a tensor.")
-            if not isinstance(sequence, SequenceLayout | None):
-                raise TypeError(
-                    f"sequence is a {type(sequence).__name__}; expected the value of cp.sequence(total)."
-                )
-            if not hasattr(dim, "__index__"):
-                raise TypeError(f"dim is {dim!r}; expected the number of the dim that is sharded.")
-            if not -x.ndim <= dim < x.ndim:
-                raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
-            num_tokens = x.shape[dim]
-            if sequence is not None:
-                layout = self._check_ranks(sequence)
-            elif is_whole:
-                layout = self.sequence(num_tokens, balance=balance)
-            else:
-                layout = self._only_sequence(num_tokens)
-            if is_whole and num_tokens != layout.total:
-                raise ValueError(
-                    f"x has {num_tokens} tokens in dim {dim}, but sequence= says {layout.total}."
-                )
-            size = layout.size(self._mesh.rank)
-            if not is_whole and num_tokens != size:
-                raise ValueError(
-                    f"y has {num_tokens} tokens in dim {dim}, but this rank's part of {layout.total} is {size}."
-                )
+            layout = self._require_layout(x, dim, sequence, is_whole, balance)
         except (TypeError, ValueError) as error:
-            if talk:
+            if exchanges:
                 agree(error, self._mesh)
             raise
-        if talk:
+        if exchanges:
             dim %= x.ndim
             shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-            agree(_signature(layout, dim, shape, x.dtype), self._mesh, explain=_difference)
+            agree(_layout_signature(layout, dim, shape, x.dtype), self._mesh, explain=_explain_difference)
+        return layout
+
+    def _require_layout(
+        self,
+        x: Tensor,
+        dim: int,
+        sequence: SequenceLayout | None,
+        is_whole: bool,
+        balance: Literal["causal"] | None,
+    ) -> SequenceLayout:
+        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` (``is_whole``,
+        with ``balance``) or :meth:`gather` (for this rank's part). Raise ``TypeError`` or ``ValueError`` if the
+        arguments do not fit.
+        """
+        if sequence is not None and balance is not None:
+            raise ValueError(
+                "shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal')."
+            )
+        if not isinstance(x, Tensor):
+            raise TypeError(f"got a {type(x).__name__}; expected a tensor.")
+        if not isinstance(sequence, SequenceLayout | None):
+            raise TypeError(
+                f"sequence is a {type(sequence).__name__}; expected the value of cp.sequence(total)."
+            )
+        if not hasattr(dim, "__index__"):
+            raise TypeError(f"dim is {dim!r}; expected the number of the dim that is sharded.")
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
+        num_tokens = x.shape[dim]
+        if sequence is not None:
+            layout = self._require_ranks(sequence)
+        elif is_whole:
+            layout = self.sequence(num_tokens, balance=balance)
+        else:
+            layout = self._only_sequence(num_tokens)
+        if is_whole and num_tokens != layout.total:
+            raise ValueError(f"x has {num_tokens} tokens in dim {dim}, but sequence= says {layout.total}.")
+        size = layout.size(self._mesh.rank)
+        if not is_whole and num_tokens != size:
+            raise ValueError(
+                f"y has {num_tokens} tokens in dim {dim}, but this rank's part of {layout.total} is {size}."
+            )
         return layout
 
 
 @lru_cache(maxsize=256)
-def _signature(layout: SequenceLayout, dim: int, shape: tuple[int, ...], dtype: torch.dtype) -> Signature:
+def _layout_signature(
+    layout: SequenceLayout, dim: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Signature:
     # Layouts that place other tokens on a rank may have the same lengths.
     segments = [
         f"{segment.total}{' replicated' * segment.replicated}{' balanced' * segment.balanced}"
@@ -286,14 +311,14 @@ def _signature(layout: SequenceLayout, dim: int, shape: tuple[int, ...], dtype: 
     )
 
 
-def _difference(records: list[Record]) -> str:
+def _explain_difference(records: list[Record]) -> str:
     rank = next(rank for rank, record in enumerate(records) if record != records[0])
-    first = _describe(records[0])
-    other = _describe(records[rank])
+    first = _describe_record(records[0])
+    other = _describe_record(records[rank])
     return f"the ranks disagree about a sequence: rank 0 has {first}; rank {rank} has {other}. {EQUAL_PARTS}"
 
 
-def _describe(record: Record) -> str:
+def _describe_record(record: Record) -> str:
     return ", ".join([f"{name} {value}" for name, value in record.items()])
 
 
@@ -318,6 +343,7 @@ def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLay
 
 
 def segments_of(layout: TraceSafeLayout) -> tuple[Segment, ...]:
+    """Return the segments of a layout that :func:`to_trace_safe` made."""
     return tuple(
         [
             Segment(

@@ -25,8 +25,8 @@ from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes import fused_encoder
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
 from para_core.modes.interceptor import (
+    DISPATCHER_CONTEXTS,
     SDPA,
-    THREAD_STATE,
     Disabled,
     call_original,
     check_replaced_attention,
@@ -123,7 +123,7 @@ class UnifiedAttnMode(LayoutMode):
             mesh = guided.sequence
             self._batch = guided.batch
         super().__init__(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
-        # Not a property, because Dynamo cannot read one of a mode while it traces an operator under it.
+        # Public. Not a property, because Dynamo cannot read one of a mode while it traces an operator under it.
         self.ranks = self._mesh.ranks
         self._options = AttnOptions.of(**options)
         check_library(self._options.backend)
@@ -153,6 +153,7 @@ class UnifiedAttnMode(LayoutMode):
         self._is_resumed = False
 
     def _note_state(self) -> None:
+        # All that LayoutMode._layouts reads must be part of this state, by which the plans of calls are cached.
         layouts: Sequence[TraceSafeLayout | None] = ()
         if self._explicit is not None:
             layouts = self._explicit
@@ -243,6 +244,7 @@ class UnifiedAttnMode(LayoutMode):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal state
+            # A backward inside the mode recomputes a call that may have had other layouts than the current ones.
             if self._depth > 0 and (self._is_resumed or not is_in_backward()):
                 state = self._known, self._explicit
                 with self:
@@ -271,7 +273,8 @@ class UnifiedAttnMode(LayoutMode):
     ) -> Any:
         if self._is_sdpa:
             return call_original(func, args, kwargs or {})
-        if func is SDPA and (torch.compiler.is_compiling() or not THREAD_STATE.handlers):
+        # The first branch of intercept(), repeated to save a Python call per SDPA call.
+        if func is SDPA and (torch.compiler.is_compiling() or not DISPATCHER_CONTEXTS.handlers):
             return self.attend(SdpaCall(*args, **(kwargs or {})))
         if func is set_grad_enabled and not torch.compiler.is_compiling() and args == (False,):
             for recomputation in RECOMPUTATION:
@@ -347,7 +350,8 @@ class UnifiedAttnMode(LayoutMode):
     def merge_branches(self, y: Tensor, dim: int = 0) -> Tensor:
         """Return the branches of all ranks of the ``batch`` mesh dim: the inverse of :meth:`split_branches`.
 
-        Without a ``batch`` mesh dim the method returns ``y`` itself.
+        This is a collective over the ``batch`` mesh dim: all its ranks must call it, and their shapes are not
+        compared. Without such a dim the method returns ``y`` itself.
 
         Args:
             y (`Tensor`): This rank's branches, of the same shape on all ranks.

@@ -65,9 +65,6 @@ class PreparedAttention:
     trace_safe: TraceSafeLayout = ()
     computed_by: dict[int, tuple[Attention, MeshAttention | None]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.ranks = self.mesh.ranks
-
     def begin(self, segments: tuple[Segment, ...]) -> None:
         """Set :attr:`trace_safe`, and empty :attr:`computed_by`, for calls with these ``segments``."""
         self.segments = segments
@@ -97,7 +94,6 @@ class PlannedAttention:
         self.calls = calls
         self.bind = bind
         self.mesh = prepared.mesh
-        self.ranks = prepared.ranks
         self.segments: TraceSafeLayout = ()
         # These are one-element lists, because Dynamo 2.13 loses an attribute that is set before torch.cond
         # (which a cache uses) and again after it.

@@ -23,11 +23,12 @@ class OperatorCount:
 
     Attributes:
         launches: Number of launches. Operators inside attention are left out.
-        moved: Bytes that launches read and write, other than matrix products and convolutions: two numbers,
-            while ``is_sharded`` is True and while it is False.
-        peak: The peak bytes of tensors that were made in the call: likewise two numbers.
-        is_sharded: Whether the operators that follow work on sharded tokens.
-        in_attention: Whether the operators that follow compute an attention call.
+        moved: Bytes that launches outside of attention read and write, other than matrix products and convolutions:
+            the bytes while ``is_sharded`` was True, and those while it was False.
+        peak: The bytes of tensors of the call when their sum was largest, inside attention too: those made while
+            ``is_sharded`` was True, and the others.
+        is_sharded: Whether the operators that follow work on sharded tokens. The caller sets it.
+        in_attention: Whether the operators that follow compute an attention call. The caller sets it.
     """
 
     def __init__(self) -> None:
@@ -40,29 +41,30 @@ class OperatorCount:
 
     def note(self, event: OperatorCall) -> None:
         """Count the operator of ``event``."""
-        operands, results = tensors_in((event.args, event.kwargs)), tensors_in(event.output)
-        bin_ = int(not self.is_sharded)
-        self._note_memory(results, {storage_id(x.untyped_storage()) for x in operands}, bin_)
+        operands, results = leaf_tensors((event.args, event.kwargs)), leaf_tensors(event.output)
+        index = int(not self.is_sharded)
+        self._note_memory(results, {storage_id(x.untyped_storage()) for x in operands}, index)
         if self.in_attention or not is_launch(event.operator):
             return
         self.launches += 1
         if schema_of(event.operator).name not in _PRODUCTS:
-            self.moved[bin_] += sum(_bytes_in_memory(x) for x in (*operands, *results))
+            self.moved[index] += sum(_bytes_in_memory(x) for x in (*operands, *results))
 
-    def _note_memory(self, results: Sequence[Tensor], operands: set[int], bin_: int) -> None:
+    def _note_memory(self, results: Sequence[Tensor], operands: set[int], index: int) -> None:
         for x in results:
             storage = x.untyped_storage()
+            # A result in the storage of an operand is a view, or was written in place.
             key = storage_id(storage)
             if key not in self._storages and key not in operands:
                 self._storages.add(key)
-                weakref.finalize(storage, self._free, key, storage.nbytes(), bin_)
-                self._in_memory[bin_] += storage.nbytes()
+                weakref.finalize(storage, self._free, key, storage.nbytes(), index)
+                self._in_memory[index] += storage.nbytes()
         if sum(self._in_memory) > sum(self.peak):
             self.peak = list(self._in_memory)
 
-    def _free(self, key: int, size: int, bin_: int) -> None:
+    def _free(self, key: int, size: int, index: int) -> None:
         self._storages.discard(key)
-        self._in_memory[bin_] -= size
+        self._in_memory[index] -= size
 
 
 def _bytes_in_memory(x: Tensor) -> int:
@@ -70,8 +72,8 @@ def _bytes_in_memory(x: Tensor) -> int:
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in order."""
+def leaf_tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples, dicts and other containers of torch's pytree, in order."""
     return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 

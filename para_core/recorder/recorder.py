@@ -57,17 +57,18 @@ class Recorder(TorchFunctionMode):
     """A mode that passes each event of a model call to ``handle``, in order of time.
 
     Inside ``handle`` functions of torch are neither recorded nor intercepted; with ``operators`` their operators are
-    reported, except while an operator is handled. Attention that a plan or an
-    outer mode computes over several ranks is recorded with this rank's tensors. Nothing inside a compiled
-    function is recorded, so call it under ``torch.compiler.set_stance("force_eager")``.
+    reported, except while an operator is handled. Attention that a plan or an outer mode computes over several ranks
+    is recorded with this rank's tensors. Nothing inside a compiled function is recorded, so call it under
+    ``torch.compiler.set_stance("force_eager")``.
 
     Args:
         handle: Called with each event.
-        attend: Computes the recorded attention calls. Defaults to SDPA itself, which outer modes intercept.
+        compute_attention: Computes the recorded SDPA calls, and the attention functions that are computed by one.
+            Defaults to SDPA itself, which outer modes intercept.
 
     Attributes:
         running: Names of the modules that have not returned, the innermost last. After an error, the
-            innermost module is the one that failed.
+            innermost module is the one that failed; record the next call by a new recorder.
 
     Example:
         >>> events = []
@@ -75,10 +76,13 @@ class Recorder(TorchFunctionMode):
         ...     model(x)
     """
 
-    def __init__(self, handle: Callable[[Event], None], *, attend: SdpaHandler = SdpaCall.original) -> None:
+    def __init__(
+        self, handle: Callable[[Event], None], *, compute_attention: SdpaHandler = SdpaCall.original
+    ) -> None:
         super().__init__()
         self.running: list[str] = []
-        self._handle, self._compute = handle, attend
+        self._handle = handle
+        self._compute_attention = compute_attention
         self._time = 0
         self._calls: list[_RunningModule] = []
         # Whether a function is running. The recorder may be entered several times, and reports a call once.
@@ -102,6 +106,8 @@ class Recorder(TorchFunctionMode):
             yield
 
     def _add_hooks(self, name: str, module: nn.Module) -> list[RemovableHandle]:
+        """Register hooks that report the calls of ``module``, and return their handles."""
+
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A plan enters its own modes around some modules, and only the innermost mode sees a call as the
             # model makes it.
@@ -119,6 +125,7 @@ class Recorder(TorchFunctionMode):
             call = self._calls.pop()
             if call.entered:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            # torch passes None as the output of a module that raised, while its error is handled.
             has_raised = output is None and sys.exc_info()[0] is not None
             if not has_raised:
                 del self.running[call.depth :]
@@ -151,7 +158,7 @@ class Recorder(TorchFunctionMode):
     def _call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return ``func(*args, **kwargs)``, and report the attention call in it."""
         if func is SDPA or func is SDPA_OPERATOR:
-            return self.attend(SdpaCall(*args, **kwargs), func)
+            return self.run_sdpa(SdpaCall(*args, **kwargs), func)
         route = _route_of(func)
         if route is None:
             return func(*args, **kwargs)
@@ -160,10 +167,10 @@ class Recorder(TorchFunctionMode):
         owner.end(output)
         return output
 
-    def attend(self, call: SdpaCall, function: Callable[..., Any]) -> Tensor:
-        """Return the output of an SDPA call that ``function`` consists of, and report it."""
+    def run_sdpa(self, call: SdpaCall, function: Callable[..., Any]) -> Tensor:
+        """Return the output of an SDPA call, as which ``function`` is computed, and report it."""
         self.start_attention(call, function, is_sdpa=True)
-        output = self._compute(call)
+        output = self._compute_attention(call)
         self.end_attention(call, function, output, is_sdpa=True)
         return output
 
@@ -178,13 +185,18 @@ class Recorder(TorchFunctionMode):
         self._report(AttentionEnd(self._next_time(), self._name(), call, function, is_sdpa, output))
 
     def _next_time(self) -> int:
+        """Count an event, and return its number."""
         self._time += 1
         return self._time
 
     def _name(self) -> str:
-        return self.running[-1] if self.running else ""
+        """Return the name of the innermost running module."""
+        if not self.running:
+            return ""
+        return self.running[-1]
 
     def _report(self, event: Event) -> None:
+        """Pass ``event`` to the handler, whose own functions must not become events."""
         with DisableTorchFunction():
             self._handle(event)
 
@@ -195,20 +207,24 @@ class Recorder(TorchFunctionMode):
 
 def _route_of(func: Callable[..., Any]) -> Route | None:
     """Return what computes ``func`` by other functions, if it is an attention function that a mode can intercept."""
-    if type(func) in OPERATOR_TYPES:
-        return None if is_called_by_a_graph(func) else route_of_operator(func)
-    return route_of_function(func)
+    if type(func) not in OPERATOR_TYPES:
+        return route_of_function(func)
+    if is_called_by_a_graph(func):
+        return None
+    return route_of_operator(func)
 
 
 class _RecordedCall(SdpaOwner):
-    """The owner of one intercepted call of ``function``, as the features of :mod:`para_core.modes.registry` see it."""
+    """The owner of one call of ``function`` with ``args``, by which a feature of :mod:`para_core.modes.registry`
+    computes it.
+    """
 
     def __init__(self, recorder: Recorder, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self._recorder, self._function, self._args = recorder, function, args
         self._other_call: SdpaCall | None = None
 
     def attend(self, call: SdpaCall) -> Tensor:
-        return self._recorder.attend(call, self._function)
+        return self._recorder.run_sdpa(call, self._function)
 
     def begin_other_call(self, *, counts: bool) -> MeshAccess | None:
         """Report the start of a call that is no SDPA, and let it run as it is."""
@@ -221,8 +237,9 @@ class _RecordedCall(SdpaOwner):
         """Report the end of a call that is no SDPA. The first of its outputs is that of attention."""
         if self._other_call is None:
             return
-        first = output if isinstance(output, Tensor) else output[0]
-        self._recorder.end_attention(self._other_call, self._function, first, is_sdpa=False)
+        if not isinstance(output, Tensor):
+            output = output[0]
+        self._recorder.end_attention(self._other_call, self._function, output, is_sdpa=False)
 
 
 class _OperatorMode(TorchDispatchMode):

@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from para_core.attention.backends.added import ADDED
-from para_core.recorder.operator_count import is_launch, tensors_in
+from para_core.recorder.operator_count import is_launch, leaf_tensors
 from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel, group_named, schema_of
 
 # These operators launch nothing: the first only chooses a kernel, and a wait only makes the stream wait.
 _NO_LAUNCH_IN_RUN = {"aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
+# The namespaces of torch's own operators. Others are custom operators, whose inner operators are counted instead.
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # The number of kernels that each of these operators launches on CUDA. The operators inside them are not
 # counted, because there are such operators only on the CPU.
-_WHOLE = {
+_KERNELS = {
     "para_core::merge": 1,
     "para_core::merge_": 1,
     "para_core::pack": 1,
@@ -70,20 +71,25 @@ class RunCounter(TorchDispatchMode):
             # arrive in this method.
             return NotImplemented
         name = schema_of(func).name
-        sent = None if self._counted_outside else bytes_sent(func, args)
+        sent = None
+        if not self._counted_outside:
+            sent = bytes_sent(func, args)
         if sent is not None:
             self.collectives += 1
             self.bytes_sent += sent
-        if func.namespace not in _BUILT_IN and name not in _WHOLE:
-            operands = tensors_in((args, kwargs))
+        if func.namespace not in _BUILT_IN and name not in _KERNELS:
+            device = "cpu"
+            operands = leaf_tensors((args, kwargs))
+            if operands:
+                device = operands[0].device.type
             self._counted_outside += sent is not None
             try:
                 with self:
-                    return call_kernel(func, operands[0].device.type if operands else "cpu", args, kwargs)
+                    return call_kernel(func, device, args, kwargs)
             finally:
                 self._counted_outside -= sent is not None
         if name not in _NO_LAUNCH_IN_RUN and is_launch(func):
-            self.by_operator[name.removeprefix("aten::")] += _WHOLE.get(name, 1)
+            self.by_operator[name.removeprefix("aten::")] += _KERNELS.get(name, 1)
         return func(*args, **kwargs)
 
     def __str__(self) -> str:
@@ -110,40 +116,55 @@ _KINDS = {
 def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
     """Return the bytes that this rank sends to other ranks in a call of the operator ``func``.
 
-    Return None if ``func`` is not a collective, or only exchanges records between CPUs.
+    A broadcast counts on every rank, as if each passed the bytes on. Return None if ``func`` is not a collective, or
+    only exchanges records between CPUs.
     """
     namespace, _, name = schema_of(func).name.partition("::")
     if namespace == "para_core" and name == "all_gather":
         return int(args[0].nbytes) * (len(args[1]) - 1)
     if namespace == "para_core" and name == "all_to_all":
-        return _to_others(args[0], args[1], group_named(args[3]))
+        return _bytes_to_others(args[0], args[1], group_named(args[3]))
     if namespace == "c10d":
-        boxed = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
-        if boxed is None or name not in _KINDS:
-            return None
-        kind, group = _KINDS[name], dist.ProcessGroup.unbox(boxed)
-        # These four operators take the output first and the input second; the others take the input first.
-        output_first = name in ("allgather_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
-        inputs = tensors_in(args[1] if output_first else args[0])
-        if kind == "all_to_all_single":
-            return _to_others(args[1], args[4] or [len(args[1]) // group.size()] * group.size(), group)
-        if "allgather" in name and all(x.dtype == torch.uint8 and x.device.type == "cpu" for x in inputs):
-            return None
-    elif namespace == "_c10d_functional":
-        strings = [value for value in args if isinstance(value, str)]
-        if not strings:
-            return None
-        # The last string among the arguments is the name of the group.
-        kind, group = (
-            name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced"),
-            group_named(strings[-1]),
-        )
-        inputs = tensors_in(args[0])
-        if kind == "all_to_all_single":
-            return _to_others(args[0], args[2], group)
-    else:
+        return _bytes_of_c10d(name, args)
+    if namespace == "_c10d_functional":
+        return _bytes_of_functional(name, args)
+    return None
+
+
+def _bytes_of_c10d(name: str, args: Sequence[Any]) -> int | None:
+    boxed = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
+    if boxed is None or name not in _KINDS:
         return None
-    ranks, total = group.size(), sum(x.nbytes for x in inputs)
+    group = dist.ProcessGroup.unbox(boxed)
+    if name == "alltoall_base_":
+        # The arguments are the output, the input, the group, and the sizes of the parts of both; none are equal parts.
+        sizes = args[4] or [len(args[1]) // group.size()] * group.size()
+        return _bytes_to_others(args[1], sizes, group)
+    # These operators take the output first and the input second; the others take the input first.
+    inputs = leaf_tensors(args[0])
+    if name in ("allgather_", "_allgather_base_", "_reduce_scatter_base_"):
+        inputs = leaf_tensors(args[1])
+    # Records (distributed.agree, all_gather_object) are bytes on the CPU, which no model gathers.
+    if "allgather" in name and all(x.dtype == torch.uint8 and x.device.type == "cpu" for x in inputs):
+        return None
+    return _bytes_of_kind(_KINDS[name], inputs, group.size())
+
+
+def _bytes_of_functional(name: str, args: Sequence[Any]) -> int | None:
+    strings = [value for value in args if isinstance(value, str)]
+    if not strings:
+        return None
+    # The last string among the arguments is the name of the group.
+    group = group_named(strings[-1])
+    kind = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
+    if kind == "all_to_all_single":
+        return _bytes_to_others(args[0], args[2], group)
+    return _bytes_of_kind(kind, leaf_tensors(args[0]), group.size())
+
+
+def _bytes_of_kind(kind: str, inputs: Sequence[Tensor], ranks: int) -> int | None:
+    """Return the bytes that each of ``ranks`` ranks sends in a collective of this kind; None for an unknown kind."""
+    total = sum(x.nbytes for x in inputs)
     sent = {
         "all_reduce": 2 * total * (ranks - 1) / ranks,
         "all_gather_into_tensor": total * (ranks - 1),
@@ -151,9 +172,12 @@ def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
         "broadcast": total,
         "send": total,
     }.get(kind)
-    return None if sent is None else round(sent)
+    if sent is None:
+        return None
+    return round(sent)
 
 
-def _to_others(x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> int:
+def _bytes_to_others(x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> int:
+    """Return the bytes of ``x`` without this rank's part, if it is split along dim 0 into parts of these ``sizes``."""
     per_row = x.element_size() * (x.numel() // max(1, len(x)))
     return int((sum(sizes) - sizes[group.rank()]) * per_row)

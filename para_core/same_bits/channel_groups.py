@@ -96,7 +96,7 @@ def _exchange_rows_for_channels(x: Tensor, rows: RowTag, channels: Sizes, ranks:
     sizes = [*x.shape]
     sizes[1] = channels[ranks.index]
     sizes_of_ranks = [_resized(sizes, rows.dim, rows.outer * count) for count in rows.sizes]
-    received = _exchange(parts, sizes_of_ranks, ranks)
+    received = _exchange_parts(parts, sizes_of_ranks, ranks)
     whole = x.new_empty(_resized(sizes, rows.dim, rows.total))
     for rank, part in enumerate(received):
         put_part(whole, part, rows, ranks, rank=rank)
@@ -107,11 +107,11 @@ def _exchange_channels_for_rows(x: Tensor, rows: RowTag, channels: Sizes, ranks:
     """Undo :func:`_exchange_rows_for_channels`. Collective."""
     parts = [part_of(x, rows, ranks, rank=rank) for rank in range(ranks.size)]
     sizes = _resized([*x.shape], rows.dim, rows.outer * rows.sizes[ranks.index])
-    received = _exchange(parts, [_resized(sizes, 1, count) for count in channels], ranks)
+    received = _exchange_parts(parts, [_resized(sizes, 1, count) for count in channels], ranks)
     return torch.cat(received, 1)
 
 
-def _exchange(
+def _exchange_parts(
     parts: Sequence[Tensor], sizes_of_ranks: Sequence[Sequence[int]], ranks: MeshDim
 ) -> list[Tensor]:
     """Send one part to each rank, and return those of all ranks with the given sizes. Collective."""

@@ -21,9 +21,9 @@ from para_core.layout.windows import Sizes, plan_convolution
 from para_core.same_bits.channel_groups import group_norm_of_rows
 from para_core.same_bits.device_settings import check_workspaces, deterministic_products
 from para_core.same_bits.one_process import resize
-from para_core.same_bits.placed_rows import PlacedRows, copy_part, describe, run_rows
+from para_core.same_bits.placed_rows import PlacedRows, bits_key, copy_part, run_rows
 from para_core.spatial.convolution import WindowedCall, read_convolution, read_pool, require_rows
-from para_core.spatial.fetch import fetch, gather
+from para_core.spatial.fetch import fetch_rows, gather_rows
 from para_core.spatial.mode import RULES, SpatialShardMode
 from para_core.spatial.row_tag import (
     Function,
@@ -102,7 +102,7 @@ class SameBitsRows(SpatialShardMode):
         return rule(self, func, args, kwargs)
 
 
-def _rows(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _run_on_rows(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a function whose rows do not depend on each other."""
     return run_rows(mode.placed, mode.ranks, RULES[name_of(func)], func, args, kwargs)
 
@@ -116,9 +116,9 @@ def _elementwise(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs
     def fit(x: Any) -> Any:
         if rows_of(x) is None:
             return x
-        return _align(mode.ranks, func, x, lead)
+        return _align_to_lead(mode.ranks, func, x, lead)
 
-    return _rows(mode, func, [fit(x) for x in args], {name: fit(x) for name, x in kwargs.items()})
+    return _run_on_rows(mode, func, [fit(x) for x in args], {name: fit(x) for name, x in kwargs.items()})
 
 
 def _sum(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -128,7 +128,7 @@ def _sum(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[s
     return RULES[name_of(func)](mode.ranks, func, args, kwargs)
 
 
-def _align(ranks: MeshDim, func: Function, x: Tensor, lead: Tensor) -> Tensor:
+def _align_to_lead(ranks: MeshDim, func: Function, x: Tensor, lead: Tensor) -> Tensor:
     """Return this rank's part of a sharded ``x`` in the layout of ``lead``, with its tag."""
     rows = rows_of(lead)
     if rows is None:
@@ -143,7 +143,7 @@ def _align(ranks: MeshDim, func: Function, x: Tensor, lead: Tensor) -> Tensor:
     return part
 
 
-def _gathered(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _run_on_all_rows(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a function on all rows, in full on each rank, and return this rank's rows. Collective."""
     # The rule says how many rows each rank gets, and raises for what has none.
     rows = rows_of(RULES[name_of(func)](mode.ranks, func, args, kwargs))
@@ -159,7 +159,7 @@ def gather_as_is(ranks: MeshDim, x: Any) -> Any:
     rows = rows_of(x)
     if rows is None:
         return x
-    whole = gather(x, rows, ranks)
+    whole = gather_rows(x, rows, ranks)
     return resize(x, whole.shape).copy_(whole)
 
 
@@ -172,11 +172,11 @@ def _reduction(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: 
     if rows is None or isinstance(dim, Tensor):
         return RULES[name_of(func)](mode.ranks, func, args, kwargs)
     if dim is None or isinstance(dim, bool) or dim in ((), []):
-        return _gathered(mode, func, args, kwargs)
+        return _run_on_all_rows(mode, func, args, kwargs)
     dims = [dim] if isinstance(dim, int) else dim
     if rows.dim in [each % x.ndim for each in dims]:
-        return _gathered(mode, func, args, kwargs)
-    return _rows(mode, func, args, kwargs)
+        return _run_on_all_rows(mode, func, args, kwargs)
+    return _run_on_rows(mode, func, args, kwargs)
 
 
 def _group_norm(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -188,7 +188,7 @@ def _group_norm(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs:
     if rows is None or rows.dim == 1:
         raise unknown(func, rows, "its channels are sharded, or only its weights")
     if rows.dim == 0:
-        return _rows(mode, func, args, kwargs)  # type: ignore[no-any-return]
+        return _run_on_rows(mode, func, args, kwargs)  # type: ignore[no-any-return]
     if x.shape[1] % groups:
         # torch raises, and says why.
         return func(*args, **kwargs)  # type: ignore[no-any-return]
@@ -212,8 +212,9 @@ def _windows(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
+    """Run a function with windows, or one of this rank's samples without ``call``. Collective with ``call``."""
     if call is None:
-        return _rows(mode, func, args, kwargs)
+        return _run_on_rows(mode, func, args, kwargs)
     ranks, x, rows = mode.ranks, call.x, call.rows
     plan = plan_convolution(rows.sizes, call.extent, call.stride, call.padding)
     require_rows(func, rows, plan.sizes)
@@ -230,11 +231,11 @@ def _windows(
         out = call.run(whole, call.padding)
         return copy_part(out, rows_of_output, ranks)
 
-    part = fetch(x, rows, plan.wanted, ranks, fill=call.fill)
+    part = fetch_rows(x, rows, plan.wanted, ranks, fill=call.fill)
     if not x.is_contiguous():
         # The output has the order of dims of the input, by which the next norm chooses its kernel.
         part = resize(x, part.shape).copy_(part)
-    kind = (name_of(func), *map(describe, args), *[(name, describe(y)) for name, y in kwargs.items()])
+    kind = (name_of(func), *map(bits_key, args), *[(name, bits_key(y)) for name, y in kwargs.items()])
     return mode.placed.run(kind, [part], compute, compute_at_place)
 
 
@@ -245,7 +246,7 @@ def _put_run(whole: Tensor, part: Tensor, dim: int, run: Run) -> None:
     whole.narrow(dim, first, stop - first).copy_(part.narrow(dim, first - start, stop - first))
 
 
-def _attention(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _run_attention(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run SDPA of this rank's queries and gathered keys and values. Collective."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     named = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -255,7 +256,7 @@ def _attention(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: 
             named[name] = gather_as_is(mode.ranks, named[name])
     if rows_of(named["query"]) is None or rows_of(named["key"]) is not None:
         return RULES[name_of(func)](mode.ranks, func, (), named)
-    return _rows(mode, func, (), named)
+    return _run_on_rows(mode, func, (), named)
 
 
 def _product(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -273,12 +274,12 @@ def _product(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: di
     rows_a, rows_b = rows_of(a), rows_of(b)
     is_batched = rows_a is not None and rows_a == rows_b and rows_a.dim < a.ndim - 2
     if is_batched or (rows_b is None and rows_a is not None and rows_a.dim < a.ndim - 1):
-        return _rows(mode, func, args, kwargs)
+        return _run_on_rows(mode, func, args, kwargs)
     has_rows = rows_a is not None and rows_a.dim == a.ndim - 2
     if has_rows and name_of(func) != "rmatmul":
         operands[index + 1] = gather_as_is(mode.ranks, b)
-        return _rows(mode, func, operands, kwargs)
-    return _gathered(mode, func, args, kwargs)
+        return _run_on_rows(mode, func, operands, kwargs)
+    return _run_on_all_rows(mode, func, args, kwargs)
 
 
 def _interpolate(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -286,13 +287,14 @@ def _interpolate(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs
     resampling = argument(args, kwargs, "mode", 3, "nearest")
     if resampling in ("nearest", "nearest-exact"):
         return RULES[name_of(func)](mode.ranks, func, args, kwargs)
-    return _gathered(mode, func, args, kwargs)
+    return _run_on_all_rows(mode, func, args, kwargs)
 
 
 # Functions that move, copy, compare or convert elements, and those that IEEE 754 rounds, have no rule here: they are
-# exact as they are.
+# exact as they are. A function that gets a rule in spatial.rules, and whose bits depend on the number of rows, must be
+# named here too: without it, its rows would be computed with other bits, and nothing would notice.
 _BY_RULE: dict[Callable[..., Any], str] = {
-    _rows: """
+    _run_on_rows: """
         rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh sigmoid erf erfc
         leaky_relu silu gelu mish elu selu celu softplus hardswish hardsigmoid logsigmoid softsign
         tanhshrink sinc softmax log_softmax cumsum glu normalize adaptive_avg_pool1d layer_norm rms_norm linear
@@ -304,9 +306,9 @@ _BY_RULE: dict[Callable[..., Any], str] = {
     _group_norm: "group_norm",
     _convolution: "conv1d conv2d conv3d",
     _pool: "avg_pool1d avg_pool2d avg_pool3d",
-    _attention: "scaled_dot_product_attention",
+    _run_attention: "scaled_dot_product_attention",
     _product: "matmul bmm mm rmatmul baddbmm",
     _interpolate: "interpolate",
-    _gathered: "conv_transpose1d conv_transpose2d conv_transpose3d stft",
+    _run_on_all_rows: "conv_transpose1d conv_transpose2d conv_transpose3d stft",
 }
 _RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}

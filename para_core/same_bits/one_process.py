@@ -79,12 +79,14 @@ class OneProcess:
 
 def one_process_of(module: nn.Module) -> OneProcess:
     """Return what one process would compute in place of the current call of ``module``."""
-    found = segments_under_way(module)
+    current = segments_under_way(module)
     batch = ranks_sharing_samples(module)
-    index, size = (0, 1) if batch is None else (batch.index, batch.size)
-    if found is None:
+    index, size = 0, 1
+    if batch is not None:
+        index, size = batch.index, batch.size
+    if current is None:
         return OneProcess(batch_index=index, batch_size=size)
-    mesh, segments = found
+    mesh, segments = current
     return OneProcess(segments, mesh.rank, mesh.ranks, index, size, mesh.ulysses.size)
 
 
@@ -113,7 +115,7 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Return whether the elements of ``x`` follow each other in memory, in any order of dims."""
+    """Whether the elements of ``x`` follow each other in memory, in any order of dims."""
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
     return _is_dense(x, order, x.shape)
@@ -132,15 +134,17 @@ def _is_dense(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> bool:
     return True
 
 
-def put(
+def put_at_place(
     x: Tensor, into: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, samples: bool
 ) -> None:
     """Copy this rank's part ``x`` to its place in ``into``, which has the sizes of one process."""
-    for target, part in _parts(into, x, one_process, tokens, samples):
+    for target, part in _pair_parts(into, x, one_process, tokens, samples):
         target.copy_(part)
 
 
-def take(y: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, samples: bool) -> Tensor:
+def take_from_place(
+    y: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, samples: bool
+) -> Tensor:
     """Return this rank's part of a result ``y`` with the sizes of one process."""
     if samples:
         size = y.shape[0] // one_process.batch_size
@@ -151,9 +155,10 @@ def take(y: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, s
     return torch.cat([y.narrow(dim, start, length) for start, length in place.runs], dim)
 
 
-def _parts(
+def _pair_parts(
     whole: Tensor, x: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, samples: bool
 ) -> list[tuple[Tensor, Tensor]]:
+    """Return views of ``whole``, each with the part of this rank's ``x`` that belongs there."""
     if samples:
         size = whole.shape[0] // one_process.batch_size
         whole = whole.narrow(0, one_process.batch_index * size, size)

@@ -161,7 +161,7 @@ def run_rows(
         return copy_part(call(func, fill_in(wholes)), rows, ranks)
 
     tensors = [x for x in flat if rows_of(x) is not None]
-    kind = (name_of(func), *map(describe, args), *[(name, describe(x)) for name, x in kwargs.items()])
+    kind = (name_of(func), *map(bits_key, args), *[(name, bits_key(x)) for name, x in kwargs.items()])
     output = placed.run(kind, tensors, compute, compute_at_place)
     if _writes(func, kwargs) and output is not tensors[0]:
         tensors[0].copy_(output)
@@ -177,12 +177,12 @@ def _writes(func: Function, kwargs: dict[str, Any]) -> bool:
     return bool(name.endswith("_")) or bool(kwargs.get("inplace", False))
 
 
-def describe(x: Any) -> Any:
+def bits_key(x: Any) -> Any:
     """Return what the bits of a function may depend on, of one of its arguments."""
     if isinstance(x, Tensor):
         return tuple(x.shape), x.stride(), x.dtype, rows_of(x)
     if isinstance(x, (list, tuple)):
-        return tuple([describe(item) for item in x])
+        return tuple([bits_key(item) for item in x])
     if isinstance(x, (torch.dtype, int, float, str, bool)) or x is None:
         return type(x), x
     return type(x)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
-from para_core.same_bits.one_process import OneProcess, put, resize, take
+from para_core.same_bits.one_process import OneProcess, put_at_place, resize, take_from_place
 from para_core.same_bits.rows import CONVOLUTIONS, few_rows
 from para_core.torch_internals import DisableTorchFunctionSubclass
 
@@ -106,7 +106,7 @@ class RowCheck:
         if samples:
             sizes[0] *= one_process.batch_size
         whole = resize(x, sizes)
-        put(x, whole, one_process, tokens, samples)
+        put_at_place(x, whole, one_process, tokens, samples)
         if (
             tokens is not None
             and output.shape[tokens[0] : tokens[0] + 1] != x.shape[tokens[0] : tokens[0] + 1]
@@ -114,7 +114,7 @@ class RowCheck:
             # A reduction over tokens is no function of one row.
             return
         with torch.no_grad(), DisableTorchFunctionSubclass():
-            expected = take(func(whole, *args, **kwargs), one_process, tokens, samples)
+            expected = take_from_place(func(whole, *args, **kwargs), one_process, tokens, samples)
         if expected.shape != output.shape or not have_equal_bytes(expected, output):
             self.findings.append(f"{self._describe(func, x)}: differs from {_as_text(sizes)} in one process")
 
@@ -176,7 +176,7 @@ def _as_text(shape: Sequence[int]) -> str:
 
 
 def have_equal_bytes(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors of one shape have the same type and bytes."""
+    """Whether two tensors of one shape have the same type and bytes."""
     # A copy, because a contiguous tensor whose last dim has one element may have any stride there.
     if x.dtype != y.dtype:
         return False

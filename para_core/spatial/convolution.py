@@ -16,7 +16,7 @@ from para_core.layout.windows import (
     plan_overlap,
     plan_transposed,
 )
-from para_core.spatial.fetch import fetch, start_fetch
+from para_core.spatial.fetch import fetch_rows, start_fetch
 from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows, unknown
 from para_core.spatial.rules import bind, only_first
 
@@ -44,7 +44,7 @@ class WindowedCall(NamedTuple):
     fill: float = 0.0
 
 
-def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.conv1d``, ``F.conv2d`` or ``F.conv3d`` on this rank's rows, with one collective.
 
     Each rank fetches the rows of its neighbours that its windows reach, up to half a dilated kernel on each
@@ -76,7 +76,7 @@ def read_convolution(func: Function, args: Sequence[Any], kwargs: dict[str, Any]
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
         return None
-    strides, dilations = _each(stride, spatial), _each(dilation, spatial)
+    strides, dilations = _sizes_per_dim(stride, spatial), _sizes_per_dim(dilation, spatial)
     extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
     if padding == "same" and any(extent % 2 == 0 for extent in extents):
         raise unknown(func, rows, f"padding='same' of windows of {extents} rows is not the same at both ends")
@@ -85,15 +85,15 @@ def read_convolution(func: Function, args: Sequence[Any], kwargs: dict[str, Any]
     elif padding == "valid":
         paddings = [0] * spatial
     else:
-        paddings = _each(padding, spatial)
+        paddings = _sizes_per_dim(padding, spatial)
 
     def run(part: Tensor, padded: int) -> Tensor:
         local_paddings = [*paddings[:axis], padded, *paddings[axis + 1 :]]
         num_rows = (part.shape[rows.dim] + 2 * padded - extents[axis]) // strides[axis] + 1
         out: Tensor
         if num_rows == 1 and part.dtype == torch.bfloat16 and part.device.type == "cpu":
-            # torch 2.13 computes wrong values for an output that is one column wide (oneDNN, stride 2). One
-            # device computes more columns than this rank, so convolve in float32, which is right.
+            # On a CPU torch 2.13 computes wrong values in bfloat16 for an output of one column (oneDNN, stride 2).
+            # A single device computes more columns than this rank, so convolve in float32, which is right.
             wide_bias = None
             if bias is not None:
                 wide_bias = bias.float()
@@ -107,7 +107,10 @@ def read_convolution(func: Function, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def run_windows(ranks: MeshDim, func: Function, call: WindowedCall) -> Tensor:
-    """Return this rank's output rows of an operator with windows."""
+    """Return this rank's output rows of an operator with windows.
+
+    Collective, unless every rank has all the rows that it needs.
+    """
     x, rows, extent, stride, padding, run, fill = call
     plan = plan_convolution(rows.sizes, extent, stride, padding)
     require_rows(func, rows, plan.sizes)
@@ -116,7 +119,7 @@ def run_windows(ranks: MeshDim, func: Function, call: WindowedCall) -> Tensor:
     if _overlaps(x.device):
         split = plan_overlap(rows.sizes, extent, stride, padding)
     if split is None:
-        return set_rows(run(fetch(x, rows, plan.wanted, ranks, fill=fill), 0), out_rows)
+        return set_rows(run(fetch_rows(x, rows, plan.wanted, ranks, fill=fill), 0), out_rows)
     edges_of_ranks = zip(split.top, split.bottom, strict=True)
     wanted = tuple([tuple([edge for edge in edges if edge is not None]) for edges in edges_of_ranks])
     finish = start_fetch(x, rows, wanted, ranks, fill=fill)
@@ -164,7 +167,8 @@ def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | N
     return rows, axis
 
 
-def _each(value: Any, spatial: int) -> list[int]:
+def _sizes_per_dim(value: Any, spatial: int) -> list[int]:
+    """Return ``value``, an int, or one or ``spatial`` ints, as a list of ``spatial`` ints."""
     if isinstance(value, int):
         return [value] * spatial
     values = list(value)
@@ -173,7 +177,7 @@ def _each(value: Any, spatial: int) -> list[int]:
     return values
 
 
-def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.conv_transpose1d``, ``F.conv_transpose2d`` or ``F.conv_transpose3d`` with rows fetched from others."""
     parameters = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "output_padding": 0}
     x, weight, bias, stride, padding, extra, groups, dilation = bind(
@@ -184,13 +188,13 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     if axis is None:
         return set_rows(func(x, weight, bias, stride, padding, extra, groups, dilation), rows)
     strides, dilations, paddings, extras = (
-        _each(value, spatial) for value in (stride, dilation, padding, extra)
+        _sizes_per_dim(value, spatial) for value in (stride, dilation, padding, extra)
     )
     step, inset = strides[axis], paddings[axis]
     extent = dilations[axis] * (weight.shape[2 + axis] - 1) + 1
     plan = plan_transposed(rows.sizes, extent, step, inset, extras[axis])
     require_rows(func, rows, plan.sizes)
-    part = fetch(x, rows, plan.wanted, ranks)
+    part = fetch_rows(x, rows, plan.wanted, ranks)
     paddings[axis] = extras[axis] = 0
     out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
     start, stop = bounds_of(plan.sizes)[ranks.index]
@@ -201,7 +205,7 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     )
 
 
-def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run an average or maximum pool of 1 to 3 spatial dims on this rank's rows.
 
     Raises:
@@ -232,14 +236,14 @@ def read_pool(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Wi
         x, kernel, stride, padding, ceil_mode, counts_padding, unsupported = bind(
             func, args, kwargs, **window, ceil_mode=False, count_include_pad=True, divisor_override=None
         )
-        dilation, unsupported = 1, unsupported or (any(_each(padding, 1)) and not counts_padding)
+        dilation, unsupported = 1, unsupported or (any(_sizes_per_dim(padding, 1)) and not counts_padding)
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
         return None
-    kernels, paddings, dilations = (_each(value, spatial) for value in (kernel, padding, dilation))
+    kernels, paddings, dilations = (_sizes_per_dim(value, spatial) for value in (kernel, padding, dilation))
     strides = kernels
     if stride is not None and stride != []:
-        strides = _each(stride, spatial)
+        strides = _sizes_per_dim(stride, spatial)
     if ceil_mode or unsupported:
         raise unknown(
             func,
@@ -257,11 +261,13 @@ def read_pool(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Wi
         return out
 
     extent = dilations[axis] * (kernels[axis] - 1) + 1
-    fill = float("-inf") if is_max else 0.0
+    fill = 0.0
+    if is_max:
+        fill = float("-inf")
     return WindowedCall(x, rows, extent, strides[axis], paddings[axis], run, fill)
 
 
-def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``torch.stft`` of a waveform ``[..., samples]`` that is sharded by samples, with ``center=False``.
 
     Each rank transforms the windows whose middle sample it holds, so the output is sharded by windows.
@@ -292,15 +298,15 @@ def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
         hop = size // 4
     plan = plan_convolution(rows.sizes, size, hop, 0)
     require_rows(func, rows, plan.sizes)
-    part = fetch(x, rows, plan.wanted, ranks)
+    part = fetch_rows(x, rows, plan.wanted, ranks)
     return set_rows(
         func(part, size, hop, win_length, window, center, "reflect", *rest), RowTag(x.ndim, plan.sizes)
     )
 
 
 BY_RULE: dict[Any, str] = {
-    convolution: "conv1d conv2d conv3d",
-    conv_transpose: "conv_transpose1d conv_transpose2d conv_transpose3d",
-    stft: "stft",
-    pool: "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d",
+    run_convolution: "conv1d conv2d conv3d",
+    run_conv_transpose: "conv_transpose1d conv_transpose2d conv_transpose3d",
+    run_stft: "stft",
+    run_pool: "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d",
 }

@@ -24,7 +24,7 @@ from para_core.spatial.row_tag import (
 from para_core.spatial.rules import argument
 
 
-def create_filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``torch.zeros``, ``ones``, ``empty`` or ``full``, or ``x.new_zeros`` and so on.
 
     The output is sharded if one of the sizes is a :class:`ShardedSize`.
@@ -42,14 +42,14 @@ def create_filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
             args = local_sizes(tuple(args))
         return set_rows(func(*args, **kwargs), RowTag(*sharded))
     if name_of(func) == "empty" and "size" not in kwargs:
-        # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read
-        # it.
+        # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read it. Any
+        # write to an expanded tensor raises.
         return torch.empty((), **kwargs).expand(shape)
     out: Tensor = func(*args, **kwargs)
     return out
 
 
-def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``x.expand`` of a replicated tensor.
     The output is sharded if an expanded dim has a :class:`ShardedSize`.
     """
@@ -61,7 +61,7 @@ def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     return set_rows(out.narrow(dim, 0, sizes[ranks.index]), RowTag(dim, sizes))
 
 
-def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``repeat_interleave`` of a replicated vector ``[frames]`` by the number of this rank's tokens per frame."""
     x, repeats = args[0], argument(args, kwargs, "repeats", 1)
     if x.ndim != 1 or not isinstance(repeats, ShardedSize):
@@ -70,8 +70,11 @@ def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     return set_rows(x.repeat_interleave(repeats.local), RowTag(0, repeats.sizes, len(x)))
 
 
-def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Draw all rows with ``torch.randn`` or ``torch.rand``, as one device does, and return this rank's rows."""
+def run_random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Draw all rows with ``torch.randn`` or ``torch.rand``, as one device does, and return this rank's rows.
+
+    The rows fit together only if the generators of all ranks have equal states, which callers see to.
+    """
     sizes = _shape(args, kwargs)
     shape, sharded = list(map(int, sizes)), sharded_dim(sizes)
     if sharded is None:
@@ -86,6 +89,7 @@ def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 
 
 def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """Return the sizes that a call gets: as ``size=``, in a list or tuple, or as positional ints."""
     if "size" in kwargs:
         return list(kwargs["size"])
     if args and isinstance(args[0], (list, tuple)):
@@ -93,12 +97,12 @@ def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
     return [size for size in args if isinstance(size, int)]
 
 
-BY_RULE: dict[Any, str] = {create_filled: "new_zeros new_ones new_empty new_full"}
+BY_RULE: dict[Any, str] = {run_filled: "new_zeros new_ones new_empty new_full"}
 
 # Rules for calls in which one of the sizes is a ShardedSize and no tensor is sharded.
 FACTORIES: dict[str, Any] = {
-    **dict.fromkeys(("zeros", "ones", "empty", "full"), create_filled),
-    **dict.fromkeys(("randn", "rand"), random),
-    **dict.fromkeys(("expand", "broadcast_to"), expand),
-    "repeat_interleave": repeat_frames,
+    **dict.fromkeys(("zeros", "ones", "empty", "full"), run_filled),
+    **dict.fromkeys(("randn", "rand"), run_random),
+    **dict.fromkeys(("expand", "broadcast_to"), run_expand),
+    "repeat_interleave": run_repeat_frames,
 }

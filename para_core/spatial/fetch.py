@@ -9,10 +9,8 @@ from torch import Tensor
 
 from para_core.distributed.collectives import start_all_gather, wait
 from para_core.distributed.mesh import MeshDim
-from para_core.layout.fetch import Wanted, plan_fetch, start_exchange
-from para_core.layout.fetch import fetch as fetch_run
-from para_core.layout.fetch import relayout as move
-from para_core.layout.gather import gather as gather_pieces
+from para_core.layout.fetch import Wanted, fetch, plan_fetch, relayout, start_exchange
+from para_core.layout.gather import gather
 from para_core.layout.pieces import Layout
 from para_core.layout.sequence import Run
 from para_core.layout.windows import Sizes, bounds_of
@@ -42,7 +40,9 @@ def start_fetch(
     return lambda: [_join_units(part, rows) for part in finish()]
 
 
-def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Run], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
+def fetch_rows(
+    x: Tensor, rows: RowTag, wanted: Sequence[Run], ranks: MeshDim, *, fill: float = 0.0
+) -> Tensor:
     """Return the rows of this rank's run ``wanted[rank]``; the arguments are as in :func:`start_fetch`. Collective.
 
     Raises:
@@ -50,11 +50,11 @@ def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Run], ranks: MeshDim, *, fil
     """
     _check_no_gradient(x)
     layout = Layout.consecutive(rows.sizes)
-    part = fetch_run(_split_units(x, rows), _unit_dim(rows), layout, wanted, ranks, fill=fill)
+    part = fetch(_split_units(x, rows), _unit_dim(rows), layout, wanted, ranks, fill=fill)
     return _join_units(part, rows)
 
 
-def relayout(x: Tensor, rows: RowTag, sizes: Sizes, ranks: MeshDim) -> Tensor:
+def relayout_rows(x: Tensor, rows: RowTag, sizes: Sizes, ranks: MeshDim) -> Tensor:
     """Return this rank's rows of ``x`` after an exchange to ``sizes``; ``x`` itself if it has these. Collective.
 
     Raises:
@@ -64,17 +64,17 @@ def relayout(x: Tensor, rows: RowTag, sizes: Sizes, ranks: MeshDim) -> Tensor:
         return x
     _check_no_gradient(x)
     before, after = Layout.consecutive(rows.sizes), Layout.consecutive(sizes)
-    return _join_units(move(_split_units(x, rows), _unit_dim(rows), before, after, ranks), rows)
+    return _join_units(relayout(_split_units(x, rows), _unit_dim(rows), before, after, ranks), rows)
 
 
-def gather(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
+def gather_rows(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
     """Return the rows of all ranks, contiguous in memory, on every rank. Collective.
 
     Raises:
         RuntimeError: A gradient is needed.
     """
     _check_no_gradient(x)
-    units = gather_pieces(_split_units(x, rows), _unit_dim(rows), Layout.consecutive(rows.sizes), ranks)
+    units = gather(_split_units(x, rows), _unit_dim(rows), Layout.consecutive(rows.sizes), ranks)
     return _join_units(units, rows).contiguous()
 
 
@@ -100,7 +100,7 @@ def _units_of(x: Tensor, rows: RowTag, rank: int) -> Tensor:
     return _split_units(x, rows).narrow(_unit_dim(rows), start, stop - start)
 
 
-def all_ranks(x: Tensor, ranks: MeshDim) -> Tensor:
+def stack_ranks(x: Tensor, ranks: MeshDim) -> Tensor:
     """Return the tensors ``x`` of all ranks, such as statistics, stacked as ``[ranks, ...]``. Collective.
 
     Raises:

@@ -18,10 +18,17 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.distributed.agree import agree, exchange
 from para_core.distributed.groups import find_or_make_group
-from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, dim_of_group, guided_mesh
+from para_core.distributed.mesh import (
+    GuidedMesh,
+    MeshDim,
+    SequenceMesh,
+    dim_of_group,
+    dim_of_one,
+    guided_mesh,
+)
 from para_core.layout.windows import Sizes, divide_evenly
 from para_core.spatial import convolution, factories, norm, products, resample, rules, views
-from para_core.spatial.fetch import gather, part_of
+from para_core.spatial.fetch import gather_rows, part_of
 from para_core.spatial.row_tag import RowTag, first_sharded, name_of, rows_of, set_rows, unknown
 from para_core.torch_internals import (
     DisableTorchFunction,
@@ -36,8 +43,8 @@ from para_core.torch_internals import (
 # is sharded.
 RULES: dict[str, Any] = {
     name: rule
-    for room in (rules, factories, views, convolution, norm, products, resample)
-    for rule, names in room.BY_RULE.items()
+    for module in (rules, factories, views, convolution, norm, products, resample)
+    for rule, names in module.BY_RULE.items()
     for name in names.split()
 }
 
@@ -69,7 +76,7 @@ class SpatialShardMode(TorchFunctionMode):
         self._compare_calls = compare_calls
 
     def shard(self, x: Tensor, dim: int = -2, *, unit: int = 1, sizes: Sizes | None = None) -> Tensor:
-        """Return this rank's rows of ``x``. Every rank must pass the whole tensor.
+        """Return this rank's rows of ``x``. Every rank must pass the same whole tensor, which is not compared.
 
         Args:
             dim (`int`, defaults to `-2`): The dim to shard: -2 for the height of ``[..., H, W]``, -1 for the
@@ -104,7 +111,7 @@ class SpatialShardMode(TorchFunctionMode):
         if rows is None:
             return x
         with DisableTorchFunction():
-            return gather(x, rows, self.ranks)
+            return gather_rows(x, rows, self.ranks)
 
     @no_frame_of_its_own
     def __torch_function__(
@@ -120,13 +127,13 @@ class SpatialShardMode(TorchFunctionMode):
             return func(*args, **kwargs)
         name = name_of(func)
         if self._compare_calls and isinstance(tag, RowTag):
-            ring = MeshDim("ring", 1, 0, "", None)
-            agree({"function": name, "rows": str(tag)}, SequenceMesh(ring, self.ranks, "cpu"))
+            agree({"function": name, "rows": str(tag)}, SequenceMesh(dim_of_one("ring"), self.ranks, "cpu"))
         if isinstance(tag, RowTag):
             if name not in RULES:
                 raise unknown(func, tag, "it has no rule, so it may mix rows")
             return RULES[name](self.ranks, func, args, kwargs)
-        # No tensor is sharded, but one of the sizes was read from a sharded tensor.
+        # No tensor is sharded, but one of the sizes was read from a sharded tensor. Functions that are no factories
+        # get it as an int, the size of the full tensor.
         if name in factories.FACTORIES:
             return factories.FACTORIES[name](self.ranks, func, args, kwargs)
         return func(*args, **kwargs)

@@ -13,13 +13,13 @@ from para_core.distributed.mesh import MeshDim
 from para_core.kernels import norm_reference
 from para_core.kernels.device_tables import keep_outside_graphs, new_table
 from para_core.layout.windows import Sizes
-from para_core.spatial.fetch import all_ranks
+from para_core.spatial.fetch import stack_ranks
 from para_core.spatial.row_tag import Function, rows_of, set_rows, unknown
 from para_core.spatial.rules import argument, bind, only_first
 from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
 
 
-def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.group_norm`` of ``[B, C, ...]``, with one all-gather of ``2 · B · groups`` statistics per rank.
 
     The statistics are float32, or float64 for float64 input.
@@ -37,9 +37,9 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
         moments = norm_reference.moments
     of_rank = moments(x, groups)
     fractions = _fractions(rows.sizes, of_rank.dtype, x.device)
-    of_ranks = all_ranks(of_rank, ranks)
+    of_ranks = stack_ranks(of_rank, ranks)
     normalized: Callable[..., Tensor] = torch.ops.para_core.group_normalized.default
-    if needs_plain(x, *_present(weight, bias)):
+    if needs_plain(x, *_without_none(weight, bias)):
         normalized = norm_reference.normalize
     return set_rows(normalized(x, of_ranks, fractions, groups, weight, bias, eps), rows)
 
@@ -50,18 +50,23 @@ def _fractions(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Tensor
     return new_table([rows / sum(sizes) for rows in sizes], dtype, device)
 
 
-def batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.batch_norm`` in eval mode, which uses running statistics and needs no exchange."""
     _, rows = only_first(func, args, kwargs)
     if argument(args, kwargs, "training", 5, False) or rows.dim == 1:
-        raise unknown(func, rows, "in training it needs statistics of all rows. Call .eval() first")
+        raise unknown(
+            func,
+            rows,
+            "in training it needs statistics of all rows (call .eval() first), or its channels are sharded",
+        )
     return set_rows(func(*args, **kwargs), rows)
 
 
-BY_RULE: dict[Any, str] = {group_norm: "group_norm", batch_norm: "batch_norm"}
+BY_RULE: dict[Any, str] = {run_group_norm: "group_norm", run_batch_norm: "batch_norm"}
 
 
 def moments_on_gpu(x: Tensor, groups: int) -> Tensor:
+    """Return what :func:`norm_reference.moments` returns, by the Triton kernel if it can run."""
     fused = load_kernel("norm", x.device)
     if fused is None or not are_floats(x):
         return norm_reference.moments(x, groups)
@@ -79,20 +84,23 @@ def normalized_on_gpu(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
+    """Return what :func:`norm_reference.normalized` returns, by the Triton kernel if it can run."""
     fused = load_kernel("norm", x.device)
-    if fused is None or not are_floats(x, of_ranks, *_present(weight, bias)):
+    if fused is None or not are_floats(x, of_ranks, *_without_none(weight, bias)):
         return norm_reference.normalize(x, of_ranks, shares, groups, weight, bias, eps)
     with on_device_of(x):
         out: Tensor = fused.normalize(x, of_ranks, shares, groups, weight, bias, eps)
     return out
 
 
-def _present(*tensors: Tensor | None) -> list[Tensor]:
+def _without_none(*tensors: Tensor | None) -> list[Tensor]:
     return [x for x in tensors if x is not None]
 
 
 def _moments_shape(x: Tensor, groups: int) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = torch.float32
+    if x.dtype == torch.float64:
+        dtype = torch.float64
     return x.new_empty(2, x.shape[0], groups, dtype=dtype)
 
 

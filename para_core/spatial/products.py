@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial.fetch import all_ranks, gather, part_of
+from para_core.spatial.fetch import gather_rows, part_of, stack_ranks
 from para_core.spatial.row_tag import Function, RowTag, clear_rows, name_of, rows_of, set_rows, unknown
 from para_core.spatial.rules import align, bind, only_first, sum_dtype
 
 
-def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.linear`` on this rank's rows.
     Raise :class:`MixesRows` if the product sums over the sharded dim.
     """
@@ -28,15 +28,15 @@ def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     return set_rows(func(*args, **kwargs), rows)
 
 
-def matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``matmul``, ``bmm`` or ``@`` if the first operand, the second operand or both are sharded, along any dim."""
     a, b = args[0], args[1]
     if name_of(func) == "rmatmul":
         a, b = b, a
-    return _product(ranks, func, a, b)
+    return _multiply(ranks, func, a, b)
 
 
-def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
+def _multiply(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``. If the rows of ``a`` are sharded, the output is too, and a sharded ``b`` is gathered.
 
     If the dim that the product sums over is sharded in ``a``, the products of all ranks are summed. Linear
@@ -48,11 +48,11 @@ def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     role_a, role_b = _role(a, rows_a, "row", "inner"), _role(b, rows_b, "inner", "column")
     if role_a == "inner" and role_b in ("inner", None) and rows_a is not None:
         partial = torch.matmul(a, align(ranks, func, b, rows_a, -2))
-        return all_ranks(partial.to(sum_dtype(partial.dtype)), ranks).sum(0).to(partial.dtype)
+        return stack_ranks(partial.to(sum_dtype(partial.dtype)), ranks).sum(0).to(partial.dtype)
     if role_a == "inner" and rows_a is not None:
-        a, rows_a, role_a = clear_rows(gather(a, rows_a, ranks)), None, None
+        a, rows_a, role_a = clear_rows(gather_rows(a, rows_a, ranks)), None, None
     if rows_b is not None and (role_b == "inner" or (role_b == "column" and role_a is not None)):
-        b, rows_b, role_b = clear_rows(gather(b, rows_b, ranks)), None, None
+        b, rows_b, role_b = clear_rows(gather_rows(b, rows_b, ranks)), None, None
     # Count dims from the end, because the operands may have different numbers of batch dims.
     dim_a, dim_b = _dim_from_end(a, rows_a), _dim_from_end(b, rows_b)
     if "batch" in (role_a, role_b):
@@ -74,7 +74,9 @@ def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
 
 def _dim_from_end(x: Tensor, rows: RowTag | None) -> int | None:
     """Return the sharded dim of ``x`` as a negative number; None if it is not sharded."""
-    return None if rows is None else rows.dim - x.ndim
+    if rows is None:
+        return None
+    return rows.dim - x.ndim
 
 
 def _require_broadcast(func: Function, dim: int | None, rows: RowTag | None, other: Tensor) -> None:
@@ -84,12 +86,13 @@ def _require_broadcast(func: Function, dim: int | None, rows: RowTag | None, oth
 
 
 def _role(x: Tensor, rows: RowTag | None, second_last: str, last: str) -> str | None:
+    """Return ``last`` or ``second_last`` if that dim of ``x`` is sharded, ``"batch"`` for another; None if none is."""
     if rows is None:
         return None
     return {1: last, 2: second_last}.get(x.ndim - rows.dim, "batch")
 
 
-def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``baddbmm`` with ``beta=0``, as attention without a mask does.
     Raise :class:`MixesRows` for another one.
     """
@@ -97,7 +100,7 @@ def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:
         raise unknown(func, rows, "beta is not 0: the sum with a mask of local size is not exact")
-    out = _product(ranks, func, a, b)
+    out = _multiply(ranks, func, a, b)
     alpha = kwargs.get("alpha", 1)
     if alpha == 1:
         return out
@@ -108,7 +111,7 @@ def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     return set_rows(scaled, out_rows)
 
 
-def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run SDPA of ``[..., S, D]``: this rank's queries attend to the keys of all ranks, gathered in one
     collective.
 
@@ -145,26 +148,34 @@ def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     if any(tag is not None and tag.dim == x.ndim - 1 for x, tag in ((query, rows_q), (key, rows_k))):
         raise unknown(func, rows, "its channels are sharded")
     if rows_k is not None:
-        if rows_of(value) != rows_k:
-            raise unknown(func, rows_k, f"with values sharded as {rows_of(value)}")
-        if key.shape[:-1] == value.shape[:-1]:
-            sizes = [key.shape[-1], value.shape[-1]]
-            key, value = gather(torch.cat([key, value], -1), rows_k, ranks).split(sizes, -1)
-        else:
-            key, value = gather(key, rows_k, ranks), gather(value, rows_k, ranks)
+        key, value = _gather_keys(func, key, value, rows_k, ranks)
     if rows_q is not None and is_causal:
         # Compare positions in the whole sequence.
         positions = part_of(torch.arange(rows_q.total, device=query.device), rows_q.at(0), ranks)
         mask, is_causal = positions[:, None] >= torch.arange(key.shape[-2], device=query.device), False
     elif mask is not None:
-        mask = _mask(func, mask, rows_q, rows_k, ranks)
+        mask = _require_mask_part(func, mask, rows_q, rows_k, ranks)
     out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options)
     if rows_q is None:
         return out
     return set_rows(out, rows_q.at(out.ndim - 2))
 
 
-def _mask(
+def _gather_keys(
+    func: Function, key: Tensor, value: Tensor, rows: RowTag, ranks: MeshDim
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of all ranks. Collective. Raise :class:`MixesRows` if they are sharded differently."""
+    if rows_of(value) != rows:
+        raise unknown(func, rows, f"with values sharded as {rows_of(value)}")
+    if key.shape[:-1] != value.shape[:-1]:
+        return gather_rows(key, rows, ranks), gather_rows(value, rows, ranks)
+    sizes = [key.shape[-1], value.shape[-1]]
+    both = gather_rows(torch.cat([key, value], -1), rows, ranks)
+    all_keys, all_values = both.split(sizes, -1)
+    return all_keys, all_values
+
+
+def _require_mask_part(
     func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | None, ranks: MeshDim
 ) -> Tensor:
     """Return the part of ``mask`` for this rank's queries and all keys.
@@ -175,7 +186,7 @@ def _mask(
     rows_m = rows_of(mask)
     queries, keys = math.prod(mask.shape[-2:-1]), mask.shape[-1]  # A vector has one row.
     if rows_k is None or keys in (1, rows_k.total):
-        if rows_m is not None and rows_q is not None and _fits(mask, rows_m, rows_q, ranks):
+        if rows_m is not None and rows_q is not None and _is_mask_of_queries(mask, rows_m, rows_q, ranks):
             return clear_rows(mask)
         if rows_m is None and (rows_q is None or queries == 1):
             return mask
@@ -189,7 +200,7 @@ def _mask(
     )
 
 
-def _fits(mask: Tensor, rows_m: RowTag, rows_q: RowTag, ranks: MeshDim) -> bool:
+def _is_mask_of_queries(mask: Tensor, rows_m: RowTag, rows_q: RowTag, ranks: MeshDim) -> bool:
     """Whether a sharded mask is sharded like the queries, or equal for all tokens of a frame, on every rank."""
     if rows_m.dim != mask.ndim - 2 or rows_m.total != rows_q.total:
         return False
@@ -200,12 +211,12 @@ def _fits(mask: Tensor, rows_m: RowTag, rows_q: RowTag, ranks: MeshDim) -> bool:
         return False
     frames = mask.unflatten(-2, (rows_m.outer, -1))
     of_rank = (frames == frames[..., :1, :]).all()
-    return bool(all_ranks(of_rank.to(torch.uint8), ranks).all())
+    return bool(stack_ranks(of_rank.to(torch.uint8), ranks).all())
 
 
 BY_RULE: dict[Any, str] = {
-    linear: "linear",
-    matmul: "matmul bmm mm rmatmul",
-    baddbmm: "baddbmm",
-    attention: "scaled_dot_product_attention",
+    run_linear: "linear",
+    run_matmul: "matmul bmm mm rmatmul",
+    run_baddbmm: "baddbmm",
+    run_attention: "scaled_dot_product_attention",
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels.device_tables import keep_outside_graphs, new_table
 from para_core.layout.windows import Sizes, bounds_of, round_to_multiples, scale_sizes
-from para_core.spatial.fetch import fetch, relayout
+from para_core.spatial.fetch import fetch_rows, relayout_rows
 from para_core.spatial.row_tag import (
     Function,
     RowTag,
@@ -27,7 +27,7 @@ from para_core.spatial.row_tag import (
 from para_core.spatial.rules import argument, bind, only_first, sum_dtype
 
 
-def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.pad``. Padding rows are added only at the edges of the image, by the first and the last rank."""
     x, rows = only_first(func, args, kwargs)
     _, pads, mode, value = bind(func, args, kwargs, input=None, pad=(), mode="constant", value=None)
@@ -53,11 +53,14 @@ def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
     sizes = list(rows.sizes)
     sizes[0] += before
     sizes[-1] += after
-    out = func(x, widths, mode, value) if any(widths) else x.clone()
+    if any(widths):
+        out = func(x, widths, mode, value)
+    else:
+        out = x.clone()
     return set_rows(out, RowTag(rows.dim, tuple(sizes)))
 
 
-def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``pixel_shuffle`` or ``pixel_unshuffle`` on this rank's rows.
 
     Before ``pixel_unshuffle``, rows are exchanged so that each boundary between ranks is a multiple of the
@@ -65,7 +68,9 @@ def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     """
     x, rows = only_first(func, args, kwargs)
     shuffles = name_of(func) == "pixel_shuffle"
-    factor_name = "upscale_factor" if shuffles else "downscale_factor"
+    factor_name = "downscale_factor"
+    if shuffles:
+        factor_name = "upscale_factor"
     factor = argument(args, kwargs, factor_name, 1)
     if rows.outer > 1 or rows.dim == x.ndim - 3:
         raise unknown(func, rows, "its channels are sharded")
@@ -74,11 +79,11 @@ def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     if shuffles:
         return set_rows(func(x, factor), RowTag(rows.dim, tuple([count * factor for count in rows.sizes])))
     sizes = round_to_multiples(rows.sizes, factor)
-    x = relayout(x, rows, sizes, ranks)
+    x = relayout_rows(x, rows, sizes, ranks)
     return set_rows(func(x, factor), RowTag(rows.dim, tuple([count // factor for count in sizes])))
 
 
-def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.interpolate`` along the sharded dim, with rows of other ranks, and then locally along the other dims."""
     parameters = {"input": None, "size": None, "scale_factor": None, "mode": "nearest", "align_corners": None}
     x, size, scale, mode, align, recompute, antialias = bind(
@@ -92,47 +97,67 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         raise unknown(func, rows, "its channels are sharded")
     if rows.dim == 0:
         return set_rows(func(x, size, scale, mode, align, recompute), rows)
-    scales, sizes = _each(scale, x.ndim - 2), _each(size, x.ndim - 2)
-    if scales is not None:
-        factor = scales[axis]
-        if (
-            factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))
-        ) and not recompute:
-            # Each row is repeated a whole number of times, so no rank needs rows of other ranks.
-            out_rows = RowTag(rows.dim, tuple([count * int(factor) for count in rows.sizes]))
-            return set_rows(func(x, None, scales, mode, align), out_rows)
-        total = math.floor(sum(rows.sizes) * factor)
-        row_sizes = scale_sizes(rows.sizes, total)
-        step = 1 / factor
-        if recompute:
-            step = sum(rows.sizes) / total
-        out_sizes = [math.floor(count * factor) for count, factor in zip(x.shape[2:], scales, strict=True)]
-    elif sizes is not None:
-        # This is a ShardedSize if the model read it from the shape of a sharded tensor.
-        total = sizes[axis]
-        factor = total // sum(rows.sizes)
-        same = isinstance(total, ShardedSize) and total.sizes == tuple(
-            [count * factor for count in rows.sizes]
-        )
-        # For these factors PyTorch rounds local and global sizes equally, so each rank can repeat its rows
-        # locally.
-        if mode == "nearest" and same and factor in (1, 2, 4, 8, 16):
-            return set_rows(func(x, local_sizes(sizes)), RowTag(rows.dim, total.sizes))
-        row_sizes = total.sizes if isinstance(total, ShardedSize) else scale_sizes(rows.sizes, total)
-        step = sum(rows.sizes) / sum(row_sizes)
-        out_sizes = list(sizes)
-    else:
+    scales: list[Any] | None = _values_per_dim(scale, x.ndim - 2)
+    sizes: Any = _values_per_dim(size, x.ndim - 2)
+    if scales is None and sizes is None:
         raise unknown(func, rows, "neither size= nor scale_factor= is given")
+    repeated_rows = _tag_of_repeated_rows(rows, axis, mode, scales, sizes, recompute)
+    if repeated_rows is not None:
+        return set_rows(func(x, local_sizes(sizes), scales, mode, align), repeated_rows)
+    row_sizes, step = _sizes_and_step(rows, axis, scales, sizes, recompute)
     if torch.compiler.is_compiling():
         raise unknown(
             func, rows, f"mode={mode!r} to {sum(row_sizes)} rows is not supported in compiled functions"
         )
     x = _resample(ranks, x, rows, row_sizes, step, mode, bool(align))
-    if scales is None:
-        out_sizes[axis] = x.shape[rows.dim]
-        return set_rows(func(x, out_sizes, None, mode, align), RowTag(rows.dim, row_sizes))
-    scales[axis] = 1.0
-    return set_rows(func(x, None, scales, mode, align, recompute), RowTag(rows.dim, row_sizes))
+    if scales is not None:
+        scales[axis] = 1.0
+        out = func(x, None, scales, mode, align, recompute)
+    else:
+        sizes[axis] = x.shape[rows.dim]
+        out = func(x, sizes, None, mode, align)
+    return set_rows(out, RowTag(rows.dim, row_sizes))
+
+
+def _tag_of_repeated_rows(
+    rows: RowTag, axis: int, mode: str, scales: list[Any] | None, sizes: Any, recompute: Any
+) -> RowTag | None:
+    """Return the sharding of the output if each rank can repeat its rows without rows of other ranks, else None."""
+    if scales is not None:
+        factor = scales[axis]
+        is_repetition = factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))
+        if recompute or not is_repetition:
+            return None
+        return RowTag(rows.dim, tuple([count * int(factor) for count in rows.sizes]))
+    # This is a ShardedSize if the model read it from the shape of a sharded tensor.
+    total = sizes[axis]
+    factor = total // sum(rows.sizes)
+    is_multiple = isinstance(total, ShardedSize) and total.sizes == tuple(
+        [count * factor for count in rows.sizes]
+    )
+    # For these factors PyTorch rounds local and global sizes equally.
+    if mode == "nearest" and is_multiple and factor in (1, 2, 4, 8, 16):
+        return RowTag(rows.dim, total.sizes)
+    return None
+
+
+def _sizes_and_step(
+    rows: RowTag, axis: int, scales: list[Any] | None, sizes: Any, recompute: Any
+) -> tuple[Sizes, float]:
+    """Return the number of output rows of each rank, and the distance between output rows in input rows, as PyTorch
+    computes it.
+    """
+    before = sum(rows.sizes)
+    if scales is not None:
+        total = math.floor(before * scales[axis])
+        if recompute:
+            return scale_sizes(rows.sizes, total), before / total
+        return scale_sizes(rows.sizes, total), 1 / scales[axis]
+    total = sizes[axis]
+    row_sizes = scale_sizes(rows.sizes, total)
+    if isinstance(total, ShardedSize):
+        row_sizes = total.sizes
+    return row_sizes, before / sum(row_sizes)
 
 
 class _Resampling(NamedTuple):
@@ -158,7 +183,9 @@ def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
     mode, total, num_rows, step, align, start, stop = resampling
     rows = torch.arange(start, stop, dtype=torch.float32)
     if mode in ("nearest", "nearest-exact"):
-        center = 0.0 if mode == "nearest" else 0.5
+        center = 0.0
+        if mode == "nearest-exact":
+            center = 0.5
         source = (rows + center) * step
         return source.floor().long().clamp(0, total - 1)[:, None], torch.ones(stop - start, 1)
     if align:
@@ -218,7 +245,7 @@ def _resample(
     of_ranks = [
         _Resampling(mode, sum(rows.sizes), sum(sizes), step, align, *bounds) for bounds in bounds_of(sizes)
     ]
-    part = fetch(x, rows, list(map(_span, of_ranks)), ranks)
+    part = fetch_rows(x, rows, list(map(_span, of_ranks)), ranks)
     own = of_ranks[ranks.index]
     index = _index_on(own, x.device)
     if len(index) == 1:
@@ -233,7 +260,8 @@ def _resample(
     return out.to(x.dtype)
 
 
-def _each(value: Any, spatial: int) -> list[Any] | None:
+def _values_per_dim(value: Any, spatial: int) -> list[Any] | None:
+    """Return ``value``, a number or one for each spatial dim, as a list for ``spatial`` dims; None for None."""
     if value is None:
         return None
     if isinstance(value, (int, float)):
@@ -242,7 +270,7 @@ def _each(value: Any, spatial: int) -> list[Any] | None:
 
 
 BY_RULE: dict[Any, str] = {
-    pad: "pad",
-    pixel_shuffle: "pixel_shuffle pixel_unshuffle",
-    interpolate: "interpolate",
+    run_pad: "pad",
+    run_pixel_shuffle: "pixel_shuffle pixel_unshuffle",
+    run_interpolate: "interpolate",
 }

@@ -36,6 +36,7 @@ class RowTag:
         return self.outer * sum(self.sizes)
 
     def at(self, dim: int) -> RowTag:
+        """Return this sharding for a tensor that holds the rows in ``dim``."""
         return replace(self, dim=dim)
 
 
@@ -48,7 +49,11 @@ def rows_of(x: Any) -> RowTag | None:
 
 
 def set_rows(x: Tensor, rows: RowTag) -> Tensor:
-    """Mark ``x`` as this rank's part of a tensor that is sharded as ``rows`` says, and return ``x`` itself."""
+    """Mark ``x`` as this rank's part of a tensor that is sharded as ``rows`` says, and return ``x`` itself.
+
+    The mark is an attribute of this Python object. Views and results do not inherit it: each rule of the mode marks
+    what it returns, and a function that runs where the mode is off returns unmarked tensors.
+    """
     setattr(x, _TAG, rows)
     return x
 
@@ -83,6 +88,7 @@ class ShardedSize(int):
 
     @property
     def local(self) -> int:
+        """The number of this rank."""
         return self.sizes[self.rank]
 
     def __mul__(self, other: Any) -> Any:
@@ -114,7 +120,9 @@ def sharded_dim(shape: Sequence[Any]) -> tuple[int, Sizes] | None:
     A shape with several of them is that of an attention mask, whose rows and columns are tokens.
     """
     sharded = [(dim, size.sizes) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)]
-    return sharded[0] if len(sharded) == 1 else None
+    if len(sharded) != 1:
+        return None
+    return sharded[0]
 
 
 def first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
@@ -127,8 +135,10 @@ def first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
         tag: RowTag | ShardedSize | None
         if isinstance(value, (list, tuple)):
             tag = first_sharded(value)
+        elif isinstance(value, ShardedSize):
+            tag = value
         else:
-            tag = value if isinstance(value, ShardedSize) else rows_of(value)
+            tag = rows_of(value)
         if isinstance(tag, RowTag):
             return tag
         size = size or tag

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
+from para_core.spatial.fetch import gather_rows, part_of, relayout_rows, stack_ranks
 from para_core.spatial.row_tag import (
     Function,
     RowTag,
@@ -54,12 +54,12 @@ REDUCTIONS = {
 }
 
 
-def metadata(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_metadata(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what is the same on all ranks, such as a dtype."""
     return func(*args, **kwargs)
 
 
-def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the shape, size, numel or len of the full tensor, with a :class:`ShardedSize` for the sharded dim."""
     local = func(*args, **kwargs)
     rows = rows_of(args[0])
@@ -75,8 +75,9 @@ def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
     if name == "len":
         return local
     if isinstance(local, int):  # x.size(dim)
-        is_sharded = argument(args, kwargs, "dim", 1, 0) % args[0].ndim == rows.dim
-        return count if is_sharded else local
+        if argument(args, kwargs, "dim", 1, 0) % args[0].ndim == rows.dim:
+            return count
+        return local
     sizes = list(local)
     sizes[rows.dim] = count
     return torch.Size(sizes)
@@ -101,7 +102,7 @@ def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **paramete
     return [argument(args, kwargs, name, i, default) for i, (name, default) in enumerate(parameters.items())]
 
 
-def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on this rank's rows. An output with the shape of the first argument is sharded like this
     argument.
 
@@ -118,7 +119,7 @@ def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     return out
 
 
-def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a broadcasting function on this rank's rows, with all tensors in the layout of the first sharded one."""
     values = (*args, *kwargs.values())
     tensors = [x for x in values if isinstance(x, Tensor)]
@@ -146,6 +147,7 @@ def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
 
 
 def _is_in_place(func: Function) -> bool:
+    """Whether ``func`` writes to its first argument, by the convention of torch's names."""
     name = getattr(func, "__name__", "")
     if name.endswith("__"):
         return bool(name.startswith("__i"))
@@ -160,13 +162,13 @@ def align(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end:
     rows_of_x = rows_of(x)
     if rows_of_x is not None and rows_of_x.dim - x.ndim != dim_from_end:
         # x is sharded along another dim, for example the keys of an attention matrix instead of the queries.
-        x, rows_of_x = clear_rows(gather(x, rows_of_x, ranks)), None
+        x, rows_of_x = clear_rows(gather_rows(x, rows_of_x, ranks)), None
     if rows_of_x is not None:
         if rows_of_x.outer != rows.outer or sum(rows_of_x.sizes) != sum(rows.sizes):
             raise unknown(func, rows, f"with one sharded as {rows_of_x}")
         if rows_of_x.sizes == rows.sizes:
             return x
-        return set_rows(relayout(x, rows_of_x, rows.sizes, ranks), rows.at(rows_of_x.dim))
+        return set_rows(relayout_rows(x, rows_of_x, rows.sizes, ranks), rows.at(rows_of_x.dim))
     if x.ndim < -dim_from_end or x.shape[dim_from_end] == 1:
         return x
     if x.shape[dim_from_end] != rows.total:
@@ -176,7 +178,7 @@ def align(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end:
     return part_of(x, rows.at(x.ndim + dim_from_end), ranks)
 
 
-def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_along_dim(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run a function that works along one dim, such as softmax or layer norm, on this rank's rows. Raise
     :class:`MixesRows` if it works along the sharded dim.
     """
@@ -196,13 +198,13 @@ def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
     return set_rows(func(*args, **kwargs), rows)
 
 
-def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a reduction such as ``mean``, ``sum`` or ``argmax``. If the sharded dim is reduced, which ``sum``,
     ``mean``, ``amax`` and ``amin`` support, all ranks combine their results.
     """
     name = name_of(func)
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
-        return elementwise(ranks, func, args, kwargs)
+        return run_elementwise(ranks, func, args, kwargs)
     x, rows = only_first(func, args, kwargs)
     dim_position, keepdim_position = REDUCTIONS[name]
     dim = argument(args, kwargs, "dim", dim_position, kwargs.get("axis"))
@@ -219,13 +221,15 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
         raise unknown(func, rows, "it reduces them")
     order = sorted(dims)
     if name in ("amax", "amin"):
-        return clear_rows(getattr(torch, name)(all_ranks(getattr(torch, name)(x, order, keepdim), ranks), 0))
+        return clear_rows(
+            getattr(torch, name)(stack_ranks(getattr(torch, name)(x, order, keepdim), ranks), 0)
+        )
     dtype = kwargs.get("dtype")
     if dtype is None:
         dtype = x.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
             dtype = torch.int64  # PyTorch sums integers in int64.
-    total = all_ranks(x.sum(order, keepdim, dtype=sum_dtype(dtype)), ranks).sum(0)
+    total = stack_ranks(x.sum(order, keepdim, dtype=sum_dtype(dtype)), ranks).sum(0)
     if name == "mean":
         total = total / (rows.total * math.prod([x.shape[dim] for dim in dims - {rows.dim}]))
     return total.to(dtype)
@@ -238,7 +242,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``torch.meshgrid``.
     The input along the first dim of the outputs stays sharded, the others are gathered.
     """
@@ -250,14 +254,14 @@ def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
     for index, x in enumerate(tensors):
         rows_of_x = rows_of(x)
         if rows_of_x is not None and index != lead:
-            tensors[index] = gather(x, rows_of_x, ranks)
+            tensors[index] = gather_rows(x, rows_of_x, ranks)
     out = func(*tensors, **kwargs)
     if rows is None:
         return out
     return tag_all(out, rows)
 
 
-def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run a dropout in eval mode or of probability 0. Raise :class:`MixesRows` for any other."""
     _, rows = only_first(func, args, kwargs)
     training = argument(args, kwargs, "training", 2, kwargs.get("train", True))
@@ -280,6 +284,7 @@ def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> t
 
 
 def _dims(dim: Any, ndim: int) -> set[int]:
+    """Return the argument ``dim`` of a reduction as a set of positive dims; all dims for None and an empty list."""
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return set(range(ndim))
     if isinstance(dim, int):
@@ -299,17 +304,17 @@ def tag_all(out: Any, rows: RowTag) -> Any:
 BY_RULE: dict[Any, str] = {
     # Functions that read properties of a tensor other than its values and shape. Byte counts and strides are
     # those of this rank's part of the rows.
-    metadata: """
+    run_metadata: """
         dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
         is_meta.__get__ is_mps.__get__ is_xpu.__get__ is_xla.__get__ is_quantized.__get__ is_sparse.__get__
         is_nested.__get__ is_leaf.__get__ is_mkldnn.__get__ requires_grad.__get__ grad_fn.__get__ grad.__get__
         itemsize.__get__ nbytes.__get__ output_nr.__get__ dim ndimension stride storage_offset
         is_contiguous is_floating_point is_complex element_size get_device data_ptr untyped_storage hash is_signed
-        is_inference is_nonzero_ result_type can_cast promote_types
+        is_inference result_type can_cast promote_types
     """,
-    shape: "shape.__get__ size numel nelement len",
+    run_shape: "shape.__get__ size numel nelement len",
     # Functions whose output is sharded like their first argument.
-    like_first: """
+    run_like_first: """
         to type_as float double half bfloat16 int long bool cpu cuda clone contiguous detach requires_grad data.__get__
         alias positive zeros_like ones_like empty_like full_like fill zero type record_stream retain_grad neg negative
         abs absolute sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
@@ -318,15 +323,15 @@ BY_RULE: dict[Any, str] = {
         softsign softshrink hardshrink tanhshrink threshold deg2rad rad2deg sinc
     """,
     # Elementwise functions, which broadcast all tensors among their arguments against each other.
-    elementwise: """
+    run_elementwise: """
         add radd sub rsub subtract mul rmul multiply div rdiv divide true_divide truediv rtruediv floor_divide floordiv
         rfloordiv remainder fmod mod rmod pow rpow float_power maximum minimum fmax fmin clamp clip clamp_min clamp_max
         where lerp addcmul addcdiv atan2 copysign hypot xlogy eq ne lt le gt ge greater less greater_equal less_equal
         not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor and or xor copy masked_fill
         isclose
     """,
-    along: " ".join(ALONG),
-    reduction: " ".join(REDUCTIONS),
-    meshgrid: "meshgrid",
-    dropout: "dropout dropout2d dropout3d alpha_dropout feature_dropout",
+    run_along_dim: " ".join(ALONG),
+    run_reduction: " ".join(REDUCTIONS),
+    run_meshgrid: "meshgrid",
+    run_dropout: "dropout dropout2d dropout3d alpha_dropout feature_dropout",
 }

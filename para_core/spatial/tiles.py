@@ -59,7 +59,9 @@ class Tiles(TorchFunctionMode):
         number, owner = len(self._owners), self.tile % self.ranks.size
         self._owners.append(owner)
         if owner == self.ranks.index:
-            self._values[number] = call(*map(_own, args), **{name: _own(x) for name, x in kwargs.items()})
+            self._values[number] = call(
+                *map(_local_value, args), **{name: _local_value(x) for name, x in kwargs.items()}
+            )
         return Pending(lambda: self._value(number), lambda: self._values[number])
 
     def materialize(self, value: Any) -> Any:
@@ -87,6 +89,7 @@ class Tiles(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _write(self) -> None:
+        """Run the postponed writes of tiles into tensors. Collective if one of the tiles is new."""
         writes, self._writes = self._writes, []
         for target, index, pending in writes:
             target[index] = pending.value()
@@ -101,7 +104,11 @@ class Tiles(TorchFunctionMode):
         return self._values[number]
 
     def _exchange(self, numbers: range) -> None:
-        local = {n: _tensor(self._values[n]) for n in numbers if self._owners[n] == self.ranks.index}
+        """Send the outputs of the calls ``numbers`` that this rank ran to all ranks, and store those of the others.
+
+        Collective. All outputs must have one dtype.
+        """
+        local = {n: _output_tensor(self._values[n]) for n in numbers if self._owners[n] == self.ranks.index}
         # Send the strides as well, because a convolution rounds differently if channels come last in memory.
         shapes = {str(n): [list(x.shape), list(x.stride())] for n, x in local.items()}
         sample = next(iter(local.values()), None)
@@ -129,11 +136,13 @@ def _holds_pending(values: Iterable[Any]) -> bool:
     return any(isinstance(value, Pending) for value in values)
 
 
-def _tensor(value: Any) -> Tensor:
+def _output_tensor(value: Any) -> Tensor:
     """Return the tensor in the output of a call, which may be a tuple (tensor, cache).
     The cache is not exchanged.
     """
-    x: Tensor = value[0] if isinstance(value, tuple) else value
+    x: Tensor = value
+    if isinstance(value, tuple):
+        x = value[0]
     return x
 
 
@@ -143,14 +152,15 @@ class Pending:
 
     Args:
         get: Returns the value, after an exchange if necessary.
-        own: Returns the value without an exchange. Only called on the rank that computed the value.
+        get_local: Returns the value without an exchange. Only called on the rank that computed the value.
     """
 
-    def __init__(self, get: Callable[[], Any], own: Callable[[], Any]) -> None:
-        self._get, self.own = get, own
+    def __init__(self, get: Callable[[], Any], get_local: Callable[[], Any]) -> None:
+        self._get, self.local_value = get, get_local
         self._value: Any = None
 
     def value(self) -> Any:
+        """Return the value. Collective if its tile is new."""
         if self._value is None:
             self._value = self._get()
         return self._value
@@ -160,12 +170,16 @@ class Pending:
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        return Pending(lambda: func(*_map(args, _value), **kwargs), lambda: func(*_map(args, _own), **kwargs))
+
+        def run(read: Callable[[Any], Any]) -> Any:
+            return func(*_map(args, read), **{name: _map(x, read) for name, x in kwargs.items()})
+
+        return Pending(lambda: run(_value), lambda: run(_local_value))
 
     def __getitem__(self, index: Any) -> Any:
         if self._value is not None:
             return self._value[index]
-        return Pending(lambda: self.value()[index], lambda: self.own()[index])
+        return Pending(lambda: self.value()[index], lambda: self.local_value()[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.value()[index] = _value(value)
@@ -174,8 +188,8 @@ class Pending:
         """Yield the output and the cache of a call that returns both.
         The cache stays on the rank that computed it.
         """
-        yield Pending(lambda: _tensor(self.value()), lambda: self.own()[0])
-        yield Pending(lambda: self.own()[1], lambda: self.own()[1])
+        yield Pending(lambda: _output_tensor(self.value()), lambda: self.local_value()[0])
+        yield Pending(lambda: self.local_value()[1], lambda: self.local_value()[1])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.value(), name)
@@ -194,8 +208,12 @@ def _map(args: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def _value(x: Any) -> Any:
-    return x.value() if isinstance(x, Pending) else x
+    if isinstance(x, Pending):
+        return x.value()
+    return x
 
 
-def _own(x: Any) -> Any:
-    return x.own() if isinstance(x, Pending) else x
+def _local_value(x: Any) -> Any:
+    if isinstance(x, Pending):
+        return x.local_value()
+    return x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from para_core.spatial.row_tag import (
 from para_core.spatial.rules import align, argument, only_first, tag_all
 
 
-def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``permute``, ``transpose``, ``squeeze`` and other functions that move, add or drop dims."""
     x, rows = only_first(func, args, kwargs)
     # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes, except
@@ -38,13 +39,13 @@ def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     return _set_checked_rows(func, func(*args, **kwargs), rows.at(shape.index(rows.dim + 2)), ranks)
 
 
-def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` with this rank's sizes in place of the full ones."""
     x, rows = only_first(func, args, kwargs)
     out = func(*local_sizes(tuple(args)), **{name: local_sizes(value) for name, value in kwargs.items()})
     if out.shape == x.shape:
         return set_rows(out, rows)
-    out_rows = match(tuple(x.shape), rows, tuple(out.shape), ranks.index)
+    out_rows = match_reshape(tuple(x.shape), rows, tuple(out.shape), ranks.index)
     if out_rows is None:
         raise unknown(
             func, rows, f"from {list(x.shape)} to {list(out.shape)} the rows do not stay in one dim"
@@ -52,22 +53,22 @@ def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     return _set_checked_rows(func, out, out_rows, ranks)
 
 
-def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: int) -> RowTag | None:
+def match_reshape(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: int) -> RowTag | None:
     """Return the tag after a reshape from local shape ``before`` to ``after``; None if several dims would
     hold rows.
 
     Rows may be merged with dims before them (frames) and after them (columns), and several units (see
     :class:`RowTag`) may become one unit.
 
-    >>> match((2, 6, 5), RowTag(1, (6, 4)), (2, 30), rank=0)
+    >>> match_reshape((2, 6, 5), RowTag(1, (6, 4)), (2, 30), rank=0)
     RowTag(dim=1, sizes=(30, 20), outer=1)
-    >>> match((3, 30), RowTag(1, (30, 20)), (3, 6, 5), rank=0)
+    >>> match_reshape((3, 30), RowTag(1, (30, 20)), (3, 6, 5), rank=0)
     RowTag(dim=1, sizes=(6, 4), outer=1)
-    >>> match((3, 6, 5), RowTag(1, (6, 4)), (90,), rank=0)
+    >>> match_reshape((3, 6, 5), RowTag(1, (6, 4)), (90,), rank=0)
     RowTag(dim=0, sizes=(30, 20), outer=3)
-    >>> match((1, 8, 0, 6, 5), RowTag(3, (6, 4)), (1, 2, 4, 0, 6, 5), rank=0)
+    >>> match_reshape((1, 8, 0, 6, 5), RowTag(3, (6, 4)), (1, 2, 4, 0, 6, 5), rank=0)
     RowTag(dim=4, sizes=(6, 4), outer=1)
-    >>> match((1, 8, 0, 2, 6, 2, 5), RowTag(4, (6, 4)), (1, 8, 0, 12, 5), rank=0)
+    >>> match_reshape((1, 8, 0, 2, 6, 2, 5), RowTag(4, (6, 4)), (1, 8, 0, 12, 5), rank=0)
     RowTag(dim=3, sizes=(12, 8), outer=1)
     """
     # Replace sizes of 0 by positive ones, so that empty tensors match too, such as a cache of zero frames.
@@ -98,13 +99,14 @@ def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: i
 
 
 def _without_zeros(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
+    """Return ``shape`` with its first 0 replaced by ``first``, and the other ones by 1."""
     sizes = [size or 1 for size in shape]
     if 0 in shape:
         sizes[shape.index(0)] = first
     return tuple(sizes)
 
 
-def split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``chunk``, ``split``, ``select`` or a similar function along a dim other than the sharded one."""
     x, rows = only_first(func, args, kwargs)
     name = name_of(func)
@@ -117,7 +119,7 @@ def split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
     return tag_all(func(*args, **kwargs), rows)
 
 
-def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``x[...]``. A slice may drop rows at the start and the end of the image, if every rank keeps one."""
     x, index = args
     rows = rows_of(x)
@@ -129,7 +131,7 @@ def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     return _set_checked_rows(func, func(x, local), RowTag(dim, sizes, rows.outer), ranks)
 
 
-def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def run_setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Run ``x[...] = value`` with an index that keeps all rows."""
     x, index, value = args
     rows = rows_of(x)
@@ -171,17 +173,20 @@ def _local_index(
                     return (), sizes, None
                 parts[i], sizes, rows_dim = kept[1][ranks.index], kept[0], out_dim
             out_dim += 1
-        elif isinstance(part, int):
+        elif isinstance(part, Integral) and not isinstance(part, bool):
             if dim == rows.dim:
                 return (), sizes, None
         else:
-            # A single index tensor with one dim leaves the order of dims as it is. Refuse others.
+            # A single list, or index tensor with one dim, leaves the order of dims as it is. Refuse others, also a
+            # bool, which adds a dim.
             num_tensors += 1
-            if dim == rows.dim or num_tensors > 1 or (isinstance(part, Tensor) and part.ndim != 1):
+            is_vector = isinstance(part, (list, Tensor)) and torch.as_tensor(part).ndim == 1
+            if dim == rows.dim or num_tensors > 1 or not is_vector:
                 return (), sizes, None
             out_dim += 1
         dim += 1
-    if num_tensors and any(isinstance(part, int) for part in parts):
+    if num_tensors and any(isinstance(part, Integral) for part in parts):
+        # An integer counts as an index tensor, and may move the dim of the other one to the front.
         return (), sizes, None
     return tuple(parts), sizes, rows_dim
 
@@ -206,7 +211,7 @@ def _kept_rows(part: slice, rows: RowTag) -> tuple[Sizes, list[slice]] | None:
     return sizes, [slice(first, last) for first, last in spans]
 
 
-def cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``cat`` or ``stack`` along a dim other than the sharded one."""
     tensors = list(argument(args, kwargs, "tensors", 0))
     dim = argument(args, kwargs, "dim", 1, kwargs.get("axis", 0))
@@ -225,7 +230,7 @@ def cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
     return set_rows(func(parts, dim), rows)
 
 
-def repeat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_repeat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``expand``, ``repeat`` or ``tile`` along dims other than the sharded one."""
     x, rows = only_first(func, args, kwargs)
     if name_of(func) in ("expand", "broadcast_to"):
@@ -234,7 +239,9 @@ def repeat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     return _set_checked_rows(func, out, rows.at(rows.dim + out.ndim - x.ndim), ranks)
 
 
-def repeat_interleave(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_repeat_interleave(
+    ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Tensor:
     """Run ``repeat_interleave`` with an int for ``repeats``, along any dim."""
     x, rows = only_first(func, args, kwargs)
     repeats, dim = argument(args, kwargs, "repeats", 1), argument(args, kwargs, "dim", 2)
@@ -246,13 +253,13 @@ def repeat_interleave(ranks: MeshDim, func: Function, args: Sequence[Any], kwarg
     return set_rows(x.repeat_interleave(repeats, dim), RowTag(rows.dim, sizes, rows.outer))
 
 
-def view_as_real(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_view_as_real(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``view_as_real``, which adds a dim at the end."""
     _, rows = only_first(func, args, kwargs)
     return set_rows(func(*args, **kwargs), rows)
 
 
-def expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def run_expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``x.expand_as(other)``. The output is sharded like ``other``."""
     x, other = args
     rows = rows_of(other)
@@ -269,14 +276,16 @@ def _set_checked_rows(func: Function, out: Tensor, rows: RowTag, ranks: MeshDim)
 
 
 BY_RULE: dict[Any, str] = {
-    reorder: "transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze t T.__get__ mT.__get__ adjoint",
-    reshape: "view reshape flatten unflatten ravel",
-    split: "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unbind select narrow index_select",
-    getitem: "getitem",
-    setitem: "setitem",
-    cat: "cat concat concatenate stack",
-    repeat: "expand repeat tile broadcast_to",
-    repeat_interleave: "repeat_interleave",
-    view_as_real: "view_as_real",
-    expand_as: "expand_as view_as",
+    run_reorder: """
+        transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze t T.__get__ mT.__get__ adjoint
+    """,
+    run_reshape: "view reshape flatten unflatten ravel",
+    run_split: "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unbind select narrow index_select",
+    run_getitem: "getitem",
+    run_setitem: "setitem",
+    run_cat: "cat concat concatenate stack",
+    run_repeat: "expand repeat tile broadcast_to",
+    run_repeat_interleave: "repeat_interleave",
+    run_view_as_real: "view_as_real",
+    run_expand_as: "expand_as view_as",
 }

@@ -99,7 +99,10 @@ def check_parallel(
         dims = dims_of_tokens(module, model_inputs, dim)
     run = ParallelRun(plan=plan, forward=forward, dims=dims)
     device = device_of(module, model_inputs.leaves())
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    devices = []
+    if device.type == "cuda":
+        devices = [device]
+    with torch.random.fork_rng(devices):
         return _Checker(module, model_inputs, run, tolerance).check(numbers)
 
 
@@ -192,7 +195,7 @@ class _Checker:
         inputs, expected = self._reference(None)
         results = run_parallel(self._module, inputs, self._run, method, ranks)
         self._learn_what_is_sharded(results[0])
-        return self._compare(method, ranks, self._total, results, expected)
+        return self._make_case(method, ranks, self._total, results, expected)
 
     def _check_fewer_tokens(self, method: Method, ranks: int) -> list[CheckedCase]:
         """Return the case with fewer tokens, in a list; an empty list if there is none."""
@@ -208,7 +211,7 @@ class _Checker:
         hint = ""
         if self._run.forward is not None:
             hint = f" (inputs were shortened to {length} tokens; forward= must take everything from its arguments)"
-        return [self._compare(method, ranks, length, results, expected, hint=hint)]
+        return [self._make_case(method, ranks, length, results, expected, hint=hint)]
 
     def _learn_what_is_sharded(self, result: RankRun) -> None:
         """Remember which inputs the first run has sharded, so that later runs can shorten these inputs."""
@@ -219,7 +222,7 @@ class _Checker:
             if tensor.index is not None and tensor.tokens == self._total:
                 self._dims[tensor.index] = tensor.dim
 
-    def _compare(
+    def _make_case(
         self,
         method: Method,
         ranks: int,
@@ -238,7 +241,7 @@ class _Checker:
         outputs = [tensors_in(result.outcome.output) for result in results]
         may_be_some = self._run.forward is not None
         try:
-            largest = _largest_error(outputs, expected, results[0].segments, may_be_some=may_be_some)
+            largest = _error_of_ranks(outputs, expected, results[0].segments, may_be_some=may_be_some)
         except _NotComparableError as reason:
             return CheckedCase(method, ranks, tokens, failure=str(reason))
         return CheckedCase(method, ranks, tokens, error=largest)
@@ -256,7 +259,9 @@ class _Checker:
             )
             return None
         shorter = self._total - (self._total % ranks or 1)
-        return shorter if shorter >= ranks else None
+        if shorter < ranks:
+            return None
+        return shorter
 
     def _reference(self, length: int | None) -> tuple[ModelInputs, list[Tensor]]:
         """Return the inputs cut to their first ``length`` tokens (None for all), and the output tensors of
@@ -273,6 +278,7 @@ class _Checker:
         return self._references[length]
 
     def _call_unmodified(self, length: int | None) -> tuple[ModelInputs, list[Tensor]]:
+        """Return what :meth:`_reference` returns, by a call of the unmodified model. Raise as it does."""
         if length is None or self._total is None:
             outcome = run_on_one_rank(self._module, self._inputs)
             if outcome.error is not None:
@@ -291,6 +297,7 @@ class _Checker:
         raise self._missing[length]
 
     def _find_first_difference(self, case: CheckedCase) -> Difference:
+        """Return the first module that differs in ``case``, which has been run and was not exact."""
         length = case.tokens
         if length not in self._references:
             length = None  # The case has all tokens.
@@ -307,7 +314,7 @@ class _Checker:
         )
 
 
-def _largest_error(
+def _error_of_ranks(
     outputs: Sequence[Sequence[Tensor]],
     expected: Sequence[Tensor],
     segments: Sequence[Segment],

@@ -87,10 +87,14 @@ class ParallelCheck:
         return self.exact
 
     def __str__(self) -> str:
-        verdict = "exact" if self.exact else "NOT exact"
+        verdict = "NOT exact"
+        if self.exact:
+            verdict = "exact"
         lines = [f"{self.model} on virtual ranks: {verdict} (tolerance {self.tolerance:.0e})"]
         for case in self.cases:
-            mark = "" if self.is_exact(case) else "  <-"
+            mark = "  <-"
+            if self.is_exact(case):
+                mark = ""
             lines.append(f"  {case}{mark}")
         lines += [f"  note: {note}" for note in self.notes]
         if self.first_difference is not None:

@@ -14,7 +14,7 @@ _COMPARABLE = frozenset({"cache", "quantize"})
 
 
 def check_fits(approximations: Sequence[str], stages: int) -> None:
-    """Check that outputs can be compared, for :mod:`para_core.call_checks`.
+    """Check that outputs can be compared. :mod:`para_core.call_checks` finds this function by its name.
 
     Args:
         approximations: Names of the options with which results differ by more than rounding.
@@ -34,7 +34,7 @@ def check_fits(approximations: Sequence[str], stages: int) -> None:
 
 
 def make_wrapper() -> Wrapper:
-    """Return the check of the calls of one parallel model, for :mod:`para_core.call_checks`."""
+    """Return a check of the calls of one parallel model. :mod:`para_core.call_checks` finds this by its name."""
     from para_core.verify.verification import Verification
 
     return Verification().run

@@ -36,7 +36,8 @@ from para_core.user_warnings import ParallelWarning, warn_user
 
 logger = logging.getLogger(__name__)
 
-# The slots of features that move or gather weights, which the unmodified model needs too.
+# The slots that stay filled for the unmodified model, because their features move or gather weights that it needs. A
+# new slot of that kind must be added, or the unmodified model finds no weights.
 _SLOTS_OF_WEIGHTS = frozenset(
     {
         Slot.OFFLOADED_BLOCK,
@@ -72,7 +73,8 @@ class Verification:
     """Compares calls of one parallel model with the unmodified model: once for each size of inputs, and again
     if code inside the model has changed.
 
-    A compared call costs one more call of the model, on every rank. Other calls cost a lookup.
+    A compared call costs one more call of the model, on every rank, and three if it finds a difference. Other calls
+    cost a lookup. All ranks decide from equal arguments whether to compare, because they exchange what they find.
     """
 
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ class Verification:
         self._verified: set[tuple[Any, ...]] = set()
 
     def run(self, call: Callable[..., Any], called: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Wrap ``__call__`` of a parallel model, or of the module that ``torch.compile`` made of it.
+        """Run a call of a parallel model, or of the module that ``torch.compile`` made of it, and compare its output.
 
         Raises:
             RuntimeError: On every rank: the output differs from that of the unmodified model by more than
@@ -98,7 +100,7 @@ class Verification:
             return call(called, *args, **kwargs)
         # The call itself would notice new code too late.
         region.attach(module)
-        key = (region.check.new_code(), *_sizes(args), *_sizes(sorted(kwargs.items())))
+        key = (region.check.new_code(), *_input_keys(args), *_input_keys(sorted(kwargs.items())))
         if key in self._verified:
             return call(called, *args, **kwargs)
         # The call may change its inputs in place, such as a cache of keys.
@@ -107,7 +109,7 @@ class Verification:
         if any(Verdict(int(outcome.verdict)).skips for outcome in last_outcomes(module)):
             # A cache skipped blocks, so the output is an approximation. A later call is compared.
             return output
-        comparison = _compare(module, inputs, output)
+        comparison = _compare_with_unmodified(module, inputs, output)
         self._conclude(module, region, inputs, comparison)
         self._verified.add(key)
         return output
@@ -115,9 +117,8 @@ class Verification:
     def _conclude(
         self, module: nn.Module, region: Region, inputs: ModelInputs, comparison: Comparison
     ) -> None:
-        """Exchange the comparisons of all ranks.
-
-        Raise on every rank if one found a difference, else report.
+        """Exchange the comparisons of all ranks: a collective. Raise ``RuntimeError`` on every rank if one found a
+        difference, else log the result, or warn that nothing was compared.
         """
         mesh, name = region.mesh, original_class(module).__name__
         comparisons = [Comparison(**record) for record in exchange(vars(comparison), mesh)]
@@ -135,7 +136,7 @@ class Verification:
             difference = _first_difference_on_mesh(module, mesh, inputs, comparison.tolerance)
             size = f"differs by {error:.1e}"
             if error >= _NOT_COMPARABLE:
-                size = "is of another size"
+                size = "has other tensors, or none to compare,"
             raise RuntimeError(
                 f"verify=True: the output of {name} on {mesh.ranks} ranks {size} from that of the unmodified model; "
                 f"rounding explains {comparison.tolerance:.0e}. The first difference is in {difference}"
@@ -153,8 +154,8 @@ class Verification:
             )
 
 
-def _sizes(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield the shape and dtype of each tensor in nested ``values``, and the type of each other value."""
+def _input_keys(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield the shape and dtype of each tensor in nested ``values``, each bool and string, and the type of all else."""
     for value in tree_leaves(values):
         if isinstance(value, Tensor):
             yield tuple(value.shape), value.dtype
@@ -164,7 +165,7 @@ def _sizes(values: Sequence[Any]) -> Iterator[Any]:
             yield type(value)
 
 
-def _compare(module: nn.Module, inputs: ModelInputs, output: Any) -> Comparison:
+def _compare_with_unmodified(module: nn.Module, inputs: ModelInputs, output: Any) -> Comparison:
     """Return how far ``output`` is from that of the unmodified model, which is called here on copies of
     ``inputs``.
     """
@@ -197,7 +198,7 @@ def _call_unmodified(module: nn.Module, inputs: ModelInputs, record: CallRecord 
     with ExitStack() as stack:
         if record is not None:
             stack.enter_context(record_call(module, record))
-        return _call(module, inputs, _SLOTS_OF_WEIGHTS)
+        return _call_with_slots(module, inputs, _SLOTS_OF_WEIGHTS)
 
 
 def _record_parallel(module: nn.Module, inputs: ModelInputs) -> tuple[CallRecord, list[Segment]]:
@@ -213,11 +214,11 @@ def _record_parallel(module: nn.Module, inputs: ModelInputs) -> tuple[CallRecord
             segments.update(dict.fromkeys(under_way[1]))
 
     with record_call(module, record, before_entry=note_segments):
-        _call(module, inputs, _SLOTS_OF_WEIGHTS | {Slot.PLAN, Slot.ATTENTION_CHECK})
+        _call_with_slots(module, inputs, _SLOTS_OF_WEIGHTS | {Slot.PLAN, Slot.ATTENTION_CHECK})
     return record, list(segments)
 
 
-def _call(module: nn.Module, inputs: ModelInputs, keep: Collection[Slot]) -> Any:
+def _call_with_slots(module: nn.Module, inputs: ModelInputs, keep: Collection[Slot]) -> Any:
     """Return the output of ``module`` for a copy of ``inputs``, with only the slots to ``keep``, in eager
     code.
     """
@@ -225,7 +226,10 @@ def _call(module: nn.Module, inputs: ModelInputs, keep: Collection[Slot]) -> Any
     arguments = inputs.copy()
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        devices = []
+        if device.type == "cuda":
+            devices = [device]
+        stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if region is not None:
             stack.enter_context(region.all_heads())

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Split blocks into stages of minimal largest cost, and return each stage's range of block indices.
+def split_by_cost(costs: Sequence[float], num_stages: int) -> list[range]:
+    """Return the range of block indices of each stage, for stages whose largest cost is minimal.
 
     Each stage gets at least one block, and of several optimal splits earlier stages get more. Raise
     ``ValueError`` if there are fewer blocks than stages.
 
-    >>> balanced([2, 2, 1, 1, 1, 1], 2)
+    >>> split_by_cost([2, 2, 1, 1, 1, 1], 2)
     [range(0, 2), range(2, 6)]
     """
     if num_stages > len(costs):

@@ -20,9 +20,7 @@ from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from para_core.instance.private_class import unwrapped_class
-from para_core.instance.record import (
-    empty_during,
-)
+from para_core.instance.record import empty_during
 from para_core.torch_internals import parameter_slots
 from para_core.weights.parameters import FEWEST_SHARDED_ELEMENTS, consists_of_tensors, is_float8, write_shard
 
@@ -57,7 +55,8 @@ def shard_blocks(
     # diffusers keeps some parameters in float32.
     module.requires_grad_(False)
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-    small = {
+    # The parameters that FSDP2 leaves alone: small ones, and those that stay on every rank.
+    ignored = {
         x for x in module.parameters() if id(x) not in in_blocks and x.numel() < FEWEST_SHARDED_ELEMENTS
     } | kept
     with empty_during([module, *blocks]):
@@ -68,7 +67,7 @@ def shard_blocks(
         # Make the whole model the FSDP2 root of its blocks, so that the blocks share streams and can be
         # prefetched.
         fully_shard(
-            module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small
+            module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=ignored
         )
         for part in (module, *blocks):
             # Change the class before the slots are filled again, because they derive a private class from
@@ -78,7 +77,7 @@ def shard_blocks(
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if mesh.device_type != "cpu":
         # FSDP2 moves only the parameters that it shards to the device, so move the others here.
-        for parameter in small:
+        for parameter in ignored:
             parameter.data = parameter.data.to(mesh.device_type)
 
 
@@ -168,7 +167,7 @@ ShardedParameters = Mapping[tuple[int, str], DTensor]
 def sharded_parameters(layer: nn.Module) -> ShardedParameters:
     """Return the sharded parameters of ``layer`` for :func:`gathered_parameters`.
 
-    Call it while it is idle.
+    Call this while ``layer`` does not run: FSDP2 then holds the shards, and not gathered parameters.
     """
     owned = [(owner, *item) for owner in layer.modules() for item in owner.named_parameters(recurse=False)]
     return {(id(owner), name): x for owner, name, x in owned if isinstance(x, DTensor)}
@@ -185,11 +184,13 @@ def gathered_parameters(layer: nn.Module, sharded: ShardedParameters) -> Iterato
     before = []
     for owner in layer.modules():
         for name, current in list(owner.named_parameters(recurse=False)):
-            shard = current if isinstance(current, DTensor) else sharded.get((id(owner), name))
+            shard = sharded.get((id(owner), name))
+            if isinstance(current, DTensor):
+                shard = current
             if shard is not None:
                 before.append((owner, name, current, shard))
                 if isinstance(current, DTensor):
-                    parameter_slots(owner)[name] = nn.Parameter(_gather(shard), requires_grad=False)
+                    parameter_slots(owner)[name] = nn.Parameter(_gather_parameter(shard), requires_grad=False)
     try:
         yield
     finally:
@@ -199,7 +200,7 @@ def gathered_parameters(layer: nn.Module, sharded: ShardedParameters) -> Iterato
             parameter_slots(owner)[name] = current
 
 
-def _gather(parameter: DTensor) -> torch.Tensor:
+def _gather_parameter(parameter: DTensor) -> torch.Tensor:
     """Return all values of a sharded parameter on its own device. Collective."""
     local: Any = parameter.to_local()
     if consists_of_tensors(local):

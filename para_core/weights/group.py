@@ -22,7 +22,7 @@ def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
 
 
 def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
-    """Convert a mesh for FSDP2 to a :class:`SequenceMesh`.
+    """Return a mesh for FSDP2 as a :class:`SequenceMesh`.
 
     Raise ``ValueError`` if ``mesh`` has more than two dims, or this rank is not part of it.
     """
@@ -43,10 +43,12 @@ def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
 def sequence_ranks(mesh: SequenceMesh) -> list[int]:
     """Return the global rank of each sequence rank of ``mesh``, in the order of sequence ranks.
 
-    Collective.
+    Collective on a mesh with ``ring``.
     """
     group = mesh.ulysses.group
-    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    ranks = [dist.get_rank()]
+    if group is not None:
+        ranks = dist.get_process_group_ranks(group)
     if mesh.ring.group is None:
         return ranks
     parts: list[Any] = [None] * mesh.ring.size
@@ -57,7 +59,8 @@ def sequence_ranks(mesh: SequenceMesh) -> list[int]:
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
     """Return a mesh with one dim, named ``"weights"``, over the global ranks ``ranks``.
 
-    Its process group, with this ``timeout``, is created at the first call and then reused. Attention does not
+    All of these ranks must call this: its process group, with this ``timeout``, is created at the first call and then
+    reused. Attention does not
     use this group, because NCCL runs the collectives of one communicator in order: gathering the weights of
     the next block would wait for the attention of the current block.
     """

@@ -106,7 +106,7 @@ def stand_ins(
     def zeros(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
 
-    def unwritten(x: Tensor) -> Tensor:
+    def make_writable(x: Tensor) -> Tensor:
         if _can_be_nan(x):
             return torch.full_like(x, torch.nan)
         return x.clone()
@@ -123,7 +123,7 @@ def stand_ins(
             plain = torch.zeros(weight.shape, dtype=weight.dtype, device="meta")
         stand_in = map_plain_tensors(zeros, plain)
         if id(weight) in writable:
-            stand_in = map_plain_tensors(unwritten, stand_in)
+            stand_in = map_plain_tensors(make_writable, stand_in)
         if isinstance(weight, nn.Parameter):
             stand_in = nn.Parameter(stand_in, requires_grad=False)
         placed.append((stand_in, weight, owners))

@@ -154,7 +154,8 @@ class PatchHooks:
             self._attending.pop()
 
     def install(self) -> None:
-        hook_of = cache(self._hook)
+        """Wrap the submodules that the plan names."""
+        hook_of = cache(self._make_hook)
         outputs_hook_of = cache(lambda rules: partial(self._split_outputs, rules.of_outputs, rules.name))
         for submodule, rules in self._matches.values():
             hook = hook_of(rules, parameters_of(submodule))
@@ -163,14 +164,18 @@ class PatchHooks:
                 fill_slot(submodule, Slot.PATCH_OUTPUTS, {"__call__": outputs_hook_of(rules)})
 
     def remove(self) -> None:
+        """Undo :meth:`install`."""
         submodules = [submodule for submodule, _ in self._matches.values()]
         empty_slots(submodules, Slot.PATCH_INPUTS, Slot.PATCH_OUTPUTS)
 
-    def _hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Wrapper:
-        attention = rules.attention if isinstance(rules.attention, tuple) else ()
+    def _make_hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Wrapper:
+        """Return the wrapper of modules with these ``rules`` and ``parameters``. Modules with equal ones share it."""
+        attention: tuple[Attention, ...] = ()
+        if isinstance(rules.attention, tuple):
+            attention = rules.attention
         indices, of_inputs = tuple(map(self.attentions.index, attention)), rules.of_inputs
 
-        def identify(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        def use_entries(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # A compiler may trace this function, and one graph serves all patches, so nothing may depend on
             # the patch.
             if self.executor is None or not indices:
@@ -183,14 +188,14 @@ class PatchHooks:
             if executor is None:
                 return call(module, *args, **kwargs)
             args, kwargs = executor.apply_to_arguments(of_inputs, parameters, args, kwargs, rules.name)
-            output = identify(call, module, *args, **kwargs)
+            output = use_entries(call, module, *args, **kwargs)
             if rules.gathers:
                 return executor.gather_outputs(output, rules.gathers)
             return output
 
         if of_inputs or rules.gathers:
             return split_and_gather
-        return identify
+        return use_entries
 
     def _split_outputs(
         self,
@@ -202,6 +207,7 @@ class PatchHooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        """Run a call of a module, and split its output into this patch's part."""
         output = call(module, *args, **kwargs)
         if self.executor is None:
             return output

@@ -1,7 +1,4 @@
-"""Patch plans, which say how PipeFusion splits the tokens of a model into patches.
-
-This file is data: nothing runs.
-"""
+"""Patch plans, which say how PipeFusion splits the tokens of a model into patches, and how they follow from a plan."""
 
 from __future__ import annotations
 
@@ -70,7 +67,9 @@ class PatchPlan:
                 f"the model's input is {shape}; PipeFusion expects {self.ndim} dims, and in dim {self.dim} a "
                 f"multiple of {together}."
             )
-        what = "tokens" if self.ndim == 3 else "frames of latents"
+        what = "frames of latents"
+        if self.ndim == 3:
+            what = "tokens"
         patches = patch_runs(shape[self.dim] // together, num_patches, what)
         return [(together * begin, together * length) for begin, length in patches]
 

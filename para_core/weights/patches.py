@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 _COPIES = (to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default)
 # Operators with the pointwise tag that return one bool for the whole tensor, so they cannot run patch by
 # patch.
-_WHOLE = (_aten.equal.default,)
+_RETURNS_ONE_BOOL = (_aten.equal.default,)
 
 
 class PatchSource(ABC):
@@ -46,9 +46,11 @@ class PatchSource(ABC):
 
     @property
     def is_ready(self) -> bool:
+        """Whether :meth:`value` would not wait."""
         return self.is_complete
 
     def value(self) -> Tensor:
+        """Wait for all patches, and return the whole tensor."""
         return self.up_to(self.num_patches - 1)
 
     def postpone(self, func: Any, args: Any, kwargs: Any) -> LazyTensor | None:
@@ -59,7 +61,7 @@ class PatchSource(ABC):
         in place.
         """
         if (
-            func in _WHOLE
+            func in _RETURNS_ONE_BOOL
             or schema_of(func).is_mutable
             or not (func in _COPIES or torch.Tag.pointwise in func.tags)
         ):
@@ -139,7 +141,9 @@ class _Pointwise(PatchSource):
     @property
     def is_complete(self) -> bool:
         """Whether all patches of all inputs have arrived."""
-        leaves = pytree.tree_leaves(self._call) if self._call is not None else []
+        if self._call is None:
+            return True
+        leaves = pytree.tree_leaves(self._call)
         return all(x.source.is_ready for x in leaves if isinstance(x, LazyTensor))
 
     def up_to(self, patch: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from para_core.distributed.point_to_point import Links
 from para_core.instance.modules import has_compiled_parts, is_compiled
 from para_core.instance.record import (
     empty_slot,
@@ -97,7 +98,7 @@ class Fusion:
         # The blocks that this rank computes.
         self._blocks = blocks
         if self._stages is not None:
-            self._blocks = [blocks[index] for index in self._stages.own]
+            self._blocks = [blocks[index] for index in self._stages.block_range]
         self._branches: dict[str, _FusedBranch] = {}
         # The stored keys and values that the current model call uses; None outside of a call.
         self._keys: StaleKeys | None = None
@@ -130,7 +131,9 @@ class Fusion:
 
         If it ``failed``, do not wait, but mark the links between stages as broken.
         """
-        links = None if self._stages is None else self._stages.links
+        links: Links | None = None
+        if self._stages is not None:
+            links = self._stages.links
         try:
             if not failed:
                 for arrival in self._pending:
@@ -148,12 +151,14 @@ class Fusion:
             self._branches, self._pending, self._keys = {}, [], None
 
     def _count(self, **increments: float) -> None:
+        """Add ``increments`` to the fields of :attr:`report` with their names."""
         totals: dict[str, Any] = {
             name: getattr(self.report, name) + value for name, value in increments.items()
         }
         self.report = replace(self.report, **totals)
 
     def _run_block(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of a block, whose attention uses the stored keys if the model runs with them."""
         if self._keys is None:
             return call(block, *args, **kwargs)
         if not self._in_graphs:
@@ -166,8 +171,11 @@ class Fusion:
             Tensor, lambda x: x.contiguous().view(-1).view(x.shape).detach(), (args, kwargs)
         )
         interception = interception_of(self.module)
+        plan_off: AbstractContextManager[None] = nullcontext()
+        if interception is not None:
+            plan_off = interception.switch_off()
         with (
-            nullcontext() if interception is None else interception.switch_off(),
+            plan_off,
             patch_attention_handler(self._keys.attend_in_graph),
             PatchAttnMode((0,)),
         ):

@@ -36,7 +36,9 @@ class PipeFusion:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"PipeFusion({name}={value!r}): expected an integer.")
             if value < smallest:
-                why = ", because patches need the keys of an earlier step" if name == "warmup_steps" else ""
+                why = ""
+                if name == "warmup_steps":
+                    why = ", because patches need the keys of an earlier step"
                 raise ValueError(f"PipeFusion({name}={value}): expected at least {smallest}{why}.")
 
     def is_whole(self, index: int, total: int) -> bool:

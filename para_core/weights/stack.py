@@ -12,9 +12,7 @@ from torch import nn
 
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
-from para_core.instance.record import (
-    slot_owner,
-)
+from para_core.instance.record import slot_owner
 from para_core.instance.slots import Slot
 
 
@@ -38,7 +36,7 @@ class PipelineStages(Protocol):
     Attributes:
         blocks: All blocks of the model, in the order in which they run.
         ranges: The indices of the blocks of each stage.
-        own: The indices of the blocks that this rank computes.
+        block_range: The indices of the blocks that this rank computes.
         dim: The mesh dim ``pipe``.
         links: The connections to the other stages.
         sends_output: Whether the output of a call is sent to every rank. PipeFusion sets this to False for
@@ -47,7 +45,7 @@ class PipelineStages(Protocol):
 
     blocks: Sequence[StackedBlock]
     ranges: Sequence[range]
-    own: range
+    block_range: range
     dim: MeshDim
     links: Links
     sends_output: bool

@@ -21,17 +21,13 @@ from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
 from para_core.instance.modules import is_compiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import (
-    empty_slot,
-    empty_slots,
-    fill_slot,
-)
+from para_core.instance.record import empty_slot, empty_slots, fill_slot
 from para_core.instance.slots import Slot
 from para_core.plans.current_call import allow_skipped_attention
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
 from para_core.torch_internals import pytree
-from para_core.weights.balance import balanced
+from para_core.weights.balance import split_by_cost
 from para_core.weights.parameters import is_plain_weight, plain_tensors, put_weight, weights_of
 from para_core.weights.stack import StackedBlock
 
@@ -65,9 +61,9 @@ class Stages:
     ) -> None:
         self.module, self.blocks, self.dim, self.agree_on_inputs = module, list(blocks), dim, agree_on_inputs
         if ranges is None:
-            ranges = balanced([entry.cost for entry in blocks], dim.size)
+            ranges = split_by_cost([entry.cost for entry in blocks], dim.size)
         self.ranges = ranges
-        self.own = self.ranges[dim.index]
+        self.block_range = self.ranges[dim.index]
         # True while the caller has already verified that all ranks pass equal arguments.
         self.inputs_agreed = False
         # Whether the output of a call is sent to every rank. PipeFusion sets this to False for calls on
@@ -82,9 +78,9 @@ class Stages:
     @property
     def other_blocks(self) -> list[nn.Module]:
         """The blocks that other stages compute."""
-        return [entry.block for index, entry in enumerate(self.blocks) if index not in self.own]
+        return [entry.block for index, entry in enumerate(self.blocks) if index not in self.block_range]
 
-    def owner(self, index: int) -> int:
+    def stage_of_block(self, index: int) -> int:
         """Return the index of the stage that computes block ``index``."""
         return next(stage for stage, indices in enumerate(self.ranges) if index in indices)
 
@@ -97,13 +93,13 @@ class Stages:
         wrapper_of = cache(_BlockWrapper)
         for index, entry in enumerate(self.blocks):
             replacement: _Replacement | None = None
-            if index == self.own.stop:
+            if index == self.block_range.stop:
                 replacement = self._send
-            elif index == self.own.start and self.dim.index > 0:
+            elif index == self.block_range.start and self.dim.index > 0:
                 replacement = self._receive
-            if replacement is not None or index not in self.own:
-                around = wrapper_of(replacement, entry.streams, parameters_of(entry.block))
-                fill_slot(entry.block, Slot.STAGED_BLOCK, {"__call__": around})
+            if replacement is not None or index not in self.block_range:
+                wrapper = wrapper_of(replacement, entry.streams, parameters_of(entry.block))
+                fill_slot(entry.block, Slot.STAGED_BLOCK, {"__call__": wrapper})
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
@@ -111,7 +107,7 @@ class Stages:
         empty_slot(self.module, Slot.STAGES)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, and return the last stage's output on every rank.
+        """Run a call of the model, and return the last stage's output on every rank. All stages must call it.
 
         If :attr:`sends_output` is False, return this rank's own output instead. Raise ``RuntimeError`` if the
         model was compiled as a whole.
@@ -129,29 +125,38 @@ class Stages:
         if not self.sends_output:
             return call(module, *args, **kwargs)
         try:
-            output = self.on_all_from(self.dim.size - 1, call(module, *args, **kwargs))
+            output = self.send_from_stage(self.dim.size - 1, call(module, *args, **kwargs))
         except BaseException:
             self.links.mark_broken()
             raise
         self.links.drain()
         return output
 
-    def on_all(self, block: nn.Module, output: Any) -> Any:
-        """Return the ``output`` of ``block`` on every stage."""
+    def send_from_owner(self, block: nn.Module, output: Any) -> Any:
+        """Return on every stage the ``output`` of ``block`` on the stage that computes it. All stages must call it."""
         # A cache may skip all blocks of this stage, so allow the call to end without an intercepted attention
         # call.
         allow_skipped_attention(self.module)
         index = next(index for index, entry in enumerate(self.blocks) if entry.block is block)
-        return self.on_all_from(self.owner(index), output)
+        return self.send_from_stage(self.stage_of_block(index), output)
 
-    def on_all_from(self, stage: int, tree: Any) -> Any:
-        """Return ``tree`` with the tensors that it has on ``stage``, which sends them to all other stages."""
+    def send_from_stage(self, stage: int, tree: Any) -> Any:
+        """Return ``tree`` with the tensors that it has on ``stage``, which sends them to all other stages.
+
+        All stages must call this, with tensors of equal shapes.
+        """
         return pytree.tree_map_only(Tensor, lambda x: self.links.broadcast_from(x, stage), tree)
 
     def _receive(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
         """Run the first block of this stage with tokens from the previous stage, of the shapes of ``inputs``."""
-        arriving = [None if x is None else self.links.receive(x, self.dim.index - 1) for x in inputs]
-        return compute([None if transfer is None else transfer.wait() for transfer in arriving])
+        # Start all transfers before waiting for one. A stream that is None is not sent.
+        values: list[Any] = [None] * len(inputs)
+        transfers = {
+            i: self.links.receive(x, self.dim.index - 1) for i, x in enumerate(inputs) if x is not None
+        }
+        for i, transfer in transfers.items():
+            values[i] = transfer.wait()
+        return compute(values)
 
     def _send(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
         """Send ``inputs`` to the next stage, whose first block takes them.

@@ -35,7 +35,7 @@ class StaleKeys:
     def __init__(self, hooks: PatchHooks) -> None:
         self._hooks = hooks
         # For each attention call in order: keys [B, H, S, D], values [B, H, S, D_v], and the mask of the keys
-        # or None.
+        # or None. Every model call must make the same attention calls in the same order.
         self._stored: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._calls = 0
 
@@ -76,7 +76,7 @@ class StaleKeys:
         names = attention.keys or attention.queries
         if executor is None or not executor.splits(names):
             return attend_exactly(call)
-        num_queries, key, value, mask = self._of_all_ranks(attention, call)
+        num_queries, key, value, mask = self._gather_keys(attention, call)
         segments, mesh = tuple(executor.segments.values()), executor.mesh
         try:
             of_keys = layout_of_segments(names, segments, mesh, key.shape[-2], "key")
@@ -106,13 +106,11 @@ class StaleKeys:
         allow_skipped_attention(module)
         return call.with_tensors(call.query, all_keys, all_values, mask).on_one_device()
 
-    def _of_all_ranks(
-        self, attention: Attention, call: SdpaCall
-    ) -> tuple[int, Tensor, Tensor, Tensor | None]:
+    def _gather_keys(self, attention: Attention, call: SdpaCall) -> tuple[int, Tensor, Tensor, Tensor | None]:
         """Return the number of queries of all sequence ranks, and their keys, values and mask after one
         exchange.
         """
-        query, key, value, mask = call[:4]
+        query, key, value, mask = call.query, call.key, call.value, call.attn_mask
         current = segments_under_way(self._hooks.module)
         if current is None:
             return query.shape[-2], key, value, mask
@@ -142,14 +140,20 @@ def _mask_of_patch(
     """
     if mask is None and stored is None:
         return None
-    own = sum(length for _, length in queries)
+    num_queries = sum(length for _, length in queries)
     if mask is not None and stored is not None and mask.shape[-1] in (total, num_keys):
-        if mask.shape[-2] == 1 or (mask.shape[-1] == total and mask.shape[-2] == own):
+        if mask.shape[-2] == 1 or (mask.shape[-1] == total and mask.shape[-2] == num_queries):
             return mask
         if mask.shape[-1] == total and mask.shape[-2] == stored.shape[-2]:
             return torch.cat([mask.narrow(-2, *run) for run in queries], dim=-2)
-    of_patch, of_all = ["no mask" if x is None else f"a mask {list(x.shape)}" for x in (mask, stored)]
+    of_patch, of_all = _describe_mask(mask), _describe_mask(stored)
     raise RuntimeError(
-        f"an attention call of a patch with {own} queries and {num_keys} of {total} keys has {of_patch}; "
+        f"an attention call of a patch with {num_queries} queries and {num_keys} of {total} keys has {of_patch}; "
         f"with all tokens it had {of_all}. PipeFusion supports masks of keys. {_WAY_OUT}"
     )
+
+
+def _describe_mask(mask: Tensor | None) -> str:
+    if mask is None:
+        return "no mask"
+    return f"a mask {list(mask.shape)}"

@@ -36,7 +36,7 @@ from para_core.weights.tensor_plan import (
     TensorPlan,
     base_linear,
     lora_matrices,
-    parts_of,
+    part_sizes,
     planned_linears,
 )
 
@@ -109,9 +109,10 @@ def _divide_counts(module: nn.Module, plan: TensorPlan, num_ranks: int) -> None:
 
 
 def _shard_norms(module: nn.Module, plan: TensorPlan, record: _ShardRecord) -> None:
+    """Shard the weights of the norms that ``plan`` names, and sum their squares over the ranks."""
     norms = [norm for pattern in plan.norms for norm in matching_modules(module, pattern).values()]
     for norm in norms:
-        _replace(norm, "weight", _distribute(_parameter(norm, "weight"), record.mesh, 0))
+        _replace_parameter(norm, "weight", _distribute(_parameter_of(norm, "weight"), record.mesh, 0))
         record.shards.append(_Shard(norm, "weight", 0, ()))
         _wrap_forward(norm, _norm_over_ranks)
 
@@ -139,7 +140,9 @@ def _without_gradients(call: Callable[..., Any], module: nn.Module, /, *args: An
 def tensor_mesh(module: nn.Module) -> DeviceMesh | None:
     """Return the mesh over which :func:`shard_tensors` sharded ``module``; None if it is not sharded."""
     record: _ShardRecord | None = module.__dict__.get(_RECORD)
-    return None if record is None else record.mesh
+    if record is None:
+        return None
+    return record.mesh
 
 
 def shard_new_loras(module: nn.Module) -> None:
@@ -161,9 +164,7 @@ def shard_new_loras(module: nn.Module) -> None:
 
 @contextmanager
 def gathered_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Gather the sharded parameters of ``layers`` inside the ``with`` block, where they may be written to.
-
-    Collective.
+    """Gather the sharded parameters of ``layers`` inside the ``with`` block, where they may be written to. Collective.
 
     On exit, they are sharded again, with the values that were written to them. ``layers`` are inside
     ``module``.
@@ -174,7 +175,7 @@ def gathered_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator
     before = []
     for shard in record.shards:
         if id(shard.owner) in inside:
-            sharded: Any = _parameter(shard.owner, shard.name)
+            sharded: Any = _parameter_of(shard.owner, shard.name)
             gathered = _restore_order(sharded.full_tensor().detach(), shard.dim, shard.parts, num_ranks)
             before.append((shard, sharded))
             parameter_slots(shard.owner)[shard.name] = nn.Parameter(gathered, requires_grad=False)
@@ -182,7 +183,7 @@ def gathered_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator
         yield
     finally:
         for shard, sharded in before:
-            gathered = _parameter(shard.owner, shard.name).detach()
+            gathered = _parameter_of(shard.owner, shard.name).detach()
             write_shard(sharded, _order_by_rank(gathered, shard.dim, shard.parts, num_ranks))
             parameter_slots(shard.owner)[shard.name] = sharded
 
@@ -196,21 +197,21 @@ def _shard_loras_of(layer: nn.Module, style: Linear, record: _ShardRecord) -> No
         if style.along == "colwise":
             matrix = second
         if not isinstance(matrix.weight, DTensor):
-            _shard_linear(matrix, Linear(style.along, parts_of(base_linear(layer), style)), record)
+            _shard_linear(matrix, Linear(style.along, part_sizes(base_linear(layer), style)), record)
 
 
 def _shard_linear(linear: Any, style: Linear, record: _ShardRecord) -> None:
-    parts = parts_of(linear, style)
-    if style.along == "colwise":
-        _shard_parameter(linear, "weight", 0, parts, record)
-        if linear.bias is not None:
-            _shard_parameter(linear, "bias", 0, parts, record)
-    else:
-        _shard_parameter(linear, "weight", 1, parts, record)
-        if linear.bias is not None:
-            # Every rank holds the bias, and adds it after the sum over the ranks.
-            _replace(linear, "bias", _distribute(_parameter(linear, "bias").detach(), record.mesh, None))
-            record.shards.append(_Shard(linear, "bias", 0, ()))
+    """Shard the weight and the bias of one layer in place, and wrap its forward."""
+    parts = part_sizes(linear, style)
+    _shard_parameter(linear, "weight", style.dim, parts, record)
+    if linear.bias is not None and style.along == "colwise":
+        _shard_parameter(linear, "bias", 0, parts, record)
+    elif linear.bias is not None:
+        # Every rank holds the bias, and adds it after the sum over the ranks.
+        _replace_parameter(
+            linear, "bias", _distribute(_parameter_of(linear, "bias").detach(), record.mesh, None)
+        )
+        record.shards.append(_Shard(linear, "bias", 0, ()))
     _wrap_forward(linear, record.arounds[style.along])
 
 
@@ -219,13 +220,13 @@ def _shard_parameter(
 ) -> None:
     # A rank takes a share of each part (query, key and value, for example), but a DTensor shards
     # contiguously. Therefore reorder first, which makes the shares of a rank contiguous.
-    ordered = _order_by_rank(_parameter(linear, name).detach(), dim, parts, record.mesh.size())
-    _replace(linear, name, _distribute(ordered, record.mesh, dim))
+    ordered = _order_by_rank(_parameter_of(linear, name).detach(), dim, parts, record.mesh.size())
+    _replace_parameter(linear, name, _distribute(ordered, record.mesh, dim))
     record.shards.append(_Shard(linear, name, dim, parts))
 
 
 def _order_by_rank(x: Tensor, dim: int, parts: tuple[int, ...], num_ranks: int) -> Tensor:
-    """Reorder ``x`` along ``dim`` so that chunk r of ``num_ranks`` equal chunks holds rank r's share of each
+    """Return ``x`` reordered along ``dim``, so that chunk r of ``num_ranks`` equal chunks holds rank r's share of each
     part.
 
     ``parts`` are the sizes of the parts along ``dim``; without any, ``x`` is returned unchanged. With the
@@ -237,7 +238,7 @@ def _order_by_rank(x: Tensor, dim: int, parts: tuple[int, ...], num_ranks: int) 
     if not parts:
         return x
     shares = [part.chunk(num_ranks, dim) for part in x.split(parts, dim)]
-    return torch.cat([of_part[rank] for rank in range(num_ranks) for of_part in shares], dim)
+    return torch.cat([chunks[rank] for rank in range(num_ranks) for chunks in shares], dim)
 
 
 def _restore_order(x: Tensor, dim: int, parts: tuple[int, ...], num_ranks: int) -> Tensor:
@@ -248,13 +249,15 @@ def _restore_order(x: Tensor, dim: int, parts: tuple[int, ...], num_ranks: int) 
     return torch.cat([of_rank[part] for part in range(len(parts)) for of_rank in shares], dim)
 
 
-def _parameter(module: nn.Module, name: str) -> nn.Parameter:
+def _parameter_of(module: nn.Module, name: str) -> nn.Parameter:
+    """Return the parameter ``name`` of ``module`` itself."""
     parameter: nn.Parameter = getattr(module, name)
     return parameter
 
 
-def _replace(module: nn.Module, name: str, value: Tensor) -> None:
-    gradient = _parameter(module, name).requires_grad
+def _replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Make ``value`` the parameter ``name`` of ``module``, which requires gradients as before."""
+    gradient = _parameter_of(module, name).requires_grad
     module.register_parameter(name, nn.Parameter(value, requires_grad=gradient))
 
 
@@ -280,12 +283,13 @@ def _shard_outputs(
 
 
 def _wrap_forward(module: Any, around: Wrapper) -> None:
+    """Run ``around`` around ``forward`` of ``module``, also if a hook has set a forward on the instance."""
     fill_slot(module, Slot.TENSOR_WEIGHTS, {"forward": around})
     before: Callable[..., Any] | None = vars(module).get("forward")
     if before is None:
         return
 
-    # A hook (offload, casting) has set a forward on the instance, which hides the forward of the class.
+    # The forward of a hook (offload, casting) hides that of the private class, which holds the slot.
     def forward(*args: Any, **kwargs: Any) -> Any:
         return around(lambda _, *rest, **named: before(*rest, **named), module, *args, **kwargs)
 
@@ -305,7 +309,9 @@ def _linear_by_columns(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, 
         # A quantized weight contains DTensors, which can be multiplied only with DTensors.
         out: Tensor = call(linear, DTensor.from_local(x, mesh, [Replicate()], run_check=False)).to_local()
         return out
-    return F.linear(x, weight.to_local(), None if bias is None else bias.to_local())
+    if bias is not None:
+        bias = bias.to_local()
+    return F.linear(x, weight.to_local(), bias)
 
 
 def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:

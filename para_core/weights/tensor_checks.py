@@ -15,7 +15,7 @@ from para_core.weights.tensor_plan import (
     TensorPlan,
     base_linear,
     lora_matrices,
-    parts_of,
+    part_sizes,
     planned_linears,
 )
 
@@ -30,8 +30,14 @@ def check_tensor_plan(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
         check_plain_lora(name, layer, cls)
         linear = base_linear(layer)
         _check_linear(name, linear, cls)
-        weight_dim = 0 if style.along == "colwise" else 1
-        for size in parts_of(linear, style) or (linear.weight.shape[weight_dim],):
+        channels = linear.weight.shape[style.dim]
+        sizes = part_sizes(linear, style) or (channels,)
+        if sum(sizes) != channels:
+            raise ValueError(
+                f"{name} of this {cls} has {channels} channels, which the relative sizes of its {len(sizes)} parts do "
+                "not divide. Correct Linear(parts=...) of its tensor plan, or use weights='fsdp'."
+            )
+        for size in sizes:
             if size % ranks:
                 raise ValueError(
                     f"{name} of this {cls} has {size} channels, which {ranks} tensor ranks do not divide."

@@ -1,6 +1,6 @@
-"""Tensor plans, which say how the linear layers of a model are sharded.
+"""Tensor plans, which say how the linear layers of a model are sharded, and what they name in a module.
 
-This file is data: it shards nothing.
+Nothing is sharded here: :mod:`para_core.weights.tensor` does that.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ class Linear:
     along: Literal["colwise", "rowwise"]
     parts: tuple[int, ...] = ()
     parts_from: str = ""
+
+    @property
+    def dim(self) -> int:
+        """The sharded dim of the weight ``[C_out, C_in]``."""
+        return int(self.along == "rowwise")
 
 
 COLUMNS, ROWS = Linear("colwise"), Linear("rowwise")
@@ -100,14 +105,16 @@ def planned_linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.M
     }
 
 
-def parts_of(linear: Any, style: Linear) -> tuple[int, ...]:
+def part_sizes(linear: Any, style: Linear) -> tuple[int, ...]:
     """Return the sizes of the parts (query, key and value, for example) along the sharded dim; empty for one
     part.
     """
-    relative = style.parts or tuple(getattr(linear, style.parts_from, None) or () if style.parts_from else ())
+    relative = style.parts
+    if not relative and style.parts_from:
+        relative = tuple(getattr(linear, style.parts_from, None) or ())
     if len(relative) < 2:
         return ()
-    total = linear.weight.shape[0 if style.along == "colwise" else 1]
+    total = linear.weight.shape[style.dim]
     return tuple(total // sum(relative) * part for part in relative)
 
 

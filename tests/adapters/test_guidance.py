@@ -8,7 +8,7 @@ import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 
 from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe
-from para_core.adapters.cfg.output_form import meta_output
+from para_core.adapters.cfg.output_form import predict_output
 from tests.adapters.test_pipelines import PIPELINES
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 
@@ -132,7 +132,7 @@ def test_model_unlike_its_config_is_not_predicted():
     patched.forward = lambda **_: None
     hooked.register_forward_hook(lambda *_: None)
     for changed in (eightbit, wider, patched, hooked, torch.compile(model)):
-        assert meta_output(changed, (), inputs) is None
+        assert predict_output(changed, (), inputs) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert meta_output(model, (), inputs) is None
-    assert meta_output(model, (), {**inputs, "joint_attention_kwargs": {"store": object()}}) is None
+        assert predict_output(model, (), inputs) is None
+    assert predict_output(model, (), {**inputs, "joint_attention_kwargs": {"store": object()}}) is None

@@ -38,8 +38,11 @@ def test_attention_alone_is_intercepted_and_only_inside():
         with at_the_dispatcher(attend_by_constant(calls, 2.0)):
             assert torch.equal(F.scaled_dot_product_attention(Q, Q, Q), torch.full_like(Q, 2.0))
         module(x, x, x, need_weights=False)
-        with UnifiedAttnMode.disable():
+        with UnifiedAttnMode.disable() as disabled:
+            with disabled:  # The same context may be entered twice.
+                assert torch.equal(F.scaled_dot_product_attention(Q, Q, Q), expected)
             assert torch.equal(F.scaled_dot_product_attention(Q, Q, Q), expected)
+        assert torch.equal(F.scaled_dot_product_attention(Q, Q, Q), torch.ones_like(Q))
         thread = threading.Thread(target=lambda: others.append(F.scaled_dot_product_attention(Q, Q, Q)))
         thread.start()
         thread.join()
@@ -47,7 +50,7 @@ def test_attention_alone_is_intercepted_and_only_inside():
         raise ValueError("mine")
     assert torch.equal(F.scaled_dot_product_attention(Q, Q, Q), expected)
     assert torch.equal(others[0], expected)
-    assert calls == [0.5, None, None]
+    assert calls == [0.5, None, None, None]
 
 
 @torch.no_grad()

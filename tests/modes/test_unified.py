@@ -335,6 +335,13 @@ def attend_to_what_was_cut():
     with cp:
         q, k, v = (x.chunk(2, dim=2)[dist.get_rank()] for x in make_qkv(6, 3, seed=2))
         outs["forgotten"] = F.scaled_dot_product_attention(q, k, v)
+    # The parts of both ranks have equal lengths, so only the sharded layout tells that they are no equal parts.
+    for name, replicated in (("with replicated tokens", True), ("in one tensor", False)):
+        layout = SequenceLayout((Segment("text", 4, replicated=replicated), Segment("image", 6)), 2)
+        with cp:
+            q, k, v = (cp.shard(x, dim=2, sequence=layout) for x in make_qkv(10, 3, seed=10))
+            outs[name] = outcome(lambda: F.scaled_dot_product_attention(q, k, v))  # noqa: B023
+            outs[f"{name}, causal"] = outcome(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))  # noqa: B023
     return outs
 
 
@@ -356,6 +363,10 @@ def test_attention_covers_sharded_sequences_and_never_guesses(rank_pool):
         assert re.search(r"10, 4 tokens.*sequence=", outs["ambiguous"])
         expected = on_one_device(6, 3, seed=2).chunk(2, dim=2)[rank]
         assert relative_error(outs["forgotten"], expected) < 1e-5
+        assert re.search(r"replicated.*cp\.using", str(outs["with replicated tokens"]))
+        assert "ValueError" not in str(outs["in one tensor"])
+        for name in ("with replicated tokens, causal", "in one tensor, causal"):
+            assert re.match("ValueError: .*is_causal", str(outs[name]))
 
 
 def use_layouts():

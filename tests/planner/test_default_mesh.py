@@ -76,8 +76,8 @@ def choose_on_cuda(device):
         gpu_named(device),
         mock.patch.object(default_mesh.logger, "info", lambda text, *values: lines.append(text % values)),
     ):
-        choice = default_mesh._choose("cuda", flux_pipe(), None)
-        default_mesh._make("cpu", choice)
+        choice = default_mesh._choose_default_mesh("cuda", flux_pipe(), None)
+        default_mesh._create_mesh_of("cpu", choice)
     return choice, lines
 
 
@@ -126,9 +126,9 @@ def choose_by_other_features():
         raise ZeroDivisionError("by 17" if dist.get_rank() == 0 else "another rank chose")
 
     with mock.patch.object(default_mesh, "feature", lambda name: fail), pytest.raises(ZeroDivisionError) as caught:
-        default_mesh._choose("cuda", flux_pipe(), None)
+        default_mesh._choose_default_mesh("cuda", flux_pipe(), None)
     with mock.patch.object(features, "FEATURES", ()):
-        return str(caught.value), default_mesh._choose("cuda", flux_pipe(), None)
+        return str(caught.value), default_mesh._choose_default_mesh("cuda", flux_pipe(), None)
 
 
 def test_error_of_the_choice_is_raised_on_every_rank_and_the_planner_is_optional(rank_pool):
@@ -140,7 +140,7 @@ def test_error_of_the_choice_is_raised_on_every_rank_and_the_planner_is_optional
 
 def run_as_planned():
     """Run as if a mesh of two dims were predicted to be best."""
-    planned = mock.patch.object(default_mesh, "_choose", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
+    planned = mock.patch.object(default_mesh, "_choose_default_mesh", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
     with planned, mock.patch.object(default_mesh.logger, "info") as info:
         pipe, explicit = parallelize_pipe(flux_pipe()), parallelize_pipe(flux_pipe(), rotate_method="allgather")
     lines = [call.args[0] % call.args[1:] for call in info.call_args_list]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from para_core.adapters import parallelize_pipe, parallelize_vae, unparallelize_vae
-from para_core.adapters.vae.vae import require_parallel_vae
+from para_core.adapters.vae.families import require_parallel_vae
 from para_core.same_bits.image_rows import SameBitsRows
 from para_core.same_bits.placed_rows import PlacedRows
 from para_core.spatial.mode import one_group

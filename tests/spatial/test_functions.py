@@ -3,6 +3,7 @@
 import math
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from para_core.spatial import convolution
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.row_tag import MixesRows
+from para_core.spatial.tiles import Pending
 from tests.attention.one_device import relative_error
 
 HEIGHT, WIDTH = 14, 6
@@ -209,6 +211,7 @@ CASES = {
         i["image"] + torch.arange(i["image"].shape[-2])[:, None] + torch.linspace(0, 1, i["image"].shape[-1])
     ),
     "all but the last row": lambda i: i["image"][..., : i["image"].shape[-2] - 1, : i["image"].shape[-1] - 1],
+    "a channel by a number of NumPy": lambda i: i["clip"][:, np.int64(1)],
     "zeros": lambda i: torch.cat([i["clip"].new_zeros(1, 8, 1, *i["clip"].shape[-2:]), torch.zeros_like(i["clip"])], 2),
 }
 
@@ -223,6 +226,7 @@ REFUSED = {
     "item": lambda i, dim: i["image"].item(),
     "cat": lambda i, dim: torch.cat([i["image"], i["other"]], dim),
     "getitem": lambda i, dim: i["image"].transpose(dim, -1)[..., 3],
+    "getitem by a bool": lambda i, dim: i["image"][True],
     "add": lambda i, dim: i["image"] + torch.ones(2, 8, *[size - 3 for size in i["image"].shape[-2:]]),
     "copy into a whole one": lambda i, dim: i["whole"].expand(2, 8, -1, -1).clone().copy_(i["image"]),
     "where": lambda i, dim: torch.where(i["image"] > 0),
@@ -264,6 +268,13 @@ def test_each_function_is_exact_or_refused(rank_pool, world_size, dim, overlaps)
         for name, case in CASES.items():
             errors[name] = max(errors.get(name, 0.0), relative_error(outs[name], case(inputs)))
     assert not {name: error for name, error in errors.items() if error > 1e-5}
+
+
+def test_a_pending_tile_may_be_a_keyword_argument():
+    x = torch.ones(3)
+    pending = Pending(lambda: x, lambda: x)
+    assert torch.equal(torch.mul(input=pending, other=2).value(), 2 * x)
+    assert torch.equal(torch.cat(tensors=[pending, x]).local_value(), torch.ones(6))
 
 
 class Operators(TorchDispatchMode):

@@ -21,7 +21,7 @@ from para_core.distributed import point_to_point
 from para_core.distributed.mesh import guided_mesh
 from para_core.distributed.point_to_point import Links
 from para_core.torch_internals import is_registered
-from para_core.weights.balance import balanced
+from para_core.weights.balance import split_by_cost
 from para_core.weights.stack import StackedBlock, stages_of
 from para_core.weights.stages import Stages, free_other_blocks
 from tests.tiny import flux_pipe
@@ -38,9 +38,9 @@ def held(module):
 def test_the_slowest_stage_costs_the_least_that_is_possible(costs, num_stages):
     if num_stages > len(costs):
         with pytest.raises(ValueError, match=rf"{len(costs)} blocks, .*{num_stages} stages.*max_pipe_dim_size"):
-            balanced(costs, num_stages)
+            split_by_cost(costs, num_stages)
         return
-    stages = balanced(costs, num_stages)
+    stages = split_by_cost(costs, num_stages)
     assert [index for own in stages for index in own] == list(range(len(costs)))
     assert all(stages)
     ways = [[0, *inner, len(costs)] for inner in itertools.combinations(range(1, len(costs)), num_stages - 1)]
@@ -66,7 +66,7 @@ def in_stages(name, shape, cache):
     everything = held(transformer)
     parallelize_transformer(transformer, mesh=mesh)
     equal = all(map(torch.equal, outputs_of(transformer, name, cache), outputs_of(whole, name, cache)))
-    own = stages_of(transformer).own
+    own = stages_of(transformer).block_range
     for index, item in enumerate(stack_of(transformer)):
         assert all(x.is_meta != (index in own) for x in item.block.parameters())
     return equal, held(transformer) / everything

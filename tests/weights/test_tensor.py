@@ -25,6 +25,8 @@ from para_core.adapters import (
 )
 from para_core.adapters.registry import tensor_plan_for
 from para_core.weights.tensor import shard_tensors
+from para_core.weights.tensor_checks import check_tensor_plan
+from para_core.weights.tensor_plan import Linear, TensorPlan
 from tests.adapters.parallel.unchanged import same_pipe
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make, mesh_of
@@ -169,6 +171,13 @@ def test_model_or_mesh_that_does_not_fit_is_refused(size, options, message):
         with pytest.raises(ValueError, match=FSDP if size == 2 else r"needs .*'tensor'"):
             from_pretrained_sharded(FluxPipeline, ".", mesh=mesh, weights="fsdp" if size == 2 else "tensor")
     assert type(pipe) is FluxPipeline
+
+
+def test_parts_that_do_not_divide_a_layer_are_refused():
+    plan = TensorPlan({"0": Linear("colwise", parts=(1, 1, 1))})
+    check_tensor_plan(nn.Sequential(nn.Linear(8, 99)), plan, 3)
+    with pytest.raises(ValueError, match=r"^0 of this Sequential has 100 channels"):
+        check_tensor_plan(nn.Sequential(nn.Linear(8, 100)), plan, 3)
 
 
 # Gradients of these weights are refused.
