@@ -20,9 +20,9 @@ def uses_flex_attention(module: nn.Module) -> bool:
     """
     # Private classes have the Python module of the original class.
     names: set[str] = set()
-    for part in submodules_of(module):
-        names.add(type(part).__module__)
-        processor = getattr(part, "processor", None)
+    for submodule in submodules_of(module):
+        names.add(type(submodule).__module__)
+        processor = getattr(submodule, "processor", None)
         if processor is not None:
             names.add(type(processor).__module__)
     return any(map(_mentions_flex_attention, [name for name in names if not name.startswith("torch.")]))
@@ -30,10 +30,10 @@ def uses_flex_attention(module: nn.Module) -> bool:
 
 def _mentions_flex_attention(name: str) -> bool:
     """Whether the Python module ``name`` or a function in it uses one of ``_NAMES``."""
-    file = sys.modules.get(name)
-    if file is None:
+    python_module = sys.modules.get(name)
+    if python_module is None:
         return False
-    values = vars(file)
+    values = vars(python_module)
     if not _NAMES.isdisjoint(values):
         return True
     for value in values.values():

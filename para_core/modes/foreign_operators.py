@@ -40,6 +40,8 @@ DISPATCHED_OPERATORS = (
     ("xformers_flash", "flash_fwd"),
     ("xformers_flash3", "flash_fwd"),
 )
+# Maximum number of stack frames that are searched for the Python function of a custom operator.
+_MAX_FRAMES = 6
 _DISPATCHED_NAMESPACES = frozenset(namespace for namespace, _ in DISPATCHED_OPERATORS)
 
 
@@ -97,7 +99,8 @@ def is_called_by_a_graph(operator: Operator) -> bool:
         return False
     frame = sys._getframe(1)
     depth = 0
-    while frame.f_back is not None and depth < 6:
+    # Between the two frames are those of torch's call of the mode; more frames would only cost time.
+    while frame.f_back is not None and depth < _MAX_FRAMES:
         frame = frame.f_back
         depth += 1
         if frame.f_code is CustomOpDef.__call__.__code__:

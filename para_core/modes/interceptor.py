@@ -46,7 +46,7 @@ SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
 _UNFLATTEN = Tensor.unflatten
 # Functions that compute attention in one piece. A feature may compute them; otherwise they are refused. Disabled hides
 # exactly these, so every function that register_function gets must be one of them.
-_REFUSED_FUNCTIONS = (F.multi_head_attention_forward, flex_attention_operator, *FUSED_ATTENTION_FUNCTIONS)
+_ATTENTION_FUNCTIONS = (F.multi_head_attention_forward, flex_attention_operator, *FUSED_ATTENTION_FUNCTIONS)
 # Operators whose positional arguments include functions: torch.cond, and the operator to which Dynamo lowers
 # torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
@@ -79,7 +79,7 @@ def intercept(
     route = route_of_function(func)
     if route is not None:
         return route(owner, func, args, kwargs)
-    if func in _REFUSED_FUNCTIONS:
+    if func in _ATTENTION_FUNCTIONS:
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
             "cannot be intercepted: on several ranks each would attend to its own tokens only. Use "
@@ -163,7 +163,7 @@ class Disabled(TorchFunctionMode):
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
         # Hide these calls too. At set_grad_enabled an outer mode would bind the function of a surrounding
         # checkpoint to itself, and it would report a softmax as attention that was computed by hand.
-        hidden = func in _REFUSED_FUNCTIONS or isinstance(func, HigherOrderOperator)
+        hidden = func in _ATTENTION_FUNCTIONS or isinstance(func, HigherOrderOperator)
         if not torch.compiler.is_compiling():
             hidden = hidden or func is set_grad_enabled or may_be_scores(func)
         if hidden or (type(func) in OPERATOR_TYPES and computes_attention(func)):
