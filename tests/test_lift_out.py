@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_main_job_runs_without_all_features_but_not_without_others():
 @pytest.mark.long
 @pytest.mark.parametrize("name", FEATURES)
 def test_everything_else_works_without_each_feature(name):
-    """Check imports and the main job, and the tests too. Many tests take a model of a family as their example."""
+    """Check imports, the main job and the quick tests; these not for a model family, which others take as example."""
     tests = [] if name.startswith(OF_MODELS) else ["--tests"]
     subprocess.run([sys.executable, "-m", "tests.lift_out", name, *tests], cwd=ROOT, check=True)
 
@@ -40,11 +41,16 @@ def test_every_family_is_a_feature():
     assert [name.removeprefix(OF_MODELS) for name in FEATURES if name.startswith(OF_MODELS)] == [*FAMILIES]
 
 
+def test_words_name_tests_that_exist():
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    sources = "\n".join([*map(str, files), *[path.read_text() for path in files]])
+    words = {word for feature in FEATURES.values() for word in feature.words.split()}
+    assert [word for word in words if "test_" in word and word not in sources] == []
+
+
 # The command `plan` is of the planner, and api.py loses the lines of a feature.
 USERS = {"planner": {"cli/plan.py"}}
 API = {"para_core/api.py", "adapters/api.py"}
-
-
 ALL_FILES = set(module_files(ROOT).values())
 
 

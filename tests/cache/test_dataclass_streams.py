@@ -78,7 +78,7 @@ def cached(block, threshold, streams, **settings):
     ("block", "streams", "sound", "way"),
     [
         (OfOne, ("video",), False, "eager"),
-        (OfOne, ("video.x",), False, "compiled"),
+        (OfOne, ("video.x",), False, "compiled_whole"),
         (OfTwo, ("video.x", "sound.x"), True, "eager"),
         (OfTwo, ("video", "sound"), False, "eager"),
     ],
@@ -93,7 +93,7 @@ def test_blocks_of_dataclasses_are_cached(block, streams, sound, way):
     assert verdicts(model_cache_report(model)) == ["warmup"] * 2 + ["hit"] * 8 + ["miss"] * 2
     for index, (out, wanted) in enumerate(zip(outputs, exact, strict=True)):
         assert 1e-5 < relative_error(out, wanted) < 0.1 if 2 <= index < 10 else torch.equal(out, wanted)
-    if way == "compiled":
+    if way == "compiled_whole":
         model = cached(block, 0.1, streams, chained=True)
         model.compile(backend="eager", fullgraph=True)
         for out, wanted in zip(steps(model, sound), outputs, strict=True):

@@ -227,10 +227,13 @@ def test_a_dry_run_shows_the_plan_and_the_problems_of_lines(tmp_path, prompts, m
     ):
         assert re.search(expected, shown), expected
     assert list(out.iterdir()) == []
+
+
+def test_a_dry_run_shows_what_is_predicted(tmp_path, capsys, nothing_loads):
     # The mesh follows from the number of heads, which is 4. There is no guidance.
     held = []
     for options in (["--ranks", "6"], [], ["--quantize", "int8"], ["--offload", "blocks"], ["--memory", "0.75"]):
-        assert run(["generate", "--prompt", CAPTION, "--out", str(out), "--dry-run", *options, *SMALL]) == 0
+        assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), "--dry-run", *options, *SMALL]) == 0
         shown = capsys.readouterr().out
         assert "--ranks" not in options or re.search(r"mesh +│ batch 1 × ring 2 × ulysses 3", shown)
         memory = re.search(r"memory +│ ([0-9.e-]+) of ([0-9.]+) GB on each rank", shown)

@@ -37,16 +37,25 @@ print(para_core.attention.spec.__name__)
 """
 
 
-def test_help_version_and_plans_import_neither_torch_nor_diffusers():
-    lines = [["--help"], ["--version"], *[[command, "--help"] for command in COMMANDS]]
-    for model in (["--model", "FLUX.1-dev"], ["--model", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "--ranks", "8"]):
-        lines.append(["plan", *model, "--size", "768x512", "--mesh", "ring=4"])
+def shown_without_torch(lines):
+    """Run command lines in one process. Return what they print, and raise if they import torch or diffusers."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
     options = {"capture_output": True, "text": True, "env": environment}
     shown = subprocess.run([sys.executable, "-c", PROBE], input=json.dumps(lines), check=True, **options).stdout
-    assert f"para_core {para_core.__version__}" in shown
     # Public names are imported when they are used.
     assert shown.splitlines()[-2:] == ["[]", "para_core.attention.spec"]
+    return shown
+
+
+def test_help_and_version_import_neither_torch_nor_diffusers():
+    lines = [["--help"], ["--version"], *[[command, "--help"] for command in COMMANDS]]
+    assert f"para_core {para_core.__version__}" in shown_without_torch(lines)
+
+
+def test_plans_import_neither_torch_nor_diffusers():
+    models = ["FLUX.1-dev"], ["Wan-AI/Wan2.1-T2V-14B-Diffusers", "--ranks", "8"]
+    lines = [["plan", "--model", *model, "--size", "768x512", "--mesh", "ring=4"] for model in models]
+    assert "FLUX.1-dev, 768 × 512" in shown_without_torch(lines)
 
 
 def test_each_help_fits_a_terminal_and_shows_flags_without_a_value(monkeypatch, capsys):

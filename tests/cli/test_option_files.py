@@ -54,7 +54,7 @@ def test_file_sets_options_that_the_line_does_not(read, write, name):
 
 
 def test_later_file_section_of_the_command_and_second_names(read, write):
-    first = write("dtype: float32\ngenerate: {cache: 0.1, weights: fsdp}\nserve: {port: 1, cors: [a]}\n", "a.yaml")
+    first = write("dtype: float32\ngenerate: {cache: 0.1, weights: fsdp}\nbench: {runs: 1, warmup-runs: 2}\n", "a.yaml")
     _, options = read(first, write("cache: 0.2\n", "b.yml"))
     assert (options.dtype, options.cache, options.weights) == ("float32", "0.2", "fsdp")
     assert read(write("cache: 0.2\ngenerate: {cache: 0.1}\n", "c.yaml"))[1].cache == "0.1"

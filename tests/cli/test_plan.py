@@ -110,7 +110,7 @@ def test_printed_command_runs_and_quotes_a_folder_for_the_shell(capsys, tmp_path
     assert [path.name for path in (tmp_path / "out").glob("*.png")] == ["00001.png"]
 
 
-def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, monkeypatch, tmp_path):
+def test_weights_of_a_unet_are_compared_with_the_card(capsys, tmp_path):
     unet = UNet2DConditionModel(**CONFIGS_OF_UNET)
     unet.save_config(tmp_path / "unet")
     index = {"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}
@@ -122,6 +122,9 @@ def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, monkeypa
     assert f"fits 2 × H100: {size:.2g} of the 74 GB" in out and "not predicted" in out
     assert run(["plan", "--model", str(tmp_path), "--memory", "0.0001"]) == 0
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, monkeypatch):
     # The inputs of the FLUX transformer are unknown to the planner, so that its operations cannot be counted.
     monkeypatch.delitem(INPUTS, "FluxTransformer2DModel")
     flux = str(find_tiny_flux())

@@ -154,7 +154,7 @@ def answers(tmp_path_factory):
     return answers
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(arguments)[:60] for arguments, *_ in CASES])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=["_".join(arguments)[:60] for arguments, *_ in CASES])
 def test_error_is_found_before_torch_is_imported(answers, number):
     arguments, code, *words = CASES[number]
     assert answers[number][:2] == [arguments, code], answers[number][2]
@@ -181,7 +181,7 @@ def test_ranks_of_torchrun_and_existing_traces_are_checked_before_torch_is_impor
     ("arguments", "words"),
     [
         # The model makes images, so that the request itself is refused.
-        (["serve", "--warmup", "64x64x9"], "--warmup 64x64x9.*frames"),
+        pytest.param(["serve", "--warmup", "64x64x9"], "--warmup 64x64x9.*frames", id="serve_--warmup"),
         (["doctor", "--cpu", "--ring", "0"], "--ring is 0"),
         ([*PROMPT, "--ranks", "3"], "2 GPUs"),
         ([*PROMPT, "--set", "true_cfg_scale=high"], "^error: --set true_cfg_scale .*'high'"),

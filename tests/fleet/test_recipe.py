@@ -6,6 +6,7 @@ from dataclasses import asdict, fields, replace
 import pytest
 
 from para_core.attention.schedule import AttentionSchedule
+from para_core.call_checks import CHECKS
 from para_core.declared_options import declarations
 from para_core.fleet.recipe import Recipe, approximations, on_one_rank
 from para_core.option_values import BACKENDS, EXACT_FORM
@@ -18,8 +19,8 @@ EXCLUDED = [
     ({"pipefusion": 0}, "^pipefusion is 0; expected at least 1"),
     ({"weights": "fsdp", "offload": "blocks"}, "weights are 'fsdp' with offload 'blocks'"),
     ({"weights": "tensor"}, "weights are 'tensor', but the mesh"),
-    ({"verify": True, "comm_dtype": "int8"}, "comm_dtype leaves nothing equal"),
-    ({"verify": True, "mesh": (("pipe", 2),)}, "a mesh with pipe leaves nothing equal"),
+    *[({check: True, "comm_dtype": "int8"}, "comm_dtype leaves nothing equal") for check in CHECKS],
+    *[({check: True, "mesh": (("pipe", 2),)}, "a mesh with pipe leaves nothing equal") for check in CHECKS],
     *[
         ({"model": "a.gguf", "config": "b", **options}, f"^{next(iter(options))} is .*a.gguf")
         for options in (
