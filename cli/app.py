@@ -19,7 +19,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from para_core.cli.option_files import ALIASES, options_in_files
-from para_core.cli.options import name_options, with_fields
+from para_core.cli.options import expand_groups, name_options
 from para_core.fleet.failures import describe_exception
 from para_core.version import __version__
 
@@ -51,13 +51,13 @@ class _Command(_HelpWithoutValue, TyperCommand):
     pass
 
 
-class _Group(_HelpWithoutValue, TyperGroup):
+class _CommandGroup(_HelpWithoutValue, TyperGroup):
     pass
 
 
 app = typer.Typer(
     name="para_core",
-    cls=_Group,
+    cls=_CommandGroup,
     help="Run diffusion transformers on several devices with the exact results of one.",
     no_args_is_help=True,
     add_completion=False,
@@ -66,7 +66,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _name, _module in COMMANDS.items():
-    app.command(_name, cls=_Command)(with_fields(getattr(import_module(_module), _name)))
+    app.command(_name, cls=_Command)(expand_groups(getattr(import_module(_module), _name)))
 
 
 def _show_version(wanted: bool) -> None:
@@ -91,7 +91,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line, and return its exit code: 0 if it succeeded, 1 if it failed, 2 if an option is
     wrong.
 
-    An exception is printed as one sentence. With ``--debug`` it is raised.
+    An exception is printed as one sentence. With ``--debug`` it is raised. A ValueError or TypeError whose message
+    names an option of the command line (:func:`~para_core.cli.options.name_options`) counts as a wrong option.
     """
     # Other programs call an option by another name, so that is accepted. If typer knew it as a second name of
     # the option, the help would need another column.

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from para_core.cli import checks, options
-from para_core.cli.launcher import stated_ranks
 from para_core.cli.options import INPUT, flag, option
 from para_core.cli.progress import announce_imports
+from para_core.cli.torchrun import read_stated_ranks
 from para_core.cli.traces import require_new_traces
 from para_core.fleet.outputs import require_file, write_atomically
 from para_core.fleet.pipeline_info import Model
@@ -45,14 +45,14 @@ def bench(
     """Measure a generation: seconds, memory, launches and bytes sent. No image or video is written."""
     common = call.fields()
     options.GroupOptions(ranks).require_valid()
-    checked = checks.check(model, run, debug=debug)
+    checked = checks.validate(model, run, debug=debug)
     fields = common
     if checked.selection.needs_prompt:
         fields = {"prompt": prompt, **common}
     checked.require_request(fields, call.seed)
     checked.require_ranks(ranks, 1)
     _require_new_file(out)
-    stated = stated_ranks(ranks, 1)
+    stated = read_stated_ranks(ranks, 1)
     if profile is not None:
         # Without a stated number of ranks there is at least one. The others are checked as soon as GPUs are
         # counted.
@@ -99,9 +99,7 @@ def bench(
 
 
 def _require_new_file(path: Path | None) -> None:
-    """Raise OSError if the first rank, which alone writes the figures, cannot write a new file at
-    ``path``.
-    """
+    """Raise OSError on the first rank, which alone writes the figures, if it cannot write a new file at ``path``."""
     if path is None or os.environ.get("RANK", "0") != "0":
         return
     require_file(path)
@@ -202,6 +200,8 @@ def describe_check(check: dict[str, Any]) -> list[str]:
     elif check["approximations"]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in check["approximations"])
         first = f"not exact ({names}): relative error {error} from one rank with the same options; no bound applies"
+        if check["relative error"] is None:
+            first = f"WRONG ({names}): pixels are not finite, or the sizes differ from those of one rank"
     else:
         verdict = "WRONG"
         if check["passed"]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from para_core.cli.launcher import stated_ranks
 from para_core.cli.options import RecipeOptions
+from para_core.cli.torchrun import read_stated_ranks
 from para_core.distributed.mesh_shape import mesh_sizes, parse_mesh_sizes
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Checked:
 
     def _require_image_fields(self, fields: dict[str, Any]) -> None:
         """Raise typer.BadParameter if the class takes no such image, while others for the same weights do."""
-        from para_core.fleet.pipeline_source import CONTROLNET, advised_pipelines
+        from para_core.fleet.pipeline_source import CONTROLNET, find_advisable_pipelines
 
         accepted_fields: Mapping[str, Any] = {}
         if self.draft is not None:
@@ -71,7 +71,7 @@ class Checked:
             if name not in fields or name in accepted_fields:
                 continue
             content = self.selection.index.content
-            sources = [source for source in advised_pipelines(content) if name in source.call]
+            sources = [source for source in find_advisable_pipelines(content) if name in source.call]
             if name != "control_image":
                 sources = [source for source in sources if CONTROLNET not in source.components]
             classes = [source.name for source in sources]
@@ -91,7 +91,7 @@ class Checked:
             ValueError: The mesh is too small for the ranks.
             typer.BadParameter: A number is below 1, or torchrun has started another number of ranks.
         """
-        ranks = stated_ranks(requested, replicas)
+        ranks = read_stated_ranks(requested, replicas)
         if ranks is not None:
             mesh_sizes(ranks, dict(self.recipe.mesh))
 
@@ -107,7 +107,7 @@ class Checked:
             choose_format(self.draft, format_)
 
 
-def check(model: str | None, options: RecipeOptions, *, debug: bool = False) -> Checked:
+def validate(model: str | None, options: RecipeOptions, *, debug: bool = False) -> Checked:
     """Validate how a command would load ``model``. Imports no torch, so that a wrong option is answered at
     once.
 
@@ -176,7 +176,7 @@ def require_package(package: str, user: str) -> None:
 
 
 def describe_model(model: str | None, checked: Checked) -> Model:
-    """Return the description of ``model``, which :func:`check` accepted, by its class. Imports torch and
+    """Return the description of ``model``, which :func:`validate` accepted, by its class. Imports torch and
     diffusers.
 
     Raises:

@@ -36,7 +36,7 @@ def generate(
     require_name(files.name)
     if files.prompts is not None:
         require_contents(files.prompts)
-    checked = checks.check(model, run, debug=debug)
+    checked = checks.validate(model, run, debug=debug)
     checked.require_ranks(group.ranks, group.replicas)
     checked.require_format(files.format_)
     checked.require_request(common, call.seed, several=files.prompts is not None)

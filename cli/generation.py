@@ -44,7 +44,7 @@ from para_core.fleet.pipeline_info import Model
 from para_core.fleet.prompt_file import Line, Problem, read_prompts
 from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import USUAL_PIXELS, Delivery, estimated_pixels, make_request
+from para_core.fleet.request import USUAL_PIXELS, Delivery, estimate_pixels, make_request
 from para_core.fleet.without_weights import without_weights
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class GenerationTask:
     problems: Sequence[Problem]  # lines that are invalid, or whose results would not fit on disk or in memory
     folder: Path
     format_: str
-    bytes_: int  # upper bound on the size of all results on disk
+    bytes_: int  # upper estimate of the size of all results on disk
     ranks: int  # of each replica
     replicas: int
     room: float  # bytes that a rank may hold
@@ -109,15 +109,15 @@ def make_task(
     room = group.room or bytes_of_device(ranks * replicas)
     reasons = _find_memory_problems(unfinished, model, recipe, ranks, room)
     if reasons and prompts is None:
-        raise ValueError(reasons[1])
+        raise ValueError(reasons[1])  # of the only line
     if prompts is not None:
         for line in unfinished:
-            reason = find_disk_problem(folder, line.request, model.kind)
+            reason = find_disk_problem(folder, line.request, model)
             if reason is not None:
                 reasons[line.number] = reason
     problems = sorted([*problems, *starmap(Problem, reasons.items())], key=lambda problem: problem.number)
     accepted = [line for line in unfinished if line.number not in reasons]
-    disk = require_room(folder, [line.request for line in accepted], model.kind)
+    disk = require_room(folder, [line.request for line in accepted], model)
     return GenerationTask(
         model, recipe, accepted, finished, problems, folder, chosen, disk, ranks, replicas, room
     )
@@ -126,12 +126,12 @@ def make_task(
 def _find_memory_problems(
     lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float
 ) -> dict[int, str]:
-    """Return error messages by number for the lines that are predicted to need more than ``room`` bytes on a
+    """Return error messages, by number of line, for lines that are predicted to need more than ``room`` bytes of a
     rank.
 
     A prediction takes seconds, so if no line exceeds the usual size of a result, no prediction is made.
     """
-    pixels = {line.number: estimated_pixels(line.request, model.kind) for line in lines}
+    pixels = {line.number: estimate_pixels(line.request, model) for line in lines}
     if all(number <= USUAL_PIXELS[model.kind] for number in pixels.values()):
         return {}
     _, memory = _foresee(model, recipe, ranks, room)
@@ -142,8 +142,9 @@ def _find_memory_problems(
 
 
 def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dict[str, int], Memory | None]:
-    """Return the mesh sizes that loading will choose, and the memory of a rank: ``({}, None)`` without a
-    prediction.
+    """Return the mesh sizes that loading will choose, and the predicted memory of a rank.
+
+    Without a prediction the memory is None, and the sizes are empty unless the recipe or a single rank determines them.
     """
     sizes: dict[str, int] = {}
     if recipe.mesh or ranks == 1:
@@ -197,7 +198,7 @@ def run_task(task: GenerationTask, debug: bool) -> int:
     except KeyboardInterrupt as end:
         return report_end(end)
     except Exception:
-        if _finished_names(task):
+        if _names_of_finished(task):
             _print_results(task, failures, console)
         raise
     _print_results(task, failures, console)
@@ -226,7 +227,7 @@ def _print_results(task: GenerationTask, failures: Sequence[Problem], console: C
     for problem in failures:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     failed = len(task.problems) + len(failures)
-    names = _finished_names(task)
+    names = _names_of_finished(task)
     files = ""
     if len(names) == 1:
         files = f" ({names[0]})"
@@ -238,7 +239,7 @@ def _print_results(task: GenerationTask, failures: Sequence[Problem], console: C
     console.print(text, markup=False)
 
 
-def _finished_names(task: GenerationTask) -> list[str]:
+def _names_of_finished(task: GenerationTask) -> list[str]:
     """Return the names of the task's results that are complete in its folder."""
     return [line.name for line in task.lines if read_digest(task.folder, line.name) == line.digest]
 
@@ -345,7 +346,7 @@ def _describe_weights(recipe: Recipe) -> str:
 
 
 def _describe_memory(task: GenerationTask, memory: Memory | None) -> str:
-    pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
+    pixels = max((estimate_pixels(line.request, task.model) for line in task.lines), default=0)
     if memory is None or pixels == 0:
         return "not predicted"
     needed = memory.bytes_of(pixels) / 1e9

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from para_core.cli.comparison import Reference, compare, make_reference
 from para_core.cli.progress import Bars, showing_phases
-from para_core.cli.ranks import ending_on_error, gather, is_first_rank, process_group
+from para_core.cli.ranks import ending_on_error, gather_values, is_first_rank, process_group
 from para_core.cli.traces import trace_path
 from para_core.fleet.build import build, dtype_of
 from para_core.fleet.engine import LaunchedRanks, OwnRank, open_ranks
@@ -69,10 +69,12 @@ def measure(job: MeasurementJob, ranks: int) -> dict[str, Any] | None:
 
 
 def _generate_reference(job: MeasurementJob, ranks: int) -> Reference:
-    """Return the result of one rank alone: of this process if it is a rank, before it is in a process
-    group.
+    """Return the result of one rank alone, which :func:`measure` calls before there is a process group.
+
+    If this process will be a rank itself, it generates here. Else a process does that ends before the ranks start, so
+    that its memory is free again.
     """
-    load = partial(_Reference, job)
+    load = partial(_ReferenceRank, job)
     single_rank: LaunchedRanks | OwnRank = OwnRank(load)
     if isinstance(open_ranks(load, ranks, timeout=job.recipe.timeout), LaunchedRanks):
         single_rank = LaunchedRanks(load, 1, timeout=job.recipe.timeout, debug=job.debug)
@@ -83,7 +85,7 @@ def _generate_reference(job: MeasurementJob, ranks: int) -> Reference:
         return reference
 
 
-class _Reference:
+class _ReferenceRank:
     """One rank without others, which makes the reference of a job."""
 
     def __init__(self, job: MeasurementJob) -> None:
@@ -110,7 +112,9 @@ def _measure_on(job: MeasurementJob, ranks: int, reference: Reference | None) ->
 
 
 class MeasuredRank:
-    """The pipeline of a job on this rank. If it ``verifies``, the first run is no timed one."""
+    """The pipeline of a job on this rank. If it ``verifies`` calls, which takes time, there is at least one run that is
+    not timed.
+    """
 
     def __init__(self, job: MeasurementJob, verifies: bool = False) -> None:
         quiet(job.debug)
@@ -146,7 +150,7 @@ class MeasuredRank:
         check: dict[str, Any] | None = None
         if job.check:
             check = compare(pipe, job.request, job.recipe, reference, done)
-        ranks = gather({"runs": runs, **memory, **counts})
+        ranks = gather_values({"runs": runs, **memory, **counts})
         if not first:
             return None
         described = make_metadata(pipe, job.request, job.recipe, 0.0)

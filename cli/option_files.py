@@ -1,7 +1,6 @@
 """Files of options for ``--config``: YAML, JSON or TOML whose keys are the names of a command's options.
 
-A key that is the name of a command holds a section for this command alone. Values are read as texts, so that
-click
+A key that is the name of a command holds a section for this command alone. Values are read as texts, so that click
 converts and refuses them as on the command line: ``compile: no`` is the text "no".
 """
 
@@ -46,7 +45,7 @@ def is_option_file(value: str) -> bool:
     return Path(value).suffix.lower() in SUFFIXES
 
 
-def read_config(context: typer.Context, values: Sequence[str] | None) -> list[str]:
+def read_option_files(context: typer.Context, values: Sequence[str] | None) -> list[str]:
     """Make the values in files of options the defaults of the command, and return the other values of
     ``--config``.
 
@@ -80,12 +79,12 @@ def read_config(context: typer.Context, values: Sequence[str] | None) -> list[st
 
 
 def read_option_files_only(context: typer.Context, values: Sequence[str] | None) -> list[str]:
-    """Do the same as :func:`read_config` for a command without a model of files.
+    """Do the same as :func:`read_option_files` for a command without a model of files.
 
     Raises:
-        typer.BadParameter: A value names no file of options; and as :func:`read_config`.
+        typer.BadParameter: A value names no file of options; and as :func:`read_option_files`.
     """
-    configs = read_config(context, values)
+    configs = read_option_files(context, values)
     if configs:
         raise typer.BadParameter(f"{configs[0]}: expected a file of options ({', '.join(SUFFIXES)}).")
     return []

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from para_core.cli.option_files import read_config, read_option_files_only
+from para_core.cli.option_files import read_option_files, read_option_files_only
 from para_core.declared_options import Command, Declaration, declarations
 from para_core.fleet.recipe import Recipe
 from para_core.pipeline_options import PIPELINE, RANKS
@@ -61,7 +61,9 @@ Debug = Annotated[bool, flag("--debug", "Show tracebacks and all log messages.")
 # Both are read before the other options, because files of options set their defaults.
 Config = Annotated[
     list[str] | None,
-    option("YAML of options; or configs of a file.", "FILE", INPUT, is_eager=True, callback=read_config),
+    option(
+        "YAML of options; or configs of a file.", "FILE", INPUT, is_eager=True, callback=read_option_files
+    ),
 ]
 OptionFiles = Annotated[
     list[str] | None,
@@ -134,7 +136,7 @@ class PlanOptions(RecipeOptions):
 
 
 def _parameters_of_recipe(has: Callable[[Command], bool]) -> list[Parameter]:
-    """Return a parameter for each field of a recipe for which ``has`` its command, in the order of the
+    """Return a parameter for each field of a recipe whose :class:`Command` makes ``has`` true, in the order of the
     help.
     """
     commands = [(declaration, declaration.option.command) for declaration in declarations(Recipe)]
@@ -143,14 +145,17 @@ def _parameters_of_recipe(has: Callable[[Command], bool]) -> list[Parameter]:
     ]
     parameters: list[Parameter] = []
     for declaration, command in sorted(declared, key=lambda each: each[1].panel):
-        parameters.append(_parameter(declaration, command))
+        parameters.append(_make_parameter(declaration, command))
         if declaration.name == "backend":
             parameters.append(_SCHEDULE_PARAMETER)
     return parameters
 
 
-def _parameter(declaration: Declaration, words: Command) -> Parameter:
-    """Return the parameter of a command, from which typer makes the option of a field."""
+def _make_parameter(declaration: Declaration, words: Command) -> Parameter:
+    """Return the parameter of a command, from which typer makes the option of a field.
+
+    Values are texts or numbers here: :class:`Recipe` refuses those that are no valid choice.
+    """
     default = declaration.default
     if bool in declaration.members:
         names = f"--{declaration.name.replace('_', '-')}"
@@ -190,7 +195,7 @@ class GroupOptions:
 
     ranks: Ranks = None
     memory: Memory = None
-    replicas: Annotated[int, option("Groups of ranks, on Ray.", "N", RANKS)] = 1
+    replicas: Annotated[int, option("Groups of ranks that work at once.", "N", RANKS)] = 1
 
     def require_valid(self) -> None:
         """Check the memory, and the numbers of ranks and replicas.
@@ -225,14 +230,14 @@ class FileOptions:
     fps: Fps = 16
 
 
-def with_fields(command: Callable[..., None]) -> Callable[..., None]:
+def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Return ``command`` with each parameter that is a group of options replaced by these, as typer needs.
 
     A group is a dataclass, whose fields are the options, or :class:`RecipeOptions`.
 
     Example:
         >>> def bench(*, group: GroupOptions, runs: int = 3) -> None: ...
-        >>> list(signature(with_fields(bench)).parameters)
+        >>> list(signature(expand_groups(bench)).parameters)
         ['ranks', 'memory', 'replicas', 'runs']
     """
     parameters: list[Parameter] = []
@@ -240,15 +245,15 @@ def with_fields(command: Callable[..., None]) -> Callable[..., None]:
     for parameter in signature(command, eval_str=True).parameters.values():
         if is_dataclass(parameter.annotation) or _is_of_recipe(parameter.annotation):
             groups[parameter.name] = parameter.annotation
-            parameters += _parameters_of(parameter.annotation)
+            parameters += _parameters_in_group(parameter.annotation)
         else:
             parameters.append(parameter)
 
     @wraps(command)
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            options = {parameter.name: values.pop(parameter.name) for parameter in _parameters_of(group)}
-            values[name] = group(**options)
+            names = [parameter.name for parameter in _parameters_in_group(group)]
+            values[name] = group(**{option_name: values.pop(option_name) for option_name in names})
         command(**values)
 
     run.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -260,7 +265,7 @@ def _is_of_recipe(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, RecipeOptions)
 
 
-def _parameters_of(group: Any) -> list[Parameter]:
+def _parameters_in_group(group: Any) -> list[Parameter]:
     """Return the options of a group as keyword parameters."""
     if _is_of_recipe(group):
         parameters: list[Parameter] = group.parameters()
@@ -292,7 +297,8 @@ def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
     return fields
 
 
-# Maps an argument or field to the command-line option that sets it, if the names differ.
+# Maps an argument or field to the command-line option that sets it, if the names differ. Messages of other modules
+# name arguments and fields, so :func:`name_options` looks for these words in them.
 _OPTION_NAMES = {
     "num_inference_steps": "steps",
     "num_frames": "frames",

@@ -53,7 +53,7 @@ def plan(
     memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)] = None,
     trust_remote_code: Annotated[
         bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)
-    ] = (False),
+    ] = False,
     json_: Annotated[bool, flag("--json", "Print all predictions as JSON.")] = False,
     list_: Annotated[bool, flag("--list", "List the published models and the devices.")] = False,
     config: options.Config = None,
@@ -65,7 +65,7 @@ def plan(
     if list_:
         _print_names()
         return
-    _check_options(memory, dtype, compile_)
+    _require_predictable(memory, dtype, compile_)
     sizes: dict[str, Any] = {"height": None, "width": None, "frames": frames, "steps": steps}
     if size is not None:
         sizes["width"], sizes["height"] = read_size(size)
@@ -82,6 +82,7 @@ def plan(
     }
     if offload is None:
         settings["offload"] = True
+    # Options that plan_mesh does not choose, for the command that is printed.
     further: dict[str, Any] = {"pipeline": pipeline}
     if memory is not None:
         settings["memory"] = memory * 1e9
@@ -99,7 +100,9 @@ def plan(
     else:
         # Validate the options before the model is looked for and counted, which takes seconds.
         plan_mesh("FLUX.1-dev", **settings)
-        described = _describe(model, pipeline, configs, trust_remote_code=trust_remote_code, debug=debug)
+        described = _describe_model(
+            model, pipeline, configs, trust_remote_code=trust_remote_code, debug=debug
+        )
         typer.echo(f"Counting the operations of {model} without its weights …", err=True)
         work = _count(described, sizes, dtype)
         fields = frozenset(described.fields)
@@ -116,7 +119,7 @@ def plan(
         typer.echo(f"\nAs a command: {command}")
 
 
-def _check_options(memory: float | None, dtype: str, compile_: str) -> None:
+def _require_predictable(memory: float | None, dtype: str, compile_: str) -> None:
     """Raise ValueError or BadParameter if an option has a value for which there is no prediction."""
     if memory is not None and not memory > 0:
         raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
@@ -173,7 +176,7 @@ def _find_published(model: str, pipeline: str | None, sizes: dict[str, Any]) -> 
     return workload_of(model, **sizes), repository
 
 
-def _describe(
+def _describe_model(
     model: str, pipeline: str | None, configs: str | None, *, trust_remote_code: bool, debug: bool
 ) -> Model:
     """Return the description of a model that is not published, from its configs.
@@ -288,7 +291,7 @@ def _make_command(
         return ""
     start = f"para_core generate --ranks {predictions.ranks}"
     if hosts > 1:
-        # Of $HOST, the shell puts in one of the hosts.
+        # The user sets the shell's variable HOST to the name of the first host.
         ranks = f"--nnodes={hosts} --nproc_per_node={predictions.ranks // hosts}"
         start = f"torchrun {ranks} --rdzv-backend=c10d --rdzv-endpoint=$HOST:29400 -m para_core generate"
     if compile_ == "whole" and (
@@ -319,7 +322,8 @@ def _make_command(
 def _options_of(row: Prediction) -> dict[str, str]:
     """Return the options of ``para_core generate`` for a mesh, without ``--ranks``, by name without dashes.
 
-    With blocks in host memory the command places text encoders there, too, unless it is told otherwise.
+    With blocks in host memory ``generate`` places text encoders there, too, unless it is told otherwise
+    (``_parallel_options`` in fleet/build.py), so that placement is left out.
     """
     placement = row.placement
     named = dict(row.options)

@@ -81,7 +81,7 @@ def showing_phases(*, shown: bool = True) -> Iterator[None]:
         handler.close()
 
 
-class _Lines(logging.Handler):
+class _LineHandler(logging.Handler):
     """Handler that prints each record as a line, above the bars of ``console`` if there are any."""
 
     def __init__(self, console: Console) -> None:
@@ -97,7 +97,7 @@ def showing_log(console: Console) -> Iterator[None]:
     """Print on ``console`` reported phases, and what :mod:`para_core.fleet` logs, until the end of this
     context.
     """
-    lines = _Lines(console)
+    lines = _LineHandler(console)
     with pass_records_to(lines, logging.getLogger("para_core.fleet")), pass_records_to(lines):
         yield
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from para_core.cli.launcher import in_torchrun, stated_ranks
+from para_core.cli.torchrun import in_torchrun, read_stated_ranks
 from para_core.fleet.failures import describe_exception
 from para_core.fleet.recipe import Recipe
 
@@ -31,17 +31,14 @@ def is_first_rank() -> bool:
 
 
 def count_ranks(requested: int | None, replicas: int) -> int:
-    """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else GPUs //
-    ``replicas``.
-
-    The last is at least 1.
+    """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else GPUs // ``replicas``, but
+    at least 1.
 
     Raises:
-        typer.BadParameter: A number is below 1 or contradicts torchrun's ranks, or a single replica has more
-        ranks
+        typer.BadParameter: A number is below 1 or contradicts torchrun's ranks, or a single replica has more ranks
             than this machine has GPUs (without GPUs, any number is accepted).
     """
-    stated = stated_ranks(requested, replicas)
+    stated = read_stated_ranks(requested, replicas)
     if stated is not None and in_torchrun():
         return stated
     gpus = torch.cuda.device_count()
@@ -87,6 +84,7 @@ def process_group(recipe: Recipe, *, late: float = 0.0) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_node_local_rank())
     yield
+    # Not after an exception: then destroying could wait for ranks, and ending_on_error ends the process.
     dist.destroy_process_group()
 
 
@@ -98,7 +96,7 @@ def from_first_rank(value: T) -> T:
     return values[0]
 
 
-def gather(value: Any) -> list[Any]:
+def gather_values(value: Any) -> list[Any]:
     """Return the values of all ranks on all ranks. A collective call if there is a process group."""
     values = [value]
     if dist.is_initialized():

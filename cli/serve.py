@@ -87,7 +87,7 @@ def serve(
     level = _read_level(log_level)
     _require_limits(limits)
     groups.require_valid()
-    checked = checks.check(model, run, debug=debug)
+    checked = checks.validate(model, run, debug=debug)
     checked.require_ranks(groups.ranks, groups.replicas)
     checked.require_format(format_)
     recipe = checked.recipe
@@ -158,7 +158,7 @@ def serve(
     ready = partial(console.print, message, markup=False)
     everything = (pipeline, recipe, server_options, replica_options)
     with _logging_to_stderr(level):
-        host_server.serve(
+        host_server.run_server(
             *everything, replicas=groups.replicas, host=host, port=port, ready=ready, debug=debug
         )
     raise typer.Exit(SignalCode(0))

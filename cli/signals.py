@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from para_core.cli.launcher import in_torchrun
+from para_core.cli.torchrun import in_torchrun
 
-# Seconds in which the main thread can end the command by itself.
+# Seconds in which the main thread can end the command by itself, before another thread ends the process.
 _PATIENCE_SECONDS = 1.0
 
 
 class SignalCode(int):
     """Exit code of a command that a signal has ended.
 
-    The process then ends at once: all is done, and the interpreter's own end takes seconds once torch is
-        imported.
+    ``para_core/__main__.py`` then ends the process at once: all is done, and the interpreter's own end takes seconds
+    once torch is imported.
     """
 
 
@@ -44,9 +44,9 @@ def describe_signal(end: BaseException) -> tuple[str, SignalCode]:
 def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iterator[None]:
     """Inside this context, raise KeyboardInterrupt on Ctrl-C, and :class:`Terminated` on SIGTERM.
 
-    With ``report``: if the context has not ended a second later, as in the middle of a long step or of a
-        library that ignores the exception, ``report`` is called in another thread, and the process ends with
-        the exit code that it returns.
+    With ``report``: if the context has not ended a second later, as in the middle of a long step or of a library that
+    ignores the exception, ``report`` is called in another thread, and the process ends with the exit code that it
+    returns.
 
     Python ignores what is raised in a callback of a weak reference or in ``__del__``. If a signal arrives
     there, it is sent again. Does nothing on torchrun's ranks, and outside the main thread.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from para_core.cli.launcher import in_torchrun
+from para_core.cli.torchrun import in_torchrun
 from para_core.fleet.outputs import require_file
 
 

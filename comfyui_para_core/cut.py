@@ -1,4 +1,8 @@
-"""The method of a diffusion model at which ComfyUI's process and the ranks are cut apart."""
+"""The cut: the method of a diffusion model whose calls ComfyUI's process sends to the ranks.
+
+`remote_patcher` replaces this method in ComfyUI's process. On a rank, :func:`use_cut` makes it the ``forward`` of the
+model, because plans and the cache of para_core run around ``forward``.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,15 @@ from typing import Any
 
 from torch import nn
 
-_ORIGINAL = "_comfyui_class"
+_ORIGINAL = "_comfyui_class"  # attribute of a class that use_cut made: the class of ComfyUI
 
 
-def method_of(cls: type) -> str:
+def cut_method_of(cls: type) -> str:
     """Return the name of the method that runs on the ranks: ``"_forward"`` or ``"forward"``.
 
     In most classes ``forward`` runs the wrappers of other nodes around ``_forward``. These wrappers are functions of
-    ComfyUI's process, so there the cut is ``_forward``.
+    ComfyUI's process, so there the cut is ``_forward``. Such a ``forward`` names both ``_forward`` and the kind of
+    wrappers, ``WrappersMP.DIFFUSION_MODEL``.
     """
     for base in cls.__mro__:
         names = getattr(getattr(base.__dict__.get("forward"), "__code__", None), "co_names", ())
@@ -24,23 +29,25 @@ def method_of(cls: type) -> str:
     return "forward"
 
 
-def by_name(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a call of the bound ``method`` by name, those of its ``**kwargs`` too."""
     signature = inspect.signature(method)
-    bound = signature.bind(*args, **kwargs).arguments
-    rest = [
-        name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD
-    ]
-    return {
-        **{name: value for name, value in bound.items() if name not in rest},
-        **bound.get("".join(rest), {}),
-    }
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    return arguments
 
 
 def use_cut(model: nn.Module) -> None:
-    """Give ``model`` on a rank a class of the same name whose ``forward`` is the method at the cut."""
+    """Give ``model`` on a rank a class of the same name whose ``forward`` is the method at the cut.
+
+    Adapters and messages name the class, so its name stays.
+    """
     cls = type(model)
-    method = method_of(cls)
+    method = cut_method_of(cls)
     if method != "forward":
         namespace = {
             "forward": getattr(cls, method),

@@ -15,12 +15,13 @@ import torch
 # Plain values that the code of the models reads.
 SENT = frozenset({"sigmas", "sample_sigmas", "cond_or_uncond", "uuids", "rope_options"})
 # Entries that only code around the diffusion model reads, which runs in ComfyUI: wrappers and callbacks by kind, the
-# state of ComfyUI's EasyCache and LazyCache nodes, which are such wrappers, and the frames of a window of a longer
-# video.
+# state of ComfyUI's EasyCache and LazyCache nodes, which are such wrappers, the frames of a window of a longer
+# video, and whether weights of a dynamic patcher are prefetched, which on ranks is False (RemotePatcher.is_dynamic).
 LOCAL = frozenset({"wrappers", "callbacks", "easycache", "context_window", "prefetch_dynamic_vbars"})
 # Dicts of functions that run inside of the model. They are refused if they hold any.
 _INSIDE = ("patches", "patches_replace")
-# Kinds of wrappers and callbacks that ComfyUI calls outside of the diffusion model, or just around it.
+# Kinds of wrappers and callbacks that ComfyUI calls outside of the diffusion model, or just around it: values of
+# WrappersMP and CallbacksMP in comfy/patcher_extension.py.
 _OUTSIDE = frozenset(
     {
         *(
@@ -44,8 +45,7 @@ _OUTSIDE = frozenset(
     }
 )
 _WAY_OUT = "Remove the node that sets it, or load this model with ComfyUI's own loader."
-
-
+# Types of values that a pickle brings to the ranks unchanged.
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, uuid.UUID, torch.dtype, torch.Size, torch.device)
 
 

@@ -51,7 +51,7 @@ def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any
     outcome: list[Any] = [None, None]  # the adapter, and why there is none
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            outcome[0] = _proposed(base, model, inputs)
+            outcome[0] = _propose(base, model, inputs)
         # The constructor and the model may raise anything, and the other ranks wait for the outcome.
         except Exception as error:
             outcome[1] = f"{type(error).__name__}: {error}"
@@ -67,15 +67,16 @@ def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any
     return proposed
 
 
-def _proposed(base: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Adapter:
-    small = _small_copy(base, original_of(type(model)))
-    examples = [_example(model, inputs, _HEIGHT, width) for width in _WIDTHS]
+def _propose(base: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Adapter:
+    small = _make_small_copy(base, original_of(type(model)))
+    examples = [_make_example(model, inputs, _HEIGHT, width) for width in _WIDTHS]
     # The proposal of plans is optional. Where it was removed, this raises, and no plan was found.
     adapter: Adapter = adapters.propose_plan(small, examples).adapter()
     return adapter
 
 
-def _small_copy(base: Any, cls: type) -> nn.Module:
+def _make_small_copy(base: Any, cls: type) -> nn.Module:
+    """Return a model of ``cls`` with few blocks and random weights, in float32 on the CPU, where plans are compared."""
     config = {
         key: value for key, value in base.model_config.unet_config.items() if key not in ("dtype", "device")
     }
@@ -83,13 +84,15 @@ def _small_copy(base: Any, cls: type) -> nn.Module:
         if isinstance(config.get(key), int):
             config[key] = min(config[key], _BLOCKS)
     create = {"dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
-    parameters = sum(x.numel() for x in cls(**config, device="meta", **create).parameters())
+    on_meta = cls(**config, device="meta", **create)
+    parameters = sum(parameter.numel() for parameter in on_meta.parameters())
     if parameters > _MOST_PARAMETERS:
         raise ValueError(
             f"a copy with {_BLOCKS} blocks has {parameters:,} parameters, more than {_MOST_PARAMETERS:,}."
         )
     small: nn.Module = cls(**config, device="cpu", **create).float().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
+    # Every parameter is random, or a part of the model that is multiplied by zero would hide a wrong plan.
     for parameter in small.parameters():
         fan = parameter[0].numel() if parameter.ndim > 1 else 1
         parameter.data.normal_(0, max(1, fan) ** -0.5, generator=generator)
@@ -97,7 +100,7 @@ def _small_copy(base: Any, cls: type) -> nn.Module:
     return small
 
 
-def _example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
+def _make_example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
     """Return ``inputs`` with random latents of ``height × width`` patches in place of tensors of the latent's size."""
     patch = getattr(model, "patch_size", getattr(model, "patch_spatial", 2))
     patch = patch[-1] if isinstance(patch, (list, tuple)) else patch
@@ -106,13 +109,16 @@ def _example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: in
     latent = first.shape[-2:]
     if first.ndim == 3:  # [B, C, length]: sound
         size, latent = (height * width * patch,), first.shape[-1:]
-    example = {name: _resized(value, latent, size) for name, value in inputs.items()}
+    example = {name: _resize_latents(value, latent, size) for name, value in inputs.items()}
     accepted = inspect.signature(model.forward).parameters
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     return {name: value for name, value in example.items() if any_name or name in accepted}
 
 
-def _resized(value: Any, latent: torch.Size, size: tuple[int, ...]) -> Any:
+def _resize_latents(value: Any, latent: torch.Size, size: tuple[int, ...]) -> Any:
+    """Return ``value`` with random tensors in place of those whose last dims are ``latent``, with the last dims
+    ``size``; other tensors in float32 on the CPU.
+    """
     if isinstance(value, torch.Tensor):
         value = value.float().cpu() if value.is_floating_point() else value.cpu()
         if value.ndim < len(latent) + 2 or value.shape[-len(latent) :] != latent:
@@ -120,7 +126,7 @@ def _resized(value: Any, latent: torch.Size, size: tuple[int, ...]) -> Any:
         generator = torch.Generator().manual_seed(1)
         return torch.randn((*value.shape[: -len(latent)], *size), generator=generator)
     if isinstance(value, Mapping):
-        return {key: _resized(entry, latent, size) for key, entry in value.items()}
+        return {key: _resize_latents(entry, latent, size) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_resized(entry, latent, size) for entry in value)
+        return type(value)(_resize_latents(entry, latent, size) for entry in value)
     return value

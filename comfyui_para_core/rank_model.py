@@ -30,34 +30,40 @@ from .settings import Settings
 class RankModel:
     """ComfyUI's patcher of the file on this rank. Every rank calls each method with the same arguments.
 
+    The model is parallelized in the first call of :meth:`forward`, because a plan may have to be proposed from the
+    arguments of a call. :class:`~.ranks.ModelRanks` looks the methods up by their names.
+
     Args:
-        path, options, settings: As those of :class:`~.ranks.Ranks`.
+        path, options, settings: As those of :class:`~.ranks.ModelRanks`.
     """
 
     def __init__(self, path: str, options: Mapping[str, Any], settings: Settings) -> None:
         self.path, self.options, self.settings = path, options, settings
-        self.in_parts = settings.weights == "fsdp" and settings.ranks > 1
-        if self.in_parts:
+        self.shards_weights = settings.weights == "fsdp" and settings.ranks > 1
+        if self.shards_weights:
             require_method("fsdp")
-        self._read()
+        self._read_file()
 
-    def _read(self) -> None:
+    def _read_file(self) -> None:
+        """Load the model from its file, in place of the current one and all that was done to it."""
         self.patcher = load_diffusion_model(self.path, self.options)
         self.model: nn.Module = self.patcher.model.diffusion_model
+        # Look the plan up before use_cut changes the class.
         self.recorded = find_plan(type(self.model))
         use_cut(self.model)
-        self.ready = False
-        self.forms: dict[str, str] = {}
+        self.ready = False  # whether the model is parallelized
+        self.forms: dict[str, str] = {}  # of the call from which the plan was proposed
 
     def patch(self, patches: dict[str, Any]) -> None:
         """Load the weights of the file, with ``patches`` applied by ComfyUI's own code."""
-        if self.in_parts and self.ready:
-            self._read()  # Parts of weights cannot be patched.
-        self._apply(patches)
+        if self.shards_weights and self.ready:
+            self._read_file()  # Parts of weights cannot be patched.
+        self._apply_patches(patches)
 
-    def _apply(self, patches: dict[str, Any]) -> None:
+    def _apply_patches(self, patches: dict[str, Any]) -> None:
+        # With another uuid ComfyUI patches the weights again.
         self.patcher.patches, self.patcher.patches_uuid = patches, object()
-        if not self.in_parts:
+        if not self.shards_weights:
             comfy.model_management.load_models_gpu([self.patcher], force_full_load=True)
             return
         # The whole model may be larger than the GPU, so patch one weight after the other there, as ComfyUI does, and
@@ -69,20 +75,21 @@ class RankModel:
                 model, name, comfy.utils.get_attr(model, name).to(self.patcher.offload_device)
             )
 
-    def _read_again(self) -> None:
+    def _read_file_and_patch(self) -> None:
         patches = self.patcher.patches
-        self._read()
-        self._apply(patches)
+        self._read_file()
+        self._apply_patches(patches)
 
     def memory(self) -> int:
         """Return the bytes that this rank holds on its device."""
         if self.patcher.load_device.type == "cuda":
             return torch.cuda.memory_reserved(self.patcher.load_device)
-        return sum(_local_bytes(x) for x in self.model.parameters())
+        return sum(_local_bytes(parameter) for parameter in self.model.parameters())
 
     def forward(self, arguments: Mapping[str, Any], begins: bool) -> tuple[Any, int]:
         """Return the output of the model, and :meth:`memory`. ``begins`` says that a generation begins."""
-        inputs = _to(arguments, self.patcher.load_device)
+        inputs = _move_tensors(arguments, self.patcher.load_device)
+        # Tensors of inference mode cannot be changed in place later, and the cache and FSDP2 keep some between calls.
         with torch.inference_mode(False), torch.no_grad():
             if not self.ready or self._is_other_form(inputs):
                 self._parallelize(inputs)
@@ -90,19 +97,21 @@ class RankModel:
                 require_checked(self.recorded, self.model, inputs)
                 if self.recorded.prepare is not None:
                     inputs = self.recorded.prepare(self.model, inputs)
-            output = self._cached(inputs, begins) if self.settings.cache else self.model(**inputs)
+            output = self._call_cached(inputs, begins) if self.settings.cache else self.model(**inputs)
         return output, self.memory()
 
     def call_method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of the method ``name`` of the model, which each rank computes alone."""
-        args, kwargs = _to((args, kwargs), self.patcher.load_device)
-        with torch.inference_mode(False), torch.no_grad(), self._whole_outside_of_blocks():
+        args, kwargs = _move_tensors((args, kwargs), self.patcher.load_device)
+        with torch.inference_mode(False), torch.no_grad(), self._gathering_weights_outside_of_blocks():
             return getattr(self.model, name)(*args, **kwargs)
 
     @contextmanager
-    def _whole_outside_of_blocks(self) -> Iterator[None]:
-        """Gather the weights outside of the blocks, as FSDP does while the model itself is called."""
-        if not (self.in_parts and self.ready):
+    def _gathering_weights_outside_of_blocks(self) -> Iterator[None]:
+        """Inside this context, this rank has the weights outside of the blocks, as FSDP gathers them while the model
+        itself is called. A collective call.
+        """
+        if not (self.shards_weights and self.ready):
             yield
             return
         model: Any = self.model
@@ -112,7 +121,7 @@ class RankModel:
         finally:
             model.reshard()
 
-    def _cached(self, inputs: Mapping[str, Any], begins: bool) -> Any:
+    def _call_cached(self, inputs: Mapping[str, Any], begins: bool) -> Any:
         if begins:
             reset_cache(self.model)
         options = inputs.get("transformer_options") or {}
@@ -126,14 +135,16 @@ class RankModel:
         return proposed and forms_of(inputs) != self.forms
 
     def _parallelize(self, inputs: Mapping[str, Any]) -> None:
+        """Shard the model by its plan, proposed from ``inputs`` if none is recorded, and attach the cache. A collective
+        call.
+        """
         settings, adapter = self.settings, None if self.recorded is None else self.recorded.adapter
         if adapter is None and (settings.ranks > 1 or settings.cache):
             if self.ready:
-                self._read_again()
-            adapter, self.forms = (
-                propose_on_small_model(self.patcher.model, self.model, inputs),
-                forms_of(inputs),
-            )
+                # Another plan cannot replace the one that the model runs with.
+                self._read_file_and_patch()
+            adapter = propose_on_small_model(self.patcher.model, self.model, inputs)
+            self.forms = forms_of(inputs)
         device = self.patcher.load_device.type
         if settings.cache and (adapter is None or adapter.blocks is None):
             raise ValueError(
@@ -145,30 +156,34 @@ class RankModel:
             mesh = init_context_parallel_mesh(device, **sizes)
             parallelize_transformer(self.model, mesh=mesh, adapter=adapter)
         if settings.cache and adapter is not None and adapter.blocks is not None:
+            # The cache warns of hooks that it does not know. This one changes nothing that it sees.
             warnings.filterwarnings(
                 "ignore", message=f".*{_copy_inputs.__name__}", category=ForeignCodeWarning
             )
             keep_inputs_of_blocks(self.model, adapter.blocks)
             apply_cache(self.model, adapter.blocks, residual_diff_threshold=settings.cache)
-        if self.in_parts:
+        if self.shards_weights:
+            # Last, because nothing undoes it: after an error before, the weights are still those of the file.
             mesh = init_device_mesh(device, (settings.ranks,))
             require_method("fsdp").shard(self.model, mesh, None)
         self.ready = True
 
 
 def keep_inputs_of_blocks(model: nn.Module, blocks: CachedBlocks) -> None:
-    """Give the blocks copies of their inputs: many blocks of ComfyUI change these, and the cache has to keep them."""
+    """Give the blocks copies of their inputs: many blocks of ComfyUI change these in place, and the cache computes
+    residuals from them.
+    """
     for name in {name for group in blocks.groups for name in group.lists}:
         for block in model.get_submodule(name).children():
             block.register_forward_pre_hook(_copy_inputs, with_kwargs=True)
 
 
 def _copy_inputs(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    copies = [_copied(value) for value in args]
-    return tuple(copies), {name: _copied(value) for name, value in kwargs.items()}
+    copies = [_copy_tensor(value) for value in args]
+    return tuple(copies), {name: _copy_tensor(value) for name, value in kwargs.items()}
 
 
-def _copied(value: Any) -> Any:
+def _copy_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -223,19 +238,19 @@ def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[st
 def forms_of(inputs: Mapping[str, Any]) -> dict[str, str]:
     """Return for each argument that is given what decides how a model treats it: dims of tensors, and plain values."""
     return {
-        name: _form(value)
+        name: _describe_form(value)
         for name, value in inputs.items()
         if name != "transformer_options" and value is not None
     }
 
 
-def _form(value: Any) -> str:
+def _describe_form(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.ndim} dims"
     if isinstance(value, Mapping):
-        return str({key: _form(entry) for key, entry in value.items()})
+        return str({key: _describe_form(entry) for key, entry in value.items()})
     if isinstance(value, (list, tuple)):
-        return str(sorted({_form(entry) for entry in value}))
+        return str(sorted({_describe_form(entry) for entry in value}))
     return (
         type(value).__name__
         if isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -256,12 +271,12 @@ def _local_bytes(parameter: Any) -> int:
     return int(local.numel() * local.element_size())
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _move_tensors(value: Any, device: torch.device) -> Any:
     """Return ``value`` with the tensors in its nested lists and dicts on ``device``."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: _to(entry, device) for key, entry in value.items()}
+        return {key: _move_tensors(entry, device) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_to(entry, device) for entry in value)
+        return type(value)(_move_tensors(entry, device) for entry in value)
     return value

@@ -17,21 +17,22 @@ from .settings import Settings
 logger = logging.getLogger(__name__)
 
 
-class Ranks:
+class ModelRanks:
     """The ranks of one file, which run while ``running`` is True.
 
     Args:
         path: The file of the model.
         options: Options of ComfyUI's loader, such as the dtype.
         settings: The settings of the node.
-        size: Estimate of the bytes of weights that each rank holds.
+        weight_bytes: Estimate of the bytes of weights that each rank holds.
     """
 
-    def __init__(self, path: str, options: Mapping[str, Any], settings: Settings, size: int) -> None:
-        self.path, self.options, self.settings, self.size = path, dict(options), settings, size
+    def __init__(self, path: str, options: Mapping[str, Any], settings: Settings, weight_bytes: int) -> None:
+        self.path, self.options, self.settings = path, dict(options), settings
+        self.weight_bytes = weight_bytes
         self._handle: Any = None
-        self._patches_uuid: Any = None  # of the LoRAs that the ranks hold
-        self._held = 0
+        self._patches_uuid: Any = None  # of the LoRAs that the ranks hold; None if that is unknown
+        self._device_bytes = 0
 
     @property
     def running(self) -> bool:
@@ -39,9 +40,9 @@ class Ranks:
         return self._handle is not None
 
     @property
-    def held(self) -> int:
+    def device_bytes(self) -> int:
         """The bytes that rank 0 holds on its device; 0 if the ranks do not run."""
-        return self._held if self.running else 0
+        return self._device_bytes if self.running else 0
 
     def start(self, patches: Mapping[str, Any], patches_uuid: Any) -> None:
         """Start the processes if they do not run, and give them the weight patches if these have changed."""
@@ -49,16 +50,16 @@ class Ranks:
             from para_core import launch
 
             logger.info("para_core: starting %d ranks for %s", self.settings.ranks, Path(self.path).name)
-            load = _loader(self.path, self.options, self.settings)
+            load = _make_load(self.path, self.options, self.settings)
             self._handle, self._patches_uuid = launch(load, ranks=self.settings.ranks, progress=False), None
         if self._patches_uuid != patches_uuid:
             self._call("patch", dict(patches))
             self._patches_uuid = patches_uuid
-            self._held = int(self._call("memory"))
+            self._device_bytes = int(self._call("memory"))
 
     def forward(self, arguments: Mapping[str, Any], begins: bool) -> Any:
         """Return the output of the model for ``arguments``. ``begins`` says that a generation begins."""
-        output, self._held = self._call("forward", arguments, begins)
+        output, self._device_bytes = self._call("forward", arguments, begins)
         return output
 
     def call_method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -67,11 +68,12 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes, which frees their GPUs. Does nothing if they do not run."""
-        handle, self._handle, self._patches_uuid, self._held = self._handle, None, None, 0
+        handle, self._handle, self._patches_uuid, self._device_bytes = self._handle, None, None, 0
         if handle is not None:
             handle.close()
 
     def _call(self, method: str, *args: Any) -> Any:
+        """Return the first rank's result of a method of :class:`~.rank_model.RankModel`, which all ranks call."""
         from para_core import RankDied
 
         try:
@@ -81,13 +83,17 @@ class Ranks:
             self.close()
             raise
         except BaseException:
-            # A change of the patches may have failed half-way.
+            # A change of the patches may have failed half-way, so send them again before the next call.
             self._patches_uuid = None
             raise
 
 
-def _loader(path: str, options: Mapping[str, Any], settings: Settings) -> Callable[[], Any]:
-    """Return the function that loads the model on a rank. It is sent by value, so it refers to no global."""
+def _make_load(path: str, options: Mapping[str, Any], settings: Settings) -> Callable[[], Any]:
+    """Return the function that loads the model on a rank.
+
+    It is sent by value, so it refers to no global, and imports itself what it needs: a rank finds ComfyUI and this
+    folder only after ``sys.path`` and ``sys.modules`` are set.
+    """
     import comfy.cli_args
     import comfy.sd
 

@@ -10,10 +10,10 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 
-from .cut import by_name, method_of
+from .cut import bind_arguments, cut_method_of
 from .options import NotOnRanks, require_plain, require_supported, sent_options
 from .rank_model import require_runnable
-from .ranks import Ranks, load_diffusion_model
+from .ranks import ModelRanks, load_diffusion_model
 from .settings import Settings
 
 # Methods of diffusion models that ComfyUI calls outside of a model call, and that read weights.
@@ -29,40 +29,42 @@ def load_remote(path: str, options: dict[str, Any], settings: Settings) -> Remot
         )
     model = patcher.model
     require_runnable(type(model.diffusion_model), settings)
-    size = sum(x.numel() * x.element_size() for x in model.diffusion_model.parameters())
+    parameters = model.diffusion_model.parameters()
+    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     # Names and shapes of the weights stay, because LoRA keys and conditions need them.
     model.diffusion_model.to("meta")
     if settings.weights == "fsdp":
-        size = math.ceil(size / settings.ranks)
-    ranks = Ranks(path, options, settings, size)
+        weight_bytes = math.ceil(weight_bytes / settings.ranks)
+    ranks = ModelRanks(path, options, settings, weight_bytes)
     _cut_model(model, ranks)
     remote = RemotePatcher(model, patcher.load_device, patcher.offload_device)
     remote.ranks = ranks
     return remote
 
 
-def _cut_model(model: Any, ranks: Ranks) -> None:
+def _cut_model(model: Any, ranks: ModelRanks) -> None:
     """Let ``model``, a BaseModel of ComfyUI, compute its diffusion model on ``ranks``."""
-    inner = model.diffusion_model
-    name = method_of(type(inner))
-    original = getattr(inner, name)
+    diffusion_model = model.diffusion_model
+    name = cut_method_of(type(diffusion_model))
+    original = getattr(diffusion_model, name)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         patcher = _patcher_of(model)
-        arguments = by_name(original, args, kwargs)
+        arguments = bind_arguments(original, args, kwargs)
         options = arguments.get("transformer_options")
         arguments["transformer_options"] = sent_options(options or {})
         require_supported(patcher)
         for argument, value in arguments.items():
             require_plain(argument, value)
         begins, patcher.begins = patcher.begins, False
+        # A sampler may use the model with other patches than load did, so compare them before each call.
         ranks.start(patcher.patches, patcher.patches_uuid)
-        return _to(ranks.forward(arguments, begins), _device_of(arguments))
+        return _move_output(ranks.forward(arguments, begins), _device_of(arguments))
 
-    setattr(inner, name, forward)
+    setattr(diffusion_model, name, forward)
     for method in _METHODS:
-        if hasattr(inner, method):
-            setattr(inner, method, _on_ranks(model, ranks, method))
+        if hasattr(diffusion_model, method):
+            setattr(diffusion_model, method, _make_remote_method(model, ranks, method))
     required = model.memory_required
     # Rank 0 holds its part of the activations on the GPU of ComfyUI.
     model.memory_required = lambda *args, **kwargs: required(*args, **kwargs) / ranks.settings.ranks
@@ -77,11 +79,13 @@ def _patcher_of(model: Any) -> Any:
     return model.current_patcher
 
 
-def _on_ranks(model: Any, ranks: Ranks, method: str) -> Callable[..., Any]:
+def _make_remote_method(model: Any, ranks: ModelRanks, method: str) -> Callable[..., Any]:
+    """Return a function that calls ``method`` of the diffusion model on the ranks."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         patcher = _patcher_of(model)
         ranks.start(patcher.patches, patcher.patches_uuid)
-        return _to(ranks.call_method(method, args, kwargs), _device_of({"args": args, **kwargs}))
+        return _move_output(ranks.call_method(method, args, kwargs), _device_of({"args": args, **kwargs}))
 
     return call
 
@@ -98,19 +102,23 @@ def _device_of(value: Any) -> torch.device | None:
     return next((device for device in map(_device_of, entries) if device is not None), None)
 
 
-def _to(value: Any, device: torch.device | None) -> Any:
-    """Return ``value`` with all its tensors on ``device``."""
+def _move_output(value: Any, device: torch.device | None) -> Any:
+    """Return ``value``, an output of the model, with all its tensors on ``device``; None leaves them where they are."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, (list, tuple)):
-        return type(value)(_to(entry, device) for entry in value)
+        return type(value)(_move_output(entry, device) for entry in value)
     return value
 
 
 class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
-    """A patcher whose weights are on the ranks, where LoRAs and other weight patches are applied to them."""
+    """A patcher whose weights are on the ranks, where LoRAs and other weight patches are applied to them.
 
-    ranks: Ranks
+    It overrides what ComfyUI 0.33.0 calls of a ModelPatcher to load, patch, unload and measure weights. Clones share
+    the ranks and the model, and differ in their patches.
+    """
+
+    ranks: ModelRanks  # set by load_remote, after ComfyUI's constructor, which already asks for the size
     begins = True  # whether the next call of the model begins a generation
 
     def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
@@ -132,21 +140,23 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
 
     def model_size(self) -> int:
         """Return the bytes that rank 0 holds, or will hold, on the GPU of ComfyUI."""
-        ranks: Ranks | None = getattr(self, "ranks", None)
+        ranks: ModelRanks | None = getattr(self, "ranks", None)
         if ranks is None or not self._shares_device():
             return 1
-        return max(1, ranks.held or ranks.size)
+        return max(1, ranks.device_bytes or ranks.weight_bytes)
 
     def loaded_size(self) -> int:
         """Return the bytes that rank 0 holds on the GPU of ComfyUI now."""
-        return self.ranks.held if self._shares_device() else 0
+        return self.ranks.device_bytes if self._shares_device() else 0
 
     def _shares_device(self) -> bool:
+        """Whether rank 0, which takes the first GPU, is on the device of ComfyUI."""
         return getattr(self.load_device, "index", None) in (None, 0)
 
     def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
         """Start the ranks, and send them the weight patches if these have changed."""
         self.ranks.start(self.patches, self.patches_uuid)
+        # The attributes that ComfyUI's own load sets, and its memory manager and samplers read.
         self.model.device, self.model.model_lowvram = device_to, False
         self.model.model_loaded_weight_memory = self.loaded_size()
         self.model.current_weight_patches_uuid = self.patches_uuid

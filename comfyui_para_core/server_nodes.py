@@ -1,4 +1,7 @@
-"""The three ComfyUI nodes: text to image, image editing, and video."""
+"""Three ComfyUI nodes that send requests to ``para_core serve``: text to image, image editing, and video.
+
+This file imports nothing of para_core, because the server may be on another machine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 Spec = tuple[Any, ...]
-_RANDOM_SEED = -1
+_RANDOM_SEED = -1  # the server draws one
 _COMMON: dict[str, Spec] = {
     "server": ("STRING", {"default": "http://127.0.0.1:8000"}),
     "prompt": ("STRING", {"multiline": True, "default": ""}),
@@ -164,12 +167,13 @@ def _decode(files: list[bytes]) -> Tensor:
         for frame in ImageSequence.Iterator(Image.open(io.BytesIO(data))):
             frames.append(np.asarray(frame.convert("RGB")))
             milliseconds.append(frame.info.get("duration") or 1)
-    # An animation stores equal consecutive frames as one frame that is shown longer, so that frame is repeated here.
+    # An animation stores equal consecutive frames as one frame that is shown longer, so that frame is repeated here. If
+    # no frame is shown once, as in a still video, the number of frames is lost.
     repeats = [round(each / min(milliseconds)) for each in milliseconds]
     return torch.from_numpy(np.repeat(np.stack(frames), repeats, axis=0)).float() / 255
 
 
-_SECONDS = 3600.0
+_SECONDS = 3600.0  # without any byte from the server, after which a request fails
 
 
 def generate(

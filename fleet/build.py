@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from para_core.fleet.modular import (
     load_modular,
     open_modular,
 )
-from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe, find_tiny_flux
+from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe_class, find_tiny_flux
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.fleet.selection import select_pipeline
 from para_core.fleet.without_weights import component_classes, multiple_of_model
@@ -76,13 +76,16 @@ def find_model(
             f"model {name!r} is for {selection.pipeline}, which diffusers {version} does not have."
         )
     check_component_classes(selection.pipeline, component_classes(selection.index.content))
-    model = replace(describe(name, cls, defaults), config=config, controlnet=tuple(controlnet))
+    model = replace(describe_class(name, cls, defaults), config=config, controlnet=tuple(controlnet))
     return replace(model, multiple=multiple_of_model(model))
 
 
 def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     """Load the pipeline of ``recipe``, and apply its options. A collective call on the default process group,
     if any.
+
+    The order matters: LoRAs and quantization by fsdp's rules come before weights are sharded, tensor parallelism before
+    quantization, and compilation last, because a graph holds what it was traced with.
 
     ``encode_first`` is attached to the pipeline if :meth:`EncodeFirst.fits` accepts the recipe, and then decides when
     text encoders and transformers are on the device.
@@ -101,53 +104,22 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         # A launcher may have set WORLD_SIZE, which parallelize_pipe takes for a missing process group.
         mesh = one_guided_rank(device)
     weights = recipe.sharding
-    options = values_of(recipe, PipelineChoices)
     if ranks == 1:
-        weights, options["vae"] = None, False
-    if recipe.offload == "blocks" and not recipe.places_encoders:
-        options["text_encoders"] = "offload"
-    if (
-        weights is not None
-        and not recipe.lora
-        and recipe.config is None
-        and not has_modular_index(recipe.model)
-    ):
-        mesh = mesh or init_context_parallel_mesh(device)
-        with _reporting_components(recipe):
-            pipe = from_pretrained_sharded(
-                pipeline_class(recipe),
-                recipe.model,
-                mesh=mesh,
-                weights=weights,
-                quantize=recipe.quantize,
-                dtype=dtype_of(recipe),
-                **load_controlnets(recipe, dtype_of(recipe)),
-            )
-        if weights == "tensor" and encoders_with_blocks(pipe) and not recipe.places_encoders:
-            options["text_encoders"] = "fsdp"
-        # The weights are sharded already, so parallelize_pipe must not do so again.
         weights = None
+    loaded_parts = False
+    if weights is not None and _can_load_parts(recipe):
+        mesh = mesh or init_context_parallel_mesh(device)
+        pipe = _load_parts(recipe, mesh, weights)
+        # The weights are sharded already, so parallelize_pipe must not do so again.
+        weights, loaded_parts = None, True
     else:
         pipe = _load_whole(recipe, weights, device, encode_first)
-    if not recipe.places_encoders and not text_encoders_of(pipe):
-        options["text_encoders"] = None
-    if recipe.offload == "blocks":
-        options["offload"] = "blocks"
-    if recipe.pipefusion is not None:
-        options["pipefusion"] = PipeFusion(recipe.pipefusion)
-    if recipe.comm_dtype is not None:
-        options["comm_dtype"] = getattr(torch, recipe.comm_dtype)
+    options = _parallel_options(recipe, pipe, ranks, loaded_parts=loaded_parts)
     if recipe.verify:
         _show_checks()
     if ranks > 1:
         report(f"parallelizing over {ranks} ranks")
-    parallelize_pipe(
-        pipe,
-        mesh=mesh,
-        weights=weights,
-        timeout=recipe.timeout,
-        **options,
-    )
+    parallelize_pipe(pipe, mesh=mesh, weights=weights, timeout=recipe.timeout, **options)
     if weights == "tensor" and recipe.quantize is not None:
         require_quantizer().quantize(pipe, recipe.quantize)
     if recipe.offload == "model":
@@ -163,6 +135,54 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     return pipe
 
 
+def _can_load_parts(recipe: Recipe) -> bool:
+    """Whether :func:`from_pretrained_sharded` loads the model: a classical pipeline in a folder, without LoRAs, which
+    need whole weights.
+    """
+    return not recipe.lora and recipe.config is None and not has_modular_index(recipe.model)
+
+
+def _load_parts(recipe: Recipe, mesh: Any, weights: Literal["fsdp", "tensor"]) -> Any:
+    """Load this rank's part of the weights of the pipeline. A collective call on ``mesh``."""
+    dtype = dtype_of(recipe)
+    with _reporting_components(recipe):
+        return from_pretrained_sharded(
+            pipeline_class(recipe),
+            recipe.model,
+            mesh=mesh,
+            weights=weights,
+            quantize=recipe.quantize,
+            dtype=dtype,
+            **load_controlnets(recipe, dtype),
+        )
+
+
+def _parallel_options(recipe: Recipe, pipe: Any, ranks: int, *, loaded_parts: bool) -> dict[str, Any]:
+    """Return the options of :func:`parallelize_pipe` that the recipe states or implies, except mesh, weights and
+    time-out.
+
+    ``loaded_parts`` says that the weights are sharded already.
+    """
+    options = values_of(recipe, PipelineChoices)
+    if ranks == 1:
+        options["vae"] = False
+    if not recipe.places_encoders:
+        if not text_encoders_of(pipe):
+            options["text_encoders"] = None
+        elif recipe.offload == "blocks":
+            options["text_encoders"] = "offload"
+        elif loaded_parts and recipe.sharding == "tensor" and encoders_with_blocks(pipe):
+            # parallelize_pipe would choose the same if it sharded the transformers itself.
+            options["text_encoders"] = "fsdp"
+    if recipe.offload == "blocks":
+        options["offload"] = "blocks"
+    if recipe.pipefusion is not None:
+        options["pipefusion"] = PipeFusion(recipe.pipefusion)
+    if recipe.comm_dtype is not None:
+        options["comm_dtype"] = getattr(torch, recipe.comm_dtype)
+    return options
+
+
 def _device_type() -> str:
     if torch.cuda.is_available():
         return "cuda"
@@ -170,7 +190,7 @@ def _device_type() -> str:
 
 
 def _show_checks() -> None:
-    """Print on stderr what checks of calls find, which commands otherwise hide with the messages of
+    """Print on stderr what checks of calls find (``verify``), which commands otherwise hide with the messages of
     libraries.
     """
     for module in CHECKS.values():
@@ -207,7 +227,8 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
     """Load the pipeline, with all weights and LoRAs, to ``device``. Offloaded components remain in host
     memory.
 
-    ``weights`` says how the caller will shard the weights, None for not at all.
+    ``weights`` says how the caller will shard the weights, None for not at all. Weights to shard are quantized after
+    they are loaded: here for fsdp, and by the caller for tensor parallelism.
     """
     quantize, dtype = recipe.quantize, dtype_of(recipe)
     early = quantize

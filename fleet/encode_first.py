@@ -26,7 +26,10 @@ from para_core.launcher.errors import RankDied
 
 
 class Encoder(Protocol):
-    """The two phases of many requests: text encoders run for a batch of requests, then denoisers."""
+    """The two phases of many requests: text encoders run for a batch of requests, then denoisers.
+
+    :func:`encode_batches` has the order of the calls, each of which every rank makes.
+    """
 
     def encodes_first(self) -> bool:
         """Whether there are two phases. If not, no other method may be called."""
@@ -40,10 +43,12 @@ class Encoder(Protocol):
         """
 
     def end_encoding(self, keep_encoders: bool) -> None:
-        """Begin the second phase. The text encoders run again only with ``keep_encoders``."""
+        """Begin the second phase. Without ``keep_encoders`` the text encoders' weights are dropped, so no other batch
+        can begin.
+        """
 
     def restore_encoders(self) -> None:
-        """Prepare requests that run as a whole, without phases."""
+        """Prepare requests that run as a whole, without phases. Needs ``keep_encoders`` before."""
 
 
 def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence[Line]]:
@@ -83,8 +88,10 @@ class EncodeFirst:
     Only the weights of the current phase are on the device; a denoiser is a transformer or UNet. Outputs of
     the text encoders wait in host memory. :func:`~para_core.fleet.build.build` attaches an instance to a
     pipeline whose weights are neither sharded nor offloaded. An instance that is not attached has no phases.
-    ``call`` calls a pipeline for a list of requests. A batch ends when the outputs of text encoders exceed
-    ``max_bytes``.
+
+    Args:
+        call: Calls a pipeline for a list of requests (:func:`~para_core.fleet.work.call_pipe`).
+        max_bytes: A batch ends when the outputs of text encoders exceed this size, 4 GiB by default.
     """
 
     def __init__(self, call: Callable[[Any, Sequence[Request]], Any], max_bytes: int = 4 * 2**30) -> None:
@@ -138,9 +145,7 @@ class EncodeFirst:
         encoded.complete = False
 
     def encode(self, line: Line) -> bool:
-        """Run the text encoders for ``line``, and return whether less than ``max_bytes`` of outputs wait
-        now.
-        """
+        """Run the text encoders for ``line``, and return whether at most ``max_bytes`` of outputs wait now."""
         encoded = self._require_attached()
         with ExitStack() as stack:
             for name in self._names:
@@ -188,25 +193,28 @@ class _Weights:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        parameters = (x for module in modules for x in uncompiled(module).parameters())
+        parameters = (parameter for module in modules for parameter in uncompiled(module).parameters())
+        # Parameters that modules share are parked once.
         self._parameters = list(dict.fromkeys(parameters))
         self._kept: dict[nn.Parameter, Tensor] = {}
+        self._dropped = False
 
     def park(self, device: torch.device, *, keep: bool) -> None:
-        """Free the device memory of the parameters. Without ``keep`` their data is lost, else it moves to the
+        """Free the device memory of the parameters. Without ``keep`` their data is dropped, else it moves to the
         host.
         """
-        if self._kept:
+        if self._kept or self._dropped:
             return  # They are parked already.
-        for x in self._parameters:
-            parked = torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
-            self._kept[x] = parked
+        self._dropped = not keep
+        for parameter in self._parameters:
             if keep:
-                self._kept[x] = x.data.cpu()
-            x.data = parked
+                self._kept[parameter] = parameter.data.cpu()
+            parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
     def restore(self, device: torch.device) -> None:
-        """Move the kept data of parked parameters to ``device``."""
-        for x, data in self._kept.items():
-            x.data = data.to(device)
+        """Move the kept data of parked parameters to ``device``. Raise RuntimeError if it was dropped."""
+        if self._dropped:
+            raise RuntimeError("the weights were dropped after the last batch; load the pipeline again.")
+        for parameter, data in self._kept.items():
+            parameter.data = data.to(device)
         self._kept.clear()

@@ -46,10 +46,11 @@ class Ranks(Protocol):
     def call(
         self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None
     ) -> Any:
-        """Call a method of the object on all ranks, and return the first rank's result.
+        """Call a method of the object on all ranks, and return its result: the first rank's from
+        :class:`LaunchedRanks`, this rank's from :class:`OwnRank`.
 
         With a ``listener`` the method gets a :class:`~para_core.launcher.link.CallerLink` as ``link``: the listener
-        is called with what the first rank pushes, and ``ticket.cancel()`` cancels the call. Raise what all
+        is called with what that rank pushes, and ``ticket.cancel()`` cancels the call. Raise what all
         ranks raised, and RankDied if a rank ended or ranks raised differently.
         """
 
@@ -111,6 +112,7 @@ class LaunchedRanks:
     def start(self) -> None:
         if self._state.group is not None and not self._state.group.ended:
             return
+        # The first call of a State starts its ranks, and new ones if they have ended.
         self._call(_load_quietly, (self._debug,), None, None)
 
     def call(
@@ -138,7 +140,11 @@ class LaunchedRanks:
 
 
 def _load_quietly(loaded: Any, debug: bool) -> None:
-    # While ranks load, the launcher changes the levels of the same loggers, and restores them afterwards.
+    """Quiet the libraries on a rank, which holds the object ``loaded``.
+
+    While ranks load, the launcher changes the levels of the same loggers, and restores them afterwards, so it is not
+    enough that ``load`` calls :func:`quiet`.
+    """
     quiet(debug)
 
 
@@ -194,8 +200,9 @@ class OwnRank:
             raise
 
     def _all_raised(self) -> bool:
-        """Whether all ranks raised in this call, so that none waits for another. A collective call of
-        those.
+        """Whether all ranks raised in this call, so that none waits for another.
+
+        A collective call of the ranks that raised. If another rank has not, it times out after ``_AGREEMENT``.
         """
         if self._agreement is None:
             return True
@@ -213,8 +220,9 @@ class OwnRank:
 def open_ranks(
     load: Callable[[], Any], ranks: int, *, timeout: float, debug: bool = False
 ) -> LaunchedRanks | OwnRank:
-    """Return ``ranks`` new processes, or this process if there is one rank, or torchrun started it. Starts
-    nothing.
+    """Return ``ranks`` processes on this host, or this process if there is one rank, or torchrun started it.
+
+    Nothing is started before :meth:`Ranks.start`.
     """
     if ranks == 1 or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return OwnRank(load)

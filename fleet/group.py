@@ -16,15 +16,15 @@ import ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from para_core.fleet import replica
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.last_words import Notes, describe_death
-from para_core.fleet.log_relay import Position, log_entries
+from para_core.fleet.log_relay import LogPosition, log_entries
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import CONTROL, Answer, RankActor
 from para_core.fleet.recipe import Recipe
+from para_core.fleet.replica import Replica
 from para_core.fleet.request import Request
 from para_core.foreign_errors import is_slow_start_of_ray
 from para_core.launcher.errors import Cancelled, RankDied
@@ -35,12 +35,12 @@ _POLL_SECONDS = 0.1
 # machine.
 _START_ATTEMPTS = 4
 # Seconds for the other ranks to answer after one rank failed or was cancelled. They are at most one step
-# behind that rank.
+# behind that rank, and a rank that waits for it in a collective never answers.
 _GRACE_SECONDS = 30.0
 logger = logging.getLogger(__name__)
 
 
-class Replica(replica.Replica):
+class RayReplica(Replica):
     """A :class:`~para_core.fleet.replica.Replica` of Ray actors. ``name`` is its name in the log."""
 
     def __init__(self, recipe: Recipe, options: ReplicaOptions, name: str = "replica") -> None:
@@ -63,42 +63,13 @@ class Replica(replica.Replica):
         """
         await self.stop()
         begun = time.monotonic()
-        bundle = _resources_of_rank()
-        ranks = self._options.ranks
         begins, ready = "starting", "ready"
         if self._started:
             begins, ready = "restarting", "ready again"
-        logger.info("%s: %s, %d ranks", self._name, begins, ranks)
-        strategy = "STRICT_PACK"
-        if self._options.spread:
-            strategy = "PACK"
-        self._placement = placement_group([bundle] * ranks, strategy=strategy)
-        seconds = self._recipe.timeout
+        logger.info("%s: %s, %d ranks", self._name, begins, self._options.ranks)
+        await self._place_actors()
         try:
-            await asyncio.wait_for(self._placement.ready(), seconds)
-        except TimeoutError:
-            await self.stop()
-            logger.error("%s: no resources within %g s", self._name, seconds)
-            raise RuntimeError(
-                f"a replica of {ranks} ranks got no resources within {seconds:g} s: the Ray cluster is busy."
-            ) from None
-        actor = ray.remote(concurrency_groups={CONTROL: 4})(RankActor)
-        resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
-        for rank in range(ranks):
-            strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
-            placed = actor.options(scheduling_strategy=strategy, **resources)
-            self.actors.append(placed.remote(self._recipe, rank, self._options))
-        try:
-            watching = [actor.watch_signals.remote() for actor in self.actors]
-            self._processes = [(pid, Notes(folder)) for pid, folder in await asyncio.gather(*watching)]
-            # A rank on another node removes its folder itself, now: Ray kills ranks, so they cannot do it at
-            # their end.
-            elsewhere = [rank for rank, (_, notes) in enumerate(self._processes) if not notes.readable]
-            await asyncio.gather(*[self.actors[rank].remove_notes.remote() for rank in elsewhere])
-            host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
-            port = await self.actors[0].open_store.remote(host)
-            async with self._logging_progress():
-                await asyncio.gather(*[self._join(rank, host, port) for rank in range(ranks)])
+            await self._load_actors()
         except (ray.exceptions.RayError, RankDied) as error:
             await self.stop()
             logger.error("%s: cannot start: %s", self._name, describe_cause(error))
@@ -108,10 +79,51 @@ class Replica(replica.Replica):
         ids = ", ".join(str(pid) for pid, _ in self._processes)
         logger.info("%s: %s after %.1f s, process ids of its ranks: %s", self._name, ready, seconds, ids)
 
+    async def _place_actors(self) -> None:
+        """Reserve a placement group, and create an actor for each rank in it.
+
+        Raise RuntimeError if the cluster has no free resources within the recipe's timeout.
+        """
+        bundle, ranks, seconds = _resources_of_rank(), self._options.ranks, self._recipe.timeout
+        strategy = "STRICT_PACK"
+        if self._options.spread:
+            strategy = "PACK"
+        self._placement = placement_group([bundle] * ranks, strategy=strategy)
+        try:
+            await asyncio.wait_for(self._placement.ready(), seconds)
+        except TimeoutError:
+            await self.stop()
+            logger.error("%s: no resources within %g s", self._name, seconds)
+            raise RuntimeError(
+                f"a replica of {ranks} ranks got no resources within {seconds:g} s: the Ray cluster is busy."
+            ) from None
+        actor = ray.remote(concurrency_groups={CONTROL: 4})(RankActor)
+        # Ray must not restart a rank alone: the other ranks would wait for it, so the whole replica restarts.
+        resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
+        for rank in range(ranks):
+            place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+            placed = actor.options(scheduling_strategy=place, **resources)
+            self.actors.append(placed.remote(self._recipe, rank, self._options))
+
+    async def _load_actors(self) -> None:
+        """Connect the ranks and load the pipeline on them. Raise RankDied or Ray's error if one cannot."""
+        # Ranks watch signals before they load, so that a death while loading has its reason, too.
+        watching = [actor.watch_signals.remote() for actor in self.actors]
+        self._processes = [(pid, Notes(folder)) for pid, folder in await asyncio.gather(*watching)]
+        # A rank on another node removes its folder itself, now: Ray kills ranks, so they cannot do it at
+        # their end.
+        elsewhere = [rank for rank, (_, notes) in enumerate(self._processes) if not notes.readable]
+        await asyncio.gather(*[self.actors[rank].remove_notes.remote() for rank in elsewhere])
+        # All ranks join the store of the first rank, so that has to be open before.
+        host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
+        port = await self.actors[0].open_store.remote(host)
+        async with self._logging_progress():
+            await asyncio.gather(*[self._join(rank, host, port) for rank in range(len(self.actors))])
+
     @asynccontextmanager
     async def _logging_progress(self) -> AsyncIterator[None]:
         """Inside this context, log here what the first rank reports of its loading."""
-        position = Position()
+        position = LogPosition()
 
         async def read() -> None:
             nonlocal position
@@ -173,6 +185,8 @@ class Replica(replica.Replica):
     ) -> list[Result | RequestFailed | Cancelled]:
         if not self.actors:
             raise RankDied("the replica is not running.")
+        # Number of partial images that were passed to progress. Polling is cancelled at the end, so the answers
+        # have all of them.
         sent = 0
 
         async def poll() -> None:
@@ -225,7 +239,7 @@ class Replica(replica.Replica):
         if not self._loaded:
             return False
         actors = list(self.actors)
-        pings = [actor.process.options(concurrency_group=CONTROL).remote() for actor in actors]
+        pings = [actor.ping.options(concurrency_group=CONTROL).remote() for actor in actors]
         answers = await asyncio.gather(*pings, return_exceptions=True)
         errors = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, BaseException)}
         if actors == self.actors:  # else the replica was stopped meanwhile
@@ -282,11 +296,12 @@ def connect(cpus: int, *, debug: bool) -> bool:
     if not debug:
         options = {"logging_level": "ERROR", "log_to_driver": False}
     here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
-    # Ray replaces the handler of SIGTERM. With Ray's, Serve outlives the process.
+    # Ray replaces Python's handler of SIGTERM. Restore the previous one, by which a command ends in its own way.
     before = signal.getsignal(signal.SIGTERM)
     try:
         _start(**here)
-    except ValueError:  # Ray found a running cluster, and refuses num_cpus for it.
+    except ValueError:
+        # There is a running cluster. Connect to it without the options of a new one.
         try:
             ray.init(**options)
         except ConnectionError as error:
@@ -297,16 +312,18 @@ def connect(cpus: int, *, debug: bool) -> bool:
             # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
             _start(address="local", **here)
     finally:
-        # Python lets only the main thread set signal handlers. In another thread Ray has not replaced the
-        # handler either.
+        # Python lets only the main thread set signal handlers. In another thread Ray has replaced none of Python's;
+        # for the handler that it installs below Python see _restore_sigterm in http/pool.py.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
     return True
 
 
 def _start(**options: Any) -> None:
-    """Call ``ray.init``, and again if a node starts too slowly. Raise ValueError if there is a cluster
-    already.
+    """Call ``ray.init``, and again if a node starts too slowly.
+
+    Raise ValueError if there is a cluster already, for which Ray refuses ``num_cpus``, and RuntimeError if Ray does not
+    start.
     """
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:

@@ -9,6 +9,7 @@ from typing import Any
 # Formats that Pillow may decode. Other formats are refused, so that no client's file reaches a rarely tested
 # decoder.
 _FORMATS = ("PNG", "JPEG", "WEBP")
+# Decoded, an image of this size takes 192 MiB.
 MAX_IMAGE_PIXELS = 64 * 2**20
 
 
@@ -56,14 +57,15 @@ def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] 
 
 
 def convert_mask(data: bytes) -> bytes:
-    """Convert OpenAI's mask, transparent where to generate, to diffusers' mask, white there. Other images
-    stay.
+    """Convert OpenAI's mask, which is transparent where to generate, to diffusers' mask, which is white there.
+
+    An image without transparency is returned as it is, as diffusers' mask.
     """
     from PIL import Image, ImageChops
 
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "WEBP"))
-        if image.width * image.height > 2**26 or image.mode not in ("RGBA", "LA", "PA"):
+        if image.width * image.height > MAX_IMAGE_PIXELS or image.mode not in ("RGBA", "LA", "PA"):
             return data
         buffer = io.BytesIO()
         ImageChops.invert(image.convert("RGBA").getchannel("A")).save(buffer, "PNG")

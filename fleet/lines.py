@@ -16,7 +16,7 @@ from para_core.fleet.prompt_file import Line, Problem
 from para_core.launcher.errors import RankDied
 
 
-class Shown(Protocol):
+class LineDisplay(Protocol):
     """Display of lines and their steps."""
 
     def begin(self, number: int, steps: int | None) -> None:
@@ -33,14 +33,15 @@ class Shown(Protocol):
 class LineRun:
     """Generation of ``lines`` on ``ranks``, which hold a :class:`para_core.fleet.rank.Rank` each.
 
-    ``write`` is called with each line and its result. Under torchrun the first rank alone has results. ``debug`` prints
-    the traceback of what fails a line.
+    ``write`` is called with each line and its result. Under torchrun the first rank alone has results, and every rank
+    must make the same calls. ``debug`` prints the traceback of what fails a line. The instance is itself the
+    :class:`~para_core.fleet.encode_first.Encoder` of all ranks.
     """
 
     ranks: Ranks
     lines: Sequence[Line]
     write: Callable[[Line, Result], None]
-    shown: Shown
+    shown: LineDisplay
     debug: bool = False
     _problems: dict[int, str] = field(default_factory=dict)  # reasons by the number of the line
     _done: set[int] = field(default_factory=set)
@@ -49,9 +50,8 @@ class LineRun:
     def run(self) -> list[Problem]:
         """Generate all lines, and return a problem for each line that failed.
 
-        A line fails if all ranks raise. If ranks end, the current line fails, and new ranks generate those
-        that are left. Raise RankDied if ranks end without a line or cannot start again, and what ``write``
-        raises.
+        A line fails if all ranks raise. If ranks end, the current line fails, and new ranks generate the others.
+        Raise RankDied if ranks end without a line or cannot start again, and what ``write`` raises.
         """
         while waiting := [line for line in self.lines if line.number not in {*self._done, *self._problems}]:
             try:
@@ -84,7 +84,7 @@ class LineRun:
 
     @contextmanager
     def _running(self, line: Line) -> Iterator[None]:
-        """Inside this context, ``line`` is the one that fails if ranks end."""
+        """Inside this context, ``line`` is the one that fails if ranks end. After RankDied, :meth:`run` reads it."""
         self._current = line.number
         try:
             yield

@@ -44,9 +44,11 @@ class LocalReplica(Replica):
     """A :class:`~para_core.fleet.replica.Replica` on this host.
 
     Its ranks use the GPUs ``devices``, by default the first ones, and ``env`` are their further environment
-    variables.
-    With ``own_process`` its one rank is a thread of this process: no second process takes memory, but what
-        ends the rank ends this process.
+    variables. With ``own_process`` its one rank is a thread of this process: no second process takes memory, but what
+    ends the rank ends this process.
+
+    Ranks are driven from one thread (:class:`_WorkThread`), because their calls block. Everything else runs in the
+    event loop.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class LocalReplica(Replica):
         try:
             await thread.run(self._load)
         except asyncio.CancelledError:
+            # The thread still loads. stop ends the ranks, which ends that too.
             await self.stop()
             raise
         except Exception as error:
@@ -117,6 +120,7 @@ class LocalReplica(Replica):
         return [os.getpid()]
 
     async def stop(self) -> None:
+        # _run_batch tells by running whether ranks were stopped or died, so set it before they end.
         self._running = False
         if self._batch is not None:
             self._batch.ticket.cancel()
@@ -160,6 +164,7 @@ class LocalReplica(Replica):
                 ticket=running.ticket,
             )
         except Cancelled as error:
+            # The ticket is cancelled only if all requests of the batch are.
             return [error for _ in batch]
         except RankDied as error:
             if not self.running:
@@ -236,7 +241,7 @@ class _LoggedDisplay(Display):
 
 
 class _WorkThread:
-    """Thread that calls one function after another. It does not hold up the end of the process."""
+    """Daemon thread that calls one function after another. The process can end while it works."""
 
     def __init__(self, name: str) -> None:
         self._jobs = queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]()
@@ -249,7 +254,7 @@ class _WorkThread:
         return await future
 
     def end(self) -> None:
-        """End the thread after the functions that wait."""
+        """End the thread after the functions that :meth:`run` was given before."""
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -262,10 +267,10 @@ class _WorkThread:
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # The loop has been closed.
-                future.get_loop().call_soon_threadsafe(_finish, future, result, error)
+                future.get_loop().call_soon_threadsafe(_set_outcome, future, result, error)
 
 
-def _finish(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def _set_outcome(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return  # The task that waited was cancelled.
     if error is not None:

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# Number of records that wait at most. The oldest are dropped.
+# Number of records that wait at most. The oldest are dropped, so that a rank without a reader keeps its memory.
 _MOST_RECORDS = 2000
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """A log record that can be sent to another process."""
 
     created: float  # seconds since 1970
@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     message: str
 
 
-class Position(NamedTuple):
+class LogPosition(NamedTuple):
     """The last record that a reader has got, and the relay that it is from."""
 
     relay: str = ""
@@ -39,18 +39,18 @@ class LogRelay(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._name, self._last = uuid.uuid4().hex, 0
-        self._entries: deque[tuple[int, Entry]] = deque(maxlen=_MOST_RECORDS)
+        self._entries: deque[tuple[int, LogEntry]] = deque(maxlen=_MOST_RECORDS)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the record."""
-        # logging.Handler.handle holds the lock.
+        """Keep the record. Called by logging.Handler.handle, which holds ``self.lock``, as :meth:`read` does."""
         self._last += 1
-        entry = Entry(record.created, record.levelno, record.name, self.format(record))
+        entry = LogEntry(record.created, record.levelno, record.name, self.format(record))
         self._entries.append((self._last, entry))
 
-    def read(self, position: Position) -> tuple[Position, list[Entry]]:
-        """Return the records after ``position``, and the position after these. Forget those before
-        ``position``.
+    def read(self, position: LogPosition) -> tuple[LogPosition, list[LogEntry]]:
+        """Return the next position, and the records after ``position``. Forget those up to ``position``.
+
+        A position of another relay, as after a restart of the rank, is before all records.
         """
         with self.lock:  # type: ignore[union-attr]
             last_read = 0
@@ -58,10 +58,10 @@ class LogRelay(logging.Handler):
                 last_read = position.number
             while self._entries and self._entries[0][0] <= last_read:
                 self._entries.popleft()
-            return Position(self._name, self._last), [entry for _, entry in self._entries]
+            return LogPosition(self._name, self._last), [entry for _, entry in self._entries]
 
 
-def log_entries(entries: Iterable[Entry]) -> None:
+def log_entries(entries: Iterable[LogEntry]) -> None:
     """Log records of another process in this one, with their own times."""
     for entry in entries:
         logger = logging.getLogger(entry.logger)

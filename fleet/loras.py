@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -17,9 +18,11 @@ from para_core.fleet.request import Lora
 class LoadedLoras:
     """The LoRAs of requests that are loaded into a pipeline, in addition to those of the recipe.
 
-    At most ``keep`` stay loaded: beyond it, the least recently used one is unloaded. ``loads`` counts how
-        often one was loaded. ``encoded_prompts`` is cleared when the LoRA changes, if LoRAs are loaded into
-        text encoders.
+    At most ``keep`` stay loaded: beyond it, the least recently used one is unloaded. ``encoded_prompts`` is cleared
+    when the LoRA changes, if LoRAs are loaded into text encoders. All ranks must make the same calls of :meth:`use`.
+
+    Attributes:
+        loads: How often a LoRA was loaded.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class LoadedLoras:
         }
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._active: Lora | None = None
+        self._numbers = itertools.count()
         self.loads = 0
 
     def use(self, lora: Lora | None) -> None:
@@ -58,10 +62,12 @@ class LoadedLoras:
             self._encoded_prompts.clear()
 
     def _load(self, lora: Lora) -> str:
+        """Return the name under which the pipeline has the LoRA, after loading it if necessary."""
         if lora.path in self._loaded:
             self._loaded.move_to_end(lora.path)
             return self._loaded[lora.path]
-        name = f"request_{self.loads}"
+        # No name is used twice: a LoRA that failed half-way may leave its name behind.
+        name = f"request_{next(self._numbers)}"
         try:
             with warnings.catch_warnings():
                 # peft warns that the model has several LoRAs, which is intended here.

@@ -18,7 +18,8 @@ from para_core.option_values import num_resident
 logger = logging.getLogger(__name__)
 
 # Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers and the allocator's
-# fragmentation.
+# fragmentation. An assumption, the same as that of adapters/planner/predict.py, so that a command refuses what
+# `para_core plan` calls too large. This module works without the planner, so it does not import it.
 RESERVED = 6e9
 
 
@@ -58,7 +59,8 @@ class Memory:
 def bytes_of_device(shares: int | None = None) -> float:
     """Return the bytes that a rank may hold: the memory of the current GPU, less a reserve.
 
-    Without a GPU, return the memory of the machine divided by ``shares``, by default the number of CPU cores.
+    Without a GPU, return the memory of the machine divided by ``shares``, the number of ranks on it, by default that of
+    CPU cores.
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory - RESERVED
@@ -121,5 +123,6 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
     device = "cpu"
     if torch.cuda.is_available():
         device = "cuda"
-    choice = choose(pipe, ranks, device, ranks)
+    # As if all ranks are on one host. On several hosts, build may choose another mesh.
+    choice = choose(pipe, ranks, device, on_host=ranks)
     return {"batch": choice.batch, "ring": choice.ring, "ulysses": choice.ulysses}

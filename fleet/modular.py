@@ -61,16 +61,17 @@ def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
             f"model {name!r} is for {pipeline}, which diffusers {diffusers.__version__} does not have."
         )
     try:
-        own_code = "auto_map" in ModularPipelineBlocks.load_config(name)
+        has_remote_code = "auto_map" in ModularPipelineBlocks.load_config(name)
     except (OSError, ValueError):
-        own_code = False
-    if own_code and not trust_remote_code:
+        # A repository without a config of blocks uses those of diffusers.
+        has_remote_code = False
+    if has_remote_code and not trust_remote_code:
         raise ValueError(
             f"model {name!r} has blocks of its own, which are Python code. Read the code, and give "
             "--trust-remote-code to run it."
         )
     pipe = ModularPipeline.from_pretrained(name, trust_remote_code=trust_remote_code)
-    _hide_progress(_blocks(pipe))
+    _hide_progress(_blocks_of_pipe(pipe))
     return pipe
 
 
@@ -81,18 +82,18 @@ def describe_modular(name: str, pipe: Any) -> Model:
     Raises:
         ValueError: ``pipe`` generates neither images nor videos, or requires a video, which cannot be given.
     """
-    blocks, pipeline = _blocks(pipe), original_class(pipe)
+    blocks, pipeline = _blocks_of_pipe(pipe), original_class(pipe)
     output = _output_of(blocks)
     if output is None:
-        outputs = ", ".join(x.name for x in blocks.outputs)
+        outputs = ", ".join(block_output.name for block_output in blocks.outputs)
         raise ValueError(
             f"model {name!r} ({pipeline.__name__}) generates {outputs}; expected images or videos."
         )
-    inputs = {x.name: x for x in blocks.inputs if _can_be_given(x)}
-    fields = {key: x.default for key, x in inputs.items()}
+    inputs = {parameter.name: parameter for parameter in blocks.inputs if _can_set(parameter)}
+    fields = {key: parameter.default for key, parameter in inputs.items()}
     for key, guider in guiders_of(pipe).items():
         fields[key] = getattr(pipe, guider).guidance_scale
-    needed = [key for key, x in inputs.items() if x.required and x.default is None]
+    needed = [key for key, parameter in inputs.items() if parameter.required and parameter.default is None]
     for key in needed:
         if "video" in key:
             raise ValueError(
@@ -103,7 +104,9 @@ def describe_modular(name: str, pipe: Any) -> Model:
         pipeline.__name__,
         fields,
         _OUTPUT_KINDS[output][0],
-        annotations={key: x.type_hint for key, x in inputs.items() if x.type_hint is not None},
+        annotations={
+            key: parameter.type_hint for key, parameter in inputs.items() if parameter.type_hint is not None
+        },
         modular=True,
         takes_loras=hasattr(pipeline, "load_lora_weights"),
     )
@@ -112,11 +115,13 @@ def describe_modular(name: str, pipe: Any) -> Model:
     return replace(model, required=tuple(key for key in model.images if key in needed))
 
 
-def _can_be_given(x: Any) -> bool:
-    kinds = {*(get_args(x.type_hint) or [x.type_hint])} - {type(None)}
+def _can_set(parameter: Any) -> bool:
+    """Whether a request may set ``parameter``, an InputParam of a block."""
+    kinds = {*(get_args(parameter.type_hint) or [parameter.type_hint])} - {type(None)}
     is_tensor = kinds <= {torch.Tensor, torch.Generator, torch.dtype}
-    named = x.name is not None and not x.name.startswith("_") and x.name not in _BETWEEN_BLOCKS
-    return named and can_be_given(x.name) and not is_tensor
+    name = parameter.name
+    is_public = name is not None and not name.startswith("_") and name not in _BETWEEN_BLOCKS
+    return is_public and can_be_given(name) and not is_tensor
 
 
 def guiders_of(pipe: Any) -> dict[str, str]:
@@ -125,7 +130,7 @@ def guiders_of(pipe: Any) -> dict[str, str]:
     The field ``guidance_scale`` sets the scale of ``guider``, ``guidance_scale_2`` that of ``guider_2``. A
     field that is also an input of a block is left out, because the block takes it.
     """
-    inputs = {x.name for x in _blocks(pipe).inputs}
+    inputs = {parameter.name for parameter in _blocks_of_pipe(pipe).inputs}
     names = {name.replace("guider", "guidance_scale"): name for name in pipe.components if "guider" in name}
     return {
         field: name
@@ -149,8 +154,11 @@ def load_modular(
         options["trust_remote_code"] = True
     if quantize is not None:
         types = {part: pipe.get_component_spec(part).type_hint for part in pipe.pretrained_component_names}
-        names = [part for part, cls in types.items() if part in USUAL_NAMES or is_transformer_class(cls)]
-        options["quantization_config"] = require_quantizer().loading_config(quantize, names).quant_mapping
+        transformers = [
+            part for part, cls in types.items() if part in USUAL_NAMES or is_transformer_class(cls)
+        ]
+        config = require_quantizer().loading_config(quantize, transformers)
+        options["quantization_config"] = config.quant_mapping
     names = [
         part
         for part in pipe.pretrained_component_names
@@ -179,9 +187,9 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     arguments that are inputs of no block are ignored. Return a namespace with ``images`` or ``frames``, like
     a classical output.
     """
-    blocks, guiders = _blocks(pipe), guiders_of(pipe)
-    inputs = {x.name for x in blocks.inputs}
-    output = _output_of(blocks)
+    blocks, guiders = _blocks_of_pipe(pipe), guiders_of(pipe)
+    inputs = {parameter.name for parameter in blocks.inputs}
+    output = _output_of(blocks)  # not None, or describe_modular would have refused the model
     scales = {
         guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None
     }
@@ -198,6 +206,7 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
             guider.guidance_scale = scale
         samples = pipe(output=output, **fields)
     if output == "images" and isinstance(samples[0], list):
+        # A pipeline of layers returns a list of images for each sample.
         samples = [layer for layers in samples for layer in layers]
     return SimpleNamespace(**{_OUTPUT_KINDS[output or ""][1]: samples})
 
@@ -252,13 +261,14 @@ def _muting_block_errors() -> Iterator[None]:
         blocks.setLevel(before)
 
 
-def _blocks(pipe: Any) -> Any:
+def _blocks_of_pipe(pipe: Any) -> Any:
     # The public pipe.blocks makes a copy at each access, which takes longer than a step of a small model.
     return pipe._blocks
 
 
 def _output_of(blocks: Any) -> str | None:
-    names = {x.name for x in blocks.outputs}
+    """Return the name of the output that can be written to files; None if there is none."""
+    names = {block_output.name for block_output in blocks.outputs}
     return next((name for name in _OUTPUT_KINDS if name in names), None)
 
 

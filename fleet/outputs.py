@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from para_core.fleet.pipeline_info import Kind, Model
 from para_core.fleet.prompt_file import Line
-from para_core.fleet.request import Delivery, Request, estimated_pixels
+from para_core.fleet.request import Delivery, Request, estimate_pixels
 
 if TYPE_CHECKING:
     from para_core.fleet.recipe import Recipe
@@ -28,7 +28,7 @@ FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "vid
 # Upper estimates of bytes per pixel. A PNG of noise has slightly more than 3. Of the video formats, GIF is
 # the largest.
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
-_SPARE_BYTES = 64 * 2**20
+_SPARE_BYTES = 64 * 2**20  # of disk space that stay free beside the estimate
 # Names of the temporary files of write_atomically. A process that was killed leaves them behind.
 _TEMPORARY_PATTERN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
 
@@ -87,11 +87,13 @@ def choose_format(model: Model, format_: str | None) -> str:
     return chosen
 
 
-def find_disk_problem(folder: Path, request: Request, kind: Kind) -> str | None:
+def find_disk_problem(folder: Path, request: Request, model: Model) -> str | None:
     """Return an error message if the result of ``request`` alone may not fit on the disk of ``folder``, else
     None.
+
+    It is None for a small result as well: if the disk is so full, :func:`require_room` refuses all lines together.
     """
-    needed = _estimate_bytes([request], kind)
+    needed = _estimate_bytes([request], model)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
     if needed + _SPARE_BYTES <= free or needed <= _SPARE_BYTES:
@@ -99,8 +101,13 @@ def find_disk_problem(folder: Path, request: Request, kind: Kind) -> str | None:
     return f"its result may take {_format_bytes(needed)}, and {folder} has {_format_bytes(free)} free."
 
 
-def _estimate_bytes(requests: Sequence[Request], kind: Kind) -> int:
-    return int(sum(estimated_pixels(x, kind) * _BYTES_PER_PIXEL[x.delivery.format_] for x in requests))
+def _estimate_bytes(requests: Sequence[Request], model: Model) -> int:
+    return int(
+        sum(
+            estimate_pixels(request, model) * _BYTES_PER_PIXEL[request.delivery.format_]
+            for request in requests
+        )
+    )
 
 
 def _format_bytes(number: int) -> str:
@@ -109,13 +116,13 @@ def _format_bytes(number: int) -> str:
     return f"{number / 1e6:.1f} MB"
 
 
-def require_room(folder: Path, requests: Sequence[Request], kind: Kind) -> int:
+def require_room(folder: Path, requests: Sequence[Request], model: Model) -> int:
     """Make the folder, and return an upper estimate of the bytes that the results of ``requests`` take.
 
     Raises:
         OSError: The folder cannot be made or written to, or its disk has too little free space.
     """
-    needed = _estimate_bytes(requests, kind)
+    needed = _estimate_bytes(requests, model)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -158,7 +165,7 @@ def require_name(name: str | None) -> None:
     """Check that ``name`` is a valid beginning of a file name. None is valid.
 
     Raises:
-        ValueError: ``name`` is none, for example because it has a folder.
+        ValueError: ``name`` is no such beginning, for example because it names a folder.
     """
     if name is not None and not _NAME_PATTERN.fullmatch(name):
         raise ValueError(
@@ -179,9 +186,9 @@ def compute_digest(request: Request, recipe: Recipe, kind: Kind) -> str:
 def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple[list[Line], list[Line]]:
     """Return the lines to generate and the finished lines, each with the name of its files.
 
-    A line is finished if the folder has a complete result with its digest. A line to generate is named by its
-    number (``cat-00001`` if ``name`` is ``cat``), or by an unused number if the folder already has files of
-    that name.
+    A line is finished if the folder has a complete result with its digest. Of several lines with the same digest, each
+    needs a result of its own. A line to generate is named by its number (``cat-00001`` if ``name`` is ``cat``), or by
+    an unused number if the folder already has files of that name.
     """
     prefix = ""
     if name is not None:

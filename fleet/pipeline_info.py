@@ -21,11 +21,11 @@ _SET_BY_CALLER = ("self", "generator", "output_type", "return_dict", "args", "kw
 
 # This folder exists in a checkout of the repository, but not in an installed package.
 TINY_FLUX = Path("zoo/flux/pipeline")
-# 64 text tokens are four times as fast as FLUX's default of 512, and the images are as good.
+# The T5 of the tiny FLUX learned from captions of at most 64 tokens (zoo/flux/tune.py).
 TINY_FLUX_FIELDS = {"height": 128, "width": 128, "num_inference_steps": 20, "max_sequence_length": 64}
 
 # A pipeline generates videos if its call has one of _FRAME_PARAMETERS, else audio if it has one of
-# _AUDIO_PARAMETERS.
+# _AUDIO_PARAMETERS, else images.
 _FRAME_PARAMETERS = ("num_frames", "video_length")
 _AUDIO_PARAMETERS = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "audio_duration_s")
 
@@ -41,9 +41,8 @@ class Model:
     fields: Mapping[str, Any]
     kind: Kind
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields, if they differ from the pipeline's
-    annotations: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # types of the parameters, as far as they are known
+    # Types of the parameters, as far as they are known.
+    annotations: Mapping[str, Any] = field(default_factory=dict)
     modular: bool = False
     takes_loras: bool = True
     required: tuple[str, ...] = ()  # image fields that every request must set
@@ -108,8 +107,8 @@ def find_tiny_flux() -> Path:
     )
 
 
-def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
-    """Return the description of model ``name``, whose pipeline class is ``cls``, with these defaults of
+def describe_class(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
+    """Return the description of model ``name``, whose classical pipeline class is ``cls``, with these defaults of
     fields.
 
     Raises:

@@ -274,7 +274,7 @@ def _read_attribute(expression: ast.expr, pipe: Any) -> Any:
     return None
 
 
-def fitting_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
+def find_fitting_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
     """Return the pipeline classes that run the weights of a folder with this index, without deprecated ones.
 
     Those whose names begin like that of the folder's class come first, then those with short names.
@@ -300,10 +300,12 @@ _OWN_WEIGHTS = re.compile(
 )
 
 
-def advised_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
-    """Return the classes of :func:`fitting_pipelines`, without those that need weights of their own."""
+def find_advisable_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
+    """Return the classes of :func:`find_fitting_pipelines`, without those that need weights of their own."""
     inputs = set(_OWN_WEIGHTS.findall(str(index.get("_class_name"))))
-    return [source for source in fitting_pipelines(index) if set(_OWN_WEIGHTS.findall(source.name)) <= inputs]
+    return [
+        source for source in find_fitting_pipelines(index) if set(_OWN_WEIGHTS.findall(source.name)) <= inputs
+    ]
 
 
 def require_pipeline(
@@ -354,7 +356,7 @@ def require_pipeline(
 
 
 def _advise(index: Mapping[str, Any]) -> str:
-    fitting = [source.name for source in fitting_pipelines(index)]
+    fitting = [source.name for source in find_fitting_pipelines(index)]
     if not fitting:
         return "Leave --pipeline out to use the class that the model names."
     return f"These classes take the weights of this model: {', '.join(fitting)}."

@@ -41,9 +41,8 @@ def read_prompts(
     skipped.
 
     Each line of a ``.txt`` file is a prompt. Each line of any other file is a JSON object with fields of a
-    request.
-    ``common`` has fields for every line that does not set them itself. Line n has the seed ``seed + n - 1``, unless it
-    sets its own.
+    request, whose image files are named relative to the folder of the prompt file. ``common`` has fields for every line
+    that does not set them itself. Line n has the seed ``seed + n - 1``, unless it sets its own.
 
     Raises:
         OSError: The file cannot be read.
@@ -56,7 +55,7 @@ def read_prompts(
         return (path.parent / name).read_bytes()
 
     schema = request_schema(model)
-    requests: list[Line] = []
+    lines: list[Line] = []
     problems: list[Problem] = []
     for number, text in enumerate(contents.split("\n"), start=1):
         if not text.strip():
@@ -80,8 +79,8 @@ def read_prompts(
         except (OSError, ValueError) as error:
             problems.append(Problem(number, describe_exception(error)))
         else:
-            requests.append(Line(number, request))
-    return requests, problems
+            lines.append(Line(number, request))
+    return lines, problems
 
 
 def read_contents(path: Path) -> str:

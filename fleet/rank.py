@@ -18,7 +18,7 @@ from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.work import Watch, call_pipe, generate, generate_batch
+from para_core.fleet.work import Watch, call_pipe, generate_batch, generate_request
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.link import NO_CALLER, CallerLink
 
@@ -29,9 +29,8 @@ class ReplicaOptions:
 
     ranks: int = 1  # each takes one GPU if the hosts have any
     spread: bool = False  # whether ranks may be on several nodes instead of one
-    room: float | None = (
-        None  # bytes that a rank may hold, weights included; None for the memory of its device
-    )
+    # Bytes that a rank may hold, weights included; None for the memory of its device.
+    room: float | None = None
     prompt_bytes: int = 0  # of host memory for cached outputs of text encoders; 0 disables the cache
     loras: int = 0  # largest number of LoRAs of requests that stay loaded; 0 refuses requests with a LoRA
     warmup: tuple[Request, ...] = ()  # requests that a replica of a server generates before it is ready
@@ -42,7 +41,8 @@ class Rank:
 
     The process group exists before, if there are several ranks. Loading and every method but :meth:`memory`
     is a collective call. ``encode_first`` prepares the pipeline for the phases of
-    :class:`~para_core.fleet.encode_first.Encoder`, if the recipe fits.
+    :class:`~para_core.fleet.encode_first.Encoder`, if the recipe fits. Callers in other processes
+    (:class:`~para_core.fleet.engine.Ranks`) look methods up by their names.
     """
 
     def __init__(
@@ -72,13 +72,14 @@ class Rank:
         return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
 
     def generate(self, request: Request, link: CallerLink = NO_CALLER) -> Result | None:
-        """Run one request, and return the result on the first rank of the pipeline's mesh, None on others.
+        """Run one request without a LoRA of its own, for a line of a prompt file. Return the result on the first rank
+        of the pipeline's mesh, None on others.
 
-        The numbers of finished steps are pushed to ``link``. It cannot be cancelled, so ranks agree on
-        nothing.
+        The numbers of finished steps are pushed to ``link``. The request cannot be cancelled, so the ranks need not
+        agree on that after each step.
         """
         with self._releasing_memory():
-            return generate(self._pipe, request, self._recipe, Watch(progress=link.push))
+            return generate_request(self._pipe, request, self._recipe, Watch(progress=link.push))
 
     def generate_batch(
         self, requests: Sequence[Request], link: CallerLink = NO_CALLER
@@ -86,7 +87,8 @@ class Rank:
         """Run requests with the same ``batch_key`` as one call of the pipeline.
 
         Return their results on the first rank of the pipeline's mesh, None on others. Numbers of finished
-        steps and partial images are pushed to ``link``. Raise Cancelled if it says so after a step.
+        steps and partial images are pushed to ``link``. Raise Cancelled if ``link`` of the first rank says so after a
+        step, and ValueError if the LoRA of the requests cannot be loaded.
         """
         with self._releasing_memory():
             lora = requests[0].lora
@@ -107,7 +109,7 @@ class Rank:
         # waits for a rank that has raised. This rank would then never report the reason.
         if self._release_memory:
             self._release_memory = False
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # does nothing without a GPU
         try:
             yield
         except Cancelled:

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from para_core.fleet.failures import RequestFailed, describe_exception
 from para_core.fleet.last_words import LastWords
-from para_core.fleet.log_relay import Entry, LogRelay, Position
+from para_core.fleet.log_relay import LogEntry, LogPosition, LogRelay
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import Rank, ReplicaOptions
@@ -69,7 +69,7 @@ class RankActor:
 
     def join(self, host: str, port: int) -> None:
         """Connect to the other ranks at the address of :meth:`open_store`, and load the pipeline. A
-        collective call.
+        collective call, after which :class:`Rank` may be used.
         """
         # A Ray actor sees one GPU, with index 0. With a launcher's LOCAL_RANK, init_device_mesh would select
         # another.
@@ -85,8 +85,8 @@ class RankActor:
         with pass_records_to(self._log):
             self._rank = Rank(self._recipe, self._options)
 
-    def loading_log(self, position: Position) -> tuple[Position, list[Entry]]:
-        """Return what :meth:`join` has logged after ``position``, and the next position."""
+    def loading_log(self, position: LogPosition) -> tuple[LogPosition, list[LogEntry]]:
+        """Return the next position, and what :meth:`join` has logged after ``position``."""
         return self._log.read(position)
 
     def memory(self) -> Memory | None:
@@ -99,14 +99,15 @@ class RankActor:
         return self._rank
 
     def generate_batch(self, batch: Sequence[tuple[str, Request]]) -> list[Answer]:
-        """Run requests with the same ``batch_key`` as one call of the pipeline. A collective call.
+        """Run named requests with the same ``batch_key`` as one call of the pipeline, and return their answers. A
+        collective call.
 
-        The call ends early only if all requests are cancelled. If it raises, every request has failed.
+        The call ends early only if all requests are cancelled. What the pipeline raises becomes the outcome of every
+        request, because Ray could not send an exception whose class the caller lacks.
         """
         if torch.cuda.is_available():
-            torch.cuda.set_device(
-                0
-            )  # The device is set per thread, and Ray may call this method in any thread.
+            # The device is set per thread, and Ray may call this method in any thread.
+            torch.cuda.set_device(0)
         ids = [id_ for id_, _ in batch]
         requests = [request for _, request in batch]
 
@@ -152,9 +153,8 @@ class RankActor:
         """
         self._cancelled.add(id_)
 
-    def process(self) -> int:
-        """Return the process id. The caller uses only the fact that this rank answers."""
-        return os.getpid()
+    def ping(self) -> None:
+        """Do nothing. The caller uses the fact that this rank answers."""
 
     def watch_signals(self) -> tuple[int, str]:
         """Leave a note if a signal ends this process. Return its id, and the folder of the note."""

@@ -153,8 +153,8 @@ class Recipe(PipelineChoices):
     def digest(self) -> str:
         """16 hex digits. Recipes with the same have results that are equal up to rounding; some others have, too.
 
-        :mod:`.outputs` finds finished files by it. An option that changes results is added only if it is set, so
-        that files of earlier versions are still found.
+        :func:`~para_core.fleet.outputs.choose_names` finds finished files by it. So a new option that changes results
+        must be added, and only if it is set, or files of earlier versions would be generated again.
         """
         backend: Any = self.backend
         if self.schedule:
@@ -194,15 +194,15 @@ def _check_gguf(recipe: Recipe) -> None:
     """Raise ValueError if an option needs plain weights, while the model is a GGUF file, whose weights stay
     packed.
     """
-    pipe = recipe.stages
+    stages = recipe.stages
     values: dict[str, str | None] = {
         "weights": recipe.sharding,
         "quantize": recipe.quantize,
     }
     if recipe.compile != "no":
         values["compile"] = recipe.compile
-    if pipe > 1:
-        values["mesh"] = f"pipe={pipe}"
+    if stages > 1:
+        values["mesh"] = f"pipe={stages}"
     for name, value in values.items():
         if value is not None:
             raise ValueError(

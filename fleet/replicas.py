@@ -21,12 +21,12 @@ from para_core.launcher.errors import RankDied
 
 
 def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequence[Replica]:
-    """Return ``count`` replicas, which are not started. On Ray, they start inside :func:`connected`."""
+    """Return ``count`` replicas, which are not started. On Ray, they start inside :func:`cluster_connection`."""
     names = [f"replica {number}" for number in range(count)]
     if uses_ray(spread=options.spread):
         from para_core.fleet import group
 
-        return [group.Replica(recipe, options, name) for name in names]
+        return [group.RayReplica(recipe, options, name) for name in names]
     own_process = count * options.ranks == 1
     env: dict[str, str] = {}
     if count > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -45,7 +45,7 @@ def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequen
 
 
 @contextmanager
-def connected(options: ReplicaOptions, count: int, *, debug: bool) -> Iterator[None]:
+def cluster_connection(options: ReplicaOptions, count: int, *, debug: bool) -> Iterator[None]:
     """Inside this context, ``count`` replicas can run: on Ray, this process is connected to a cluster.
 
     Raises:
@@ -92,7 +92,13 @@ def generate_lines(
 
     ``write`` is called in this process with each line and its result. A replica that dies is restarted, and tries its
     current line once more.
+
+    Raises what :func:`cluster_connection` and ``write`` raise, and:
+
+    Raises:
+        RuntimeError: A replica cannot start.
     """
+    # One iterator for all replicas: each takes the next line as soon as it is free.
     waiting = iter(lines)
     problems: list[Problem] = []
 
@@ -118,6 +124,6 @@ def generate_lines(
         all_replicas = make_replicas(recipe, options, min(replicas, len(lines)))
         await asyncio.gather(*[generate_waiting(replica) for replica in all_replicas])
 
-    with connected(options, replicas, debug=debug):
+    with cluster_connection(options, replicas, debug=debug):
         asyncio.run(generate_all())
     return sorted(problems, key=lambda problem: problem.number)

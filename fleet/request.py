@@ -22,7 +22,8 @@ from para_core.fleet.request_schema import (
     require_one_name,
 )
 
-# Width, height and number of frames that are assumed for estimates if a request leaves them to the pipeline.
+# Width, height and number of frames that are assumed for estimates if neither a request nor the pipeline's call
+# states them: the native sizes of FLUX and of HunyuanVideo.
 _USUAL_SIZES: Mapping[Kind, tuple[int, int, int]] = {"image": (1024, 1024, 1), "video": (1280, 720, 129)}
 USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _USUAL_SIZES.items()}
 
@@ -35,9 +36,8 @@ class Delivery:
 
     format_: str = "png"
     fps: int = 16  # of videos
-    quality: int | None = (
-        None  # of JPEG and WebP images, 0 to 100; by default JPEG has 95, and WebP is lossless
-    )
+    # Of JPEG and WebP images, 0 to 100. None is 95 for JPEG, and lossless for WebP.
+    quality: int | None = None
     partial_images: int = 0  # number of previews that are sent while the request runs
     url: bool = False  # whether a server's response has URLs of the files instead of the files as base64
     stream: bool = False  # whether the response is a stream of server-sent events
@@ -63,8 +63,10 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that identify in all processes what the request generates, however that is
-        delivered.
+        """16 hex digits that identify what the request generates, however that is delivered.
+
+        They are part of the records on disk (:func:`~para_core.fleet.outputs.compute_digest`): if they change, finished
+        results of earlier versions are generated again.
         """
         images = {
             name: [hashlib.sha256(data).hexdigest() for data in files] for name, files in self.images.items()
@@ -111,9 +113,9 @@ _COUNT_FIELDS = ("num_images_per_prompt", "num_videos_per_prompt")
 def split_request(request: Request) -> list[Request]:
     """Return the requests whose results, one after the other, are those of ``request``. Often this is itself.
 
-    Several images that begin from an image are generated one by one: diffusers encodes that image only once
-        for all, with the generator of the first, so the others would differ from what their own seeds give
-        alone.
+    Several images that begin from an image are generated one by one. diffusers encodes that image only once for all,
+    with the generator of the first, so the others would differ from what their own seeds give alone. Only the first
+    part sends previews.
     """
     if not request.images or request.results == 1 or isinstance(request.fields.get("prompt"), list):
         return [request]
@@ -123,19 +125,31 @@ def split_request(request: Request) -> list[Request]:
     return [parts[0], *(replace(part, delivery=without_previews) for part in parts[1:])]
 
 
-def estimated_pixels(request: Request, kind: Kind) -> int:
-    """Return the number of pixels, summed over all images or frames. Sizes left to the pipeline are
-    estimated.
+def estimate_pixels(request: Request, model: Model) -> int:
+    """Return the number of pixels, summed over all images or frames.
 
-    If the request has only one side, a square is assumed. If it has a side but no number of frames, 1 is
-    assumed.
+    A side or number of frames that the request leaves out is the default of the pipeline's call. If that states none,
+    it is a usual one, or if the other side is known, that of a square.
     """
-    width, height, frames = _USUAL_SIZES[kind]
-    sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
+    width, height, frames = _USUAL_SIZES[model.kind]
+    sides = [size for name in ("height", "width") if (size := _find_size(name, request, model)) is not None]
     if sides:
-        width, height, frames = sides[0], sides[-1], 1
-    frames = request.fields.get("num_frames") or request.fields.get("video_length") or frames
+        width, height = sides[0], sides[-1]
+    for name in ("num_frames", "video_length"):
+        frames = _find_size(name, request, model) or frames
     return int(width * height * frames * request.results)
+
+
+def _find_size(name: str, request: Request, model: Model) -> int | None:
+    """Return the value of the field ``name``: of the request, else the default of the pipeline's call; None if that is
+    no number.
+    """
+    value = request.fields.get(name)
+    if value is None:
+        value = model.fields.get(name)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return None
 
 
 def make_request(
@@ -149,8 +163,8 @@ def make_request(
     """Validate ``values``, and return the request.
 
     Args:
-        values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``. Override the
-            defaults.
+        values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``, ``n``. They override
+            ``model.defaults``.
         seed: Seed if ``values`` has none.
         read_image: Returns the contents of an image file, given the string in an image field. None refuses
             images.
@@ -174,9 +188,10 @@ def request_from(
     seed: int = 0,
     read_image: Callable[[str], bytes] | None = None,
 ) -> Request:
-    """Return the request for fields that pydantic has validated.
+    """Return the request for ``values``, which pydantic has validated by :func:`request_schema`.
 
-    For the arguments and what is raised see :func:`make_request`.
+    For the arguments and what is raised see :func:`make_request`. The server calls this function itself, because its
+    schema has more fields.
     """
     require_one_name(values, model)
     fields = dict(model.defaults)
@@ -215,10 +230,10 @@ def request_from(
 
 
 def _require_multiples(values: Mapping[str, Any], fields: Mapping[str, Any], model: Model) -> None:
-    """Raise ValueError if height or width in ``fields`` is no multiple of what the pipeline generates.
+    """Raise ValueError if height or width in ``fields`` is no multiple of ``model.multiple``.
 
-    Most pipelines would round such a side down, and only log it. ``values`` are the fields that the user
-    stated.
+    Most pipelines would round such a side down, and only log it. ``values`` are the fields that the user stated, by
+    which the message names ``size`` or a side.
     """
     step = model.multiple
     for name in ("width", "height"):
@@ -266,9 +281,10 @@ _TEXT_FIELDS = tuple(
 
 
 def batch_key(request: Request) -> str | None:
-    """Return a string that is equal for requests that can be generated as one batch.
+    """Return a string that is equal for requests that :func:`batch_arguments` can join into one call.
 
-    None if the request must run alone: it has images, previews, several results or no prompt.
+    None if the request must run alone: it has images, previews, several results, no prompt or a list of prompts.
+    Requests with equal keys differ in texts, seed and delivery only.
     """
     texts = {
         name: value for name, value in request.fields.items() if name in _TEXT_FIELDS and value is not None
@@ -281,8 +297,9 @@ def batch_key(request: Request) -> str | None:
 
 
 def batch_arguments(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the arguments, without generators, of the one call for requests with the same
-    :func:`batch_key`.
+    """Return the arguments, without generators, of the one call for requests with the same :func:`batch_key`.
+
+    All but the texts are those of the first request.
     """
     first = requests[0]
     if len(requests) == 1:

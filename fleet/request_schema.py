@@ -78,7 +78,7 @@ def parameter_of(name: str, model: Model) -> str:
     return next((parameter for parameter in _ALIASES.get(name, ()) if parameter in model.fields), name)
 
 
-def _parameters_of(name: str, model: Model) -> tuple[str, ...]:
+def _parameters_set_by(name: str, model: Model) -> tuple[str, ...]:
     """Return all parameters that a field named ``name`` sets. Only ``size`` sets two."""
     if name == "size" and "size" not in model.fields:
         return ("width", "height")
@@ -97,7 +97,7 @@ def require_one_name(values: Mapping[str, Any], model: Model) -> None:
     for name, value in values.items():
         if value is None or (name == "size" and value == "auto"):
             continue
-        for parameter in _parameters_of(name, model):
+        for parameter in _parameters_set_by(name, model):
             if parameter in names:
                 raise ValueError(
                     f"field {names[parameter]!r} and field {name!r} both set {parameter!r}: expected one of them."
@@ -115,13 +115,18 @@ def merge_fields(common: Mapping[str, Any], values: Mapping[str, Any], model: Mo
     {'height': 32, 'width': 16, 'num_inference_steps': 8}
     """
     rest = dict(common)
+    # A common size is split into its sides, so that a line may override one of them.
     size = rest.get("size")
     sides = {"width", "height"} & values.keys()
     if sides and "size" not in model.fields and isinstance(size, str) and _SIZE_PATTERN.match(size):
         del rest["size"]
         rest["width"], rest["height"] = read_size(size)
-    sets = {parameter for name in values for parameter in _parameters_of(name, model)}
-    kept = {name: value for name, value in rest.items() if not sets.intersection(_parameters_of(name, model))}
+    overridden = {parameter for name in values for parameter in _parameters_set_by(name, model)}
+    kept = {
+        name: value
+        for name, value in rest.items()
+        if not overridden.intersection(_parameters_set_by(name, model))
+    }
     return {**kept, **values}
 
 
@@ -162,16 +167,18 @@ def describe_error(error: ValidationError, model: Model, subject: str) -> str:
             return explain_refused_image(model)
         return describe_unknown_field(model, name)
     if first["type"] == "string_pattern_mismatch":
-        return f"field {name!r} is {_shorten(first['input'])}: expected width x height in pixels, such as '1024x768'."
+        value = _shorten_value(first["input"])
+        return f"field {name!r} is {value}: expected width x height in pixels, such as '1024x768'."
     # pydantic reports one error for each member of a union, so the sentence joins all errors of the field.
     same = [other for other in errors if other["loc"][:1] == first["loc"][:1]]
     expected = "; or ".join(dict.fromkeys(other["msg"].lower() for other in same))
-    value = min(same, key=lambda other: -len(other["loc"]))["input"]
-    return f"field {name!r} is {_shorten(value)}: {expected}."
+    # The deepest location is the invalid value itself, such as an item of a list.
+    value = max(same, key=lambda other: len(other["loc"]))["input"]
+    return f"field {name!r} is {_shorten_value(value)}: {expected}."
 
 
-def _shorten(value: Any) -> str:
-    """Return the first 80 characters of a value's repr. The value may have megabytes."""
+def _shorten_value(value: Any) -> str:
+    """Return the first 80 characters of a value's repr. The value may have megabytes, so it is cut before."""
     if isinstance(value, (str, list)):
         value = value[:80]
     return repr(value)[:80]

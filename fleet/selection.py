@@ -11,8 +11,8 @@ from para_core.fleet.model_files import Index, home_of, is_single_file, kind_of_
 from para_core.fleet.pipeline_source import (
     CONTROLNET,
     PipelineSource,
-    advised_pipelines,
-    fitting_pipelines,
+    find_advisable_pipelines,
+    find_fitting_pipelines,
     read_pipeline,
     require_pipeline,
 )
@@ -112,7 +112,9 @@ def _require_controlnets(names: Sequence[str], source: PipelineSource, index: In
 
 def _classes_with(controlnet: str, index: Index) -> list[str]:
     return [
-        source.name for source in fitting_pipelines(index.content) if controlnet in source.single_controlnets
+        source.name
+        for source in find_fitting_pipelines(index.content)
+        if controlnet in source.single_controlnets
     ]
 
 
@@ -124,7 +126,9 @@ def pipelines_for(home: str, *, images: bool) -> list[str]:
     index = read_index(home)
     if index.modular:
         return []
-    fitting = [source for source in advised_pipelines(index.content) if CONTROLNET not in source.components]
+    fitting = [
+        source for source in find_advisable_pipelines(index.content) if CONTROLNET not in source.components
+    ]
     if images:
         return [source.name for source in fitting if source.takes_images]
     return [source.name for source in fitting if source.is_from_text]

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def on_meta(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """Create modules on the meta device, in ``dtype``, inside the ``with`` block."""
+    """Inside this context, create modules on the meta device, in ``dtype``."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -76,7 +76,12 @@ def without_weights(model: Model, dtype: torch.dtype) -> Any:
 def _without_components(cls: Any) -> dict[str, None]:
     """Return None for each argument that ``cls`` requires: some of them are optional components."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    return {x.name: None for x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD}
+    required = [
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    return {parameter.name: None for parameter in required}
 
 
 def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,11 +96,10 @@ def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def multiple_of_model(model: Model) -> int:
-    """Return the number that must divide height and width of a result of ``model``; 1 if its class states
-    none.
+    """Return the number that must divide height and width of a result of ``model``; 1 if its class states none.
 
-    Only the autoencoder is made, on the meta device: a class computes the number from its config, and from
-        that of the transformer.
+    Only the autoencoder is made, on the meta device: a class computes the number from its config, and from that of the
+    transformer.
     """
     import diffusers
 
@@ -132,6 +136,9 @@ def _class_of_config(name: str) -> str:
 
 
 def _make_component(dtype: torch.dtype, model: str, name: str, library: str | None, cls: str | None) -> Any:
+    """Return the component in subfolder ``name`` of ``model`` on the meta device; None if ``cls`` is no module of
+    diffusers or transformers. The last two arguments are its entry in the index.
+    """
     import diffusers
     import transformers
 

@@ -37,14 +37,15 @@ class Watch:
     # Returns whether to cancel the request. The first rank's answer is broadcast once per step, so either
     # every rank has such a function or no rank.
     cancelled: Callable[[], bool] | None = None
-    preview: Callable[[Output], None] | None = None  # gets each partial image that the request asks for
+    # Gets each partial image that the request asks for, on the first rank. Decoding them may be a collective
+    # call, so here too every rank has such a function or no rank.
+    preview: Callable[[Output], None] | None = None
 
 
-def generate(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()) -> Result | None:
+def generate_request(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()) -> Result | None:
     """Run the pipeline for one request. A collective call.
 
-    Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank
-    if
+    Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank if
     ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank.
     """
     results = generate_batch(pipe, [request], recipe, watch)
@@ -56,9 +57,11 @@ def generate(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()
 def generate_batch(
     pipe: Any, requests: Sequence[Request], recipe: Recipe, watch: Watch = Watch()
 ) -> list[Result] | None:
-    """Run one call of the pipeline for requests with the same ``batch_key``, and return a result for each.
+    """Run one call of the pipeline for requests with the same ``batch_key``, and return a result for each. A collective
+    call.
 
-    Arguments, the return value on other ranks, and exceptions are those of :func:`generate`.
+    A single request may take several calls (:func:`split_request`). The return value on other ranks, and exceptions,
+    are as in :func:`generate_request`.
     """
     if len(requests) == 1 and requests[0].calls > 1:
         return _generate_parts(pipe, requests[0], recipe, watch)
@@ -113,13 +116,15 @@ def _generate_parts(pipe: Any, request: Request, recipe: Recipe, watch: Watch) -
 
     results = []
     for part in split_request(request):
-        results.append(generate(pipe, part, recipe, replace(watch, progress=progress)))
+        results.append(generate_request(pipe, part, recipe, replace(watch, progress=progress)))
         done += last
     firsts = [result for result in results if result is not None]
     if not firsts:
         return None
     files = [output for result in firsts for output in result.outputs]
-    outputs = tuple(Output(f"-{index}.{output.format_}", output.data) for index, output in enumerate(files))
+    outputs = tuple(
+        replace(output, suffix=f"-{index}.{output.format_}") for index, output in enumerate(files)
+    )
     seconds = sum(result.metadata["seconds"] for result in firsts)
     described = {**make_metadata(pipe, request, recipe, seconds), "size": firsts[0].metadata["size"]}
     return [Result(outputs, described)]

@@ -42,7 +42,7 @@ def test_files_exist_and_the_server_runs_without_root():
 @pytest.mark.parametrize("arguments", [SERVICE["command"], CONTAINER["args"]], ids=["compose", "kubernetes"])
 def test_command_of_the_container_starts_a_server(monkeypatch, arguments):
     started = []
-    monkeypatch.setattr(host_server, "serve", lambda *args, **rest: started.append((args, rest)) or 1 / 0)
+    monkeypatch.setattr(host_server, "run_server", lambda *args, **rest: started.append((args, rest)) or 1 / 0)
     monkeypatch.setenv("PARA_CORE_API_KEY", "secret")
     command = json.loads(instructions("ENTRYPOINT")[0])
     options = dict(zip(arguments[::2], arguments[1::2], strict=True))

@@ -35,7 +35,7 @@ BLOCKS = CachedBlocks((BlockGroup(("blocks",), (VIDEO,), VIDEO),), conditions=("
 ARGUMENTS = ("x", "timesteps", "context", "fps", "padding_mask", "denoise_mask")
 
 
-def _times_of_frames(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def _expand_times_to_frames(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments with a timestep for each frame. A single one would have no frames to split."""
     times = arguments["timesteps"]
     patch: Any = model.patch_temporal
@@ -50,7 +50,7 @@ COSMOS_PREDICT2 = RecordedPlan(
     models="Cosmos Predict 2",
     arguments=ARGUMENTS,
     adapter=Adapter("MiniTrainDIT", "Cosmos Predict 2 in ComfyUI", PLAN, blocks=BLOCKS),
-    prepare=_times_of_frames,
+    prepare=_expand_times_to_frames,
 )
 
 ANIMA = RecordedPlan(
@@ -58,5 +58,5 @@ ANIMA = RecordedPlan(
     models="Anima",
     arguments=ARGUMENTS,
     adapter=Adapter("Anima", "Anima in ComfyUI", PLAN, blocks=BLOCKS),
-    prepare=_times_of_frames,
+    prepare=_expand_times_to_frames,
 )

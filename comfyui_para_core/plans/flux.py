@@ -34,7 +34,7 @@ BLOCKS = CachedBlocks(
 )
 
 
-def times_of_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+def name_times_of_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
     """Name reference images with a timestep of their own, which the blocks look up by the number of a token."""
     parameters: Any = model.params
     method = arguments.get("ref_latents_method", parameters.default_ref_method)
@@ -42,7 +42,7 @@ def times_of_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
     return "reference images by the method index_timestep_zero" if own_time else ""
 
 
-def controlled_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+def name_controlled_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
     """Name residuals for a part of the image tokens."""
     both = bool(arguments.get("ref_latents")) and arguments.get("control") is not None
     return "reference images together with a ControlNet" if both else ""
@@ -53,7 +53,7 @@ FLUX = RecordedPlan(
     models="FLUX.1 and FLUX.2",
     arguments=("x", "timestep", "context", "y", "guidance", "control", "ref_latents", "ref_latents_method"),
     adapter=Adapter(transformer="Flux", pipelines="FLUX in ComfyUI", plan=DOUBLE_AND_SINGLE, blocks=BLOCKS),
-    refusals=(times_of_references, controlled_references),
+    refusals=(name_times_of_references, name_controlled_references),
 )
 
 CHROMA = RecordedPlan(

@@ -13,7 +13,7 @@ from .flux import BLOCKS, DOUBLE_AND_SINGLE
 from .recorded import RecordedPlan
 
 
-def _without_single_blocks(plan: Plan, model: nn.Module) -> Plan:
+def _remove_single_blocks(plan: Plan, model: nn.Module) -> Plan:
     """Return the plan of a model that has double blocks only, as HunyuanVideo 1.5."""
     if len(model.single_blocks):  # type: ignore[arg-type]
         return plan
@@ -33,7 +33,7 @@ HUNYUAN_VIDEO = RecordedPlan(
         transformer="HunyuanVideo",
         pipelines="HunyuanVideo in ComfyUI",
         plan=DOUBLE_AND_SINGLE,
-        complete=_without_single_blocks,
+        complete=_remove_single_blocks,
         blocks=BLOCKS,
     ),
 )

@@ -81,7 +81,7 @@ COGVIDEOX = RecordedPlan(
 )
 
 
-def _without_padding(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def _remove_padding(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments without the padding of the text. The blocks cut it off by its number of tokens."""
     context, mask, tokens = arguments["context"], arguments["attention_mask"], arguments["num_tokens"]
     if tokens >= context.shape[1] or mask[:, tokens:].any():
@@ -108,7 +108,7 @@ MOCHI = RecordedPlan(
         ),
         blocks=CachedBlocks((BlockGroup(("blocks",), ("x", "y"), "x"),), conditions=("context",)),
     ),
-    prepare=_without_padding,
+    prepare=_remove_padding,
 )
 
 LENS = RecordedPlan(

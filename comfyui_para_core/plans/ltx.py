@@ -40,7 +40,7 @@ LTX_VIDEO = RecordedPlan(
 )
 
 
-def _times_of_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+def _name_times_of_frames(model: nn.Module, arguments: Mapping[str, Any]) -> str:
     """Name timesteps of frames, which the blocks get in an object that repeats them for all tokens of a frame."""
     timestep = arguments["timestep"]
     return "timesteps that differ between frames" if timestep.ndim > 1 and timestep.shape[1] > 1 else ""
@@ -72,5 +72,5 @@ LTX2 = RecordedPlan(
             },
         ),
     ),
-    refusals=(_times_of_tokens,),
+    refusals=(_name_times_of_frames,),
 )

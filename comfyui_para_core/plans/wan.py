@@ -17,7 +17,7 @@ VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
 TO_TEXT = (Attention(("video",), ("text",)),)
 
 
-def _times_of_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def _repeat_times_for_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments with a timestep for each token, if they have one for each frame.
 
     The blocks repeat what they get for a frame for its tokens, and count the tokens of their input, which on a rank are
@@ -33,7 +33,7 @@ def _times_of_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[
     return {**arguments, "timestep": timestep.repeat_interleave(rows * columns, dim=1)}
 
 
-def _times_of_frames(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+def _name_times_of_frames(model: nn.Module, arguments: Mapping[str, Any]) -> str:
     """Name timesteps of frames in a sequence that has other tokens too."""
     others = [name for name in ("time_dim_concat", "context_latents") if arguments.get(name) is not None]
     timestep = arguments["timestep"]
@@ -64,8 +64,8 @@ WAN = RecordedPlan(
         ),
         blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context", "clip_fea")),
     ),
-    refusals=(_times_of_frames,),
-    prepare=_times_of_tokens,
+    refusals=(_name_times_of_frames,),
+    prepare=_repeat_times_for_tokens,
 )
 
 CAMERA = RecordedPlan(

@@ -23,14 +23,14 @@ from para_core.fleet.image_files import convert_mask, open_image
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import FORMATS
 from para_core.fleet.pipeline_info import Model
-from para_core.fleet.request import Delivery, Lora, Request, estimated_pixels, request_from
+from para_core.fleet.request import Delivery, Lora, Request, estimate_pixels, request_from
 from para_core.fleet.request_schema import LARGEST_SEED, describe_error, parameter_of, request_schema
 
-# Longest string of a request, in characters per token that the model reads (English has about 4 per token).
-# The limit exists because a tokenizer needs minutes for megabytes of text, although the model reads only the
-# beginning.
+# Longest string of a request, in characters per token that the model reads: eight times as many as English has,
+# so that no real prompt is refused. The limit exists because a tokenizer needs minutes for megabytes of text,
+# although the model reads only the beginning.
 _CHARACTERS_PER_TOKEN = 32
-_MAX_IMAGES = 16
+_MAX_IMAGES = 16  # in one field
 # Limit on max_sequence_length. No text encoder reads more tokens, but a tokenizer would pad to any length.
 _MAX_TOKENS = 4096
 # Number of tokens that a model is assumed to read if its pipeline has no max_sequence_length. CLIP reads this
@@ -64,9 +64,8 @@ class ServerOptions:
     ``rank.py``.
     """
 
-    api_key: str | None = (
-        None  # that requests must send; without one, only requests to a loopback name are accepted
-    )
+    # That requests must send; without one, only requests to a loopback name are accepted.
+    api_key: str | None = None
     delivery: Delivery = field(default_factory=Delivery)  # of results, as far as requests state none
     videos: Path | None = None  # folder for results of asynchronous videos; None disables their routes
     keep_hours: float = 24.0  # for which an asynchronous video is kept after it has ended
@@ -77,11 +76,10 @@ class ServerOptions:
     seed: int | None = None  # of every request that states none; None draws one for each
     waiting: int = 8  # requests that may wait while all replicas are busy
     pixels: int = 2048 * 2048  # of a result, summed over all images or frames
-    steps: int = 200
+    steps: int = 200  # largest number of denoising steps
     body_bytes: int = 32 * 2**20
-    seconds: float = (
-        600.0  # of a request, the time in the queue included; asynchronous videos have no such limit
-    )
+    # Of a request, the time in the queue included; asynchronous videos have no such limit.
+    seconds: float = 600.0
     retries: int = 0  # how often a request is run again after its replica died
     memory: Memory | None = None  # predicted memory of a rank, which also limits the pixels
 
@@ -180,6 +178,41 @@ def read_request(
             values = _with_pipeline_names(values, files, model)
         except ValueError as error:
             raise RequestError(400, "invalid_value", str(error)) from None
+    fields = _validate(values, schema, model)
+    # What is left in fields goes to the pipeline, so everything else is taken out.
+    delivery = _take_delivery(fields, options)
+    default_lora: str | None = None
+    if loras is not None:
+        default_lora = loras.default
+    lora = fields.pop("lora", default_lora)
+
+    def read_image(text: str) -> bytes:
+        data = _read_data(text, files)
+        open_image(data, options.pixels)
+        return data
+
+    try:
+        _require_short_texts(fields, model)
+        _check_values(fields, files, model)
+        _replace_seconds(fields, model, delivery.fps)
+        if fields.get("seed", _RANDOM_SEED) == _RANDOM_SEED:
+            fields["seed"] = options.seed
+            if options.seed is None:
+                fields["seed"] = secrets.randbelow(_DRAWN_SEEDS)
+        adapter: Lora | None = None
+        if loras is not None and lora not in (None, "none"):
+            adapter = loras.find(lora)
+        request = request_from(fields, model, read_image=read_image)
+    except ValueError as error:
+        raise RequestError(400, "invalid_value", str(error)) from None
+    request = replace(request, delivery=delivery, lora=adapter)
+    _require_size(request, model, options)
+    _require_few_steps(request, options)
+    return request
+
+
+def _validate(values: Any, schema: type[BaseModel], model: Model) -> dict[str, Any]:
+    """Return the fields of a body that are set and not ignored. Raise RequestError if one is not valid."""
     try:
         # OpenAI's clients send null for a field that their user omits, so exclude_none drops such fields.
         fields = schema.model_validate(values).model_dump(exclude_unset=True, exclude_none=True)
@@ -188,14 +221,13 @@ def read_request(
         if error.errors()[0]["loc"]:
             code = "invalid_value"
         raise RequestError(400, code, describe_error(error, model, "body")) from None
-    for name in _IGNORED_FIELDS:
-        fields.pop(name, None)
+    return {name: value for name, value in fields.items() if name not in _IGNORED_FIELDS}
+
+
+def _take_delivery(fields: dict[str, Any], options: ServerOptions) -> Delivery:
+    """Remove from ``fields`` those that say how the result is encoded and sent, and return them."""
     format_ = fields.pop("output_format", options.delivery.format_)
-    default_lora: str | None = None
-    if loras is not None:
-        default_lora = loras.default
-    lora = fields.pop("lora", default_lora)
-    delivery = replace(
+    return replace(
         options.delivery,
         format_=_FORMAT_NAMES.get(format_, format_),
         quality=fields.pop("output_compression", None),
@@ -205,46 +237,39 @@ def read_request(
         progress=fields.pop("progress", False),
     )
 
-    def read_image(text: str) -> bytes:
-        data = _read_data(text, files)
-        open_image(data, options.pixels)
-        return data
 
+def _check_values(fields: Mapping[str, Any], files: Mapping[str, bytes], model: Model) -> None:
+    """Raise ValueError if a field is nested too deeply, or is a file of the form where none is expected."""
+    for name, value in fields.items():
+        if _count_levels(value) > _MAX_NESTING:
+            raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
+        if isinstance(value, str) and value in files and name not in model.images:
+            raise ValueError(f"field {name!r} is a file; expected a text or a number.")
+
+
+def _replace_seconds(fields: dict[str, Any], model: Model, fps: int) -> None:
+    """Replace the field ``seconds`` of a video by ``frames``. Raise ValueError if both are set, or it is no number."""
+    if "seconds" not in fields:
+        return
+    seconds = fields.pop("seconds")
+    for name in {"frames", parameter_of("frames", model)} & fields.keys():
+        raise ValueError(f"field 'seconds' and field {name!r} both set the frames: expected one of them.")
     try:
-        _require_short_texts(fields, model)
-        for name, value in fields.items():
-            if _count_levels(value) > _MAX_NESTING:
-                raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
-            if isinstance(value, str) and value in files and name not in model.images:
-                raise ValueError(f"field {name!r} is a file; expected a text or a number.")
-        if "seconds" in fields:
-            seconds = fields.pop("seconds")
-            for name in {"frames", parameter_of("frames", model)} & fields.keys():
-                raise ValueError(
-                    f"field 'seconds' and field {name!r} both set the frames: expected one of them."
-                )
-            try:
-                fields["frames"] = max(1, round(float(seconds) * delivery.fps) + 1)
-            except (ValueError, OverflowError):
-                raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number.") from None
-        if fields.get("seed", _RANDOM_SEED) == _RANDOM_SEED:
-            fields["seed"] = options.seed
-            if options.seed is None:
-                fields["seed"] = secrets.randbelow(_DRAWN_SEEDS)
-        adapter: Lora | None = None
-        if loras is not None and lora not in (None, "none"):
-            adapter = loras.find(lora)
-        request = request_from(fields, model, read_image=read_image)
-        request = replace(request, delivery=delivery, lora=adapter)
-    except ValueError as error:
-        raise RequestError(400, "invalid_value", str(error)) from None
-    _require_size(request, model, options)
-    longest = max([len(value) for value in request.fields.values() if isinstance(value, list)], default=0)
-    if longest > options.steps:
-        raise RequestError(
-            400, "too_many_steps", f"{longest} steps; this server takes at most {options.steps}."
-        )
-    return request
+        # One frame more than fit, because video models generate 4·n + 1 or 8·n + 1 frames.
+        fields["frames"] = max(1, round(float(seconds) * fps) + 1)
+    except (ValueError, OverflowError):
+        raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number.") from None
+
+
+def _require_few_steps(request: Request, options: ServerOptions) -> None:
+    """Raise RequestError if a list, such as sigmas, sets more steps than allowed, whatever num_inference_steps is."""
+    for name, value in request.fields.items():
+        if isinstance(value, list) and len(value) > options.steps:
+            raise RequestError(
+                400,
+                "too_many_steps",
+                f"field {name!r} has {len(value)} values; this server takes at most {options.steps}, as many as steps.",
+            )
 
 
 def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
@@ -284,7 +309,8 @@ def _count_levels(value: Any) -> int:
 
 
 def _require_size(request: Request, model: Model, options: ServerOptions) -> None:
-    pixels = estimated_pixels(request, model.kind)
+    """Raise RequestError if the result has more pixels than the server takes, naming a size that would fit."""
+    pixels = estimate_pixels(request, model)
     most = options.most_pixels
     if pixels <= most:
         return
@@ -301,7 +327,7 @@ def _require_size(request: Request, model: Model, options: ServerOptions) -> Non
 
 
 def _read_data(text: str, files: Mapping[str, bytes]) -> bytes:
-    """Return the contents of an image: a file of the form, whose placeholder ``text`` is, or else decoded.
+    """Return the contents of an image: the file of the form whose placeholder is ``text``, or else ``text`` decoded.
 
     Raises:
         ValueError: ``text`` is neither a placeholder nor base64, see :func:`_decode_base64`.

@@ -34,7 +34,7 @@ class _WebServer(uvicorn.Server):
         yield
 
 
-def serve(
+def run_server(
     model: Model,
     recipe: Recipe,
     options: ServerOptions,
@@ -46,7 +46,8 @@ def serve(
     ready: Callable[[], None],
     debug: bool = False,
 ) -> None:
-    """Serve ``replicas`` replicas at this address until SIGINT or SIGTERM, which is logged. No rank remains.
+    """Serve ``replicas`` replicas at this address until SIGINT or SIGTERM, which is logged. No rank remains. Called in
+    the main thread, which alone gets signals.
 
     Requests are answered with 503 until all replicas have loaded; then ``ready`` is called. ``debug`` shows
     Ray's log messages.
@@ -67,15 +68,17 @@ def serve(
             logger.info("ready after %.1f s, on port %d of %s", time.monotonic() - begun, port, host)
             ready()
 
-        asyncio.run(_serve(pool, server, listener, on_loaded))
+        asyncio.run(_serve_until_signal(pool, server, listener, on_loaded))
 
 
-async def _serve(pool: Pool, server: Server, listener: socket.socket, on_loaded: Callable[[], None]) -> None:
-    """Load the replicas and serve, until a signal arrives."""
+async def _serve_until_signal(
+    pool: Pool, server: Server, listener: socket.socket, on_loaded: Callable[[], None]
+) -> None:
+    """Load the replicas and serve, until a signal arrives. Raise what loading raises."""
     loop = asyncio.get_running_loop()
     received: asyncio.Future[signal.Signals] = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _receive, received, number)
+        loop.add_signal_handler(number, _note_signal, received, number)
     # This package logs requests itself. Connections that the end of this process cuts are no errors.
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
@@ -87,7 +90,7 @@ async def _serve(pool: Pool, server: Server, listener: socket.socket, on_loaded:
         h11_max_incomplete_event_size=_HEAD_BYTES,
     )
     web = asyncio.ensure_future(_WebServer(config).serve(sockets=[listener]))
-    tasks = [web, asyncio.ensure_future(_load(pool, server, on_loaded))]
+    tasks = [web, asyncio.ensure_future(_load_replicas(pool, server, on_loaded))]
     try:
         waiting: set[asyncio.Future[Any]] = {received, *tasks}
         while not received.done():
@@ -109,12 +112,13 @@ async def _serve(pool: Pool, server: Server, listener: socket.socket, on_loaded:
             await pool.stop()
 
 
-def _receive(received: asyncio.Future[signal.Signals], number: signal.Signals) -> None:
+def _note_signal(received: asyncio.Future[signal.Signals], number: signal.Signals) -> None:
     if not received.done():
         received.set_result(number)
 
 
-async def _load(pool: Pool, server: Server, on_loaded: Callable[[], None]) -> None:
+async def _load_replicas(pool: Pool, server: Server, on_loaded: Callable[[], None]) -> None:
+    """Load the replicas, and let the server accept requests, once the limit of its memory is known."""
     await pool.start()
     server.set_memory(await pool.memory())
     server.loading = False

@@ -49,11 +49,10 @@ class Job:
     request: Request
     metrics: Metrics
     task: asyncio.Future[Result] = field(init=False)  # of the result, after retries
-    # Of the current try. Its exception is one of para_core.fleet.failures.
+    # Of the current try: a new future for each. Its exception is one of para_core.fleet.failures.
     answer: asyncio.Future[Result] = field(init=False)
-    events: asyncio.Queue[int | Output | None] = field(
-        default_factory=asyncio.Queue
-    )  # see progress; None is the end
+    # What progress was called with. None is the end, which answer_events adds.
+    events: asyncio.Queue[int | Output | None] = field(default_factory=asyncio.Queue)
     steps_done: int = 0
     cancelled: bool = False
 
@@ -83,11 +82,11 @@ class Replicas(Protocol):
 
     async def run(self, batch: Sequence[Job]) -> None:
         """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free
-        again.
+        again: :class:`Jobs` counts the free ones by that.
         """
 
     def cancel(self, job: Job) -> None:
-        """Cancel a running job after its current step."""
+        """Cancel a job that ``run`` got: at once if it waits for a replica, after its current step if it runs."""
 
     async def ready(self) -> int:
         """Return the number of replicas that can answer."""
@@ -96,8 +95,8 @@ class Replicas(Protocol):
 class Jobs:
     """All requests of a server that wait or run, first come, first served, and its metrics.
 
-    Requests that differ only in prompt and seed may be generated as one batch, if ``fits`` returns that they
-    fit into memory together.
+    Requests with the same :func:`~para_core.fleet.request.batch_key` may be generated as one batch, if ``fits`` returns
+    that they fit into memory together. All methods are called in one event loop, so nothing is locked.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._waiting: list[Job] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._start: float | None = time.monotonic()  # None after the first request
+        self._start: float | None = time.monotonic()  # of the server; None after the first request
         self.metrics = Metrics()
 
     def __len__(self) -> int:

@@ -15,9 +15,10 @@ class LoraFolder:
     """The LoRAs that requests may name: ``.safetensors`` files in ``folder``, and folders there that contain
     any.
 
-    The folder is read at each call, so LoRAs can be added while the server runs. ``default`` is the LoRA for
-    requests
-    that name none: a name with an optional scale, or None.
+    The folder is read at each call, so LoRAs can be added while the server runs.
+
+    Attributes:
+        default: The LoRA for requests that name none: a name with an optional scale, or None.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,10 +36,11 @@ class LoraFolder:
         """Return the LoRA for a name with an optional scale, such as ``"style:0.8"``.
 
         Raises:
-            ValueError: The folder has no LoRA of this name, or the scale is infinite.
+            ValueError: The folder has no LoRA of this name, or the scale is not finite.
         """
         name, scale = read_lora(text)
         for path in (self._folder / f"{name}.safetensors", self._folder / name):
+            # The pattern admits no path separator, so no client can name a file outside of the folder.
             if _NAME_PATTERN.fullmatch(name) and self._is_lora(path) and abs(scale) < float("inf"):
                 return Lora(str(path.resolve()), scale)
         raise ValueError(

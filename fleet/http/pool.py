@@ -1,6 +1,4 @@
-"""Replicas that one process holds itself, below a :class:`~para_core.fleet.http.server.Server` or without
-one.
-"""
+"""Replicas that one process owns: it starts them, gives them batches, and starts them again when they die."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.replica import Replica
-from para_core.fleet.replicas import connected, make_replicas
+from para_core.fleet.replicas import cluster_connection, make_replicas
 from para_core.fleet.request import Request
 from para_core.launcher.errors import Cancelled, RankDied
 
@@ -30,11 +28,12 @@ logger = logging.getLogger(__name__)
 class Pool:
     """Replicas that one event loop uses, each for one batch at a time. A replica that died starts again.
 
-    They are on this host or on a Ray cluster, see :func:`~para_core.fleet.replicas.connected`, to which this
+    They are on this host or on a Ray cluster, see :func:`~para_core.fleet.replicas.cluster_connection`, to which this
     process is connected between :meth:`start` and :meth:`stop`. ``debug`` shows Ray's log messages.
 
     It is the first argument of :class:`~para_core.fleet.http.server.Server`, and can generate without one.
-    The methods are called in the same event loop.
+    The methods are called in the same event loop. A replica is in the queue of free ones, or one task owns it: that of
+    a batch or of a restart.
 
     Attributes:
         count: The number of replicas.
@@ -70,7 +69,7 @@ class Pool:
         self._watching = asyncio.ensure_future(self._watch())
 
     def _connect(self) -> None:
-        self._connection.enter_context(connected(self._options, self.count, debug=self._debug))
+        self._connection.enter_context(cluster_connection(self._options, self.count, debug=self._debug))
 
     async def _start(self, replica: Replica) -> None:
         await replica.start()

@@ -36,7 +36,7 @@ from para_core.fleet.memory import Memory
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.pipeline_info import Model
-from para_core.fleet.request import Request, estimated_pixels
+from para_core.fleet.request import Request, estimate_pixels
 
 _GENERATIONS, _EDITS = "/v1/images/generations", "/v1/images/edits"
 # Size limit of the stored results in bytes. The latest result is kept even if it is larger.
@@ -99,10 +99,7 @@ class Server:
         return len(self._jobs)
 
     def _fits(self, requests: Sequence[Request]) -> bool:
-        return (
-            sum(estimated_pixels(request, self._model.kind) for request in requests)
-            <= self._options.most_pixels
-        )
+        return sum(estimate_pixels(request, self._model) for request in requests) <= self._options.most_pixels
 
     def _add_routes(self) -> None:
         guard = [Depends(Access(self._options.api_key, self._options.cors).require)]

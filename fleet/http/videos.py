@@ -35,9 +35,9 @@ class Videos:
     restart.
 
     A video that was not finished when an earlier server ended gets the status ``failed``. The public methods
-    are the routes below ``/v1/videos``. They return records in the form of OpenAI's API. ``read`` reads and
-    validates the body of an HTTP request, and ``warn`` returns the warnings about its fields. The folder
-    ``options.videos`` is created if it does not exist.
+    are the routes below ``/v1/videos``; the page ``/docs`` shows their docstrings. They return records in the form of
+    OpenAI's API. ``read`` reads and validates the body of an HTTP request, and ``warn`` returns the warnings about its
+    fields. The folder ``options.videos`` is created if it does not exist.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Videos:
         self._options = options
         self._model = model
         self._warn = warn
-        self._folder = folder = options.videos or Path()
+        self._folder = folder = options.videos or Path()  # Without a folder the server has no such routes.
         self._running: dict[str, Job] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._records: dict[str, dict[str, Any]] = {}
@@ -124,6 +124,7 @@ class Videos:
             steps = job.steps_done + 1
             if each:
                 steps = each * job.request.calls
+            # Only in memory: on disk the video stays queued until it ends.
             record |= {"status": "in_progress", "progress": min(99, 100 * job.steps_done // steps)}
         return {name: value for name, value in record.items() if name != "files"}
 

@@ -79,20 +79,23 @@ def test_warmup_runs_are_not_timed_and_a_signal_writes_no_figures(tmp_path, monk
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize(("approximation", "passes"), [([], False), (["--cache", "0.1"], True)])
-def test_wrong_result_fails_unless_it_is_an_approximation(tmp_path, monkeypatch, capsys, approximation, passes):
+@pytest.mark.parametrize(
+    ("approximation", "factor", "passes"),
+    [([], 1.01, False), (["--cache", "0.1"], 1.01, True), (["--cache", "0.1"], float("nan"), False)],
+)
+def test_wrong_result_fails_unless_it_is_an_approximation(tmp_path, monkeypatch, capsys, approximation, factor, passes):
     def build_wrong(recipe):
         pipe = build(recipe)
-        pipe.transformer.register_forward_hook(lambda module, args, output: (output[0] * 1.01, *output[1:]))
+        pipe.transformer.register_forward_hook(lambda module, args, output: (output[0] * factor, *output[1:]))
         return pipe
 
     monkeypatch.setattr(para_core.cli.measurement, "build", build_wrong)
     out = tmp_path / "figures.json"
     assert bench("--check", "--runs", "1", "--out", str(out), *approximation) == int(not passes)
     check = json.loads(out.read_text())["check"]
-    assert check["relative error"] > 1e-4
-    assert (check["passed"], check["bound"] is None) == (passes, passes)
-    assert ("--cache" in capsys.readouterr().out) == passes
+    assert (check["relative error"] or 1.0) > 1e-4
+    assert (check["passed"], check["bound"] is None) == (passes, bool(approximation))
+    assert ("--cache" in capsys.readouterr().out) == bool(approximation)
 
 
 def test_only_options_that_approximate_have_no_bound():

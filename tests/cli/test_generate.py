@@ -60,7 +60,7 @@ def stand_in(monkeypatch):
         return Result(tuple(encode([image], request.delivery)), {"request": request.fields})
 
     monkeypatch.setattr(para_core.fleet.rank, "build", lambda *_: None)
-    monkeypatch.setattr(para_core.fleet.rank, "generate", generate)
+    monkeypatch.setattr(para_core.fleet.rank, "generate_request", generate)
     return generated
 
 
@@ -377,7 +377,7 @@ def test_full_disk_and_a_result_of_somebody_else_keep_what_is_there(tmp_path, pr
         (out / "00002.json").write_text("of somebody else")
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(para_core.fleet.rank, "generate", slow)
+    monkeypatch.setattr(para_core.fleet.rank, "generate_request", slow)
     assert run(["generate", "--prompts", path, "--out", str(out)]) == 1
     assert re.search(r"^error: .*00002\.json exists", capsys.readouterr().err, re.M)
     assert (out / "00002.json").read_text() == "of somebody else"
@@ -406,11 +406,11 @@ def test_sigterm_ends_with_a_sentence(tmp_path, prompts, stand_in, monkeypatch, 
             os.kill(os.getpid(), signal.SIGTERM)
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(para_core.fleet.rank, "generate", terminated)
+    monkeypatch.setattr(para_core.fleet.rank, "generate_request", terminated)
     command = ["generate", "--prompts", prompts({"prompt": "a"}, {"prompt": "b"}), "--out", str(tmp_path / "out")]
     assert run(command) == 143
     assert re.search("^ended by SIGTERM: .*\n1 generated in .* \\(00001\\)\n\\Z", capsys.readouterr().err, re.M)
     assert signal.getsignal(signal.SIGTERM) is before
-    monkeypatch.setattr(para_core.fleet.rank, "generate", generate)
+    monkeypatch.setattr(para_core.fleet.rank, "generate_request", generate)
     assert run(command) == 0
     assert stand_in == ["a", "b"]

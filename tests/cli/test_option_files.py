@@ -35,7 +35,7 @@ def read(monkeypatch):
         calls.append((model, options))
         raise RuntimeError("stop here")
 
-    monkeypatch.setattr(para_core.cli.generate.checks, "check", check)
+    monkeypatch.setattr(para_core.cli.generate.checks, "validate", check)
 
     def read(*files, words=()):
         configs = [word for file in files for word in ("--config", file)]

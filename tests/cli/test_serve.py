@@ -20,7 +20,7 @@ def start(monkeypatch):
         raise RuntimeError("stop here")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(host_server, "serve", serve)
+    monkeypatch.setattr(host_server, "run_server", serve)
 
     def start(*options):
         assert run(["serve", *options]) == 1

@@ -81,6 +81,10 @@ def test_ranks_that_end_while_they_encode_end_the_batches_and_other_prompts_rais
     list(encode_batches(LINES[:1], encode_first))
     with pytest.raises(RuntimeError, match="text-encoders replicate"):
         pipe("a yellow circle", **SIZE)
+    # The text encoders would run without their weights.
+    with pytest.raises(RuntimeError, match="dropped"):
+        list(encode_batches(LINES[:1], encode_first))
+    encode_first, _ = attached()
     numbers = []
 
     def encode(line):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from para_core.fleet.last_words import Notes, describe_death
-from para_core.fleet.log_relay import Entry, LogRelay, Position, log_entries
+from para_core.fleet.log_relay import LogEntry, LogPosition, LogRelay, log_entries
 
 CHILD = """
 import signal, time
@@ -82,8 +82,8 @@ def test_records_arrive_once_although_an_answer_is_lost(caplog):
         relay.handle(logger.makeRecord(logger.name, level, "", 0, text, args, None))
 
     log(relay, logging.INFO, "first %d", 1)
-    relay.read(Position())  # this answer is lost
-    position, entries = relay.read(Position())
+    relay.read(LogPosition())  # this answer is lost
+    position, entries = relay.read(LogPosition())
     assert [entry[1:] for entry in entries] == [(logging.INFO, "para_core.fleet.test", "first 1")]
     log(relay, logging.ERROR, "second")
     position, entries = relay.read(position)
@@ -95,7 +95,9 @@ def test_records_arrive_once_although_an_answer_is_lost(caplog):
     log(other, logging.INFO, "third")
     assert [entry.message for entry in other.read(position)[1]] == ["third"]
     # Entries are logged with their own time.
-    log_entries([Entry(5.25, logging.ERROR, "para_core.a", "100 %s"), Entry(6.0, logging.DEBUG, "para_core.b", "no")])
+    log_entries(
+        [LogEntry(5.25, logging.ERROR, "para_core.a", "100 %s"), LogEntry(6.0, logging.DEBUG, "para_core.b", "no")]
+    )
     (record,) = caplog.records
     assert (record.created, record.levelname, record.name) == (5.25, "ERROR", "para_core.a")
     assert record.getMessage() == "100 %s"

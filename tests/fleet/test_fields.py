@@ -18,7 +18,7 @@ from PIL import Image
 
 from para_core.cli.app import run
 from para_core.fleet.no_effect import warnings_of
-from para_core.fleet.pipeline_info import describe
+from para_core.fleet.pipeline_info import describe_class
 from para_core.fleet.prompt_file import read_prompts
 from para_core.fleet.request import Delivery, make_request
 from tests.fleet.test_hostile import form
@@ -150,7 +150,7 @@ def test_lines_of_a_prompt_file(tmp_path):
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    valid, problems = read_prompts(path, describe("", FluxPipeline, {}), {"size": "64x48", "steps": 5})
+    valid, problems = read_prompts(path, describe_class("", FluxPipeline, {}), {"size": "64x48", "steps": 5})
     assert [problem.number for problem in problems] == [1]
     assert re.search("'steps'.*'num_inference_steps'", problems[0].reason)
     # A line overrides the options of the command, whichever name they have.
@@ -180,7 +180,7 @@ NEGATIVE = {"negative_prompt": "text"}
     ],
 )
 def test_warning_names_the_scale(pipeline, fields, named):
-    model = describe("", getattr(diffusers, pipeline), {})
+    model = describe_class("", getattr(diffusers, pipeline), {})
     warnings = warnings_of(make_request({"prompt": "a", **fields}, model), model)
     assert len(warnings) == (named is not None)
     assert named is None or named in warnings[0]

@@ -123,7 +123,8 @@ FIELDS = [
     ({"n": 1000}, "1048576000 pixels"),
     ({"max_sequence_length": 10**9}, "'max_sequence_length' .*1000000000.* 4096"),
     ({"max_sequence_length": 4096}, ""),
-    ({"sigmas": [1.0] * 201}, "201 steps"),
+    ({"sigmas": [1.0] * 201}, "'sigmas' has 201 .* 200"),
+    ({"prompt": ["a"] * 201, "size": "16x16"}, "'prompt' has 201 .* 200"),
     ({"sigmas": [1.0, "0"]}, "'sigmas' .*'0'"),
     # -- Sizes.
     ({"size": "0x8"}, "'size' .*'0x8'"),

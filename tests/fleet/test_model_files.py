@@ -26,8 +26,8 @@ from safetensors.torch import save, save_file
 from para_core.fleet.build import build, find_model
 from para_core.fleet.classical import check_ranks
 from para_core.fleet.model_files import read_index
-from para_core.fleet.pipeline_info import describe, find_tiny_flux
-from para_core.fleet.pipeline_source import fitting_pipelines, pipeline_files, read_pipeline
+from para_core.fleet.pipeline_info import describe_class, find_tiny_flux
+from para_core.fleet.pipeline_source import find_fitting_pipelines, pipeline_files, read_pipeline
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.selection import pipelines_for, select_pipeline
@@ -207,18 +207,18 @@ def test_sources_describe_the_calls_of_the_classes():
     for name in ("FluxPipeline", "FluxControlNetPipeline", "WanPipeline", "StableDiffusionXLInpaintPipeline"):
         cls = getattr(diffusers, name)
         source = read_pipeline(name)
-        imported = describe("", cls, {})
+        imported = describe_class("", cls, {})
         assert {key: source.call[key] for key in imported.fields} == imported.fields
         assert set(source.required) <= {*cls._get_signature_keys(cls)[0]}
     assert {"FluxPipeline", "WanPipeline"} <= pipeline_files().keys()
 
 
 def test_classes_that_fit_are_those_of_the_same_parts(stable_diffusion_folder):
-    names = {source.name for source in fitting_pipelines(read_index(FLUX).content)}
+    names = {source.name for source in find_fitting_pipelines(read_index(FLUX).content)}
     assert {"FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxControlNetPipeline"} <= names
     assert not {"QwenImagePipeline", "StableDiffusionPipeline", "Flux2Pipeline"} & names
     index = read_index(stable_diffusion_folder).content
-    names = [source.name for source in fitting_pipelines(index)]
+    names = [source.name for source in find_fitting_pipelines(index)]
     assert names[0] == "StableDiffusionPipeline"
     assert {"StableDiffusionImg2ImgPipeline", "StableDiffusionControlNetPipeline"} <= {*names}
     assert not {"StableDiffusionXLPipeline", "KolorsPipeline", "IFPipeline"} & {*names}

@@ -11,7 +11,7 @@ from para_core.fleet.http.jobs import Job, Jobs, Metrics
 from para_core.fleet.http.pool import Pool
 from para_core.fleet.http.server import Server
 from para_core.fleet.outputs import Result
-from para_core.fleet.pipeline_info import describe
+from para_core.fleet.pipeline_info import describe_class
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
@@ -92,7 +92,7 @@ async def open_and_collect(replicas, jobs):
 
 def test_server_uses_all_replicas_of_its_pool_in_order(run):
     async def test(replicas, *each):
-        server = Server(replicas, describe("", FluxKontextPipeline, {}), ServerOptions(waiting=1))
+        server = Server(replicas, describe_class("", FluxKontextPipeline, {}), ServerOptions(waiting=1))
         running = [ask(server._jobs, name) for name in "abcd"]
         await until(lambda: sum(len(x.ran) for x in each) == 3)
         assert [x.ran for x in each] == [["a"], ["b"], ["c"]]

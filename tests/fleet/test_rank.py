@@ -14,7 +14,7 @@ from PIL import Image
 
 from para_core.fleet import rank as rank_module
 from para_core.fleet.failures import RequestFailed
-from para_core.fleet.log_relay import Position
+from para_core.fleet.log_relay import LogPosition
 from para_core.fleet.outputs import Result
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
@@ -70,7 +70,7 @@ def rank():
     with environment_restored():
         rank.join("127.0.0.1", 0)
     # Loading is logged for the process that asks.
-    position, entries = rank.loading_log(Position())
+    position, entries = rank.loading_log(LogPosition())
     messages = [entry.message for entry in entries]
     assert "7 components" in messages[0]
     assert sum(message.startswith("loaded component") for message in messages) == 7

@@ -19,9 +19,9 @@ from para_core.fleet.failures import RequestFailed
 from para_core.fleet.outputs import Output
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.replicas import connected, make_replicas
+from para_core.fleet.replicas import cluster_connection, make_replicas
 from para_core.fleet.request import Delivery, Request, make_request
-from para_core.fleet.work import generate
+from para_core.fleet.work import generate_request
 from para_core.launcher.errors import Cancelled, RankDied
 
 # Ray keeps sockets and threads open until the cluster ends, which raises warnings.
@@ -41,7 +41,7 @@ def pixels(result):
 
 
 def process_ids(replica):
-    return [pid for pid, _ in replica._processes] if isinstance(replica, group.Replica) else replica.process_ids
+    return [pid for pid, _ in replica._processes] if isinstance(replica, group.RayReplica) else replica.process_ids
 
 
 async def give_results(replica):
@@ -51,7 +51,7 @@ async def give_results(replica):
     steps = [event for event in events if isinstance(event, int)]
     # Steps of replicas on Ray are read from time to time.
     assert steps == sorted(steps) and set(steps) <= {1, 2, 3} and steps[-1] == 3
-    assert isinstance(replica, group.Replica) or len(steps) == 3
+    assert isinstance(replica, group.RayReplica) or len(steps) == 3
     assert sum(isinstance(event, Output) for event in events) == 2
     with pytest.raises(RequestFailed, match="prompt_2"):
         await replica.generate(Request({"prompt": "a", "height": 48, "width": 64, "prompt_2": 5}, seed=0))
@@ -101,7 +101,7 @@ async def die_and_start_again(replica):
     async with asyncio.timeout(30):
         while await replica.alive():
             await asyncio.sleep(0.05)
-    assert isinstance(replica, group.Replica) or not replica.running
+    assert isinstance(replica, group.RayReplica) or not replica.running
 
 
 async def stop_with_a_request(replica):
@@ -111,7 +111,7 @@ async def stop_with_a_request(replica):
     # One rank in this process sees a cancellation.
     with pytest.raises((RankDied, Cancelled), match=r"stopped|cancelled"):
         await running
-    assert isinstance(replica, group.Replica) or not replica.running
+    assert isinstance(replica, group.RayReplica) or not replica.running
 
 
 # Each start of ranks takes seconds, so one replica of each kind answers all questions.
@@ -138,9 +138,9 @@ def test_replica_gives_the_results_of_one_process(monkeypatch, caplog, address, 
         await replica.stop()
         return results
 
-    with connected(options, 1, debug=False):
+    with cluster_connection(options, 1, debug=False):
         alone, first, second, other = asyncio.run(run())
-    expected = generate(build(RECIPE), request(), RECIPE)
+    expected = generate_request(build(RECIPE), request(), RECIPE)
     assert max(abs(pixels(result) - pixels(expected)).max() for result in (alone, first)) <= 1
     assert abs(pixels(second) - pixels(other)).max() <= 1 < abs(pixels(second) - pixels(first)).max()
     messages = [record.getMessage() for record in caplog.records]
@@ -168,8 +168,8 @@ def test_gpus_are_enough_and_those_of_replicas_are_disjoint(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     with pytest.raises(ValueError, match=r"2 replicas of 2 ranks need 4 GPUs, and this host has 3.*RAY_ADDRESS"):
-        connected(ReplicaOptions(2), 2, debug=False).__enter__()
-    with connected(ReplicaOptions(1), 3, debug=False):
+        cluster_connection(ReplicaOptions(2), 2, debug=False).__enter__()
+    with cluster_connection(ReplicaOptions(1), 3, debug=False):
         pass
     made = []
     monkeypatch.setattr("para_core.fleet.replicas.LocalReplica", lambda *_, **options: made.append(options))

@@ -22,7 +22,7 @@ from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.http.server import Server
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
-from para_core.fleet.pipeline_info import describe
+from para_core.fleet.pipeline_info import describe_class
 from para_core.fleet.request import Delivery
 from para_core.launcher.errors import Cancelled, RankDied
 
@@ -81,7 +81,7 @@ class StandIn:
 def serving(backend=None, *, pipeline=FluxKontextPipeline, others=(), mounted="", **options):
     """Yield the port of a running server, in an application that mounts it at a path, and its backend."""
     backend = backend or StandIn()
-    server = Server(backend, replace(describe("", pipeline, {}), others=others), ServerOptions(**options))
+    server = Server(backend, replace(describe_class("", pipeline, {}), others=others), ServerOptions(**options))
     backend.server = server
     app = FastAPI()
     app.mount(mounted, server.app)
@@ -169,6 +169,9 @@ def test_video_pipeline_answers_at_videos_route(served):
     assert (status, headers["content-type"], data) == (200, "video/mp4", b"a 0")
     status, _, body = ask(port, {**fields, "frames": 33}, path="/v1/videos/sync")
     assert (status, "32x32" in body["error"]["message"]) == (400, True)
+    # Without a number the pipeline would generate its own, 81 frames, which exceed the limit as well.
+    status, _, body = ask(port, {"prompt": "a", "size": "64x32"}, path="/v1/videos/sync")
+    assert (status, f"{64 * 32 * 81} pixels" in body["error"]["message"]) == (400, True)
     assert "POST /v1/videos/sync" in str(ask(port, fields)[2])
 
 

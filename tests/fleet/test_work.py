@@ -1,5 +1,6 @@
 """A request on the ranks of a group, without Ray: ways to put a pipeline on them, stopping together, and results."""
 
+import hashlib
 import io
 from dataclasses import replace
 
@@ -13,11 +14,11 @@ from PIL import Image
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.build import build, dtype_of, find_model
 from para_core.fleet.memory import foresee_mesh, predict_memory
-from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, describe, find_tiny_flux
+from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, describe_class, find_tiny_flux
 from para_core.fleet.recipe import Recipe, check_options_of_model, read_lora
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.without_weights import without_weights
-from para_core.fleet.work import Watch, generate
+from para_core.fleet.work import Watch, generate_request
 from para_core.launcher.errors import Cancelled
 from para_core.plans.region import region_of
 
@@ -41,7 +42,7 @@ def pixels(data):
 
 def result_of(recipe):
     pipe = build(recipe)
-    return generate(pipe, REQUEST, recipe), region_of(pipe.transformer).options.rotate_method
+    return generate_request(pipe, REQUEST, recipe), region_of(pipe.transformer).options.rotate_method
 
 
 def test_recipe_equals_plain_pipeline(rank_pool, plain):
@@ -60,15 +61,15 @@ def preview_and_cancel():
     recipe = Recipe(FLUX, mesh=(("ring", 2),), vae_placement="first", cache=0.0)
     pipe, previews, steps = build(recipe), [], []
     request = replace(REQUEST, delivery=Delivery("png", partial_images=1))
-    first = generate(pipe, request, recipe, watch=Watch(preview=previews.append))
+    first = generate_request(pipe, request, recipe, watch=Watch(preview=previews.append))
     for step in (1, 3):
         done = []
         # Only the first rank knows that the request was cancelled.
         watch = Watch(done.append, lambda step=step, done=done: dist.get_rank() == 0 and len(done) == step)
         with pytest.raises(Cancelled, match=f"after step {step}"):
-            generate(pipe, REQUEST, recipe, watch=watch)
+            generate_request(pipe, REQUEST, recipe, watch=watch)
         steps.append(len(done))
-    after = generate(pipe, REQUEST, recipe)
+    after = generate_request(pipe, REQUEST, recipe)
     return first, after, len(previews), steps
 
 
@@ -125,13 +126,13 @@ def test_results_of_one_request_are_those_of_their_own_seeds(plain):
     edit = {"image": "a.png", "max_sequence_length": 16, "strength": 0.5}
     for pipe, model, call in (
         (plain[0], find_model(None), fields),
-        (edits, describe("", FluxImg2ImgPipeline, {}), {**fields, **edit}),
+        (edits, describe_class("", FluxImg2ImgPipeline, {}), {**fields, **edit}),
     ):
         steps = []
 
         def draw(pipe=pipe, model=model, call=call, steps=steps, **others):
             request = make_request({**call, **others}, model, read_image=lambda _: buffer.getvalue())
-            return generate(pipe, request, recipe, Watch(progress=steps.append))
+            return generate_request(pipe, request, recipe, Watch(progress=steps.append))
 
         together = draw(n=2, seed=3)
         # With this strength two of four steps are done, for each image.
@@ -139,5 +140,7 @@ def test_results_of_one_request_are_those_of_their_own_seeds(plain):
         assert together.metadata["seeds"] == [3, 4]
         assert [output.suffix for output in together.outputs] == ["-0.png", "-1.png"]
         for output, seed in zip(together.outputs, (3, 4), strict=True):
+            image = Image.open(io.BytesIO(output.data))
+            assert output.pixels_sha256 == hashlib.sha256(image.tobytes()).hexdigest()
             assert np.abs(pixels(output.data) - pixels(draw(seed=seed))).max() <= 1
         assert np.abs(pixels(together.outputs[0].data) - pixels(together.outputs[1].data)).max() > 1

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from para_core.cli.bench import describe_check
-from para_core.cli.comparison import compare, digest_of, make_reference
+from para_core.cli.comparison import compare, digest_pixels, make_reference
 from para_core.fleet.build import build
 from para_core.fleet.outputs import Result, encode, write_result
 from para_core.fleet.prompt_file import Line
@@ -34,7 +34,7 @@ def test_check_passes_only_with_the_bits_of_one_rank(rank_pool):
     pixels = exact.pixels.copy()
     pixels.flat[0] = np.nextafter(pixels.flat[0], np.float32(2))
     same, other = rank_pool.run(compare_with, 2, [exact, replace(exact, pixels=pixels)])[0]
-    digest = digest_of(exact.pixels)
+    digest = digest_pixels(exact.pixels)
     assert same["passed"] and same["same bits"]
     assert same["sha256 of one rank"] == digest and same["sha256 of each rank"] == [digest, digest]
     assert not other["passed"] and other["relative error"] < other["bound"]
@@ -43,7 +43,7 @@ def test_check_passes_only_with_the_bits_of_one_rank(rank_pool):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (5, 3)])
-def test_a_record_has_the_digest_of_the_pixels_of_a_png(tmp_path, size):
+def test_a_record_has_the_digest_pixels_the_pixels_of_a_png(tmp_path, size):
     images = [Image.effect_noise(size, 50).convert("RGB") for _ in range(2)]
     outputs = encode(images, Delivery(format_="png"))
     write_result(tmp_path, Line(1, REQUEST, "digest", "cat"), Result(tuple(outputs), {}))

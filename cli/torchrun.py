@@ -1,4 +1,6 @@
-"""The number of ranks, as far as the options and torchrun state it. Imports no torch."""
+"""Whether torchrun started this process, and the number of ranks that the options or torchrun state. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ def in_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def stated_ranks(requested: int | None, replicas: int) -> int | None:
+def read_stated_ranks(requested: int | None, replicas: int) -> int | None:
     """Return the number of ranks of each replica: torchrun's, else ``requested``; None if it depends on the
     GPUs.
 
