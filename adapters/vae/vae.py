@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.agree.arguments import describe
+from para_core.adapters.agree.arguments import describe_value
 from para_core.adapters.agree.failures import Places, places_of_all, share_reasons
 from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.agree.rng import share_random_state
@@ -396,13 +396,16 @@ class _VaeRun:
         if x.nbytes > _MAX_COMPARED_BYTES:
             values = x.flatten()[:: -(-x.nbytes // _MAX_COMPARED_BYTES)]
         tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
-        record = {"sample": f"{list(x.shape)} {describe(values)}", "tiling": repr(sorted(tiling.items()))}
+        record = {
+            "sample": f"{list(x.shape)} {describe_value(values)}",
+            "tiling": repr(sorted(tiling.items())),
+        }
         generators: list[torch.Generator] = []
         for value in others:
             items = value if isinstance(value, (list, tuple)) else [value]
             generators += [item for item in items if isinstance(item, torch.Generator)]
         if generators:
-            record["generators"] = describe(generators)
+            record["generators"] = describe_value(generators)
         agree(problem or record, self.mesh, explain=self.explain, call=f"the {self.adapter.vae}")
 
     def explain(self, records: list[Record]) -> str:
