@@ -16,7 +16,7 @@ from para_core.adapters.cache.checks import check_cache, check_cached_call
 from para_core.adapters.compatibility.checks import check_parallel_call, check_parallelize
 from para_core.adapters.denoisers import denoiser_kinds
 from para_core.adapters.weights.features import features
-from para_core.adapters.weights.shard import check_shard
+from para_core.adapters.weights.shard import check_can_be_sharded
 
 # These fields of messages are the same in all cases. Every other field is an ellipsis on the page.
 _WORDS = {
@@ -33,7 +33,7 @@ PHASES: Mapping[str, Callable[..., None]] = {
     "a parallel call": check_parallel_call,
     "`apply_cache_on_pipe`": check_cache,
     "a cached call": check_cached_call,
-    "`shard_weights`": check_shard,
+    "`shard_weights`": check_can_be_sharded,
 }
 # The field of a feature of weights that has its checks of a phase.
 _CHECKS_OF_FEATURES = {

@@ -25,16 +25,16 @@ Ranks = GuidedMesh | SequenceMesh
 _MAX_CHARACTERS = 60
 
 
-# Arguments whose names contain one of these words say what is generated, if they are no numbers. Others say
-# how.
-_OF_IMAGE = ("prompt", "image", "latents", "generator", "mask", "video", "audio", "embeds")
+# Arguments whose names contain one of these words say what is generated, if their values are no numbers; others say
+# how. If what is generated differs, the message offers a mesh for each group of ranks.
+_IMAGE_WORDS = ("prompt", "image", "latents", "generator", "mask", "video", "audio", "embeds")
 # The texts of numbers, bools and of values that are absent.
 _NUMBER = re.compile(r"-?\d|True|False|nan|-?inf")
 
 
 @dataclass(frozen=True)
-class OfStage:
-    """A value that the ranks of one pipeline stage must have in common; others have another, or none."""
+class StageValue:
+    """A value that the ranks of pipeline stage ``stage`` must have in common; other stages have another, or none."""
 
     stage: int
     value: Any
@@ -47,15 +47,17 @@ def agree_on_values(
     check: Callable[[], None],
     explain: Callable[[list[Record]], str],
 ) -> None:
-    """Raise on every rank if ``values()`` differs between ranks.
+    """Raise on every rank if ``values()`` differs between ranks. Collective, one exchange.
 
     Every rank of ``mesh`` must call this function, and makes the call ``what``. Before ``values``, which
-    returns arguments and state by name, ``check`` is called, which raises if this rank cannot take part.
+    returns arguments and state by name, ``check`` is called, which raises if this rank cannot take part. Whatever
+    either raises is exchanged: a rank that raised alone would leave the others in the exchange.
 
     Raises:
         ValueError: If a value differs between two ranks. ``explain`` returns the message, from the texts of
             the values of each rank, by name.
-        TypeError, ValueError, RuntimeError: What ``check`` or ``values`` raised on one rank.
+        TypeError, ValueError, ImportError, RuntimeError: What ``check`` or ``values`` raised on one rank. Other
+            types become a RuntimeError.
     """
     local: Record | Exception
     stages: Mapping[str, int] = {}
@@ -63,8 +65,10 @@ def agree_on_values(
         check()
         pending = PendingRecord(values())
         local, stages = pending.wait(), pending.stages
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
         local = error
+    except Exception as error:
+        local = RuntimeError(f"{type(error).__name__}: {error}")
     agree_on_texts(local, stages, mesh, explain, call=what)
 
 
@@ -74,7 +78,7 @@ def difference_of_pipeline_calls(pipeline: str, records: list[Record]) -> str:
     names = [name for name in set().union(*records) if len({record.get(name) for record in records}) > 1]
     # Numbers such as num_images_per_prompt and image_guidance_scale are settings.
     contents = [name for name in names if not any(_NUMBER.match(record.get(name, "0")) for record in records)]
-    if any(word in name for name in contents for word in _OF_IMAGE):
+    if any(word in name for name in contents for word in _IMAGE_WORDS):
         return (
             f"the ranks of one mesh must call the {pipeline} with equal arguments. {fields}. For different images on "
             "different ranks give each group of ranks a mesh of its own (a slice of a larger mesh)."
@@ -92,21 +96,21 @@ def difference_of_pipeline_calls(pipeline: str, records: list[Record]) -> str:
 
 
 class PendingRecord:
-    """A short text for each of ``values`` that is not None, by name; devices compute those of tensors
-    meanwhile.
+    """A short text for each of ``values`` that is not None, by name.
 
-    Holds copies: a value may change before :meth:`wait` is called.
+    The devices of tensors compute their fingerprints until :meth:`wait` is called. All reads of values are made or
+    queued at once, so a value may change before :meth:`wait`.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.stages = {name: value.stage for name, value in values.items() if isinstance(value, OfStage)}
+        self.stages = {name: value.stage for name, value in values.items() if isinstance(value, StageValue)}
         pieces = {name: list(_pieces(value)) for name, value in values.items() if value is not None}
         tensors: list[Tensor] = []
         # A text with None in place of each tensor, whose fingerprint comes there.
         self._pieces: dict[str, list[str | None]] = {}
-        for name, of_value in pieces.items():
+        for name, value_pieces in pieces.items():
             self._pieces[name] = []
-            for piece in of_value:
+            for piece in value_pieces:
                 if isinstance(piece, Tensor):
                     tensors.append(piece)
                     self._pieces[name].append(None)
@@ -118,9 +122,9 @@ class PendingRecord:
         """Return the texts. Waits for each device once, for all tensors."""
         digits = iter(self._fingerprints.wait())
         record = {}
-        for name, of_value in self._pieces.items():
-            texts = [next(digits) if piece is None else piece for piece in of_value]
-            record[name] = _shorten("".join(texts))
+        for name, value_pieces in self._pieces.items():
+            texts = [next(digits) if piece is None else piece for piece in value_pieces]
+            record[name] = _limit_text("".join(texts))
         return record
 
 
@@ -132,7 +136,7 @@ def agree_on_texts(
     *,
     call: str = "this call",
 ) -> None:
-    """Raise ``ValueError`` on every rank if records differ; see :func:`agree`, also for ``call``.
+    """Raise ``ValueError`` on every rank if records differ. Collective; see :func:`agree`, also for ``call``.
 
     ``stages`` has the fields of ``local`` that only the ranks of one pipeline stage have in common, with that
     stage.
@@ -143,15 +147,15 @@ def agree_on_texts(
         checked = local
     else:
         checked = {name: text for name, text in local.items() if name not in stages}
-        of_stage = json.dumps({name: local[name] for name in stages}).encode()
+        encoded = json.dumps({name: local[name] for name in stages}).encode()
         numbers = [
             max(stages.values(), default=0),
-            int.from_bytes(blake2b(of_stage, digest_size=7).digest(), "big"),
+            int.from_bytes(blake2b(encoded, digest_size=7).digest(), "big"),
         ]
     rows = agree(checked, mesh, numbers, explain=explain, call=call)
-    first_of: dict[int, int] = {}
+    first_ranks: dict[int, int] = {}
     for rank, (stage, digits) in enumerate(rows):
-        first = first_of.setdefault(stage, rank)
+        first = first_ranks.setdefault(stage, rank)
         if digits != rows[first][1]:
             raise ValueError(
                 f"ranks {first} and {rank} of the mesh both compute pipeline stage {stage}, and differ in "
@@ -163,13 +167,13 @@ def _hash(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a short text that is equal for equal values, also in another process."""
     text: str = PendingRecord({"": value}).wait().get("", "None")
     return text
 
 
-def _shorten(text: str) -> str:
+def _limit_text(text: str) -> str:
     if len(text) <= _MAX_CHARACTERS:
         return text
     return f"{text[: _MAX_CHARACTERS // 2]}… ({_hash(text.encode())})"
@@ -179,7 +183,7 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
     """Yield strings and tensors that, joined with each tensor's fingerprint in its place, describe ``value``."""
     if value is None or isinstance(value, (str, bool, int, float)):
         yield repr(value)
-    elif isinstance(value, OfStage):
+    elif isinstance(value, StageValue):
         yield from _pieces(value.value)
     elif isinstance(value, Tensor):
         yield f"tensor{list(value.shape)} {str(value.dtype).removeprefix('torch.')} "
@@ -189,9 +193,9 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
     elif isinstance(value, (torch.dtype, timedelta)):
         yield str(value)
     elif isinstance(value, Mapping):
-        yield from _join("{}", [(f"{key!r}: ", item) for key, item in value.items()])
+        yield from _join_pieces("{}", [(f"{key!r}: ", item) for key, item in value.items()])
     elif isinstance(value, (list, tuple)):
-        yield from _join("[]", [("", item) for item in value])
+        yield from _join_pieces("[]", [("", item) for item in value])
     elif is_dataclass(value) and not isinstance(value, type):
         # Some pipelines take dataclasses, for example the conditions of LTX-Video.
         yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
@@ -208,7 +212,7 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
         yield f"a {type(value).__name__}"
 
 
-def _join(brackets: str, items: Sequence[tuple[str, Any]]) -> Iterator[str | Tensor]:
+def _join_pieces(brackets: str, items: Sequence[tuple[str, Any]]) -> Iterator[str | Tensor]:
     yield brackets[0]
     for index, (prefix, item) in enumerate(items):
         if index:

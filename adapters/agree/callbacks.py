@@ -33,7 +33,7 @@ _WAY_OUT = (
 
 
 @contextmanager
-def replace_callbacks(
+def wrap_callbacks(
     kwargs: Mapping[str, Any], slot: Slot, run: Callable[..., Any]
 ) -> Iterator[dict[str, Any]]:
     """Replace each callback in ``kwargs`` by ``run(callback, *args, **kwargs)`` inside the ``with`` block.
@@ -74,8 +74,8 @@ class CheckedCallbacks:
         differs. If only values of tensors or LoRAs differ, the next call of this method or of :meth:`finish`
         raises that.
         """
-        inputs = materialize(_tensors(args))
-        before = PendingRecord(_values_of(inputs))
+        inputs = materialize(_tensors_by_name(args))
+        before = PendingRecord(_named_values(inputs))
         try:
             result = callback(*args, **kwargs)
         except Exception as error:
@@ -83,7 +83,7 @@ class CheckedCallbacks:
             with suppress(RuntimeError):
                 agree(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
             raise
-        outputs = {**inputs, **materialize(_tensors((result,)))}
+        outputs = {**inputs, **materialize(_tensors_by_name((result,)))}
         scale = getattr(self._pipe, "_guidance_scale", None)
         if not (scale is None or isinstance(scale, (bool, int, float, str))):
             scale = repr(scale)
@@ -104,7 +104,11 @@ class CheckedCallbacks:
         # A callback may have set other attention processors or hooks.
         for region, module in planned.values():
             region.check_new_code(module)
-        self._pending = before, PendingRecord(_values_of(outputs)), PendingRecord(describe_loras(self._pipe))
+        self._pending = (
+            before,
+            PendingRecord(_named_values(outputs)),
+            PendingRecord(describe_loras(self._pipe)),
+        )
         return result
 
     def finish(self) -> None:
@@ -126,11 +130,11 @@ class CheckedCallbacks:
         agree_on_texts(state, stages, self._mesh, _explain)
 
 
-def _values_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _named_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"values of {name}": x for name, x in tensors.items()}
 
 
-def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:
+def _tensors_by_name(values: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return the tensors among ``values`` by name.
 
     A callback takes and returns its tensors in a dict, or as separate arguments in the deprecated form of

@@ -28,14 +28,16 @@ from para_core.foreign_errors import is_lost_connection
 # Seconds to wait for the other ranks to sign in. A few are enough: the first rank whose collective times out
 # closes its connections, which ends the collectives of the other ranks too.
 _PATIENCE = 4.0
+# Seconds between two looks at the store.
 _INTERVAL = 0.05
+# Maximum length of a reason: enough for a message, too little for a large tensor that it prints.
 _REASON_CHARACTERS = 2000
 
 # Process id and host of each rank, as a text for messages, by global rank.
 Places = Mapping[int, str]
 
 
-def _own_rank() -> int:
+def _global_rank() -> int:
     # Without torch.distributed there is a single process.
     if dist.is_initialized():
         return dist.get_rank()
@@ -46,14 +48,14 @@ def places_of_all(mesh: GuidedMesh) -> Places:
     """Return the process id and host of each rank of ``mesh``, by global rank.
     A collective call with one exchange.
     """
-    process = {"rank": _own_rank(), "place": f"process {os.getpid()} on host {socket.gethostname()}"}
+    process = {"rank": _global_rank(), "place": f"process {os.getpid()} on host {socket.gethostname()}"}
     return {record["rank"]: record["place"] for record in exchange(process, mesh)}
 
 
 def leave_reason(token: str, reason: str) -> None:
     """Store why this rank leaves the call ``token``, unless a rank has stored a reason before."""
     ask_store(
-        lambda store: store.compare_set(_key(token, "reason"), "", reason[:_REASON_CHARACTERS]),
+        lambda store: store.compare_set(_store_key(token, "reason"), "", reason[:_REASON_CHARACTERS]),
         None,
         _PATIENCE,
     )
@@ -74,12 +76,12 @@ def _call_roll(store: Any, token: str, places: Places) -> str:
     Returns a text for the message: the reason that a rank has stored; or the ranks that did not sign in; or,
     if all of them did, that the exchange took longer than the time-out.
     """
-    store.set(_key(token, f"here/{_own_rank()}"), "")
+    store.set(_store_key(token, f"here/{_global_rank()}"), "")
     deadline = time.monotonic() + _PATIENCE
     while True:
-        if store.check([_key(token, "reason")]):
-            return f"{store.get(_key(token, 'reason')).decode().rstrip('.')}."
-        silent = [rank for rank in places if not store.check([_key(token, f"here/{rank}")])]
+        if store.check([_store_key(token, "reason")]):
+            return f"{store.get(_store_key(token, 'reason')).decode().rstrip('.')}."
+        silent = [rank for rank in places if not store.check([_store_key(token, f"here/{rank}")])]
         if not silent:
             return (
                 "all ranks run, and an exchange did not end within the time-out: a link between them is slow or loses "
@@ -94,7 +96,7 @@ def _call_roll(store: Any, token: str, places: Places) -> str:
         time.sleep(_INTERVAL)
 
 
-def _key(token: str, name: str) -> str:
+def _store_key(token: str, name: str) -> str:
     return f"para_core/call/{token}/{name}"
 
 

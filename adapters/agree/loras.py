@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.agree.arguments import OfStage
+from para_core.adapters.agree.arguments import StageValue
 from para_core.distributed.fingerprints import joint_fingerprint
 from para_core.instance.modules import uncompiled
 from para_core.weights.parameters import plain_tensors
@@ -48,13 +48,13 @@ def describe_loras_of_model(name: str, model: nn.Module) -> dict[str, Any]:
     if not layers:
         return {}
     what, stages = f"LoRA of pipe.{name}", stages_of(model)
-    values: dict[str, Any] = {what: _text_of(layers)}
+    values: dict[str, Any] = {what: _describe_settings(layers)}
     weights = [*_weights_of(layers), *_scales_of(layers)]
     if stages is not None:
         in_blocks = {id(x) for staged in stages.blocks for x in staged.block.parameters()}
-        of_blocks = [x for x in weights if id(x) in in_blocks]
+        block_weights = [x for x in weights if id(x) in in_blocks]
         weights = [x for x in weights if id(x) not in in_blocks]
-        values[f"{what}, weights of its blocks"] = OfStage(stages.dim.index, _digest(of_blocks))
+        values[f"{what}, weights of its blocks"] = StageValue(stages.dim.index, _digest(block_weights))
     values[f"{what}, weights"] = _digest(weights)
     return values
 
@@ -76,7 +76,7 @@ def lora_weights(model: nn.Module) -> list[nn.Parameter]:
     return _weights_of(lora_layers(model))
 
 
-def _text_of(layers: list[Any]) -> str:
+def _describe_settings(layers: list[Any]) -> str:
     """Return the distinct settings of all LoRA layers, and a hash of the settings of each layer."""
     settings = []
     for layer in layers:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.agree.arguments import describe
+from para_core.adapters.agree.arguments import describe_value
 from para_core.distributed.agree import agree, together
 from para_core.distributed.mesh import GuidedMesh, all_ranks, check_member, guided_mesh
 from para_core.distributed.records import Record, describe_differences
@@ -31,10 +31,13 @@ def agree_on_options(
         yield
         return
     ranks = _ranks_of(mesh)
-    # A function has no value to compare between processes, but a name. ``describe`` returns the class of a
+    # A function has no value to compare between processes, but a name. ``describe_value`` returns the class of a
     # callback.
     names = {name: getattr(value, "__qualname__", value) for name, value in options.items()}
-    record = {"mesh": _text_of(mesh), **{name: describe(value) for name, value in names.items()}}
+    record = {
+        "mesh": _describe_mesh_sizes(mesh),
+        **{name: describe_value(value) for name, value in names.items()},
+    }
 
     def explain(records: list[Record]) -> str:
         differences = "; ".join(describe_differences(records))
@@ -60,11 +63,11 @@ def _ranks_of(mesh: DeviceMesh | ProcessGroup | None) -> GuidedMesh:
     return world
 
 
-def _text_of(mesh: object) -> str:
+def _describe_mesh_sizes(mesh: object) -> str:
     if isinstance(mesh, ProcessGroup):
         return f"a process group of {mesh.size()}"
     if not isinstance(mesh, DeviceMesh):
-        return describe(mesh)
+        return describe_value(mesh)
     names = mesh.mesh_dim_names or [f"dim {index}" for index in range(mesh.ndim)]
     sizes = zip(names, mesh.shape, strict=True)
     return f"{mesh.device_type}: {' × '.join(f'{name} {size}' for name, size in sizes if size > 1) or 'one rank'}"

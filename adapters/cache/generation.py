@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.agree.callbacks import replace_callbacks
+from para_core.adapters.agree.callbacks import wrap_callbacks
 from para_core.adapters.cache.checks import check_cached_call
 from para_core.adapters.cache.threshold_warnings import warn_of_outcomes
 from para_core.adapters.compatibility.checks import CheckedModel
@@ -111,7 +111,7 @@ class PipelineCache:
             stack.enter_context(self._tracker.follow(pipe, self._reset, with_copies=self._with_copies))
             stack.enter_context(self._generation(pipe))
             self._thread = get_ident()
-            kwargs = stack.enter_context(replace_callbacks(kwargs, Slot.CACHE, self._call_without_cache))
+            kwargs = stack.enter_context(wrap_callbacks(kwargs, Slot.CACHE, self._call_without_cache))
             return call(pipe, *args, **kwargs)
 
     def _call_without_cache(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from para_core.adapters.agree.callbacks import replace_callbacks
+from para_core.adapters.agree.callbacks import wrap_callbacks
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.cfg.output_form import predict_output
 from para_core.adapters.registry import adapter_for
@@ -74,7 +74,7 @@ class GuidedCalls(FeatureChange):
                 branches = {"__call__": self._run_branch}
                 stack.enter_context(fill_during(component, Slot.GUIDANCE, branches, owner=self))
             stack.enter_context(self._guidance.generation())
-            yield stack.enter_context(replace_callbacks(kwargs, Slot.GUIDANCE, self._run_callback))
+            yield stack.enter_context(wrap_callbacks(kwargs, Slot.GUIDANCE, self._run_callback))
         self._warn_unguided(type(pipe).__name__)
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

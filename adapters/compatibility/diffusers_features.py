@@ -84,7 +84,7 @@ def check_hooks_of_diffusers(module: nn.Module, name: str, sequence_ranks: int) 
         if not type(hook).__module__.startswith("diffusers.") or kind in _WEIGHT_HOOKS:
             continue
         if kind in _SKIP_HOOKS:
-            if _drops(hook):
+            if _drops_at_random(hook):
                 raise refusal(
                     RuntimeError,
                     f"{name} has diffusers' {kind} at {path!r}: it drops activations at random, and each rank would "
@@ -113,7 +113,7 @@ def check_hooks_of_diffusers(module: nn.Module, name: str, sequence_ranks: int) 
             )
 
 
-def _drops(hook_or_config: Any) -> bool:
+def _drops_at_random(hook_or_config: Any) -> bool:
     return bool(0 < hook_or_config.dropout < 1)
 
 
@@ -134,7 +134,7 @@ def check_guider(pipe: Any, sequence_ranks: int) -> None:
                     "a part of them.",
                     "Use ranks for guidance only (max_ring_dim_size=1, max_ulysses_dim_size=1), or another guider.",
                 )
-            if type(config).__name__ == "LayerSkipConfig" and _drops(config):
+            if type(config).__name__ == "LayerSkipConfig" and _drops_at_random(config):
                 raise refusal(
                     RuntimeError,
                     f"pipe.guider is a {type(guider).__name__}: it drops activations at random, and each rank would "

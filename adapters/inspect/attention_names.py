@@ -120,7 +120,7 @@ def _by_kind(settings: Sequence[ProcessorBackend]) -> list[list[ProcessorBackend
     return [[setting for setting in settings if setting.crosses == crosses] for crosses in (False, True)]
 
 
-def attention_by_name(module: nn.Module) -> dict[str, str]:
+def describe_attention(module: nn.Module) -> dict[str, str]:
     """Return the attention options of ``module`` by name, to compare them between ranks; empty if not parallel."""
     region = region_of(module)
     if region is None:
@@ -129,11 +129,11 @@ def attention_by_name(module: nn.Module) -> dict[str, str]:
     if region.mesh.ranks > 1:
         names = sorted({backend.name for backend in processor_backends(module)})
         options["diffusers' attention backend"] = ", ".join(names) or "native"
-        options |= code_by_name(module)
+        options |= describe_code(module)
     return options
 
 
-def code_by_name(module: nn.Module) -> dict[str, str]:
+def describe_code(module: nn.Module) -> dict[str, str]:
     """Return what users exchange inside ``module``, to compare it between ranks: attention processors, hooks
     and replaced ``forward`` functions, by number.
     """
@@ -166,9 +166,9 @@ def translated_attention(module: nn.Module) -> Iterator[None]:
 
     options, cross = region.options, region.cross_backend
     before = [(setting.processor, setting.processor._attention_backend) for setting in others]
-    own = {setting.crosses: setting.backend for setting in others}
+    chosen = {setting.crosses: setting.backend for setting in others}
     try:
-        region.use(replace(options, backend=own.get(False) or options.backend), own.get(True) or cross)
+        region.use(replace(options, backend=chosen.get(False) or options.backend), chosen.get(True) or cross)
         for setting in others:
             setting.processor._attention_backend = AttentionBackendName.NATIVE
         yield
@@ -181,7 +181,7 @@ def translated_attention(module: nn.Module) -> Iterator[None]:
 def processor_backends(module: nn.Module) -> list[ProcessorBackend]:
     """Return the backend of each processor; empty if all processors call scaled_dot_product_attention."""
     backends = {x._attention_backend for x in processors_of(module) if hasattr(x, "_attention_backend")}
-    if set(map(_name_of, backends)) <= set(_SEEN):
+    if set(map(_backend_name, backends)) <= set(_SEEN):
         return []
     return _backends_by_path(module)
 
@@ -215,12 +215,14 @@ def _backends_by_path(module: nn.Module) -> list[ProcessorBackend]:
         processor: Any = getattr(submodule, "processor", None)
         if path not in by_heads and hasattr(processor, "_attention_backend"):
             settings.append(
-                ProcessorBackend(path, processor, _name_of(processor._attention_backend), path in crossing)
+                ProcessorBackend(
+                    path, processor, _backend_name(processor._attention_backend), path in crossing
+                )
             )
     return settings
 
 
-def _name_of(backend: Any) -> str:
+def _backend_name(backend: Any) -> str:
     if backend is None:
         # No backend is set on this processor, so diffusers uses its global default, which
         # attention_backend(...), set_attention_backend and the environment can change.

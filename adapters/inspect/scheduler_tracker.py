@@ -16,7 +16,7 @@ from para_core.instance.slots import Slot
 _END_IS_LISTED = ("LTXEulerAncestralRFScheduler",)
 
 
-class Position(NamedTuple):
+class SchedulePosition(NamedTuple):
     """A step: its index in the call of the pipeline, the number of steps of that call, and its timestep.
 
     The timestep is on the scheduler's own scale; 0.0 if the scheduler lists none.
@@ -130,7 +130,7 @@ class SchedulerTracker:
             return None
         return self._num_taken
 
-    def next_position(self, branch: str) -> Position:
+    def next_position(self, branch: str) -> SchedulePosition:
         """Return the step that the next call of the model for ``branch`` belongs to.
 
         Call it once per model call: if copies of the scheduler take the steps, it counts the calls, and begins a new
@@ -159,8 +159,8 @@ class SchedulerTracker:
         total = max(len(times), 1)
         index = min(index, total - 1)
         if not times:
-            return Position(index, total, 0.0)
-        return Position(index, total, times[index])
+            return SchedulePosition(index, total, 0.0)
+        return SchedulePosition(index, total, times[index])
 
     def _restart(self) -> None:
         self._num_taken, self._step_index, self._num_calls, self._section, self._times = 0, None, {}, 0, []

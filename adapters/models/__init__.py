@@ -1,6 +1,7 @@
 """Adapters: data that says what each model family shards, gathers and caches.
 
-A family is one file that no other file imports, and one line of ``FAMILIES``.
+A family is one file that no other file imports, and one line of ``FAMILIES``. What several families have in common is
+in ``shared``. ``unets`` and ``unsupported`` are no families: they describe UNets, and transformers that are refused.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ FAMILIES = (
 
 
 def adapters_of(family: str) -> list[Adapter]:
-    """Return the adapters that are global variables of the module ``family``, in their order there."""
+    """Return the adapters that are global variables of the module ``family``, in their order there.
+
+    So a family must not import the adapter of another one: it would be listed twice.
+    """
     module = import_module(f"{__name__}.{family}")
     return [value for value in vars(module).values() if isinstance(value, Adapter)]
 

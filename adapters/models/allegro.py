@@ -1,7 +1,7 @@
 """Adapter of Allegro. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import chained, of_samples
+from para_core.adapters.models.shared.constructors import chained, samples_in_dim_0
 from para_core.adapters.models.shared.tokens import ALL_VIDEO, VIDEO, VIDEO_TO_TEXT
 from para_core.plans.plan import Attention, Entries, Plan, Split
 
@@ -25,7 +25,7 @@ ALLEGRO = Adapter(
             "**.attn1": (Attention(("video",), mask="keys"),),
             "**.attn2": VIDEO_TO_TEXT,
         },
-        batched=of_samples("attention_mask", "encoder_attention_mask"),
+        batched=samples_in_dim_0("attention_mask", "encoder_attention_mask"),
         common=("image_rotary_emb",),
     ),
     blocks=chained("transformer_blocks"),

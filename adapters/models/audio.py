@@ -3,7 +3,7 @@ Written for diffusers 0.42.
 """
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import chained, of_samples
+from para_core.adapters.models.shared.constructors import chained, samples_in_dim_0
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, FirstTokens, Gather, Plan, Split
 
@@ -21,7 +21,7 @@ ACE_STEP = Adapter(
         outputs={"norm_out": GATHERED},
         joint_order=("sound",),
         attention={"layers.*.cross_attn": TO_TEXT},
-        batched=of_samples("timestep_r", "context_latents", "attention_kwargs"),
+        batched=samples_in_dim_0("timestep_r", "context_latents", "attention_kwargs"),
     ),
     # Only every second block gets a mask. chained=True would require the same arguments for all blocks.
     blocks=CachedBlocks((BlockGroup(("layers",)),)),
@@ -45,7 +45,7 @@ STABLE_AUDIO = Adapter(
         outputs={"proj_out": GATHERED},
         joint_order=("sound",),
         attention={"**.attn1": (Attention(("sound",), mask="keys"),), "**.attn2": TO_TEXT},
-        batched=of_samples("global_hidden_states", "attention_mask", "encoder_attention_mask"),
+        batched=samples_in_dim_0("global_hidden_states", "attention_mask", "encoder_attention_mask"),
         common=("rotary_embedding",),
     ),
     blocks=chained("transformer_blocks"),
@@ -67,7 +67,7 @@ STABLE_AUDIO3 = Adapter(
         refused={
             "local_add_cond": "it has no entries for the tokens of memory, so its parts are not those of the sequence"
         },
-        batched=of_samples("global_hidden_states", "encoder_attention_mask"),
+        batched=samples_in_dim_0("global_hidden_states", "encoder_attention_mask"),
     ),
     blocks=chained("transformer_blocks"),
 )

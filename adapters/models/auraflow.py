@@ -1,7 +1,7 @@
 """Adapter of AuraFlow. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import TEXT_FIRST, of_samples
+from para_core.adapters.models.shared.constructors import TEXT_FIRST, samples_in_dim_0
 from para_core.adapters.models.shared.tokens import ALL_IMAGE, IMAGE, TEXT_THEN_IMAGE
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Plan
@@ -15,7 +15,7 @@ AURAFLOW = Adapter(
         outputs={"proj_out": ALL_IMAGE},
         # The model's register tokens precede the text tokens and are part of the text segment.
         joint_order=TEXT_THEN_IMAGE,
-        batched=of_samples("attention_kwargs"),
+        batched=samples_in_dim_0("attention_kwargs"),
     ),
     blocks=CachedBlocks(
         (

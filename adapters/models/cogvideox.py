@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import TEXT_LAST, chained, linears, of_samples
+from para_core.adapters.models.shared.constructors import TEXT_LAST, chained, linears, samples_in_dim_0
 from para_core.plans.plan import Gather, Plan, Replicate, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import TensorPlan
 
-OF_SAMPLES = ("timestep_cond", "attention_kwargs")
+WITH_SAMPLES = ("timestep_cond", "attention_kwargs")
 
 COGVIDEOX_PLAN = Plan(
     inputs={
@@ -20,7 +20,7 @@ COGVIDEOX_PLAN = Plan(
     inner={"patch_embed": {0: Split(dim=1, segment="video", after="text")}},
     outputs={"proj_out": Gather(dim=1, segment="video")},
     joint_order=("text", "video"),
-    batched=of_samples(*OF_SAMPLES, "ofs"),
+    batched=samples_in_dim_0(*WITH_SAMPLES, "ofs"),
     common=("image_rotary_emb",),
 )
 
@@ -48,7 +48,7 @@ CONSISID = Adapter(
     transformer="ConsisIDTransformer3DModel",
     pipelines="ConsisID",
     # Between blocks the video tokens also attend to face tokens, and every rank holds all face tokens.
-    plan=replace(COGVIDEOX_PLAN, batched=of_samples(*OF_SAMPLES, "id_cond", "id_vit_hidden")),
+    plan=replace(COGVIDEOX_PLAN, batched=samples_in_dim_0(*WITH_SAMPLES, "id_cond", "id_vit_hidden")),
     blocks=chained("transformer_blocks", streams=TEXT_LAST, between=("id_cond",)),
     tensor=TENSOR,
 )

@@ -1,7 +1,7 @@
 """Adapters of CogView 3+, CogView 4 and GLM-Image. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import TEXT_LAST, chained, of_samples
+from para_core.adapters.models.shared.constructors import TEXT_LAST, chained, samples_in_dim_0
 from para_core.adapters.models.shared.tokens import ALL_IMAGE, IMAGE, POSITIONS, TEXT_THEN_IMAGE
 from para_core.plans.plan import Plan
 
@@ -15,7 +15,7 @@ COGVIEW3_PLUS = Adapter(
         inner={"transformer_blocks.0": {"hidden_states": IMAGE}},
         outputs={"proj_out": ALL_IMAGE},
         joint_order=TEXT_THEN_IMAGE,
-        batched=of_samples("original_size", "target_size", "crop_coords"),
+        batched=samples_in_dim_0("original_size", "target_size", "crop_coords"),
     ),
     blocks=BLOCKS,
 )

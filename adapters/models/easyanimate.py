@@ -1,7 +1,7 @@
 """Adapter of EasyAnimate. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import TEXT_LAST, chained, of_samples
+from para_core.adapters.models.shared.constructors import TEXT_LAST, chained, samples_in_dim_0
 from para_core.adapters.models.shared.tokens import ALL_VIDEO, VIDEO, VIDEO_POSITIONS
 from para_core.plans.plan import Plan
 
@@ -16,7 +16,9 @@ EASYANIMATE = Adapter(
         },
         outputs={"proj_out": ALL_VIDEO},
         joint_order=("text", "video"),
-        batched=of_samples("timestep_cond", "encoder_hidden_states_t5", "inpaint_latents", "control_latents"),
+        batched=samples_in_dim_0(
+            "timestep_cond", "encoder_hidden_states_t5", "inpaint_latents", "control_latents"
+        ),
     ),
     blocks=chained(
         "transformer_blocks",

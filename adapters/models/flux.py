@@ -13,6 +13,7 @@ from para_core.plans.plan import Attention, Gather, Plan, Split
 
 
 def _modulated(block: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    """Return what block 0 computes first, the modulated norm of the image tokens: see ``CachedBlocks.modulated``."""
     norm: Any = block.norm1
     modulated: Tensor = norm(arguments["hidden_states"], emb=arguments["temb"])[0]
     return modulated

@@ -8,7 +8,7 @@ from para_core.adapters.models.shared.constructors import (
     TEXT_FIRST,
     chained,
     linears,
-    of_samples,
+    samples_in_dim_0,
 )
 from para_core.adapters.models.shared.flux import FLUX_PLAN
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -16,16 +16,20 @@ from para_core.plans.plan import Split
 from para_core.weights.tensor_plan import COLUMNS, Linear, TensorPlan
 
 
-def _tensor(gated: bool = False) -> TensorPlan:
+def _joint_tensor_plan(gated: bool = False) -> TensorPlan:
     """Return a tensor plan like the one that diffusers publishes for FLUX.1.
 
     If ``gated``, the first layer of each feed-forward returns hidden units and a gate (as in SwiGLU).
     """
     double, single = "transformer_blocks.*", "single_transformer_blocks.*"
-    heads, hidden = (
-        [f"attn.{name}" for name in JOINT_PROJECTIONS],
-        Linear("colwise", (1, 1)) if gated else COLUMNS,
-    )
+    heads = [f"attn.{name}" for name in JOINT_PROJECTIONS]
+    hidden = COLUMNS
+    counts: dict[str, str] = {}
+    if gated:
+        # The hidden units and the gate are two parts of equal width, and each is sharded by itself.
+        hidden = Linear("colwise", (1, 1))
+        # The model splits the output of proj_mlp at this number.
+        counts = {single: "mlp_hidden_dim"}
     return TensorPlan(
         linears={
             **linears(
@@ -41,11 +45,11 @@ def _tensor(gated: bool = False) -> TensorPlan:
             f"{single}.proj_out": Linear("rowwise", (1, 4)),
         },
         heads=(f"{double}.attn", f"{single}.attn"),
-        counts={single: "mlp_hidden_dim"} if gated else {},
+        counts=counts,
     )
 
 
-OF_SAMPLES, IDS = ("pooled_projections", "guidance"), ("img_ids", "txt_ids")
+WITH_SAMPLES, IDS = ("pooled_projections", "guidance"), ("img_ids", "txt_ids")
 RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 CHROMA = Adapter(
@@ -59,7 +63,7 @@ CHROMA = Adapter(
         # The model adds these residuals to a block's output in place, over tensors that the cache has stored.
         uncached=("controlnet_single_block_samples",),
     ),
-    tensor=_tensor(),
+    tensor=_joint_tensor_plan(),
 )
 
 BOTH_LISTS = chained("transformer_blocks", "single_transformer_blocks", streams=TEXT_FIRST)
@@ -69,14 +73,14 @@ OVIS = Adapter(
     pipelines="Ovis-Image",
     plan=FLUX_PLAN,
     blocks=BOTH_LISTS,
-    tensor=_tensor(gated=True),
+    tensor=_joint_tensor_plan(gated=True),
 )
 LONGCAT_IMAGE = Adapter(
     transformer="LongCatImageTransformer2DModel",
     pipelines="LongCat-Image",
     plan=FLUX_PLAN,
     blocks=BOTH_LISTS,
-    tensor=_tensor(),
+    tensor=_joint_tensor_plan(),
 )
 
 BRIA = Adapter(
@@ -84,7 +88,7 @@ BRIA = Adapter(
     pipelines="Bria",
     plan=replace(
         FLUX_PLAN,
-        batched=of_samples(*OF_SAMPLES, "attention_kwargs", *RESIDUALS),
+        batched=samples_in_dim_0(*WITH_SAMPLES, "attention_kwargs", *RESIDUALS),
         common=IDS,
         # diffusers adds these residuals to hidden_states[:, number of text tokens:], although hidden_states
         # holds only image tokens here, so the call fails on one device too.
@@ -93,7 +97,7 @@ BRIA = Adapter(
     blocks=chained(
         "transformer_blocks", "single_transformer_blocks", streams=TEXT_FIRST, between=RESIDUALS[:1]
     ),
-    tensor=_tensor(),
+    tensor=_joint_tensor_plan(),
 )
 
 BRIA_FIBO = Adapter(
@@ -103,11 +107,11 @@ BRIA_FIBO = Adapter(
         FLUX_PLAN,
         # One tensor [B, S, C] per block, which replaces half of the channels of the text tokens.
         inputs={**FLUX_PLAN.inputs, "text_encoder_layers": Split(dim=1, like="text")},
-        batched=of_samples(*OF_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"),
+        batched=samples_in_dim_0(*WITH_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"),
         common=IDS,
     ),
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), TEXT_FIRST), BlockGroup(("single_transformer_blocks",)))
     ),
-    tensor=_tensor(),
+    tensor=_joint_tensor_plan(),
 )

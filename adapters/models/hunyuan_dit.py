@@ -1,7 +1,7 @@
 """Adapter of HunyuanDiT. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import of_samples
+from para_core.adapters.models.shared.constructors import samples_in_dim_0
 from para_core.adapters.models.shared.tokens import ALL_IMAGE, IMAGE, IMAGE_TO_TEXT
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Plan, Split
@@ -18,7 +18,7 @@ HUNYUAN_DIT = Adapter(
         outputs={"proj_out": ALL_IMAGE},
         joint_order=("image",),
         attention={"blocks.*.attn2": IMAGE_TO_TEXT},
-        batched=of_samples(
+        batched=samples_in_dim_0(
             *("text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5"),
             *("image_meta_size", "style", "controlnet_block_samples"),
         ),

@@ -1,7 +1,7 @@
 """Adapter of Latte. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import of_samples
+from para_core.adapters.models.shared.constructors import samples_in_dim_0
 from para_core.adapters.models.shared.tokens import ALL_IMAGE, IMAGE, IMAGE_TO_TEXT
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Plan, Split
@@ -24,7 +24,7 @@ LATTE = Adapter(
             # Each token attends to the tokens at the same position in all frames, which are on the same rank.
             "temporal_transformer_blocks.*.attn1": (Attention(("frames",)),),
         },
-        batched=of_samples("encoder_attention_mask"),
+        batched=samples_in_dim_0("encoder_attention_mask"),
     ),
     # Temporal blocks run between these blocks and are not cached, so they run at every step.
     blocks=CachedBlocks((BlockGroup(("transformer_blocks",)),)),

@@ -1,7 +1,7 @@
 """Adapters of LTX-Video and LTX-2 (video with sound). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import chained, linears, of_samples
+from para_core.adapters.models.shared.constructors import chained, linears, samples_in_dim_0
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 from para_core.weights.tensor_plan import TensorPlan
 
@@ -39,7 +39,7 @@ LTX = Adapter(
         outputs={"": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
-        batched=of_samples("encoder_attention_mask", "video_coords", "attention_kwargs"),
+        batched=samples_in_dim_0("encoder_attention_mask", "video_coords", "attention_kwargs"),
         common=("rope_interpolation_scale",),
     ),
     # Replicated text is the faster default, because cross-attention to replicated keys needs no
@@ -72,7 +72,7 @@ LTX2 = Adapter(
             "**.audio_to_video_attn": (Attention(("video",), ("sound",)),),
             "**.video_to_audio_attn": (Attention(("sound",), ("video",)),),
         },
-        batched=of_samples(
+        batched=samples_in_dim_0(
             *(
                 "encoder_attention_mask",
                 "sigma",

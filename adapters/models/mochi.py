@@ -6,7 +6,7 @@ from para_core.adapters.models.shared.constructors import (
     TEXT_LAST,
     chained,
     linears,
-    of_samples,
+    samples_in_dim_0,
 )
 from para_core.plans.plan import Gather, Plan, Split
 from para_core.weights.patch_plan import Frames
@@ -46,7 +46,7 @@ MOCHI = Adapter(
         # sample at a time, with the valid text tokens of this sample, whose number differs from sample to
         # sample.
         joint_order=("video", "text"),
-        batched=of_samples("encoder_attention_mask", "attention_kwargs"),
+        batched=samples_in_dim_0("encoder_attention_mask", "attention_kwargs"),
     ),
     blocks=chained("transformer_blocks", streams=TEXT_LAST),
     tensor=TENSOR,

@@ -1,7 +1,7 @@
 """Adapter of PRX, whose image tokens attend to text and image tokens at once. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import chained, of_samples
+from para_core.adapters.models.shared.constructors import chained, samples_in_dim_0
 from para_core.adapters.models.shared.tokens import ALL_IMAGE, IMAGE
 from para_core.plans.plan import Attention, Plan, Split
 
@@ -19,7 +19,7 @@ PRX = Adapter(
         joint_order=("image",),
         # The processor makes a mask for the keys that it gets, text and image tokens of this rank.
         attention={"blocks.*.attention": (Attention(("image",), ("text", "image"), mask="keys"),)},
-        batched=of_samples("attention_mask", "attention_kwargs"),
+        batched=samples_in_dim_0("attention_mask", "attention_kwargs"),
     ),
     blocks=chained("blocks"),
 )

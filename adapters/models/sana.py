@@ -5,10 +5,10 @@ from dataclasses import replace
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import chained, of_samples
+from para_core.adapters.models.shared.constructors import chained, samples_in_dim_0
 from para_core.plans.plan import Attention, Gather, Halo, LinearAttention, Plan, Split
 
-BATCHED = of_samples(
+BATCHED = samples_in_dim_0(
     "guidance", "encoder_attention_mask", "attention_mask", "attention_kwargs", "controlnet_block_samples"
 )
 BLOCKS = chained("transformer_blocks", between=("controlnet_block_samples",))

@@ -1,7 +1,7 @@
 """Adapter of Stable Diffusion 3. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.shared.constructors import TEXT_FIRST, chained, of_samples
+from para_core.adapters.models.shared.constructors import TEXT_FIRST, chained, samples_in_dim_0
 from para_core.adapters.models.shared.tokens import ALL_IMAGE, IMAGE, IMAGE_THEN_TEXT
 from para_core.plans.plan import Attention, Plan, Split
 
@@ -26,7 +26,9 @@ SD3 = Adapter(
             "transformer_blocks.*.attn2": (Attention(("image",)),),
         },
         # joint_attention_kwargs may hold embeddings of IP-Adapter images, which have a batch dim.
-        batched=of_samples("pooled_projections", "block_controlnet_hidden_states", "joint_attention_kwargs"),
+        batched=samples_in_dim_0(
+            "pooled_projections", "block_controlnet_hidden_states", "joint_attention_kwargs"
+        ),
     ),
     refused_pipelines={
         "pag_applied_layers": "its perturbed attention masks image tokens by their number, which is that of one rank"

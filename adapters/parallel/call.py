@@ -15,14 +15,14 @@ from torch import nn
 
 from para_core import version
 from para_core.adapters.agree.arguments import agree_on_values, difference_of_pipeline_calls
-from para_core.adapters.agree.callbacks import CheckedCallbacks, replace_callbacks
+from para_core.adapters.agree.callbacks import CheckedCallbacks, wrap_callbacks
 from para_core.adapters.agree.failures import Places, places_of_all, share_reasons
 from para_core.adapters.agree.loras import describe_loras, models_of
 from para_core.adapters.agree.rng import share_random_state
 from para_core.adapters.cache.generation import caching_of
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallel_call
 from para_core.adapters.denoisers import denoiser_run_of, kind_of
-from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
+from para_core.adapters.inspect.attention_names import describe_attention, translated_attention
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import applied_mesh, transformers_of
@@ -42,12 +42,12 @@ class ParallelCall:
 
     Args:
         transformers: Transformers by component name. A parallel plan is applied to each.
-        unets: UNets and ControlNets by path in the pipeline. The rows of their images are sharded.
+        unets: The other denoisers (UNets, ControlNets) by path in the pipeline. The rows of their images are sharded.
         mesh: The ranks that run the pipeline.
         assume_equal: Whether to skip the comparison of arguments between ranks.
         session: The session that attached this handler; :func:`unparallelize_pipe` stops it.
         verify: Whether to compare calls of the transformers with the unmodified ones.
-        changes: The changes that features make, some of which do something around each generation.
+        changes: The changes that features make; :meth:`FeatureChange.generation` of each runs around a generation.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ParallelCall:
         self._places: Places = {}
 
     def attach(self, pipe: Any) -> None:
-        """Wrap ``__call__`` of ``pipe``, after its models were parallelized.
+        """Wrap ``__call__`` of ``pipe``. Call it after the models were parallelized.
 
         Records the meshes of the models, so that each call can check that they have not been changed since.
         """
@@ -95,6 +95,11 @@ class ParallelCall:
         fill_slot(pipe, Slot.PARALLEL_PIPE, {"__call__": self._run}, owner=self)
 
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run one generation. Collective: every exchange here must be reached by all ranks, in this order.
+
+        From :func:`agree_on_values` on, all ranks have equal arguments and state, so what follows decides equally
+        on all of them, and the models need not compare their inputs again (:func:`assume_agreed`).
+        """
         self.mesh.check_alive()
         models = {**self._transformers, **self._unets}
         check = partial(
@@ -125,7 +130,7 @@ class ParallelCall:
                 stack.enter_context(assume_agreed([region]))
                 stack.enter_context(translated_attention(module))
                 if name in self._verifications:
-                    # Wrap a compiled component itself, for the reason given below.
+                    # Wrap a compiled component, not the module inside it: the comparison must not be traced.
                     component, verification = getattr(pipe, name), self._verifications[name]
                     self._verified.add(component)
                     stack.enter_context(fill_during(component, Slot.VERIFIED, {"__call__": verification}))
@@ -134,7 +139,7 @@ class ParallelCall:
             overlaps_steps = any(change.overlaps_steps for change in self.changes)
             if not (self._assume_equal or overlaps_steps):
                 checked = CheckedCallbacks(pipe, self.mesh)
-                kwargs = stack.enter_context(replace_callbacks(kwargs, Slot.CHECKED_CALLBACK, checked.run))
+                kwargs = stack.enter_context(wrap_callbacks(kwargs, Slot.CHECKED_CALLBACK, checked.run))
             if self.scheduled is not None:
                 kwargs = stack.enter_context(self.scheduled.generation(pipe, kwargs))
             for change in self.changes:
@@ -147,8 +152,8 @@ class ParallelCall:
     def _arguments_and_state(self, pipe: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
         """Return the arguments of a call and the state of ``pipe`` that all ranks must share, by name.
 
-        The state has the VAE unless the call returns latents, but no text encoders: a call may pass
-        embeddings instead.
+        Of the models, the state has the dtypes of the denoisers and, unless the call returns latents, of the VAE.
+        It has no text encoders: a call may pass embeddings instead.
         """
         bound = inspect.signature(original_class(pipe).__call__).bind(pipe, *args, **kwargs).arguments
         bound.pop("self", None)
@@ -168,7 +173,7 @@ class ParallelCall:
                     f"{option} of the cache of {name}": text for option, text in options.as_text().items()
                 }
         for name, module in transformers_of(pipe).items():
-            state |= {f"{option} of {name}": value for option, value in attention_by_name(module).items()}
+            state |= {f"{option} of {name}": value for option, value in describe_attention(module).items()}
         names = {*transformers_of(pipe), "unet"}
         if state.get("output_type") != "latent":
             names.add("vae")

@@ -25,6 +25,7 @@ from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.feature import Method
 from para_core.adapters.weights.features import require_method, require_quantizer, shard_methods
 from para_core.adapters.weights.shard import prepare_sharding
+from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.distributed.agree import agree, exchange, together
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, check_process_group
@@ -45,10 +46,9 @@ def from_pretrained_sharded(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """Load a pipeline, shard its weights and parallelize it, with host memory for one copy of the weights per
-    node.
+    """Load a pipeline, shard its weights and parallelize it, with host memory for one copy of the weights per node.
 
-    The result equals that of ``pipeline.from_pretrained(name)`` followed by ``parallelize_pipe(pipe,
+    Without ``quantize`` the result equals that of ``pipeline.from_pretrained(name)`` and ``parallelize_pipe(pipe,
     mesh=mesh, weights=weights)``. Every rank of the mesh must call this function. Each rank memory-maps the
     safetensors files, so that ranks of a node share their pages, reads its shard of each weight, and unmaps
     the weight. Weights are cast to ``dtype`` after sharding.
@@ -75,9 +75,11 @@ def from_pretrained_sharded(
         The parallel pipeline, with all components on the device of the mesh.
 
     Raises:
-        ValueError: If an option is invalid or does not fit the mesh.
-        RuntimeError: If there is no process group, or, on every rank, if a file is missing, incomplete or
-            corrupt on one rank, or files differ between ranks.
+        TypeError: If the pipeline is not supported.
+        ImportError: If ``quantize`` needs torchao and it is not installed.
+        ValueError: If an option is invalid or does not fit the mesh, or the weights differ between ranks.
+        RuntimeError: If there is no process group; or, on every rank, if a file is missing, incomplete or corrupt
+            on one rank, or a download fails.
     """
     check_process_group("from_pretrained_sharded")
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
@@ -109,46 +111,53 @@ def from_pretrained_sharded(
             require_quantizer().check_scheme(quantize)
     _download_once_per_node(pipeline, name, guided, options)
     with together(guided, f"{name} could not be loaded (download incomplete files again)"):
-        folder = folder_of(pipeline, name, options)
-        _check_safetensors(folder, passed=set(options))
-        files = _files_in(folder, options.get("variant"))
-        with _uninitialized_memory():
-            pipe = pipeline.from_pretrained(
-                folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options
-            )
-        for path in files:
-            component = uncompiled(pipe.components.get(path.parent.name))
-            if isinstance(component, nn.Module):
-                _map_each_weight(component, path)
+        pipe = _load_mapped(pipeline, _folder_of(pipeline, name, options), options)
     parallelize_pipe(pipe, mesh=mesh)
     quantizes_first = method is not None and method.quantizes_first
     if quantize is not None and quantizes_first:
         with together(guided, "weights could not be quantized"):
-            if dtype is not None:
-                for module in transformers_of(pipe).values():
-                    require_quantizer().cast_linears(module, dtype, _kept_in_float32(module, dtype))
-            require_quantizer().quantize(pipe, quantize, gatherable=True)
+            _quantize_mapped(pipe, quantize, dtype)
     if method is not None:
         prepare_sharding(pipe, guided, weights, compare_values=False).run()
     with together(guided, "the components that are not sharded could not be placed"):
         if method is None or method.keeps_bits:
             _copy_from_files(pipe)
         if dtype is not None:
-            for part in _modules(pipe):
-                _cast(part, dtype)
+            for module in _modules(pipe):
+                _cast_weights(module, dtype)
         if guided.sequence.device_type != "cpu":
-            _move(pipe, guided.sequence.device_type, sharded=method is not None)
+            _move_unsharded(pipe, guided.sequence.device_type)
         if quantize is not None and not quantizes_first:
             require_quantizer().quantize(pipe, quantize)
     return pipe
 
 
-def _copy_from_files(pipe: Any) -> None:
-    """Clone the weights that stay unsharded on this rank, so that they no longer refer to the memory-mapped
-    files.
+def _load_mapped(pipeline: Any, folder: Path, options: Mapping[str, Any]) -> Any:
+    """Return the pipeline in ``folder``, with weights that are memory-mapped from its files, each by itself."""
+    _check_safetensors(folder, passed=set(options))
+    files = _files_in(folder, options.get("variant"))
+    with _uninitialized_memory():
+        pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
+    for path in files:
+        component = uncompiled(pipe.components.get(path.parent.name))
+        if isinstance(component, nn.Module):
+            _map_each_weight(component, path)
+    return pipe
 
-    Their data in a file is not aligned, and for unaligned data kernels sum in another order, so copies keep
-    the bits.
+
+def _quantize_mapped(pipe: Any, scheme: Quantize, dtype: torch.dtype | None) -> None:
+    """Quantize the transformers of ``pipe``, before FSDP2 shards them, as if they had been cast to ``dtype``."""
+    if dtype is not None:
+        for transformer in transformers_of(pipe).values():
+            require_quantizer().cast_linears(transformer, dtype, _kept_in_float32(transformer, dtype))
+    require_quantizer().quantize(pipe, scheme, gatherable=True)
+
+
+def _copy_from_files(pipe: Any) -> None:
+    """Clone the weights that stay unsharded on this rank, so that they no longer refer to the memory-mapped files.
+
+    Tensors in a file are not aligned as those that torch allocates, and kernels may sum unaligned data in another
+    order. Clones are aligned, so the result has the bits of a pipeline that was loaded in the usual way.
     """
     for part in components_of(pipe).values():
         for parameter in part.parameters():
@@ -156,15 +165,18 @@ def _copy_from_files(pipe: Any) -> None:
                 parameter.data = parameter.data.clone()
 
 
-def _move(pipe: Any, device: str, *, sharded: bool) -> None:
-    """Move the weights of ``pipe`` to ``device``. ``sharded`` components are there already."""
-    for part in _modules(pipe):
-        if not sharded:
-            for x in (*part.parameters(), *part.buffers()):
+def _move_unsharded(pipe: Any, device: str) -> None:
+    """Move the weights of ``pipe`` that are not sharded to ``device``; sharded components are there already."""
+    for module in _modules(pipe):
+        if is_distributed(module):
+            continue
+        if any(x.is_meta for x in module.parameters()):
+            # A transformer in stages refuses to() and the weights of its freed blocks cannot move.
+            for x in (*module.parameters(), *module.buffers()):
                 if not x.is_meta:
                     x.data = x.data.to(device)
-        elif part not in components_of(pipe).values():
-            part.to(device)
+        else:
+            module.to(device)
 
 
 _INSTEAD = {
@@ -261,8 +273,8 @@ def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:
     return {**{name: kinds.most_common(1)[0][0] for name, kinds in counted.items()}, "default": torch.float32}
 
 
-# Number of bytes at each end of a weight that are compared with the file, to see whether the loader changed
-# the weight.
+# Number of bytes at each end of a weight that are compared with the file, to see whether the loader changed the
+# weight: one memory page of most hosts, because reading a byte makes the whole page resident.
 _END = 4096
 
 
@@ -271,8 +283,8 @@ def _map_each_weight(component: nn.Module, path: Path) -> None:
 
     diffusers and transformers map each file once, so all pages read from it stay resident until the last
     weight of the file is sharded. A separate mapping, with the pages read from it, is freed with its weight.
-    Weights that the loader renamed or changed (shown by comparing their first and last bytes with the file)
-    keep the mapping that they have.
+    Weights that the loader renamed keep the mapping that they have, and so do those that it changed: their dtype,
+    shape, strides or their first or last ``_END`` bytes differ from the file.
     """
     from safetensors import safe_open
 
@@ -290,7 +302,7 @@ def _map_each_weight(component: nn.Module, path: Path) -> None:
                 parameters[name].data = weight
 
 
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating-point weights of ``module``, except those that its class keeps in float32."""
     kept = _kept_in_float32(module, dtype)
     for path, owner in module.named_modules():
@@ -311,9 +323,10 @@ def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
     return kept
 
 
-# Seconds between two exchanges of the waiting ranks. A download may take longer than the time-out of the
+# Seconds between two exchanges of the ranks while one downloads. A download may take longer than the time-out of the
 # process group, so a single collective at its end would fail.
 _INTERVAL = 1.0
+# The record that all ranks bring to each of these exchanges.
 _WAITING = {"waiting for": "a download"}
 
 
@@ -327,7 +340,7 @@ def _download_once_per_node(
     """
     with together(mesh, f"{name} could not be looked up"):
         wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
-        node = {"host": socket.gethostname(), "cache": _cache_of(options)}
+        node = {"host": socket.gethostname(), "cache": _hub_cache_of(options)}
     records = exchange({**node, "wanted": wanted}, mesh)
     first = wanted and records.index({**node, "wanted": True}) == mesh.rank
     pending = None
@@ -351,9 +364,10 @@ def _download_once_per_node(
             return
 
 
-def folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Path:
-    """Return the folder ``name``, or that of its cached files.
-    Never contacts the Hub, which may have newer ones.
+def _folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Path:
+    """Return the folder ``name``, or the one in which its files are cached.
+
+    Never contacts the Hub: its files may be newer than those that another rank has just downloaded.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -362,13 +376,14 @@ def folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Pa
     )
 
 
-def _cache_of(options: Mapping[str, Any]) -> str:
+def _hub_cache_of(options: Mapping[str, Any]) -> str:
     from huggingface_hub import constants
 
     return str(options.get("cache_dir") or constants.HF_HUB_CACHE)
 
 
 def _start_download(download: Callable[[], Any]) -> Future[Any]:
+    """Call ``download`` in a thread, and return the future of its result."""
     future: Future[Any] = Future()
 
     def run() -> None:

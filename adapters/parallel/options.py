@@ -147,8 +147,9 @@ class TransformerOptions(AttentionChoices):
         """Return the attention options. If ``backend`` is a schedule, they contain the exact backend of the
         schedule.
 
-        ``default_method`` is the ``rotate_method``, if the user gave neither that option nor ``comm_dtype``. With
-        ``same_bits`` it is the one that has the bits of one process.
+        ``default_method`` is the ``rotate_method`` of the predicted mesh, used if the user gave neither that option
+        nor ``comm_dtype``; None stands for ``"alltoall"``. ``same_bits`` overrides both with the one that has the bits
+        of one process.
         """
         method = self.rotate_method
         if method is None and self.comm_dtype is None:
@@ -158,7 +159,7 @@ class TransformerOptions(AttentionChoices):
         backend = self.backend
         if isinstance(backend, AttentionSchedule):
             backend = backend.exact
-        # Name the option only if it is set: attention may lack the feature.
+        # Name the option only if it is set: a copy of para_core without 8-bit exchange does not know it.
         others: dict[str, Any] = {}
         if self.comm_dtype is not None:
             others["comm_dtype"] = self.comm_dtype
@@ -245,7 +246,7 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         return names
 
     @property
-    def of_transformers(self) -> dict[str, object]:
+    def transformer_options(self) -> dict[str, object]:
         """The options that the user gave and that apply to transformers only, by name."""
         options = values_of(self, TransformerOptions)
         del options["mesh"], options["assume_equal"]

@@ -80,7 +80,11 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
 
     If a step of it fails, call it again. Until then ``pipe`` stays parallel, or its calls raise an error.
 
+    Args:
+        pipe (`DiffusionPipeline`): The pipeline. Nothing happens if it is not parallel.
+
     Raises:
+        TypeError: If ``pipe`` is no pipeline.
         RuntimeError: If weights of the pipeline are sharded, or other ranks hold some of its blocks (a mesh
             with ``pipe``): nothing gathers them. Load the pipeline again. The pipeline stays parallel.
     """
@@ -99,8 +103,8 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
             raise
     # Models that were parallelized without a session, on one rank or as single components, are undone here.
     remove_parallel_call(pipe)
-    for module in transformers_of(pipe).values():
-        remove_from_transformer(module)
+    for name in transformers_of(pipe):
+        remove_from_transformer(getattr(pipe, name))
     for module in other_denoisers_of(pipe).values():
         empty_slot(module, Slot.PARALLEL_DENOISER)
     return pipe

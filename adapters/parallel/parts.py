@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import ProcessGroup
 
-from para_core.adapters.parallel.session import Part, Undo, nothing
+from para_core.adapters.parallel.session import Part, Undo, do_nothing
 from para_core.adapters.weights.feature import FeatureChange
 from para_core.adapters.weights.shard import Sharding
 from para_core.distributed.mesh import GuidedMesh
@@ -34,7 +34,7 @@ class TimeoutPart(Part):
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         # Leave the time-out set until finish(), which runs after the next session has started. Until then a
         # time-out of the next session overrides this one, and if that session fails, this one is still set.
-        return nothing
+        return do_nothing
 
     def finish(self, undo: Undo) -> None:
         undo()
@@ -50,7 +50,7 @@ class ShardPart(Part):
     def apply(self) -> Undo:
         # Offloads of an earlier session are undone only now, so this cannot be checked before.
         self.sharding.check_not_offloaded()
-        return nothing
+        return do_nothing
 
     def complete(self) -> None:
         self.sharding.run()

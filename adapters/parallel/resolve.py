@@ -25,13 +25,13 @@ from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.parts import FeaturePart, ShardPart, TimeoutPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.parallel.transformer import TransformerPart, agree_on_calls, resolve_transformer
+from para_core.adapters.parallel.transformer import TransformerPart, make_call_agreement, resolve_transformer
 from para_core.adapters.registry import decoders_of, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, FeatureChange
 from para_core.adapters.weights.features import changes_for, require_method, shard_methods
 from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.adapters.weights.one_way import check_holds_all
-from para_core.adapters.weights.shard import Sharding, check_shard, prepare_sharding, weights_groups
+from para_core.adapters.weights.shard import Sharding, check_can_be_sharded, prepare_sharding, weights_groups
 from para_core.attention.option import AttentionOption
 from para_core.distributed.agree import exchange, together
 from para_core.distributed.groups import groups_among, host_group
@@ -53,7 +53,7 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
     # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the
     # same.
     needs_ranks = (
-        options.timeout is not None or options.text_encoders == "fsdp" or _shards_transformers_alone(options)
+        options.timeout is not None or options.text_encoders == "fsdp" or _shards_only_transformers(options)
     )
     ranks: set[int] = set()
     if guided.ranks > 1 and needs_ranks:
@@ -62,20 +62,22 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided)
         placement = _placement_of_text_encoders(pipe, guided, options)
         _check_options_fit(pipe, guided, options, placement)
-        # Perturbed attention guidance splits the batch into branches inside the model, so samples cannot be
-        # sharded. A pipeline with a guider calls the transformer once per branch, even if other pipelines of
-        # the same model concatenate branches on the batch dim.
+        # Samples are sharded over ``batch`` only if a call has all branches of guidance on its batch dim. Perturbed
+        # attention guidance splits the batch inside the model. A pipeline with a guider calls the transformer once per
+        # branch, even if other pipelines of the same model concatenate the branches.
         perturbs = hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None
         batched = guided.ranks == 1 or not perturbs
         attention = options.attention(predicted_method)
         transformers = [
-            resolve_transformer(module, guided, options, attention, batched=batched)
-            for module in transformers_of(pipe).values()
+            resolve_transformer(getattr(pipe, name), guided, options, attention, batched=batched)
+            for name in transformers_of(pipe)
         ]
         runs: list[Part] = []
         for kind, _, module in denoisers_by_kind(pipe):
             run = make_denoiser_run(kind, module, guided, assume_equal=options.assume_equal, batched=batched)
             runs.append(Change("the UNet", run.apply, run.remove))
+        # The order of the parts matters: the models come first, because the part of the pipeline records the meshes
+        # that they then have (ParallelCall.attach); shards come last.
         session = ParallelSession(guided, [*transformers, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
@@ -99,7 +101,7 @@ def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOp
     """
     if options.text_encoders == "fsdp" and mesh.ranks == 1:
         return "replicate"
-    if options.places_encoders or not _shards_transformers_alone(options) or mesh.ranks == 1:
+    if options.places_encoders or not _shards_only_transformers(options) or mesh.ranks == 1:
         return options.text_encoders
     # If the user has offloaded the text encoders, leave them in host memory.
     if not encoders_with_blocks(pipe) or any(map(offloader_of, text_encoders_of(pipe).values())):
@@ -107,7 +109,7 @@ def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOp
     return "fsdp"
 
 
-def _shards_transformers_alone(options: ParallelOptions) -> bool:
+def _shards_only_transformers(options: ParallelOptions) -> bool:
     """Whether ``weights`` names a method that shards no text encoders."""
     method = shard_methods().get(options.weights or "")
     return method is not None and not method.shards_encoders
@@ -118,8 +120,8 @@ def _check_options_fit(
 ) -> None:
     """Raise ``ValueError`` if an option does not fit the components of ``pipe``, the mesh or another option."""
     cls, stages = original_class(pipe).__name__, mesh.pipe.size
-    if options.of_transformers and not transformers_of(pipe):
-        named = ", ".join(f"{name}={value!r}" for name, value in options.of_transformers.items())
+    if options.transformer_options and not transformers_of(pipe):
+        named = ", ".join(f"{name}={value!r}" for name, value in options.transformer_options.items())
         raise ValueError(
             f"{named}: {cls} has no transformer; its ranks shard rows of images. Leave these options out. "
             "weights='fsdp' shards its text encoders."
@@ -135,7 +137,7 @@ def _check_options_fit(
         )
     if shards:
         require_method(str(options.weights)).check_mesh(mesh, True)
-        check_shard(pipe)
+        check_can_be_sharded(pipe)
     for name, module in transformers_of(pipe).items():
         middle = None
         if options.schedule is not None:
@@ -179,6 +181,7 @@ def _parts_of_pipe(
         Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe))
     ]
     if options.schedule is not None:
+        # All transformers have equal options, and there is one: _check_options_fit has refused a schedule without.
         attention = transformers[0].attention
         call.scheduled = ScheduledAttention(
             transformers_of(pipe), options.schedule, attention, options.adapter
@@ -195,7 +198,7 @@ def _changes_of_features(
     has_calls_per_branch: bool,
 ) -> list[FeatureChange]:
     """Return the changes that features make to ``pipe``."""
-    compare = partial(agree_on_calls, mesh=mesh, assume_equal=options.assume_equal)
+    compare = partial(make_call_agreement, mesh=mesh, assume_equal=options.assume_equal)
     values = {**vars(options), "text_encoders": placement}
     request = ChangeRequest(
         pipe, transformers_of(pipe), mesh, values, compare, has_calls_per_branch=has_calls_per_branch

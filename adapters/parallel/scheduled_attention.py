@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.agree.callbacks import replace_callbacks
+from para_core.adapters.agree.callbacks import wrap_callbacks
 from para_core.adapters.inspect.attention_names import check_native_attention
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import adapter_for, require_blocks
@@ -26,13 +26,19 @@ from para_core.plans.region import region_of
 
 
 class ScheduledAttention:
-    """Setter of the attention options of one pipeline's transformers at each denoising step, by an
+    """The change of the attention options of one pipeline's transformers at each denoising step, by an
     AttentionSchedule.
 
     The step is read from the scheduler, so it is correct also with two calls per step for guidance, with
     steps that a cache skips, and with a second transformer. (Only if a pipeline copies its scheduler, calls
-    are counted per branch.) Outside a generation and inside user callbacks attention is exact. The options of
-    a step replace ``options``.
+    are counted per branch.) Outside a generation and inside user callbacks attention is exact.
+
+    Args:
+        transformers: The transformers by component name, not compiled. The plan of each is applied, also on one rank
+            (``on_one_rank`` of :func:`apply_plan`), because the options are those of its region.
+        schedule: The schedule.
+        options: The attention options, of which those of a step replace the backend.
+        adapter: The adapter that the user passed; None without one.
     """
 
     def __init__(
@@ -85,7 +91,7 @@ class ScheduledAttention:
                 )
             stack.callback(self._use, self._exact)
             stack.enter_context(self._tracker.follow(pipe, lambda: None, with_copies=bool(self._conditions)))
-            yield stack.enter_context(replace_callbacks(kwargs, Slot.SCHEDULED_ATTENTION, self._run_callback))
+            yield stack.enter_context(wrap_callbacks(kwargs, Slot.SCHEDULED_ATTENTION, self._run_callback))
 
     def remove(self) -> None:
         """Empty the slots of all components that this schedule has filled."""
@@ -94,6 +100,7 @@ class ScheduledAttention:
                 empty_slot(component, Slot.SCHEDULED_ATTENTION)
 
     def _run_model(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Set the options of the current step, then run a call of the transformer."""
         if not torch.compiler.is_compiling() and self._tracker.active and not self._in_callback:
             plain = uncompiled(module)
             branches = self._branches.get(id(plain))
@@ -109,6 +116,7 @@ class ScheduledAttention:
         return call(module, *args, **kwargs)
 
     def _use(self, options: AttnOptions) -> None:
+        """Set ``options`` on all transformers: only one of them runs at a time."""
         for module in self._transformers.values():
             region = region_of(module)
             if region is not None:

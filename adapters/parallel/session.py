@@ -16,8 +16,8 @@ from para_core.instance.record import restore_on_failure
 Undo = Callable[[], object]
 
 
-def nothing() -> None:
-    """Do nothing. Serves as the undo function of a change that needs no undo."""
+def do_nothing() -> None:
+    """Do nothing: the undo function of a change that needs none."""
 
 
 class Part(ABC):
@@ -43,7 +43,7 @@ class Part(ABC):
 
         Returns a function that restores it, except for slots, which :func:`replace_session` restores.
         """
-        return nothing
+        return do_nothing
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         """Call ``undo``, which :meth:`apply` returned, because a new session on ``mesh`` replaces this one.
@@ -51,7 +51,7 @@ class Part(ABC):
         Returns a function that makes the change again, except for slots, if the new session fails.
         """
         undo()
-        return nothing
+        return do_nothing
 
     def finish(self, undo: Undo) -> None:  # noqa: B027 - most parts leave nothing in place
         """Undo the rest of the change, which :meth:`suspend` left in place, after the new session has started."""
@@ -132,9 +132,10 @@ class ParallelSession:
 def replace_session(instance: Any, previous: ParallelSession | None, session: ParallelSession) -> None:
     """Undo ``previous`` and start ``session`` on ``instance``. Every rank of ``session.mesh`` must call this.
 
-    If this fails on one rank, every rank raises, and ``previous`` is in effect again. If only the last step
-    fails, in which weights change, the instance cannot be used any more
-    (:mod:`para_core.adapters.weights.one_way`).
+    If this fails on one rank, every rank raises, and ``previous`` is in effect again: its parts are resumed
+    in their order, and the slots of ``instance`` and of all modules inside it get back what was in them. So a part
+    may change only slots of these. If only the last step fails, in which weights change, the instance cannot be
+    used any more (:mod:`para_core.adapters.weights.one_way`).
     """
     with restore_on_failure(instances_in(instance)), ExitStack() as rollback:
         with together(session.mesh, "the earlier settings could not be undone"):

@@ -12,11 +12,11 @@ from torch import nn
 from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize, check_same_call_of_model
 from para_core.adapters.default_mesh import guided_mesh_for
-from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
+from para_core.adapters.inspect.attention_names import describe_attention, translated_attention
 from para_core.adapters.model_checks import require_plan
 from para_core.adapters.parallel.options import TransformerOptions
 from para_core.adapters.parallel.parts import FeaturePart
-from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing, replace_session
+from para_core.adapters.parallel.session import ParallelSession, Part, Undo, do_nothing, replace_session
 from para_core.adapters.registry import check_pipeline_or_model, planned_class
 from para_core.adapters.weights.feature import ChangeRequest
 from para_core.adapters.weights.features import changes_for
@@ -55,8 +55,9 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
         ``transformer`` itself.
 
     Raises:
-        TypeError: If the transformer is not supported.
-        ValueError: If the mesh or an option does not fit the transformer.
+        ImportError: If ``backend`` names a library that is not installed.
+        TypeError: If the transformer is not supported, or an option has a wrong type.
+        ValueError: If the mesh or an option does not fit the transformer, or two options exclude each other.
         RuntimeError: As for :func:`parallelize_pipe`.
     """
     module, mesh = uncompiled(transformer), options.mesh
@@ -76,17 +77,23 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
     with together(guided, f"this {type(module).__name__} cannot run on these ranks"):
         check_usable(module)
         check_parallelize([model], guided)
-        part = resolve_transformer(module, guided, options, options.attention(None), called=transformer)
-        compare = partial(agree_on_calls, mesh=guided, assume_equal=options.assume_equal)
+        part = resolve_transformer(
+            transformer, guided, options, options.attention(None), verifies=options.verify
+        )
+        compare = partial(make_call_agreement, mesh=guided, assume_equal=options.assume_equal)
         changes = changes_for(ChangeRequest(module, {"": module}, guided, vars(options), compare))
-    replace_session(module, None, ParallelSession(guided, [part, *map(FeaturePart, changes)]))
+    replace_session(transformer, None, ParallelSession(guided, [part, *map(FeaturePart, changes)]))
     return transformer
 
 
 def unparallelize_transformer(transformer: Transformer) -> Transformer:
     """Undo :func:`parallelize_transformer` and return ``transformer``.
 
+    Args:
+        transformer (`nn.Module`): The transformer, compiled or not. Nothing happens if it is not parallel.
+
     Raises:
+        TypeError: If ``transformer`` is no model.
         RuntimeError: If weights of the transformer are sharded, or other ranks hold some of its blocks (a
             mesh with ``pipe``). Load it again.
     """
@@ -97,56 +104,56 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
 
 
 def remove_from_transformer(transformer: nn.Module) -> None:
-    """Remove the plan and the verification of ``transformer``, whatever its weights are."""
+    """Remove the plan and the verification of ``transformer``, compiled or not. Its weights stay as they are."""
     empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED)
     remove_plan(uncompiled(transformer))
 
 
 def resolve_transformer(
-    module: nn.Module,
+    transformer: nn.Module,
     mesh: GuidedMesh,
     options: TransformerOptions,
     attention: AttnOptions,
     *,
     batched: bool = True,
-    called: nn.Module | None = None,
+    verifies: bool = False,
 ) -> TransformerPart:
-    """Return the session part that runs ``module``, which is not compiled, on ``mesh``. Changes nothing.
+    """Return the session part that runs ``transformer``, compiled or not, on ``mesh``. Changes nothing.
 
-    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh. ``called`` is
-    ``module`` or the compiled module around it, to verify its calls; None if the caller verifies them.
+    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh, and ``verifies`` whether the
+    part verifies all calls of ``transformer`` (``verify=True``); a pipeline verifies those of its generations itself.
     """
+    module = uncompiled(transformer)
     check_comparable(vars(options), options.approximations, mesh.pipe.size)
     plan = require_plan(module, module, options.adapter, options.text)
     if not batched:
         plan = replace(plan, batched={})
     if mesh.ranks > 1:
         match_modules(module, plan)
-    if not options.verify:
-        called = None
-    return TransformerPart(module, plan, mesh, options, attention, called)
+    return TransformerPart(transformer, plan, mesh, options, attention, verifies)
 
 
 @dataclass(frozen=True)
 class TransformerPart(Part):
-    """The change that applies a plan to one transformer."""
+    """The change that applies a plan to one transformer, compiled or not."""
 
-    module: nn.Module
+    transformer: nn.Module
     plan: Plan
     mesh: GuidedMesh
     options: TransformerOptions
     attention: AttnOptions
-    verified: nn.Module | None = None
+    verifies: bool = False
     name = "the transformer"
 
     def apply(self) -> Undo:
+        module = uncompiled(self.transformer)
         agree_on_inputs = None
         if self.mesh.ranks > 1:
-            agree_on_inputs = agree_on_calls(
-                self.module, mesh=self.mesh, assume_equal=self.options.assume_equal
+            agree_on_inputs = make_call_agreement(
+                module, mesh=self.mesh, assume_equal=self.options.assume_equal
             )
         apply_plan(
-            self.module,
+            module,
             self.plan,
             self.mesh.sequence,
             batch=self.mesh.batch,
@@ -155,26 +162,27 @@ class TransformerPart(Part):
             attn_func=self.options.attn_func,
             cross_backend=self.options.cross_backend,
             on_one_rank=self.options.schedule is not None,
-            call_context=partial(translated_attention, self.module),
-            written_for=planned_class(self.module, self.options.adapter),
+            call_context=partial(translated_attention, module),
+            written_for=planned_class(module, self.options.adapter),
         )
-        if self.verified is not None:
-            fill_slot(self.verified, Slot.VERIFIED, {"__call__": make_check("verify")})
-            return partial(remove_from_transformer, self.verified)
-        return partial(remove_from_transformer, self.module)
+        if self.verifies:
+            # Of a compiled module its wrapper is verified, because the comparison must not be traced.
+            fill_slot(self.transformer, Slot.VERIFIED, {"__call__": make_check("verify")})
+        return partial(remove_from_transformer, self.transformer)
 
     def clear(self) -> Undo:
-        remove_plan(self.module)
-        return nothing
+        remove_from_transformer(self.transformer)
+        return do_nothing
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         return self.clear()
 
 
-def agree_on_calls(module: nn.Module, *, mesh: GuidedMesh, assume_equal: bool) -> AgreeOnInputs:
+def make_call_agreement(module: nn.Module, *, mesh: GuidedMesh, assume_equal: bool) -> AgreeOnInputs:
     """Return a function of the arguments of a call of the transformer ``module``, by name.
 
-    It raises on every rank if the arguments or the transformer's settings differ between ranks.
+    It is collective, and raises on every rank if the arguments or the transformer's settings differ between ranks.
+    With ``assume_equal`` it compares nothing, and only checks that this rank's call is supported.
     """
 
     def agree_on_inputs(kwargs: Mapping[str, Any]) -> None:
@@ -183,7 +191,7 @@ def agree_on_calls(module: nn.Module, *, mesh: GuidedMesh, assume_equal: bool) -
         if options is not None:
             texts = options.as_text()
         cached = {f"{option} of its cache": text for option, text in texts.items()}
-        inputs = {**kwargs, **cached, **attention_by_name(module)}
+        inputs = {**kwargs, **cached, **describe_attention(module)}
         check_same_call_of_model(module, mesh, inputs, assume_equal=assume_equal)
 
     return agree_on_inputs

@@ -42,8 +42,9 @@ def parallelize_unet(
         ``unet`` itself.
 
     Raises:
-        TypeError: If the class is not supported.
-        ValueError: If the mesh does not fit.
+        TypeError: If the class is not supported, or an option has a wrong type.
+        ValueError: If the mesh does not fit, or the ranks pass different options.
+        RuntimeError: As for :func:`parallelize_pipe`.
     """
     module: nn.Module = uncompiled(unet)
     model = CheckedModel(module, module, kind=KIND)

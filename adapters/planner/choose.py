@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from para_core.adapters.planner.mesh import MeshShape, shapes
+from para_core.adapters.planner.mesh import MeshShape, all_shapes
 from para_core.adapters.planner.predict import Machine, memory_of, predict, problem_of
 from para_core.adapters.planner.prediction import Prediction, default_text_encoders
 from para_core.adapters.planner.weights import Placement
@@ -14,12 +14,12 @@ from para_core.adapters.planner.work import Workload
 from para_core.distributed.mesh_shape import mesh_sizes, parse_mesh_sizes
 from para_core.option_values import QUANTIZE
 
-# Ways to place the weights of the transformer, as in parallelize_pipe.
-Way = Literal["replicate", "fsdp", "tensor"]
+# The ways to hold the weights of the transformer, as the option ``weights`` of parallelize_pipe.
+WeightsOption = Literal["replicate", "fsdp", "tensor"]
 Offload = Literal["blocks", "model"]
-# Meshes whose predicted seconds differ by this factor count as equally fast: the median error of predicted
-# seconds (benchmarks/results/planner_check.json).
-EQUAL = 1.1
+# Meshes whose predicted seconds differ by at most this factor count as equally fast. The median error of predicted
+# seconds is larger ("errors" in benchmarks/results/planner_check.json), so a finer comparison would say nothing.
+EQUALLY_FAST = 1.1
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Choices:
         ValueError: An argument has an unknown value, or two exclude each other.
     """
 
-    weights: Way | None = None
+    weights: WeightsOption | None = None
     offload: bool | Offload = True
     quantize: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.weights is not None:
-            _check_value("weights", self.weights, get_args(Way))
+            _check_value("weights", self.weights, get_args(WeightsOption))
         if self.quantize is not None:
             _check_value("quantize", self.quantize, QUANTIZE)
         if not isinstance(self.offload, bool):
@@ -49,7 +49,7 @@ class Choices:
             raise ValueError(
                 f"weights is {self.weights!r} with offload {self.offload!r}; expected 'replicate'."
             )
-        # Only validate the names and sizes.
+        # Called for its errors: it checks the names and sizes.
         parse_mesh_sizes(",".join(f"{name}={size}" for name, size in self.mesh.items()))
 
 
@@ -63,18 +63,20 @@ def rank_meshes(work: Workload, machine: Machine, ranks: int, choices: Choices) 
     seconds.
 
     Meshes that fit come before those that do not, and meshes that cannot run come last. If no mesh runs with
-    exact weights, and the user has not chosen otherwise, int8 weights are tried.
+    exact weights, and the user has named no scheme, int8 weights are tried.
 
     Raises:
         ValueError: The choices allow no mesh of this number of ranks.
     """
-    rows = _place_all(work, machine, ranks, choices)
+    rows = _predict_all(work, machine, ranks, choices)
     if not any(row.runs for row in rows) and choices.quantize is None and work.weights.in_8_bits < 1:
         # Meshes that cannot run at all are listed once.
-        quantized = _place_all(work, machine, ranks, replace(choices, quantize="int8"))
+        quantized = _predict_all(work, machine, ranks, replace(choices, quantize="int8"))
         rows += [row for row in quantized if not row.problem]
     rows.sort(key=lambda row: (bool(row.problem), not row.fits, row.seconds))
-    equal = [row for row in rows if row.runs == rows[0].runs and row.seconds <= EQUAL * rows[0].seconds]
+    equal = [
+        row for row in rows if row.runs == rows[0].runs and row.seconds <= EQUALLY_FAST * rows[0].seconds
+    ]
     if rows[0].runs:
         best = min(equal, key=_preference)
     else:
@@ -102,24 +104,28 @@ def _reason(row: Prediction, best: Prediction) -> str:
     if not row.fits:
         return f"{row.memory / 1e9:.0f} GB do not fit into {row.room / 1e9:.0f}"
     ratio = row.seconds / max(best.seconds, 1e-9)
-    if ratio <= EQUAL:
+    if ratio <= EQUALLY_FAST:
         return "about as fast"
     return f"{ratio:.1f} × the time"
 
 
-def _place_all(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[Prediction]:
-    """Return the predictions for each allowed mesh, with weights in host memory or sharded by FSDP2 if needed."""
+def _predict_all(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[Prediction]:
+    """Return the predictions for each allowed mesh.
+
+    A mesh that does not fit is predicted again, with weights that FSDP2 shards and with blocks in host memory, if
+    ``choices`` allow that.
+    """
     rows: list[Prediction] = []
     for shape in _allowed_shapes(ranks, choices):
         if choices.weights == "fsdp" and ranks > 1:
-            rows.append(_place(replace(shape, fsdp=True), work, machine, choices))
+            rows.append(_predict_first_fit(replace(shape, fsdp=True), work, machine, choices))
             continue
-        row = _place(shape, work, machine, choices)
+        row = _predict_first_fit(shape, work, machine, choices)
         rows.append(row)
         if row.fits or row.problem:
             continue
         if choices.weights is None and shape.sequence > 1 and shape.tensor == shape.pipe == 1:
-            rows.append(_place(replace(shape, fsdp=True), work, machine, choices))
+            rows.append(_predict_first_fit(replace(shape, fsdp=True), work, machine, choices))
         if choices.offload is True and _can_move_blocks(shape, work):
             rows.append(
                 predict(shape, work, machine, _with_most_resident(row.placement, shape, work, row.room))
@@ -127,7 +133,7 @@ def _place_all(work: Workload, machine: Machine, ranks: int, choices: Choices) -
     return rows
 
 
-def _place(shape: MeshShape, work: Workload, machine: Machine, choices: Choices) -> Prediction:
+def _predict_first_fit(shape: MeshShape, work: Workload, machine: Machine, choices: Choices) -> Prediction:
     """Return the prediction of a mesh with the first placement of its weights that fits; the last if none fits."""
     room = machine.rank_room
     for usual in _placements(shape, work, choices):
@@ -179,7 +185,7 @@ def _allowed_shapes(ranks: int, choices: Choices) -> list[MeshShape]:
     """Return the shapes of meshes of ``ranks`` ranks that ``choices`` allow.
     Raise ValueError if there are none.
     """
-    allowed = list(shapes(ranks))
+    allowed = list(all_shapes(ranks))
     if choices.mesh and ranks > 1:
         sizes = {"tensor": 1, "pipe": 1, **mesh_sizes(ranks, choices.mesh)}
         allowed = [shape for shape in allowed if shape.sizes == {name: sizes[name] for name in shape.sizes}]

@@ -100,7 +100,11 @@ def count_call(transformer: nn.Module, sizes: GenerationSizes) -> CallWork:
 
 
 class _CallCount:
-    """The work of a recorded call. The model's plan says when its tokens are sharded."""
+    """The work of a call, counted from the events of a :class:`Recorder`.
+
+    The model's plan says which operators compute on sharded tokens: from the first rule that shards to a module that
+    gathers. The work before and after is the same on each rank.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._model, self._plan, self._operators = model, plan, OperatorCount()
@@ -109,7 +113,9 @@ class _CallCount:
         for module, rules in match_modules(model, plan).values():
             self._rules.setdefault(id(module), []).append(rules)
         self._tensor_splits = {id(layer.weight): along for layer, along in _tensor_layers(model)}
+        # The number of attention calls, by their sizes.
         self._attention: dict[AttentionWork, int] = {}
+        # As in CallWork.
         self._products, self._split, self._summed = [0.0, 0.0], 0.0, 0.0
 
     def run(self, inputs: dict[str, Any]) -> CallWork:
@@ -162,7 +168,7 @@ class _CallCount:
             element_size=query.element_size(),
             queries=query.shape[-2],
             keys=key.shape[-2],
-            # Keys of another sequence are a text, which every rank has.
+            # Keys of another length are those of a text, which every rank has.
             exchanges=self._operators.is_sharded and key.shape[-2] == query.shape[-2],
         )
         self._attention[call] = self._attention.get(call, 0) + 1
@@ -206,12 +212,12 @@ def _shards_any(rules: Mapping[Any, ShardRule], values: Mapping[Any, Any]) -> bo
 # -- Bytes of weights.
 
 
-def weights_of(
+def count_weights(
     transformer: nn.Module, encoders: Sequence[nn.Module], *, vae: float, other: float, transformers: int = 1
 ) -> Weights:
-    """Return the bytes of the weights of a pipeline with ``transformers`` transformers of this size.
+    """Return the bytes of the weights of a pipeline with ``transformers`` transformers like ``transformer``.
 
-    ``vae`` and ``other`` are the bytes of all autoencoders, and of all modules that are not named.
+    ``encoders`` are its text encoders; ``vae`` and ``other`` the bytes of all autoencoders, and of all other modules.
     """
     no_stages, blocks = why_no_stages(transformer) or "", []
     if not no_stages:
@@ -221,7 +227,7 @@ def weights_of(
         module_bytes(transformer),
         transformers,
         tensor=sum(weight.numel() * weight.element_size() for weight in split),
-        encoders=_total([module_bytes(encoder) for encoder in encoders]),
+        encoders=_add_up([module_bytes(encoder) for encoder in encoders]),
         vae=vae,
         other=other,
         blocks=tuple(blocks),
@@ -233,18 +239,20 @@ def weights_of(
 def module_bytes(module: nn.Module) -> ModuleBytes:
     """Return the bytes of a module: all, those that FSDP2 shards, and the most that it holds gathered at one time."""
     blocks = blocks_of(module)
-    of_blocks = [bytes_of(block) for block in blocks]
+    block_bytes = [bytes_of(block) for block in blocks]
     inside = {id(x) for block in blocks for x in block.parameters()}
     outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= FEWEST_SHARDED_ELEMENTS]
     root = sum(x.numel() * x.element_size() for x in outside)
     # While a block runs, FSDP2 holds the buffer in which it gathered the block and the weights made from that
     # buffer, and already gathers the next block.
-    gathered = max((2 * first + second for first, second in pairwise(of_blocks)), default=2 * sum(of_blocks))
+    gathered = max(
+        (2 * first + second for first, second in pairwise(block_bytes)), default=2 * sum(block_bytes)
+    )
     largest = max((x.numel() * x.element_size() for x in module.parameters()), default=0)
-    return ModuleBytes(bytes_of(module), sum(of_blocks) + root, root + gathered, len(blocks) + 1, largest)
+    return ModuleBytes(bytes_of(module), sum(block_bytes) + root, root + gathered, len(blocks) + 1, largest)
 
 
-def _total(modules: Sequence[ModuleBytes]) -> ModuleBytes:
+def _add_up(modules: Sequence[ModuleBytes]) -> ModuleBytes:
     """Return the bytes of modules that run one after the other."""
     total, sharded, at_once, parts, largest = zip(
         *map(astuple, [ModuleBytes(parts=0), *modules]), strict=True

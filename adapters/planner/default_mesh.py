@@ -40,7 +40,7 @@ def choose_default_mesh(
         weights (`str`, *optional*): How the weights will be sharded: ``"fsdp"``, ``"tensor"``, or not.
     """
     try:
-        return _predict(owner, ranks, device_type, on_host, weights)
+        return _predict_choice(owner, ranks, device_type, on_host, weights)
     except NotPredictedError as error:
         transformer, guidance = owner, None
         if not isinstance(owner, nn.Module):
@@ -50,7 +50,7 @@ def choose_default_mesh(
         return replace(choice, reason=f"{choice.reason}; not predicted: {error}")
 
 
-def _predict(
+def _predict_choice(
     owner: Any, ranks: int, device_type: str, on_host: int | None, weights: str | None
 ) -> MeshChoice:
     """Return the mesh that :func:`plan_mesh` predicts to be best.
@@ -59,7 +59,7 @@ def _predict(
     operations failed.
     """
     if on_host != ranks:
-        # The network between the hosts is not known.
+        # The network between the hosts is not known. (None stands for an unknown number of ranks on each.)
         raise NotPredictedError("the ranks are on several hosts")
     if isinstance(owner, nn.Module):
         raise NotPredictedError("there is no pipeline")
@@ -127,18 +127,18 @@ def choose_mesh(
     tensor = 1
     if weights == "tensor" and sizes:
         tensor = sizes[0]
-    left = num_ranks // tensor
+    remaining = num_ranks // tensor
     # FSDP2 shards weights over the ranks of one branch, so a branch needs at least two.
     batch = 1
-    if guidance is not None and left % 2 == 0 and (weights != "fsdp" or left > 2):
+    if guidance is not None and remaining % 2 == 0 and (weights != "fsdp" or remaining > 2):
         batch = 2
-    left //= batch
+    remaining //= batch
     # A group of consecutive ranks is on one host if its size divides the number of ranks on the host.
-    neighbours = gcd(left, max((ranks_per_host or num_ranks) // tensor, 1))
-    heads_left = left
+    neighbours = gcd(remaining, max((ranks_per_host or num_ranks) // tensor, 1))
+    most = neighbours
     if num_heads is not None:
-        heads_left = num_heads // tensor
-    ulysses = next(size for size in range(min(neighbours, heads_left), 0, -1) if neighbours % size == 0)
+        most = min(neighbours, num_heads // tensor)
+    ulysses = next(size for size in range(most, 0, -1) if neighbours % size == 0)
     heads = "heads not known"
     if num_heads is not None:
         heads = f"{num_heads} heads"
@@ -149,4 +149,4 @@ def choose_mesh(
     if weights in ("fsdp", "tensor"):
         sharded = f"weights={weights!r}, "
     reason = f"{sharded}{guidance or 'no guidance by default'}, {heads}{hosts}"
-    return MeshChoice(batch, left // ulysses, ulysses, reason, tensor=tensor)
+    return MeshChoice(batch, remaining // ulysses, ulysses, reason, tensor=tensor)

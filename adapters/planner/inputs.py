@@ -2,13 +2,14 @@
 generation with default arguments. For diffusers 0.42.
 
 Inputs are empty tensors: only their shapes count. After a change, run
-``python -m benchmarks.planner.counts``, which writes ``counts.json``.
+``python -m benchmarks.planner.counts``, which writes ``counts.json``. ``tests/planner/test_default_sizes.py`` compares
+the default sizes with those of the first call that diffusers' pipelines make.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -43,11 +44,20 @@ def _make_guidance(config: Any, sizes: GenerationSizes) -> Tensor | None:
     return sizes.empty(1)
 
 
+def _patches_of_frames(config: Any, sizes: GenerationSizes) -> tuple[int, int]:
+    """Return the patches of latent frames that CogVideoX 1.5 makes, and the frames in each; 1 frame in CogVideoX 1.0.
+
+    The pipeline adds latent frames until they fill the last patch.
+    """
+    frames_of_patch = config.patch_size_t or 1
+    return -(-sizes.latents[0] // frames_of_patch), frames_of_patch
+
+
 def _make_rotary(config: Any, sizes: GenerationSizes) -> tuple[Tensor, Tensor] | None:
     """Return cosine and sine of CogVideoX's rotary embedding; None for a model that learned its positions."""
     if not config.use_rotary_positional_embeddings:
         return None
-    rotary = sizes.empty(sizes.latents[0] * sizes.tokens, config.attention_head_dim)
+    rotary = sizes.empty(_patches_of_frames(config, sizes)[0] * sizes.tokens, config.attention_head_dim)
     return rotary, rotary
 
 
@@ -82,7 +92,7 @@ INPUTS: Mapping[str, MakeInputs] = {
     "CogVideoXTransformer3DModel": lambda config, sizes: {
         **_common(
             sizes,
-            (sizes.latents[0], config.in_channels, *sizes.latents[1:]),
+            (prod(_patches_of_frames(config, sizes)), config.in_channels, *sizes.latents[1:]),
             config.text_embed_dim,
             samples=2,
         ),
@@ -130,6 +140,12 @@ INPUTS: Mapping[str, MakeInputs] = {
 }
 
 
+# Sizes for a pipeline that does not say its own: a user's own class, and modular pipelines, whose blocks have the
+# defaults inside. They are FluxPipeline's: 1024 × 1024 pixels (default_sample_size 128 latent pixels of 8 pixels), and
+# 512 text tokens; 4 is the factor of most VAEs for videos.
+_SPATIAL_FACTOR, _TEMPORAL_FACTOR, _LATENT_SIDE, _TEXT = 8, 4, 128, 512
+# The default of num_inference_steps in most of diffusers' pipelines.
+_STEPS = 50
 # Attributes of pipelines that hold the pixels along a side of a latent pixel, and the frames of a latent
 # frame.
 _SPATIAL = (
@@ -142,41 +158,47 @@ _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_scale_factor", "vae_temp
 
 
 def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple[GenerationSizes, int]:
-    """Return the sizes and the number of steps of a call of ``pipe`` with default arguments, except for ``changed``."""
+    """Return the sizes and the number of steps of a call of ``pipe`` with default arguments, except for ``changed``.
+
+    A default is looked up where diffusers' pipelines have it: in the signature of the call, in an attribute of the
+    pipeline, in the config of the transformer. The first of these that is a positive integer counts.
+    """
     parameters = inspect.signature(original_class(pipe).__call__).parameters
+    arguments = {name: parameter.default for name, parameter in parameters.items()}
+    config = transformer.config
+    spatial = _first_size(pipe, _SPATIAL) or _SPATIAL_FACTOR
+    temporal = _first_size(pipe, _TEMPORAL) or _TEMPORAL_FACTOR
+    side = _first_size(pipe, ["default_sample_size"]) or _first_size(config, ["sample_size"]) or _LATENT_SIDE
 
-    def default(name: str, otherwise: int) -> int:
-        if name not in parameters:
-            return otherwise
-        return _int(parameters[name].default) or otherwise
+    def pixels(name: str) -> int:
+        return (
+            _positive(arguments.get(name))
+            or _first_size(pipe, [f"default_{name}"])
+            or spatial * (_first_size(config, [f"sample_{name}"]) or side)
+        )
 
-    def of_pipe(names: tuple[str, ...], otherwise: int) -> int:
-        return next((value for name in names if (value := _int(getattr(pipe, name, None)))), otherwise)
-
-    spatial = of_pipe(_SPATIAL, 8)
-    temporal = of_pipe(_TEMPORAL, 4)
-    side = (
-        of_pipe(("default_sample_size",), 0) or _int(getattr(transformer.config, "sample_size", None)) or 128
-    )
-    frames = 1
-    if "CogVideoX" in type(transformer).__name__:
-        frames = 49
     sizes = GenerationSizes(
-        height=default(
-            "height", _int(getattr(transformer.config, "sample_height", None)) * spatial or side * spatial
-        ),
-        width=default(
-            "width", _int(getattr(transformer.config, "sample_width", None)) * spatial or side * spatial
-        ),
-        frames=default("num_frames", frames),
-        text=default("max_sequence_length", 512),
+        height=pixels("height"),
+        width=pixels("width"),
+        frames=_positive(arguments.get("num_frames"))
+        or _first_size(pipe, ["default_num_frames"])
+        or _first_size(config, ["sample_frames"])
+        or 1,
+        text=_positive(arguments.get("max_sequence_length")) or _TEXT,
         spatial=spatial,
         temporal=temporal,
     )
-    return replace(sizes, **changed), default("num_inference_steps", 50)
+    return replace(sizes, **changed), _positive(arguments.get("num_inference_steps")) or _STEPS
 
 
-def _int(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
+def _first_size(owner: Any, names: Iterable[str]) -> int:
+    """Return the first attribute of ``owner`` among ``names`` that is a positive integer; 0 if none is."""
+    sizes = (_positive(getattr(owner, name, None)) for name in names)
+    return next(filter(None, sizes), 0)
+
+
+def _positive(value: Any) -> int:
+    """Return ``value`` if it is a positive integer, else 0."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     return 0

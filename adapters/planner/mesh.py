@@ -56,7 +56,7 @@ class MeshShape:
         return ", ".join(words)
 
 
-def shapes(ranks: int) -> Iterator[MeshShape]:
+def all_shapes(ranks: int) -> Iterator[MeshShape]:
     """Yield the shape of every possible mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or
     2.
 

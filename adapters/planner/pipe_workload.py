@@ -36,8 +36,11 @@ def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Work
     count.check_known(transformer)
     sizes, default_steps = default_sizes(pipe, transformer, changed)
     # The inputs of a modular pipeline are those of its blocks.
-    of_blocks = {getattr(x, "name", None) for x in getattr(getattr(pipe, "blocks", None), "inputs", ())}
-    takes_frames = "num_frames" in {*inspect.signature(original_class(pipe).__call__).parameters, *of_blocks}
+    block_inputs = {getattr(x, "name", None) for x in getattr(getattr(pipe, "blocks", None), "inputs", ())}
+    takes_frames = "num_frames" in {
+        *inspect.signature(original_class(pipe).__call__).parameters,
+        *block_inputs,
+    }
     check_size(original_class(pipe).__name__, sizes, is_video=takes_frames or "frames" not in changed)
     dtype = next((x.dtype for x in transformer.parameters() if x.is_floating_point()), torch.bfloat16)
     with count.without_data(dtype):
@@ -47,7 +50,7 @@ def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Work
     if default_guidance(pipe, transformer) is None:
         branches = 1
     return Workload(
-        name=f"{_name_of(pipe)}, {sizes}",
+        name=f"{_model_name(pipe)}, {sizes}",
         sizes=sizes,
         steps=steps or default_steps,
         weights=pipe_weights(pipe),
@@ -59,8 +62,8 @@ def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Work
 
 
 def uncounted_workload(pipe: Any, reason: str) -> Workload:
-    """Return the weights of ``pipe`` alone, for a pipeline whose operations cannot be counted for ``reason``."""
-    return Workload(_name_of(pipe), GenerationSizes(0, 0, 1, 0), 0, pipe_weights(pipe), uncounted=reason)
+    """Return a workload with only the weights of ``pipe``, whose operations cannot be counted for ``reason``."""
+    return Workload(_model_name(pipe), GenerationSizes(0, 0, 1, 0), 0, pipe_weights(pipe), uncounted=reason)
 
 
 def pipe_weights(pipe: Any) -> Weights:
@@ -72,13 +75,13 @@ def pipe_weights(pipe: Any) -> Weights:
     other = sum(count.bytes_of(x) for key, x in modules.items() if key not in counted)
     vae = sum(map(count.bytes_of, vaes))
     if not transformers:
-        of_encoders = count.weights_of(nn.Module(), encoders, vae=vae, other=other)
-        return replace(of_encoders, transformer=ModuleBytes(), in_8_bits=1.0)
+        weights = count.count_weights(nn.Module(), encoders, vae=vae, other=other)
+        return replace(weights, transformer=ModuleBytes(), in_8_bits=1.0)
     first = next(iter(transformers.values()))
-    return count.weights_of(first, encoders, vae=vae, other=other, transformers=len(transformers))
+    return count.count_weights(first, encoders, vae=vae, other=other, transformers=len(transformers))
 
 
-def _name_of(pipe: Any) -> str:
+def _model_name(pipe: Any) -> str:
     """Return the last part of the folder or repository from which ``pipe`` was made; its class if that is unknown."""
     path = str(getattr(pipe, "name_or_path", None) or "").rstrip("/")
     return path.rpartition("/")[2] or original_class(pipe).__name__

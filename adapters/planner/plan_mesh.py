@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from para_core.adapters.planner.choose import Choices, Offload, Way
+from para_core.adapters.planner.choose import Choices, Offload, WeightsOption
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.planner.predict import Machine, memory_of
 from para_core.adapters.planner.prediction import default_text_encoders
@@ -17,8 +17,9 @@ from para_core.devices import Device, Link, device_named, link_named
 from para_core.option_values import Quantize
 
 # Memory is predicted for square results with these sides, in pixels. The two predictions give the bytes per
-# pixel, as the slope of a line. Every model can shard latents of these sizes.
+# pixel, as the slope of a line.
 _SIDES = (512, 1024)
+# Ranks of a host with NVLink between all of them, by device, if not 8 as usual: a GB200 NVL72 is one rack of 72.
 _RANKS_PER_HOST = {"GB200": 72}
 
 
@@ -35,7 +36,7 @@ def plan_mesh(
     frames: int | None = None,
     steps: int | None = None,
     compiled: bool = True,
-    weights: Way | None = None,
+    weights: WeightsOption | None = None,
     mesh: Mapping[str, int] | None = None,
     memory: float | None = None,
     offload: bool | Offload = True,

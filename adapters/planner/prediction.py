@@ -14,6 +14,8 @@ class Prediction:
     """The prediction of one mesh.
 
     Args:
+        shape (`MeshShape`): The mesh.
+        placement (`Placement`): Where the weights are that the mesh does not shard.
         step (`float`): Seconds of one step with all CFG branches.
         seconds (`float`): Seconds of the whole generation.
         sent (`float`): Bytes that the first rank sends per step.

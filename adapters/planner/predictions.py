@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from para_core.adapters.planner.choose import EQUAL, Choices, rank_meshes
+from para_core.adapters.planner.choose import EQUALLY_FAST, Choices, rank_meshes
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.planner.predict import Machine, predict
 from para_core.adapters.planner.prediction import Prediction
@@ -129,7 +129,7 @@ class Predictions:
         if self.work.uncounted:
             return ""
         for ranks, row in self.others.items():
-            if ranks < self.ranks and row.seconds <= EQUAL * self.best.seconds:
+            if ranks < self.ranks and row.seconds <= EQUALLY_FAST * self.best.seconds:
                 return f"{ranks} of these {self.ranks} ranks are as fast: use the others for other prompts."
         times = [
             f"{ranks}: {row.seconds / self.best.seconds:.2g} × ({row})" for ranks, row in self.others.items()

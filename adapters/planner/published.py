@@ -60,21 +60,21 @@ def published_workload(name: str, changed: Mapping[str, int], steps: int | None)
         name=f"{name}, {sizes}",
         sizes=sizes,
         steps=steps or stored["steps"],
-        weights=_weights(stored["weights"]),
-        call=_call(stored["call"], sizes.latents[0] * sizes.tokens),
+        weights=_read_weights(stored["weights"]),
+        call=_read_call(stored["call"], sizes.latents[0] * sizes.tokens),
         branches=stored["branches"],
         batched=stored["batched"],
         heads=stored["heads"],
     )
 
 
-def _weights(stored: Mapping[str, Any]) -> Weights:
+def _read_weights(stored: Mapping[str, Any]) -> Weights:
     modules = {name: ModuleBytes(**stored[name]) for name in ("transformer", "encoders")}
     blocks = tuple((cost, size) for cost, size in stored["blocks"])
     return Weights(**{**stored, **modules, "blocks": blocks})
 
 
-def _call(stored: Mapping[str, Any], tokens: int) -> CallWork:
+def _read_call(stored: Mapping[str, Any], tokens: int) -> CallWork:
     def number(coefficients: tuple[float, float]) -> float:
         return coefficients[0] + coefficients[1] * tokens
 

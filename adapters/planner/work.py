@@ -53,6 +53,7 @@ class GenerationSizes:
         return f"{pixels} × {self.frames}"
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an empty tensor of the dtype of the inputs, or of ``dtype``."""
         # Imported here, because the sizes of a published model need no torch.
         import torch
 
@@ -77,6 +78,7 @@ class AttentionWork:
 
     Args:
         calls (`int`): Number of these calls.
+        samples (`int`): Samples of the batch.
         heads, key_heads (`int`): Heads of the queries, and of the keys and values.
         width (`int`): Features of a head in a query (or key) and in a value together.
         element_size (`int`): Bytes of an element.
@@ -124,8 +126,8 @@ class CallWork:
         """The attention call with the most queries; None if there is no attention."""
         return max(self.attention, key=lambda call: call.queries, default=None)
 
-    def of_samples(self, parts: int) -> CallWork:
-        """Return the work of one of ``parts`` equal parts of the samples."""
+    def divide_samples(self, parts: int) -> CallWork:
+        """Return the work of one of ``parts`` equal parts of the samples; launches stay as many."""
 
         def share(pair: tuple[float, float]) -> tuple[float, float]:
             return pair[0] / parts, pair[1] / parts
@@ -147,6 +149,10 @@ class Workload:
     """The work of one generation with a pipeline.
 
     Args:
+        name (`str`): Name of the pipeline or model and the sizes, for messages.
+        steps (`int`): Number of denoising steps.
+        weights (`Weights`): The bytes of its weights.
+        call (`CallWork`): The work of one call of its transformer, with all samples.
         branches (`int`): Number of CFG branches per step, and of prompts that are encoded.
         batched (`bool`): Whether one transformer call computes all branches, as samples of a batch. Otherwise
             there is one call for each.
@@ -165,12 +171,12 @@ class Workload:
     heads: int = 0
     uncounted: str = ""
 
-    def of_rank(self, batch: int) -> tuple[CallWork, int]:
+    def call_on_rank(self, batch: int) -> tuple[CallWork, int]:
         """Return the work of a transformer call on a rank, with ``batch`` ranks along that mesh dim, and its
         calls per step.
         """
         if self.batched:
-            return self.call.of_samples(batch), 1
+            return self.call.divide_samples(batch), 1
         return self.call, -(-self.branches // batch)
 
 

@@ -31,7 +31,7 @@ def guess_attention(region: ObservedRegion, choice: Choice, ending: Ending) -> A
     for observed, larger in zip(region.small.attention, region.large.attention, strict=False):
         if not region.began < observed.time < ending.call.ended:
             continue
-        attention = _attention(region, choice, observed, larger)
+        attention = _attention_rule(region, choice, observed, larger)
         if attention is None:
             return None
         by_module.setdefault(observed.name, []).append(attention)
@@ -53,7 +53,7 @@ def guess_attention(region: ObservedRegion, choice: Choice, ending: Ending) -> A
     return AttentionGuess(joint_order, rules, tuple(reasons))
 
 
-def _attention(
+def _attention_rule(
     region: ObservedRegion, choice: Choice, observed: ObservedAttention, larger: ObservedAttention
 ) -> Attention | None:
     """Return the rule for one call; None if its lengths fit no combination of segments."""

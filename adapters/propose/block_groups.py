@@ -23,9 +23,9 @@ def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
 
     Return None if there is no such list, or if a block returns a tensor that updates none of its parameters.
     """
-    groups: list[_Group] = []
+    groups: list[_ObservedGroup] = []
     for name, calls in _lists_with_attention(region):
-        streams = _parameters(streams_of(calls))
+        streams = _parameter_names(streams_of(calls))
         if not streams or not all(streams):
             return None
         group = _group_of(region, name, calls, streams)
@@ -50,12 +50,14 @@ def _lists_with_attention(region: ObservedRegion) -> Iterator[tuple[str, list[Mo
             yield name, calls
 
 
-def _group_of(region: ObservedRegion, name: str, calls: list[ModuleCall], streams: tuple[str, ...]) -> _Group:
+def _group_of(
+    region: ObservedRegion, name: str, calls: list[ModuleCall], streams: tuple[str, ...]
+) -> _ObservedGroup:
     """Return the blocks of the list ``name`` as a group of their own."""
-    starts = [_parameter(stream) for stream in region.start.streams]
+    starts = [_parameter_name(stream) for stream in region.start.streams]
     # The dim of the samples in the streams is 1 for [S, B, C], and 0 otherwise.
     has_samples_in_dim_1 = region.start.dim == 0 and region.samples() is not None
-    return _Group(
+    return _ObservedGroup(
         lists=(name,),
         calls=tuple(calls),
         streams=streams,
@@ -66,7 +68,7 @@ def _group_of(region: ObservedRegion, name: str, calls: list[ModuleCall], stream
 
 
 @dataclass(frozen=True)
-class _Group:
+class _ObservedGroup:
     """Blocks that run one after the other on the same streams. The attributes are those of
     :class:`BlockGroup`.
 
@@ -80,11 +82,11 @@ class _Group:
     chained: bool
     samples: int
 
-    def is_continued_by(self, group: _Group) -> bool:
+    def is_continued_by(self, group: _ObservedGroup) -> bool:
         """Whether the blocks of ``group`` receive what the blocks of this group return."""
         return self.streams == group.streams and _passes_on(self.calls[-1], group.calls[0], group.streams)
 
-    def join(self, group: _Group) -> _Group:
+    def join(self, group: _ObservedGroup) -> _ObservedGroup:
         """Return this group with the blocks of ``group`` after its own."""
         is_link_chained = is_chained([self.calls[-1], group.calls[0]], self.streams)
         return replace(
@@ -112,7 +114,7 @@ def _passes_on(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]
     """Whether the streams of the ``following`` call are the output of ``call``."""
     received = []
     for stream in streams:
-        values = [value for name, value in following.arguments.items() if _parameter(name) == stream]
+        values = [value for name, value in following.arguments.items() if _parameter_name(name) == stream]
         received += [record.identity for record in tensors_of(values)]
     return received == [record.identity for record in tensors_of(call.output)]
 
@@ -121,23 +123,23 @@ def _other_arguments(call: ModuleCall, streams: tuple[str, ...]) -> list[Any]:
     """Return the identities of the tensors that are no streams, and other values as text, in order of the
     names.
     """
-    values = [value for name, value in sorted(call.arguments.items()) if _parameter(name) not in streams]
+    values = [value for name, value in sorted(call.arguments.items()) if _parameter_name(name) not in streams]
     return [x.identity if isinstance(x, TensorRecord) else repr(x) for x in tree_leaves(values)]
 
 
-def _parameters(streams: tuple[str, ...]) -> tuple[str, ...]:
+def _parameter_names(streams: tuple[str, ...]) -> tuple[str, ...]:
     """Return the parameters of ``streams``, with one entry for all fields of a dataclass, which the cache
     names.
     """
     parameters: list[str] = []
     for stream in streams:
-        parameter = _parameter(stream)
+        parameter = _parameter_name(stream)
         if "." not in stream or parameter not in parameters:
             parameters.append(parameter)
     return tuple(parameters)
 
 
-def _parameter(name: str) -> str:
+def _parameter_name(name: str) -> str:
     """Return the parameter of the argument ``name``, which may be the path of a field."""
     parameter, _, _ = name.partition(".")
     return parameter

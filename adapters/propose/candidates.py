@@ -23,7 +23,7 @@ class Candidate:
     reasons: tuple[str, ...]
 
 
-def candidates(region: ObservedRegion) -> Iterator[Candidate]:
+def make_candidates(region: ObservedRegion) -> Iterator[Candidate]:
     """Yield the plans that agree with the observed sizes, the likeliest first, without repetitions."""
     plans: set[str] = set()
     for choice in all_choices():

@@ -14,7 +14,7 @@ from para_core.adapters.propose.stack import StackGuess, guess_stacks
 from para_core.comparison.cached_call import CachedCallError, error_of_cached_call
 
 
-def complete(
+def complete_proposal(
     proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
 ) -> Proposal:
     """Return ``proposal`` with its block stack, and with ``batched`` and ``common`` in its plan.
@@ -29,12 +29,13 @@ def complete(
 
 
 def _add_given_samples(proposal: Proposal, check: PlanCheck, samples: int | None) -> Proposal:
+    """Return ``proposal`` with sample dims, or a question if the ``samples`` of an answer depend on each other."""
     if proposal.plan is None or samples is None:
         return proposal
     try:
-        plan = with_samples(check.module, proposal.plan, check.examples[0], samples)
+        plan = with_samples(check.module, proposal.plan, check.examples[0], samples, check.tolerance)
     except DependentSamplesError as error:
-        return _ask(proposal, f"samples: {error}")
+        return _with_question(proposal, f"samples: {error}")
     return replace(proposal, plan=plan)
 
 
@@ -43,10 +44,10 @@ def _ask_about_samples(proposal: Proposal, check: PlanCheck, samples: int | None
     if proposal.plan is None or samples is None:
         return proposal
     try:
-        with_samples(check.module, proposal.plan, check.examples[0], samples)
+        with_samples(check.module, proposal.plan, check.examples[0], samples, check.tolerance)
     except DependentSamplesError:
         return proposal
-    return _ask(
+    return _with_question(
         proposal,
         f"samples: does a call compute all CFG branches? Its {samples} samples do not depend on each other: "
         f"with answers={{'samples': {samples}}} they are split over the batch mesh dim. A pipeline "
@@ -78,7 +79,7 @@ def _add_blocks(
         reasons = (*proposal.reasons, *_describe_groups(guess), *guess.reasons)
         return replace(proposal, blocks=guess.blocks, blocks_error=error, reasons=reasons)
     question = "CachedBlocks: which parameters of its blocks do they return updated, in which order?"
-    return _ask(proposal, f"{question} {problem}")
+    return _with_question(proposal, f"{question} {problem}")
 
 
 def _describe_groups(guess: StackGuess) -> list[str]:
@@ -92,5 +93,5 @@ def _describe_groups(guess: StackGuess) -> list[str]:
     return sentences
 
 
-def _ask(proposal: Proposal, question: str) -> Proposal:
+def _with_question(proposal: Proposal, question: str) -> Proposal:
     return replace(proposal, questions=(*proposal.questions, question))

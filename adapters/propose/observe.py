@@ -152,7 +152,7 @@ class _CallObserver:
 
     def note_output(self, output: Any) -> None:
         """Note from which softmaxes the ``output`` of the model was computed."""
-        used = self._sources.of(x for x in leaves_of(output) if isinstance(x, Tensor))
+        used = self._sources.sources_of(x for x in leaves_of(output) if isinstance(x, Tensor))
         softmaxes = enumerate(self.observed.softmaxes)
         self.observed.softmaxes = [replace(softmax, is_used=index in used) for index, softmax in softmaxes]
 
@@ -171,7 +171,7 @@ class _CallObserver:
         self.observed.sources = self._sources.arguments_of(flat[stream] for stream in self._streams)
         for stream in self._streams:
             if stream in arguments:
-                self._sources.mark(arguments[stream], self._sources.of([arguments[stream]]))
+                self._sources.mark(arguments[stream], self._sources.sources_of([arguments[stream]]))
         marked = {name: self._mark_fields(value) for name, value in arguments.items()}
         positional = [marked[name] for name, _ in zip(parameters, args, strict=False)]
         return (*positional, *args[len(positional) :]), {name: marked[name] for name in kwargs}
@@ -185,7 +185,7 @@ class _CallObserver:
             if not isinstance(leaf, Tensor):
                 return leaf
             view = leaf.view_as(leaf)
-            self._sources.mark(view, self._sources.of([leaf]))
+            self._sources.mark(view, self._sources.sources_of([leaf]))
             return view
 
         return map_leaves(mark, value)
@@ -239,7 +239,7 @@ class _CallObserver:
 
     def _note_function(self, event: FunctionCall) -> None:
         operands = [x for x in tree_leaves((event.args, event.kwargs)) if isinstance(x, Tensor)]
-        sources = self._sources.of(operands)
+        sources = self._sources.sources_of(operands)
         is_derived = self._sources.is_derived(*operands)
         if event.function in _SOFTMAX and operands and operands[0].ndim >= 3:
             sources |= {self._note_softmax(event, operands[0])}

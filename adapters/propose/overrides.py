@@ -31,13 +31,17 @@ PARAMETER_NAME = re.compile(r"(.*)\((\w+(?:\[\d+\])?(?:\.\w+)*)\)")
 
 
 def require_answers(answers: Answers) -> None:
-    """Raise ``TypeError`` if the value of an answer does not have the type that its name requires."""
+    """Raise ``TypeError`` if the value of an answer does not have the type that its name requires.
+
+    Whether a module or parameter of this name exists shows when the plan is checked.
+    """
     for name, answer in answers.items():
-        if not _fits(name, answer):
+        if not _is_answer_for(name, answer):
             raise TypeError(f"answers[{name!r}] is {answer!r}; expected one of: {_EXPECTED}.")
 
 
-def _fits(name: str, answer: Any) -> bool:
+def _is_answer_for(name: str, answer: Any) -> bool:
+    """Whether ``answer`` has the type that ``name`` requires."""
     if name == "joint_order":
         return isinstance(answer, tuple) and all(isinstance(segment, str) for segment in answer)
     if name == "plan" or name in _PLAN_FIELDS:
@@ -62,15 +66,15 @@ def _is_gather(answer: Any) -> bool:
     return isinstance(answer, Gather)
 
 
-def form_a_plan(answers: Answers) -> bool:
+def are_a_complete_plan(answers: Answers) -> bool:
     """Whether ``answers`` are a complete plan: they have a ``"plan"``, or split a segment and gather an
     output.
     """
     splits = any(isinstance(answer, Split) and answer.segment is not None for answer in answers.values())
-    return "plan" in answers or (splits and bool(_gathers(answers)))
+    return "plan" in answers or (splits and bool(_gather_answers(answers)))
 
 
-def _gathers(answers: Answers) -> dict[str, Any]:
+def _gather_answers(answers: Answers) -> dict[str, Any]:
     """Return the answers that are a ``Gather`` of a module's output, or several of them, by module name.
 
     Answers for one parameter or output, whose name is ``"module(parameter)"``, are left out.
@@ -99,7 +103,7 @@ def with_answers(plan: Plan, answers: Answers) -> Plan:
     plan = replace(
         plan, inputs=keep(plan.inputs), inner={name: rules for name, rules in inner.items() if rules}
     )
-    gathers = _gathers(answers)
+    gathers = _gather_answers(answers)
     if gathers:
         plan = replace(plan, outputs=gathers)
     for name, answer in answers.items():

@@ -17,8 +17,9 @@ from para_core.comparison.tensor_parts import largest_error
 from para_core.comparison.virtual_ranks import copy_containers, run_on_virtual_ranks
 from para_core.plans.plan import Plan
 
-# Relative errors ‖out − expected‖ / ‖expected‖ below which a plan counts as exact, by dtype of the model's
-# parameters.
+# Relative errors ‖out − expected‖ / ‖expected‖ below which a plan counts as exact, by dtype of the model's parameters:
+# several times the precision of the dtype, because sums in another order differ and a model adds up many, and far
+# below the error of a wrong plan, which is that of other tokens.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 # Meshes as (ring, ulysses), for a plan whose lengths are unknown: most lengths are not divisible by both 2
@@ -42,8 +43,8 @@ class PlanCheck:
         """The relative error from which on a result is not exact."""
         return _TOLERANCE.get(next(self.module.parameters()).dtype, 1e-5)
 
-    def error(self, plan: Plan, *lengths: Sequence[int]) -> float:
-        """Return the largest relative error of ``plan`` over all examples.
+    def measure_error(self, plan: Plan, *lengths: Sequence[int]) -> float:
+        """Return the largest relative error of ``plan`` over all examples. The plan is exact if this returns.
 
         ``lengths`` are, for each sharded segment, its numbers of tokens in the examples; none if unknown.
 
@@ -82,7 +83,7 @@ class PlanCheck:
         """Return the first difference between the unmodified model and ``plan``, in a call with the smaller
         example.
 
-        ``lengths`` are as in :meth:`error`.
+        ``lengths`` are as in :meth:`measure_error`.
         """
         ((_, ranks), *_) = self._meshes(0, lengths)
         inputs, run = ModelInputs((), self.examples[0]), ParallelRun(plan, forward=None, dims={})

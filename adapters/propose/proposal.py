@@ -14,6 +14,7 @@ from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import CachedBlocks
 from para_core.plans.plan import Plan
 
+# Columns of a line of source, as in the modules of adapters/models/.
 _WIDTH = 118
 
 
@@ -100,20 +101,21 @@ def expression_of(value: Any, indent: int = 0) -> str:
             )
             if getattr(value, field.name) != default:
                 items.append(f"{field.name}={expression_of(getattr(value, field.name), indent + 4)}")
-        return _wrapped(f"{type(value).__name__}(", items, ")", indent)
+        return _join_items(f"{type(value).__name__}(", items, ")", indent)
     if isinstance(value, Mapping):
         items = [
             f"{expression_of(key, 0)}: {expression_of(entry, indent + 4)}" for key, entry in value.items()
         ]
-        return _wrapped("{", items, "}", indent)
+        return _join_items("{", items, "}", indent)
     if isinstance(value, tuple):
         if len(value) == 1:
             return f"({expression_of(value[0], indent)},)"
-        return _wrapped("(", [expression_of(entry, indent + 4) for entry in value], ")", indent)
+        return _join_items("(", [expression_of(entry, indent + 4) for entry in value], ")", indent)
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-def _wrapped(opening: str, items: list[str], closing: str, indent: int) -> str:
+def _join_items(opening: str, items: list[str], closing: str, indent: int) -> str:
+    """Return the expression on one line if it fits, else with one item per line."""
     line = opening + ", ".join(items) + closing
     if indent + len(line) <= _WIDTH and "\n" not in line:
         return line

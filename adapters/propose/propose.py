@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
-from para_core.adapters.propose.completion import complete
+from para_core.adapters.propose.completion import complete_proposal
 from para_core.adapters.propose.larger_call import imagine_larger_calls
 from para_core.adapters.propose.observe import observe
-from para_core.adapters.propose.overrides import Answers, form_a_plan, require_answers, with_answers
+from para_core.adapters.propose.overrides import Answers, are_a_complete_plan, require_answers, with_answers
 from para_core.adapters.propose.plan_check import InexactPlanError, PlanCheck
 from para_core.adapters.propose.proposal import Proposal
-from para_core.adapters.propose.questions import ask, check_that_tokens_grow
+from para_core.adapters.propose.questions import check_that_tokens_grow, write_questions
 from para_core.adapters.propose.records import ObservedCall
 from para_core.adapters.propose.region import ObservedRegion
 from para_core.adapters.propose.search import Failure, Search, reasons_of
@@ -62,14 +62,15 @@ def propose_plan(
               :class:`Plan`; ``"plan"``: a whole plan.
             - ``"CachedBlocks"``: the block stack.
             - ``"samples"``: number of samples in the examples, if one call of the model computes all CFG
-            branches.
+              branches.
 
     Returns:
         The :class:`Proposal`. If no guess was exact, its ``plan`` is None and its ``questions`` say what is
         missing.
 
     Raises:
-        TypeError: If ``example_inputs`` does not hold mappings, or an answer has the wrong type for its name.
+        TypeError: If ``transformer`` is no model or is inside a wrapper for training, if ``example_inputs`` does not
+            hold mappings, or if an answer has the wrong type for its name.
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call
             fails, or the model does not call scaled_dot_product_attention.
     """
@@ -90,34 +91,39 @@ def propose_plan(
 def _propose(
     module: nn.Module, examples: Sequence[Mapping[str, Any]], segment: str, answers: Answers
 ) -> Proposal:
+    """Return the proposal for validated arguments of :func:`propose_plan`.
+
+    Guesses are tried start by start, and the first exact plan is taken. If there is none, a complete plan in
+    ``answers`` is tried as it is. If that is not exact either, the proposal has questions.
+    """
     name = original_class(module).__name__
     check = PlanCheck(module, examples)
     search = Search(name, check, answers)
     pairs = _observe_examples(module, name, examples)
     small, first_large = pairs[0]
     starts = [(start, large) for _, large in pairs for start in find_starts(small, large)]
-    if not form_a_plan(answers):
+    if not are_a_complete_plan(answers):
         check_that_tokens_grow(name, [start for start, _ in starts], small, first_large)
     for start, large in starts:
         observed = observe(module, examples[0], start.block, start.streams)
         region = ObservedRegion(start, observed, large, segment)
         proposal = search.find_plan(region)
         if proposal is not None:
-            return complete(proposal, check, answers, region)
+            return complete_proposal(proposal, check, answers, region)
     failures = [*search.failures]
-    if form_a_plan(answers):
+    if are_a_complete_plan(answers):
         plan = with_answers(Plan({}, {}, (segment,)), answers)
         try:
-            proposal = Proposal(name, plan, error=check.error(plan), reasons=reasons_of(answers))
+            proposal = Proposal(name, plan, error=check.measure_error(plan), reasons=reasons_of(answers))
         except InexactPlanError as error:
             failure = Failure(plan, f"the plan in answers: {error}")
             if plan in search.failures:
                 failure = search.failures[plan]
             failures.insert(0, failure)
         else:
-            return complete(proposal, check, answers, None)
+            return complete_proposal(proposal, check, answers, None)
     likeliest = _likeliest(failures)
-    questions = ask([start for start, _ in starts], likeliest, check, small, first_large)
+    questions = write_questions([start for start, _ in starts], likeliest, check, small, first_large)
     unanswered = tuple(question for question in questions if question.partition(": ")[0] not in answers)
     return Proposal(name, questions=unanswered, guess=None if likeliest is None else likeliest.plan)
 

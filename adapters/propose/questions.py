@@ -70,7 +70,7 @@ def _describe_handwritten(name: str, softmaxes: Sequence[ObservedSoftmax]) -> st
     )
 
 
-def ask(
+def write_questions(
     starts: Sequence[Start],
     likeliest: Failure | None,
     check: PlanCheck,
@@ -99,7 +99,7 @@ def ask(
         parts.append(_describe_way_out(likeliest.plan, likeliest.way_out))
     parts.append("Correct it with propose_plan(..., answers=).")
     if likeliest.region is not None:
-        handwritten = _describe_handwritten("the model", likeliest.region.handwritten())
+        handwritten = _describe_handwritten("the model", likeliest.region.handwritten_softmaxes())
         if handwritten:
             parts.append(f"The model also {handwritten}")
     return (*numbers, " ".join(parts))

@@ -47,7 +47,7 @@ class _TokenOutput:
     gather: Gather
 
 
-def _gathers(call: ModuleCall, tensors: Sequence[_TokenOutput]) -> tuple[Gather | None, ...]:
+def _output_rules(call: ModuleCall, tensors: Sequence[_TokenOutput]) -> tuple[Gather | None, ...]:
     """Return the rules for the outputs of ``call``: one tensor of a tuple can be gathered.
 
     If the whole output is a dataclass, all of its fields can.
@@ -103,7 +103,7 @@ class ObservedRegion:
             tensors = self._token_outputs(call, larger_call)
             if not tensors:
                 continue
-            ending = Ending(call, _gathers(call, tensors))
+            ending = Ending(call, _output_rules(call, tensors))
             if prod(tensors[0].record.shape) > size:
                 large.append(ending)
             else:
@@ -175,7 +175,7 @@ class ObservedRegion:
             return (TEXT, self.segment) if text_first else (self.segment, TEXT)
         return None
 
-    def handwritten(self) -> list[ObservedSoftmax]:
+    def handwritten_softmaxes(self) -> list[ObservedSoftmax]:
         """Return the softmaxes over scores of tokens, one for each module, that a plan would leave to one
         rank.
 

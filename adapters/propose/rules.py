@@ -71,6 +71,7 @@ class _GrowingParameter:
 
 
 def _rules_by_parameter(region: ObservedRegion, choice: Choice) -> list[_GrowingParameter]:
+    """Return the parameters of blocks that need a rule, from all calls of the region, in the order of time."""
     parameters: dict[tuple[str, str], _GrowingParameter] = {}
     blocks: dict[str, set[str]] = {}
     guess, start = _ValueRules(region, choice), region.start

@@ -1,5 +1,7 @@
 """Find along which dims the arguments of a model hold samples, for a model that computes all CFG branches in
 a call.
+
+Rules of this kind are ``batched`` and ``common`` of a :class:`~para_core.plans.plan.Plan`.
 """
 
 from __future__ import annotations
@@ -22,11 +24,18 @@ class DependentSamplesError(ValueError):
     """Error for samples that do not give the same result one by one as in the batch."""
 
 
-def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], samples: int) -> Plan:
+# Samples whose results one by one differ by less than this, relatively, do not depend on each other, in any dtype.
+_LEAST_TOLERANCE = 1e-4
+
+
+def with_samples(
+    module: nn.Module, plan: Plan, inputs: Mapping[str, Any], samples: int, tolerance: float
+) -> Plan:
     """Return ``plan`` with ``batched`` and ``common``, for a model that computes all CFG branches in one
     call.
 
-    The first dim of length ``samples`` of an argument counts as its sample dim.
+    The first dim of length ``samples`` of an argument counts as its sample dim. ``tolerance`` is the relative error
+    below which results count as equal: kernels round a batch and a single sample differently.
 
     Raises:
         DependentSamplesError: The samples one by one do not give the same result as in the batch.
@@ -43,7 +52,7 @@ def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], sampl
                 f"one sample of {samples} alone fails: {type(failure).__name__}: {failure}"
             ) from failure
     error = largest_error(_stack(parts), expected)
-    if samples < 2 or not error < 1e-4:
+    if samples < 2 or not error < max(tolerance, _LEAST_TOLERANCE):
         raise DependentSamplesError(
             f"one sample of {samples} at a time gives another result than all at once (error {error:.1e})."
         )

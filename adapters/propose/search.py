@@ -7,18 +7,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from para_core.adapters.propose.candidates import candidates
+from para_core.adapters.propose.candidates import make_candidates
+from para_core.adapters.propose.gathered_modules import computes_much, with_gathered_module
 from para_core.adapters.propose.overrides import PARAMETER_NAME, Answers, with_answers
 from para_core.adapters.propose.plan_check import InexactPlanError, PlanCheck
 from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.region import TEXT, ObservedRegion
-from para_core.adapters.propose.text import with_sharded_text
-from para_core.adapters.propose.whole_modules import computes_much, with_whole_module
+from para_core.adapters.propose.text import variants_with_sharded_text
 from para_core.plans.plan import Plan
 
-# Number of inexact candidates of a start that are tried again with modules that are given all tokens, and the
-# number of such modules.
-_MOST_WITH_WHOLE_MODULES, _MOST_WHOLE_MODULES = 4, 3
+# Limits that keep a search short, because each trial runs the model several times: the number of inexact candidates of
+# a start that are tried again with modules that are given all tokens, and the number of such modules in one plan.
+_MOST_PLANS_TO_GATHER_IN, _MOST_GATHERED_MODULES = 4, 3
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Failure:
         plan: The plan.
         reason: Why it is not exact, as a sentence.
         region: The part of the model for which it was guessed; None for a plan in answers.
-        way_out: A plan that is exact, but in which modules that compute much get all tokens on every rank.
+        way_out: A plan that is exact, but in which modules that compute much get all tokens on every rank. It is
+            shown to the user, and not proposed.
     """
 
     plan: Plan
@@ -77,13 +78,13 @@ class Search:
     def find_plan(self, region: ObservedRegion) -> Proposal | None:
         """Return the first exact plan for ``region``; None if there is none."""
         inexact: list[Proposal] = []
-        for candidate in candidates(region):
+        for candidate in make_candidates(region):
             plan = with_answers(candidate.plan, self.answers)
             if plan in self.failures:
                 continue
             proposal = Proposal(self.name, plan, error=0.0, reasons=self._with_answers(candidate.reasons))
             try:
-                proposal = replace(proposal, error=self.check.error(plan, region.start.entries))
+                proposal = replace(proposal, error=self.check.measure_error(plan, region.start.entries))
             except InexactPlanError as error:
                 self.failures.add(Failure(plan, f"{region.start.block}: {error}", region))
                 inexact.append(proposal)
@@ -102,8 +103,8 @@ class Search:
             sharded = self._with_text(likeliest, likeliest.plan, region)
             if sharded is not None:
                 return sharded
-        for proposal in inexact[:_MOST_WITH_WHOLE_MODULES]:
-            whole = self._with_whole_modules(proposal, region)
+        for proposal in inexact[:_MOST_PLANS_TO_GATHER_IN]:
+            whole = self._with_gathered_modules(proposal, region)
             if whole is None or proposal.plan is None:
                 continue
             if not whole.computes_much:
@@ -129,10 +130,12 @@ class Search:
         if text is None:
             return None
         lengths = (region.start.entries, (text.length, text.length))
-        for candidate in with_sharded_text(region, plan):
+        for candidate in variants_with_sharded_text(region, plan):
             variant = with_answers(candidate.plan, self.answers)
             try:
-                errors = [self.check.error(x, *lengths) for x in (variant, variant.with_replicated(TEXT))]
+                errors = [
+                    self.check.measure_error(x, *lengths) for x in (variant, variant.with_replicated(TEXT))
+                ]
             except InexactPlanError:
                 continue
             error = max(*errors, proposal.error or 0.0)
@@ -140,33 +143,35 @@ class Search:
             return replace(proposal, plan=variant, error=error, reasons=reasons)
         return None
 
-    def _with_whole_modules(self, proposal: Proposal, region: ObservedRegion) -> _WithWholeModules | None:
+    def _with_gathered_modules(
+        self, proposal: Proposal, region: ObservedRegion
+    ) -> _WithGatheredModules | None:
         """Return ``proposal`` with a plan in which modules that failed, or differed, are given all tokens.
 
         None if no such plan is exact.
         """
         module, entries, much = self.check.module, region.start.entries, False
-        for _ in range(_MOST_WHOLE_MODULES):
+        for _ in range(_MOST_GATHERED_MODULES):
             if proposal.plan is None:
                 return None
             name = self.check.find_difference(proposal.plan, entries).module
-            candidate = with_whole_module(module, region, proposal.plan, name, self.check.examples)
+            candidate = with_gathered_module(module, region, proposal.plan, name, self.check.examples)
             if candidate is None:
                 return None
             much = much or computes_much(module, region, name)
             reasons = (*proposal.reasons, *candidate.reasons)
             proposal = replace(proposal, plan=candidate.plan, reasons=reasons)
             try:
-                error = self.check.error(candidate.plan, entries)
+                error = self.check.measure_error(candidate.plan, entries)
             except InexactPlanError:
                 continue
-            return _WithWholeModules(replace(proposal, error=error), much)
+            return _WithGatheredModules(replace(proposal, error=error), much)
         return None
 
 
 @dataclass(frozen=True)
-class _WithWholeModules:
-    """A proposal with modules that get all tokens, and whether every rank then computes much for all tokens."""
+class _WithGatheredModules:
+    """A proposal with modules before which tokens are gathered, and whether every rank then computes much for all."""
 
     proposal: Proposal
     computes_much: bool

@@ -20,7 +20,8 @@ class Sources:
     """For each tensor of a call, what it was computed from: arguments of the model, by name, and softmaxes,
     by index.
 
-    Tensors that were marked, and those computed from them, are derived.
+    Tensors that were marked, and those computed from them, are derived. The observer of the call sets the sources of
+    each output from those of the operands; this class follows no operator itself.
     """
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
@@ -40,14 +41,16 @@ class Sources:
         """Set the sources of the tensors in ``value``, and mark them."""
         self.set(value, sources | {_DERIVED})
 
-    def of(self, tensors: Iterable[Tensor]) -> frozenset[Source]:
+    def sources_of(self, tensors: Iterable[Tensor]) -> frozenset[Source]:
         """Return the sources of all ``tensors``."""
         return frozenset().union(*[self._sources.get(x, frozenset()) for x in tensors])
 
     def is_derived(self, *tensors: Tensor) -> bool:
         """Whether one of ``tensors`` is derived."""
-        return _DERIVED in self.of(tensors)
+        return _DERIVED in self.sources_of(tensors)
 
     def arguments_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
         """Return the names of the arguments of the model from which ``tensors`` were computed."""
-        return frozenset(name for name in self.of(tensors) if isinstance(name, str) and name != _DERIVED)
+        return frozenset(
+            name for name in self.sources_of(tensors) if isinstance(name, str) and name != _DERIVED
+        )

@@ -130,17 +130,17 @@ def streams_of(calls: list[ModuleCall]) -> tuple[str, ...]:
     for output in tensors_of(calls[0].output):
         if output.identity in passed_on:
             continue
-        received = [name for name, value in following.items() if _identity(value) == output.identity]
+        received = [name for name, value in following.items() if _identity_of(value) == output.identity]
         same_shape = [
             name
             for name, record in inputs.items()
             if record.shape == output.shape
             and name not in streams
-            and _identity(following.get(name)) != record.identity
+            and _identity_of(following.get(name)) != record.identity
         ]
         streams.append((received or same_shape or [""])[0])
     return tuple(streams)
 
 
-def _identity(value: Any) -> int | None:
+def _identity_of(value: Any) -> int | None:
     return getattr(value, "identity", None)

@@ -18,7 +18,7 @@ _WHY = (
 )
 
 
-def with_sharded_text(region: ObservedRegion, plan: Plan) -> Iterator[Candidate]:
+def variants_with_sharded_text(region: ObservedRegion, plan: Plan) -> Iterator[Candidate]:
     """Yield variants of ``plan`` that also shard the text of its joint sequences; nothing if it has no such
     text.
 
@@ -98,9 +98,9 @@ def _input_rules(region: ObservedRegion, length: int) -> dict[str, Split]:
     """Return the rules of the arguments of the model that have an entry per token, of the image or of text."""
     rules: dict[str, Split] = {}
     for name, value in region.small.inputs.items():
-        of_tensors = _rules_of_tensors(value, region.large.inputs.get(name), region, length)
-        if len(of_tensors) == 1:
-            rules[name] = of_tensors.pop()
+        tensor_rules = _rules_of_tensors(value, region.large.inputs.get(name), region, length)
+        if len(tensor_rules) == 1:
+            rules[name] = tensor_rules.pop()
     return rules
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.adapters.agree.arguments import describe
+from para_core.adapters.agree.arguments import describe_value
 from para_core.distributed.agree import agree
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.records import Record, describe_differences
@@ -50,7 +50,7 @@ def check_equal_calls(name: str, vae: Any, x: Any, others: Sequence[Any], mesh: 
     if x.nbytes > _MAX_COMPARED_BYTES:
         values = x.flatten()[:: -(-x.nbytes // _MAX_COMPARED_BYTES)]
     tiling = {key: value for key, value in vars(vae).items() if key.startswith(("tile_", "use_"))}
-    record = {"sample": f"{list(x.shape)} {describe(values)}", "tiling": repr(sorted(tiling.items()))}
+    record = {"sample": f"{list(x.shape)} {describe_value(values)}", "tiling": repr(sorted(tiling.items()))}
     generators: list[torch.Generator] = []
     for value in others:
         items = [value]
@@ -58,7 +58,7 @@ def check_equal_calls(name: str, vae: Any, x: Any, others: Sequence[Any], mesh: 
             items = list(value)
         generators += [item for item in items if isinstance(item, torch.Generator)]
     if generators:
-        record["generators"] = describe(generators)
+        record["generators"] = describe_value(generators)
     agree(problem or record, mesh, explain=partial(_explain_unequal_calls, name), call=f"the {name}")
 
 

@@ -42,7 +42,7 @@ class OffloadedBlocks(FeatureChange):
     device of ``mesh``. Each other block is copied to the device before it runs, and its copy is freed
     afterwards. On CUDA the copies come from pinned memory, and the next block is copied while one runs.
     Between two calls of a transformer all of these blocks are in host memory, so code that changes weights in
-    place then changes the stored weights.
+    place there (a LoRA that is fused) changes the stored weights.
 
     The hooks of diffusers are not used, for two reasons: they would be inside a compiled block and break its
     graph, and they would copy blocks that a cache skips.
@@ -56,7 +56,7 @@ class OffloadedBlocks(FeatureChange):
     def __init__(self, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, resident: int) -> None:
         self.transformers, self.mesh, self.resident = dict(transformers), mesh, resident
         self._blocks: dict[nn.Module, HostBlock] = {}
-        # The device on which each transformer was before.
+        # The device on which each transformer was before, to which :meth:`undo` moves it back.
         self._devices: dict[nn.Module, torch.device] = {}
         self._stream: Any = None
 
@@ -76,7 +76,8 @@ class OffloadedBlocks(FeatureChange):
             raise
 
     def _offload(self, name: str, module: nn.Module, device: torch.device) -> None:
-        blocks = offloaded_blocks(module, self.resident)
+        """Offload the blocks of ``module``, the component ``name``, and move its other weights to ``device``."""
+        blocks = _blocks_to_offload(module, self.resident)
         self._devices[module] = next(module.parameters()).device
         host_blocks = [HostBlock(block, device, self._stream) for block in blocks]
         for host_block, following in pairwise(host_blocks):
@@ -128,10 +129,10 @@ class OffloadedBlocks(FeatureChange):
                 self._stream.synchronize()
 
 
-def offload_blocks(request: ChangeRequest) -> list[OffloadedBlocks]:
-    """Return the change by the option ``offload``; none without it.
+def changes_for_block_offload(request: ChangeRequest) -> list[OffloadedBlocks]:
+    """Return the change that the option ``offload`` asks for; none without it.
 
-    Raise ``ValueError`` if the other options put weights in parts, or a transformer has too few blocks,
+    Raise ``ValueError`` if the other options give each rank a part of the weights, or a transformer has too few blocks,
     ``TypeError`` if no adapter describes its blocks, and ``RuntimeError`` if its weights are sharded already.
     """
     if request.options.get("offload") is None:
@@ -144,7 +145,7 @@ def offload_blocks(request: ChangeRequest) -> list[OffloadedBlocks]:
                 f"pipe.{name} is sharded already, and nothing gathers its weights again. Leave offload out, "
                 f"or do not shard it: {load_again(request.owner)}"
             )
-        offloaded_blocks(module, resident)
+        _blocks_to_offload(module, resident)
     return [OffloadedBlocks(request.transformers, request.mesh, resident)]
 
 
@@ -166,7 +167,7 @@ def _check_other_options(request: ChangeRequest) -> None:
         )
 
 
-def offloaded_blocks(transformer: nn.Module, resident: int) -> list[nn.Module]:
+def _blocks_to_offload(transformer: nn.Module, resident: int) -> list[nn.Module]:
     """Return the blocks of ``transformer`` without the first ``resident`` ones, in the order in which they
     run.
 
@@ -183,9 +184,10 @@ def offloaded_blocks(transformer: nn.Module, resident: int) -> list[nn.Module]:
 
 def _move_others(module: nn.Module, blocks: set[nn.Module], device: torch.device) -> None:
     """Move all parameters and buffers of ``module`` that are not in ``blocks`` to ``device``."""
-    for parent in [
+    parents = [
         part for part in module.modules() if part not in blocks and not blocks.isdisjoint(part.modules())
-    ]:
+    ]
+    for parent in parents:
         for child in parent.children():
             if child not in blocks and blocks.isdisjoint(child.modules()):
                 child.to(device)
@@ -193,4 +195,4 @@ def _move_others(module: nn.Module, blocks: set[nn.Module], device: torch.device
             x.data = x.data.to(device)
 
 
-FEATURE = Feature(option="offload", changes=offload_blocks)
+FEATURE = Feature(option="offload", changes=changes_for_block_offload)

@@ -24,8 +24,8 @@ class EncodedPrompts:
     Drops the least recently used first. Ranks that make the same calls must keep the same outputs, because a call that
     only some ranks compute may wait for the others: drop by nothing that differs between them, such as free memory.
 
-    Calls with gradients enabled are always computed. If the text encoders' weights change, for example by a
-    LoRA, call :meth:`clear`.
+    Calls with gradients enabled are always computed, unless :attr:`complete` is set. If the text encoders'
+    weights change, for example by a LoRA, call :meth:`clear`.
 
     Args:
         pipe (`DiffusionPipeline`): The pipeline.
@@ -44,7 +44,7 @@ class EncodedPrompts:
         self.max_bytes, self.hits, self.misses = max_bytes, 0, 0
         self.complete = False
         self._encoders = text_encoders_of(pipe)
-        # Size, pickled structure, tensors on the CPU and their devices of each output.
+        # By digest of a call, oldest use first: size, pickled structure, tensors on the CPU and their devices.
         self._outputs: OrderedDict[bytes, tuple[int, bytes, list[Tensor], list[torch.device]]] = OrderedDict()
         for name, module in self._encoders.items():
             fill_slot(module, Slot.ENCODED_PROMPTS, {"__call__": partial(self._call, name)})
@@ -66,6 +66,7 @@ class EncodedPrompts:
     def _call(
         self, name: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
+        """Return the kept output of an equal call of the encoder ``name``, or run the call and keep its output."""
         if torch.is_grad_enabled() and not self.complete:
             return call(module, *args, **kwargs)
         pickled, tensors = split_tensors((name, args, kwargs))

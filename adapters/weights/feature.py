@@ -31,16 +31,19 @@ class ShardMethod:
             ``ValueError`` if it cannot shard weights over this mesh.
         check_component: Called with the name of a component, the component and the ranks; raises
             ``ValueError`` if it cannot shard the component.
-        make_mesh: Returns the mesh of the ranks that share weights. Collective.
+        make_mesh: Returns the mesh of the ranks that share weights, of a mesh that ``check_mesh`` has passed.
+            Collective.
         shard: Shards a component in place over that mesh. Nothing undoes it.
         mesh_of: Returns the mesh over which this method has sharded a module; None if it has not.
-        gathered: Returns a context in which the weights of some layers of a sharded component are whole and
-            may be written to, for LoRAs. Collective.
+        gather_layers: Called with a sharded component and some of its layers; returns a context in which each
+            rank has all values of their weights, and may write to them (the same values on all ranks), as
+            merging a LoRA does. Collective.
         shard_loras: Shards or places the LoRAs that were added to a sharded component. Raises ``ValueError``,
             and changes nothing, if it cannot shard one of them.
-        moves: Whether ``to`` of a sharded component may change its dtype or the type of its device.
+        can_move: Whether ``to`` of a sharded component may change its dtype or the type of its device.
         shards_encoders: Whether it shards text encoders, too.
-        takes_any_mesh: Whether a `DeviceMesh` without the dims of this library is passed on unchanged.
+        takes_any_mesh: Whether ``shard`` takes a `DeviceMesh` without the dims of this library as it is.
+            ``make_mesh`` and ``check_mesh`` are then left out.
         takes_offload_policy: Whether it takes an `OffloadPolicy`.
         quantizes_first: Whether weights are quantized before they are sharded, as shards cannot be.
         keeps_bits: Whether results have the bits of replicated weights.
@@ -48,12 +51,12 @@ class ShardMethod:
 
     check_mesh: Callable[[GuidedMesh, bool], None]
     check_component: Callable[[str, nn.Module, Ranks], None]
-    make_mesh: Callable[[Ranks], DeviceMesh]
+    make_mesh: Callable[[GuidedMesh], DeviceMesh]
     shard: Callable[[nn.Module, DeviceMesh, OffloadPolicy | None], None]
     mesh_of: Callable[[nn.Module], DeviceMesh | None]
-    gathered: Callable[[nn.Module, Sequence[nn.Module]], AbstractContextManager[None]]
+    gather_layers: Callable[[nn.Module, Sequence[nn.Module]], AbstractContextManager[None]]
     shard_loras: Callable[[nn.Module], None]
-    moves: bool = False
+    can_move: bool = False
     shards_encoders: bool = False
     takes_any_mesh: bool = False
     takes_offload_policy: bool = False
@@ -65,11 +68,12 @@ class ShardMethod:
 class ChangeRequest:
     """The arguments of parallelize_pipe or parallelize_transformer for the features.
 
-    They are validated one by one.
+    Each option is valid by itself; whether options fit each other, the mesh and the models is for the features
+    to check.
 
     Args:
-        owner: The pipeline, or the transformer that is parallelized alone.
-        transformers: The transformers by component name.
+        owner: The pipeline, or the transformer that is parallelized without one.
+        transformers: The transformers by component name. Without a pipeline the name is empty.
         mesh: The ranks.
         options: The options by name. Those that the function does not have are missing.
         agree_on_inputs: Returns the comparison of the arguments of a transformer's calls over the ranks.
@@ -105,15 +109,18 @@ class FeatureChange:
     def apply(self) -> None:
         """Make the part of the change that :meth:`undo` undoes.
 
-        If it raises, it has changed nothing but slots.
+        If it raises, it has changed nothing but slots, which the session restores
+        (:func:`~para_core.adapters.parallel.session.replace_session`). Weights are freed or sharded only in
+        :meth:`complete`, because nothing undoes that.
         """
 
     def undo(self) -> None:
         """Undo :meth:`apply`."""
 
     def resume(self) -> None:
-        """Make the change again, except for slots, after :meth:`undo` made room for another that then
-        failed.
+        """Make the change again, except for slots, if a session that should have replaced it has failed.
+
+        Called after :meth:`undo`. The slots are restored by the caller.
         """
 
     def complete(self) -> None:
@@ -145,11 +152,13 @@ class Quantizer:
     """A way to quantize weights.
 
     Args:
-        check_scheme: Raises ``ImportError`` if the scheme needs a package that is not installed.
-        quantize: Quantizes the transformers of a pipeline in place by a scheme. With ``gatherable=True`` it
-            uses a format that FSDP2 can gather.
-        loading_config: Returns the ``quantization_config`` of ``from_pretrained`` for a scheme.
-        cast_linears: Casts the weights of linear layers to a dtype, except in the modules that are named.
+        check_scheme: Called with a scheme, a value of ``quantize=``; raises ``ImportError`` if it needs a
+            package that is not installed.
+        quantize: Called with a pipeline and a scheme; quantizes the transformers in place. With
+            ``gatherable=True`` it uses a format that FSDP2 can gather.
+        loading_config: Called with a scheme; returns the ``quantization_config`` of ``from_pretrained``.
+        cast_linears: Called with a module, a dtype and a set of names; casts the weights of linear layers,
+            except in the modules with these names.
     """
 
     check_scheme: Callable[[Any], Any]
@@ -169,7 +178,8 @@ class Feature:
         method: The way in which it shards weights. Its name is that of the feature.
         changes: Returns the changes that it makes for a request. Raises if the request does not fit, and
             changes nothing itself.
-        is_split: Whether it has freed or split weights of a module, which nothing undoes.
+        is_split: Whether this rank lacks weights of a module because the feature has freed them. Sharded
+            weights are known without it.
         parallelize_checks, call_checks, cached_call_checks: The checks before a model is parallelized, before
             a parallel call, and before a cached call.
         quantizer: The way in which it quantizes weights.

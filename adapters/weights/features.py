@@ -23,7 +23,8 @@ from para_core.instance.record import (
 from para_core.instance.slots import Slot
 
 # The name of each feature, and the module of adapters that defines it as ``FEATURE``. Modules are imported when they
-# are first needed. Changes are made in this order.
+# are first needed. Changes are made in this order, and it matters: PipeFusion runs on stages that are installed
+# before it (:meth:`FusedPipe.apply`).
 FEATURES: Mapping[str, str] = {
     "vae": "vae.pipeline",
     "fsdp": "weights.fsdp_weights",
@@ -81,10 +82,10 @@ def require_image_modes(option: str) -> ImageModes:
 
 
 def changes_for(request: ChangeRequest) -> list[FeatureChange]:
-    """Return the changes of all features for ``request``. Changes nothing.
+    """Return the changes of all features for ``request``, in the order of :data:`FEATURES`. Changes nothing.
 
-    Raise ``ValueError`` or ``TypeError`` if a feature refuses the request, and ``ValueError`` for an option
-    or a mesh dim that no feature has.
+    Raise ``ValueError``, ``TypeError`` or ``RuntimeError`` if a feature refuses the request, and ``ValueError``
+    for an option or a mesh dim that no feature of this copy has.
     """
     _check_known(request)
     return [
@@ -99,10 +100,10 @@ def _check_known(request: ChangeRequest) -> None:
     """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks."""
     known = {feature.option for feature in features().values()}
     switches = ("vae", "offload", "pipefusion", "same_bits")
-    asked = [option for option in switches if request.options.get(option) not in (None, False)]
+    needed = [option for option in switches if request.options.get(option) not in (None, False)]
     placements = ("text_encoders", "vae_placement")
-    asked += [option for option in placements if request.options.get(option) in ("offload", "first")]
-    for option in asked:
+    needed += [option for option in placements if request.options.get(option) in ("offload", "first")]
+    for option in needed:
         if option not in known:
             raise ValueError(
                 f"{option}= is given, and no feature of this copy of para_core has it. Leave it out."

@@ -1,4 +1,4 @@
-"""Weights sharded by FSDP2: the method ``"fsdp"`` of shard_weights, and what does not go with it."""
+"""Weights sharded by FSDP2: the method ``"fsdp"`` of shard_weights, and the checks of calls with such weights."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from para_core.weights.fsdp import (
 from para_core.weights.group import sequence_ranks, timeout_of, weights_mesh
 
 
-def _check_mesh(mesh: GuidedMesh, of_transformer: bool) -> None:
-    if of_transformer and mesh.tensor.size > 1:
+def _check_fsdp_mesh(mesh: GuidedMesh, has_transformer: bool) -> None:
+    if has_transformer and mesh.tensor.size > 1:
         raise ValueError(
             f"the mesh has {mesh.tensor.size} ranks along 'tensor', which share the heads of a transformer, "
             "and weights are to be sharded by method='fsdp'. Use method='tensor' (text encoders: "
@@ -46,17 +46,17 @@ def _check_mesh(mesh: GuidedMesh, of_transformer: bool) -> None:
         )
 
 
-def _check_component(name: str, module: nn.Module, ranks: Ranks) -> None:
+def _check_fsdp_component(name: str, module: nn.Module, ranks: Ranks) -> None:
     check_shardable(module, _replicated_parameters(module))
 
 
-def _make_mesh(ranks: Ranks) -> DeviceMesh:
-    """Return a mesh of the sequence ranks. Collective."""
-    sequence = ranks.sequence if isinstance(ranks, GuidedMesh) else ranks
+def _make_fsdp_mesh(mesh: GuidedMesh) -> DeviceMesh:
+    """Return a mesh of the sequence ranks of ``mesh``. Collective."""
+    sequence = mesh.sequence
     return weights_mesh(sequence_ranks(sequence), sequence.device_type, timeout=timeout_of(sequence))
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, offload_policy: OffloadPolicy | None) -> None:
+def _shard_by_fsdp(module: nn.Module, mesh: DeviceMesh, offload_policy: OffloadPolicy | None) -> None:
     replicated = _replicated_parameters(module)
     shard_blocks(module, blocks_of(module), mesh, offload_policy=offload_policy, replicated=replicated)
 
@@ -70,15 +70,16 @@ def _replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [*lora_weights(module), *(x for name in names for x in module.get_submodule(name).parameters())]
 
 
-def _mesh_of(module: nn.Module) -> DeviceMesh | None:
-    # Test the class first: this is asked in every call, and shard_mesh looks at all parameters.
+def _fsdp_mesh_of(module: nn.Module) -> DeviceMesh | None:
+    # Test the class first: each call of a model asks this, and shard_mesh looks at all parameters.
     if not is_sharded(module):
         return None
     return shard_mesh(module)
 
 
 @contextmanager
-def _gathered(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+def _gather_layers(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Gather the sharded weights of ``layers`` inside the ``with`` block. Collective."""
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(gathered_parameters(layer, sharded_parameters(layer)))
@@ -97,7 +98,7 @@ def _place_loras(module: nn.Module) -> None:
 
 def check_shards_in_sequence(module: nn.Module, name: str) -> None:
     """Refuse weights sharded over ranks that may run different blocks."""
-    mesh, applied = _mesh_of(module), mesh_of_plan(module)
+    mesh, applied = _fsdp_mesh_of(module), mesh_of_plan(module)
     num_sharing = 1 if mesh is None else mesh.size()
     num_in_sequence = 1 if applied is None else applied.ranks
     if num_sharing > num_in_sequence:
@@ -154,14 +155,14 @@ def check_late_quantization(module: nn.Module, name: str) -> None:
             )
 
 
-def _check_call(module: nn.Module, name: str, called: Any, mesh: GuidedMesh) -> None:
+def _check_call_of_shards(module: nn.Module, name: str, called: Any, mesh: GuidedMesh) -> None:
     if mesh.batch.size > 1:
         check_shards_in_sequence(module, name)
     check_fullgraph_of_shards(module, name, called)
     check_late_quantization(module, name)
 
 
-def _check_cached_call(module: nn.Module, name: str, called: Any, options: CacheOptions) -> None:
+def _check_cached_call_of_shards(module: nn.Module, name: str, called: Any, options: CacheOptions) -> None:
     check_shards_in_sequence(module, name)
     check_cached_graph_of_shards(module, name, called)
     check_late_quantization(module, name)
@@ -169,12 +170,12 @@ def _check_cached_call(module: nn.Module, name: str, called: Any, options: Cache
 
 FEATURE = Feature(
     method=ShardMethod(
-        check_mesh=_check_mesh,
-        check_component=_check_component,
-        make_mesh=_make_mesh,
-        shard=_shard,
-        mesh_of=_mesh_of,
-        gathered=_gathered,
+        check_mesh=_check_fsdp_mesh,
+        check_component=_check_fsdp_component,
+        make_mesh=_make_fsdp_mesh,
+        shard=_shard_by_fsdp,
+        mesh_of=_fsdp_mesh_of,
+        gather_layers=_gather_layers,
         shard_loras=_place_loras,
         shards_encoders=True,
         takes_any_mesh=True,
@@ -182,6 +183,6 @@ FEATURE = Feature(
         quantizes_first=True,
         keeps_bits=True,
     ),
-    call_checks=(_check_call,),
-    cached_call_checks=(_check_cached_call,),
+    call_checks=(_check_call_of_shards,),
+    cached_call_checks=(_check_cached_call_of_shards,),
 )

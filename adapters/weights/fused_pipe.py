@@ -1,5 +1,7 @@
-"""Apply PipeFusion to the transformers of a diffusers pipeline: find their patch plans, CFG branches and
-steps.
+"""Apply PipeFusion to the transformers of a diffusers pipeline.
+
+:class:`~para_core.weights.pipefusion.Fusion` computes patch by patch. Here is what it needs to know of a pipeline:
+the patch plan of each transformer, and the CFG branch and the step of each call.
 """
 
 from __future__ import annotations
@@ -51,8 +53,11 @@ class FusedPipe(FeatureChange):
         self.options = options
         self._transformers, self._mesh, self._adapter = transformers, mesh, adapter
         self._tracker = SchedulerTracker()
+        # Whether a pipeline of one of the transformers may step with copies of its scheduler.
         self._with_copies = False
+        # By id of the transformer, the names of the cache_context blocks that are entered now, innermost last.
         self._names: dict[int, list[str]] = {}
+        # By id of the transformer, the CFG branches of the generation, told apart by conditioning arguments.
         self._branches: dict[int, Branches] = {}
         self.fusions: dict[str, Fusion] = {}
 
@@ -61,7 +66,7 @@ class FusedPipe(FeatureChange):
         for name, module in self._transformers.items():
             model = require_adapter(module, self._adapter)
             self._with_copies = self._with_copies or model.steps_with_copies
-            plan = require_patches(module, self._mesh, self._adapter)
+            plan = _require_patch_plan(module, self._mesh, self._adapter)
             blocks = [entry.block for entry in stack_of(module, self._adapter)]
             self._names[id(module)] = []
             self._branches[id(module)] = Branches(
@@ -93,12 +98,13 @@ class FusedPipe(FeatureChange):
 
     def _branch_of(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
         names = self._names[id(module)]
-        # An empty name means that the CFG branches cannot be identified: all steps then compute all tokens.
+        # A pipeline that enters cache_context(name) names its CFG branch. Others are told apart by their arguments. An
+        # empty name means that this fails: all steps then compute all tokens (_step_of).
         return names[-1] if names else self._branches[id(module)].name_of(arguments) or ""
 
     def _step_of(self, branch: str) -> tuple[int, int]:
-        # Calls outside of a generation, or of an unknown CFG branch, count as step 0, in which all tokens are
-        # computed.
+        # The first step computes all tokens. Calls outside of a generation count as one, and so do those of an unknown
+        # CFG branch, because the stored keys of another branch would be wrong in silence.
         if not self._tracker.active or not branch:
             return 0, FEWEST_STEPS
         position = self._tracker.next_position(branch)
@@ -108,12 +114,10 @@ class FusedPipe(FeatureChange):
     def generation(self, pipe: Any, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Track the steps of one generation of ``pipe`` in the ``with`` block.
 
-        On exit, finish all pending transfers.
-
-        Warns if the generation has too few steps for PipeFusion.
+        On exit, finish all pending transfers, and warn if the generation had too few steps for PipeFusion.
         """
-        for module_id, branches in list(self._branches.items()):
-            self._branches[module_id] = Branches(branches.conditions)
+        # Each generation has other prompts, so its branches have other arguments.
+        self._branches = {key: Branches(branches.conditions) for key, branches in self._branches.items()}
         failed = True
         for fusion in self.fusions.values():
             fusion.begin()
@@ -138,8 +142,8 @@ class FusedPipe(FeatureChange):
         return PipeFusionReport(*map(sum, zip(*reports, strict=True)))
 
 
-def fuse_pipe(request: ChangeRequest) -> list[FusedPipe]:
-    """Return the change by the option ``pipefusion``; none without it.
+def changes_for_pipefusion(request: ChangeRequest) -> list[FusedPipe]:
+    """Return the change that the option ``pipefusion`` asks for; none without it.
 
     Raise ``TypeError`` or ``ValueError`` if a transformer or the mesh does not fit.
     """
@@ -147,11 +151,11 @@ def fuse_pipe(request: ChangeRequest) -> list[FusedPipe]:
     if options is None:
         return []
     for module in request.transformers.values():
-        require_patches(module, request.mesh, request.adapter)
+        _require_patch_plan(module, request.mesh, request.adapter)
     return [FusedPipe(request.transformers, options, request.mesh, request.adapter)]
 
 
-def require_patches(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
+def _require_patch_plan(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
     """Return the plan that says how the arguments of ``module`` are split into patches of image tokens.
 
     Raises ``TypeError`` if there is none for this class, and ``ValueError`` on a mesh with ranks along
@@ -173,9 +177,13 @@ def require_patches(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None
 
 
 def pipefusion_report(pipe: Any) -> PipeFusionReport:
-    """Return the report of the last PipeFusion generation of ``pipe``.
+    """Return what PipeFusion did in the last generation of ``pipe``, added up over its transformers.
 
-    Raise ``ValueError`` without PipeFusion.
+    Args:
+        pipe (`DiffusionPipeline`): A pipeline after ``parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion())``.
+
+    Raises:
+        ValueError: If the pipeline runs without PipeFusion.
     """
     for change in changes_of(pipe):
         if isinstance(change, FusedPipe):
@@ -207,7 +215,7 @@ def check_cache_under_pipefusion(module: nn.Module, name: str, called: Any, opti
 
 FEATURE = Feature(
     option="pipefusion",
-    changes=fuse_pipe,
+    changes=changes_for_pipefusion,
     call_checks=(check_compiled_pipefusion,),
     cached_call_checks=(check_cache_under_pipefusion,),
 )

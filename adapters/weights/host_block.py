@@ -12,12 +12,22 @@ from para_core.weights.parameters import plain_tensors
 
 
 class HostBlock:
-    """One block, or another module, in host memory, and its copy on the device while there is one."""
+    """One block, or another module, in host memory, and its copy on the device while there is one.
+
+    Args:
+        module: The block. Making the object moves its weights to host memory.
+        device: The device that computes.
+        stream: The stream for copies, from ``torch.cuda.Stream``; None copies on the stream that computes.
+
+    Attributes:
+        following: The block that runs after this one, for a caller that copies it ahead.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device, stream: Any) -> None:
         self.module, self.device, self.stream = module, device, stream
         self.following: HostBlock | None = None
         self._is_loaded = False
+        # The result of _current_state() after the last copy: if it differs now, other code has replaced a tensor.
         self._state: list[tuple[int, int]] = []
         self._offload()
 
@@ -42,7 +52,8 @@ class HostBlock:
 
     def free(self) -> None:
         """Free the copy of the block on the device, if there is one."""
-        # If tensors were replaced while the block ran, the next load() offloads the new ones.
+        # If tensors were replaced while the block ran, offload_() would put the old ones back, in silence. The next
+        # load() offloads the new ones.
         if self._is_loaded and self._state == self._current_state():
             self._group.offload_()
             self._state = self._current_state()

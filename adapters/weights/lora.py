@@ -1,7 +1,8 @@
 """Load, fuse, unfuse and remove LoRAs of models whose weights are sharded.
 
-The method of sharding says whether LoRA weights are sharded, too. Merging a LoRA gathers one layer at a time,
-and each rank keeps its part of the result.
+peft reads and writes weights as if each rank had all of them. So while a LoRA is added, zeros of the global shapes
+stand in for sharded weights, and while it is merged, the weights of one layer at a time are gathered, and each rank
+keeps its part of the result. The method of sharding says whether the weights of LoRAs are sharded, too.
 """
 
 from __future__ import annotations
@@ -66,8 +67,7 @@ def agree_on_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def follow_loras(module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: Ranks) -> None:
-    """Wrap the LoRA methods of ``module``, whose weights ``method`` has sharded over ``mesh``, so that they
-    work.
+    """Wrap the LoRA methods of ``module``, whose weights ``method`` has sharded over ``mesh``, so that they work.
 
     All of ``ranks`` must then call such a method together, and a failure on one rank raises on all.
     """
@@ -82,15 +82,15 @@ class _ShardedLoras:
 
     def __init__(self, module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: Ranks) -> None:
         self._module, self._method, self._mesh, self._ranks = module, method, mesh, ranks
-        # Each access of a method makes another object, and layers have one class only if they have the same
-        # wrapper.
-        self._around_merge = self._merge
+        # Each access of a method makes another object, and layers share a private class, and so a compiled
+        # graph, only if they have the same wrapper.
+        self._merge_wrapper = self._merge
 
     def add(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method that adds a LoRA, with weights of global shapes."""
         names = set(getattr(module, "peft_config", None) or ())
         with on_all_ranks(self._ranks), self._following(module, names):
-            check_own_values(module, args, kwargs)
+            check_initialization(module, args, kwargs)
             agree_on_lora(self._ranks, args, kwargs)
             with self._global_shapes(module):
                 return call(module, *args, **kwargs)
@@ -134,7 +134,7 @@ class _ShardedLoras:
             adapters = [
                 getattr(layer, name) for layer in lora_layers(module) for name in layer.adapter_layer_names
             ]
-            stack.enter_context(self._method.gathered(module, adapters))
+            stack.enter_context(self._method.gather_layers(module, adapters))
             sharded = [entry for entry in weights_of(module) if isinstance(entry[0], DTensor)]
             for owner in module.modules():
                 if any(isinstance(x, DTensor) for x in owner.parameters(recurse=False)):
@@ -148,12 +148,11 @@ class _ShardedLoras:
 
     def wrap_merges(self) -> None:
         """Wrap the LoRA layers of the module, so that merging a LoRA gathers the weights of the layer."""
-        # The layers of all blocks share one class, so the compiled graph of one block fits the others.
-        around = self._around_merge
-        fill_slots(lora_layers(self._module), Slot.LORA, {"merge": around, "unmerge": around})
+        wrapper = self._merge_wrapper
+        fill_slots(lora_layers(self._module), Slot.LORA, {"merge": wrapper, "unmerge": wrapper})
 
     def _merge(self, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        with self._method.gathered(self._module, [layer]):
+        with self._method.gather_layers(self._module, [layer]):
             return call(layer, *args, **kwargs)
 
 
@@ -167,12 +166,12 @@ def _remove_loras(module: Any, kept: set[str]) -> None:
         cls.unload_lora(module)
 
 
-def check_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if a LoRA would be initialized from the weights of its layer (DoRA, PiSSA and
-    others).
+def check_initialization(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` if a LoRA would be initialized from the weights of its layer (DoRA, PiSSA and others).
 
     Zeros replace the weights that this rank lacks while a LoRA is added, so these methods would compute wrong
-    values. ``args`` and ``kwargs`` are the arguments of the call that adds the LoRA.
+    values in silence. ``args`` and ``kwargs`` are the arguments of the call that adds the LoRA. Every text for
+    ``init_lora_weights`` but ``"gaussian"`` is refused, so that one which a later peft adds is refused too.
     """
     for config in (*args, *kwargs.values()):
         start = getattr(config, "init_lora_weights", None)

@@ -41,7 +41,7 @@ class Offloader(NamedTuple):
 
 
 def check_not_offloaded(modules: Mapping[str, nn.Module], instead: str) -> None:
-    """Raise ``ValueError`` if one of ``modules`` is offloaded.
+    """Raise ``ValueError`` if one of ``modules``, components by name, is offloaded.
 
     ``instead`` is a sentence of the message: what to do if the offload stays, such as to leave out an option.
     """
@@ -65,7 +65,7 @@ class _StateBefore(NamedTuple):
 
 @dataclass(eq=False)
 class OffloadedModules(FeatureChange):
-    """Components whose weights are in host memory, by diffusers' group offload of single layers.
+    """The change that keeps weights of components in host memory, by diffusers' group offload of single layers.
 
     Each layer is copied to the device of ``mesh`` while it computes: on CUDA from pinned memory, and the next
     layer while the current one computes.
@@ -103,6 +103,7 @@ class OffloadedModules(FeatureChange):
             raise
 
     def _check_not_on_all_ranks(self) -> None:
+        """Raise ``ValueError`` if the rows of a component are sharded, so that each call of it needs all ranks."""
         for name, module in self.modules.items():
             if is_filled(module, Slot.PARALLEL_VAE):
                 raise ValueError(
@@ -123,7 +124,7 @@ class OffloadedModules(FeatureChange):
             fill_slot(module, Slot.FIRST_RANK, dict.fromkeys(self.methods, around))
 
     def _place(self, module: nn.Module, device: torch.device) -> None:
-        """Offload one component."""
+        """Move the weights of one component to host memory, to compute on ``device``. A subclass may override this."""
         from diffusers.hooks import apply_group_offloading
 
         apply_group_offloading(
@@ -132,7 +133,7 @@ class OffloadedModules(FeatureChange):
             offload_device=torch.device("cpu"),
             offload_type="leaf_level",
             use_stream=device.type == "cuda",
-            # Otherwise the host waits for the device whenever a layer is freed.
+            # Without it diffusers makes the host wait for the stream whenever a layer is freed.
             record_stream=device.type == "cuda",
         )
 
@@ -200,8 +201,13 @@ def _run_on_first(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Run a method of the component ``name`` on the first rank of ``mesh``, and return its output on all ranks.
+
+    Collective. The output may be any object that pickles; its tensors are sent by themselves, and arrive on
+    ``device``. If the call fails on the first rank, every rank raises.
+    """
     output: Any = None
-    header, tensors = b"", list[Tensor]()
+    header, pickled, tensors = b"", b"", list[Tensor]()
     # Complete the transfer of inputs that other CFG ranks have computed. This is a collective, so every rank
     # takes part, although only the first rank needs the inputs.
     args, kwargs = materialize((args, kwargs))

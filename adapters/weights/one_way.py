@@ -31,16 +31,19 @@ def load_again(owner: Any) -> str:
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether para_core has split or freed weights of ``module``, which nothing undoes."""
-    by_stages = any(
+    """Whether para_core has split or freed weights of ``module``, which nothing undoes.
+
+    Weights that the user sharded without para_core do not count: para_core has no part in them.
+    """
+    is_freed = any(
         feature.is_split(module) for feature in features().values() if feature.is_split is not None
     )
-    return by_stages or sharded_component(module) is not None
+    return is_freed or sharded_component(module) is not None
 
 
 def check_can_be_undone(owner: Any) -> None:
     """Raise ``RuntimeError`` if weights of ``owner``, a pipeline or a model, are split, or a change of them
-    failed.
+    has failed.
     """
     check_usable(owner)
     for name, module in _modules_of(owner).items():
@@ -79,8 +82,10 @@ def check_usable(owner: Any) -> None:
 def one_way(owner: Any, modules: Iterable[nn.Module], ranks: Ranks, what: str) -> Iterator[None]:
     """Run a change of the weights of ``modules``, parts of ``owner``, in the ``with`` block. Collective.
 
-    If it fails on one rank, every rank raises ``RuntimeError``, and so do later uses of ``owner`` and
-    ``modules``. ``what`` names the change in messages, such as ``"sharding the weights"``.
+    If it fails on one rank, every rank raises ``RuntimeError``, and so do later calls of ``owner`` and
+    ``modules``: they have :attr:`Slot.UNUSABLE`, whose owner is the message, which :func:`check_usable` reads.
+    After an interrupt (``KeyboardInterrupt``) the ranks do not meet, and only this rank's instances are marked.
+    ``what`` names the change in messages, such as ``"sharding the weights"``.
     """
     try:
         with together(ranks, f"{what} failed"):

@@ -17,11 +17,11 @@ from para_core.weights.parameters import is_float8, is_plain_weight
 
 
 def torchao_config(scheme: Quantize) -> Any:
-    """Return the torchao config of ``scheme``. Each row of a weight has its own scale.
+    """Return the torchao config of ``scheme``, a value of ``quantize=``. Each row of a weight has its own scale.
 
     ``"int8"`` and ``"fp8"`` quantize the weights only. The schemes with ``"-dynamic"`` also quantize the
     inputs of linear layers at run time, with one scale per token. Raises ``ImportError`` if torchao is not
-    installed.
+    installed. It does not validate ``scheme``: the declared option has done that.
     """
     try:
         from torchao import quantization
@@ -45,15 +45,16 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, gatherable: bool = Fal
     Weights that are sharded by tensor parallelism keep one scale per whole row, so the result does not depend
     on the number of ranks. Raises ``ValueError``, before it changes a layer, if one is quantized already.
 
-    With ``gatherable`` torchao's format for int8 training is used, the only one that FSDP2 can gather. It
-    rounds differently from ``"int8"`` without FSDP2, and only layers inside the blocks are quantized.
+    With ``gatherable``, for ``scheme="int8"`` before FSDP2 shards, torchao's format for int8 training is used,
+    whose tensors have the ``fsdp_pre_all_gather`` that FSDP2 requires (:func:`check_shardable`). It rounds
+    differently from ``"int8"`` without FSDP2, and only layers inside the blocks are quantized.
     """
     from torchao.quantization import quantize_
 
     config = torchao_config(scheme)
     modules: list[nn.Module] = list(transformers_of(pipe).values())
     for name, transformer in transformers_of(pipe).items():
-        _require_unquantized(transformer, name, scheme)
+        _check_unquantized(transformer, name, scheme)
     if gatherable:
         from torchao.prototype.quantized_training import int8_weight_only_quantized_training
 
@@ -63,7 +64,7 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, gatherable: bool = Fal
         # sharding.
         modules = [block for module in modules for block in blocks_of(module)]
     for module in modules:
-        quantize_(module, config, filter_fn=_is_own_linear)
+        quantize_(module, config, filter_fn=_is_linear_of_model)
 
 
 def loading_config(scheme: Quantize, names: Iterable[str] = USUAL_NAMES) -> Any:
@@ -81,19 +82,19 @@ def cast_linears(module: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:
     """Cast the weights of linear layers to ``dtype`` before they are quantized, except in modules named in
     ``kept``.
     """
-    for path, part in module.named_modules():
-        if isinstance(part, nn.Linear) and not kept & set(path.split(".")):
-            part.to(dtype)
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and not kept & set(path.split(".")):
+            layer.to(dtype)
 
 
-def _require_unquantized(transformer: nn.Module, name: str, scheme: Quantize) -> None:
+def _check_unquantized(transformer: nn.Module, name: str, scheme: Quantize) -> None:
     """Raise ``ValueError`` if a linear layer is quantized. torchao would fail too, but only after it changed
     others.
     """
-    for path, part in transformer.named_modules():
-        if not _is_own_linear(part, path):
+    for path, layer in transformer.named_modules():
+        if not _is_linear_of_model(layer, path):
             continue
-        weight: Any = part.weight
+        weight: Any = layer.weight
         is_plain = is_plain_weight(weight) or isinstance(weight, DTensor)
         if not weight.is_floating_point() or is_float8(weight) or not is_plain:
             kind = str(weight.dtype) if is_plain else type(weight).__name__
@@ -103,7 +104,8 @@ def _require_unquantized(transformer: nn.Module, name: str, scheme: Quantize) ->
             )
 
 
-def _is_own_linear(module: nn.Module, path: str) -> bool:
+def _is_linear_of_model(module: nn.Module, path: str) -> bool:
+    """Whether ``module`` is a linear layer, and none that peft added for a LoRA (``lora_A``, ``lora_B``)."""
     return isinstance(module, nn.Linear) and "lora_" not in path
 
 

@@ -1,6 +1,8 @@
-"""Shard the weights of a pipeline over ranks: validate everything, then shard.
+"""Shard the weights of a pipeline over ranks, for shard_weights and for ``weights=`` of parallelize_pipe.
 
-Nothing gathers the weights again.
+:func:`prepare_sharding` validates everything on all ranks and changes nothing; :meth:`Sharding.run` then shards.
+Nothing gathers the weights again. How weights are sharded is the matter of a method (:class:`ShardMethod`), which
+this file looks up by name.
 """
 
 from __future__ import annotations
@@ -97,10 +99,12 @@ def shard_weights(
         ``pipe`` itself.
 
     Raises:
-        TypeError: If a component cannot be sharded.
-        ValueError: If a component cannot be sharded by ``method``, or the mesh does not fit.
-        RuntimeError: If a component is sharded with other settings, if sharding fails, or under the same
-            conditions as :func:`parallelize_pipe`.
+        TypeError: If ``pipe`` is no pipeline, an argument has a wrong type, or a model is inside a wrapper for
+            training (DistributedDataParallel, FSDP1).
+        ValueError: If a component does not exist or cannot be sharded by ``method``, if the mesh does not fit, if
+            a component is offloaded, or if the ranks have different weights or options.
+        RuntimeError: If a component is sharded with other settings, if sharding fails, if there are several
+            ranks but no process group, or if two NCCL ranks use the same GPU.
     """
     sharding = prepare_sharding(pipe, mesh, method, components, offload_policy)
     with together(sharding.ranks, "weights cannot be sharded"):
@@ -111,9 +115,10 @@ def shard_weights(
 
 @dataclass(frozen=True)
 class Sharding:
-    """A validated sharding of components of a pipeline, which :meth:`run` does. See :func:`prepare_sharding`.
+    """A validated request to shard components of a pipeline, from :func:`prepare_sharding`. :meth:`run` does it.
 
     Args:
+        pipe: The pipeline.
         method: The name of the method.
         components: The components to shard by name, without those that are already sharded with the same
             settings.
@@ -131,8 +136,9 @@ class Sharding:
     def check_not_offloaded(self) -> None:
         """Raise ``ValueError`` if a component is offloaded in a way that cannot move shards.
 
-        accelerate's model offload leaves shards alone (:func:`check_shard` refuses its other hooks), and
-        diffusers' group offload of a transformer moves them.
+        Two kinds of offload may stay: accelerate's model offload, whose moves of sharded components
+        :meth:`ShardedComponent.move` ignores (:func:`check_can_be_sharded` has refused accelerate's other
+        hooks), and diffusers' group offload of a transformer.
         """
         transformers = transformers_of(self.pipe)
         refused = {
@@ -141,7 +147,7 @@ class Sharding:
             if is_filled(module, Slot.OFFLOADED_BLOCK)
             or not (name in transformers or hasattr(module, "_hf_hook"))
         }
-        check_not_offloaded(refused, "Shard other components alone (components=[...]).")
+        check_not_offloaded(refused, "Shard only other components (components=[...]).")
 
     def run(self) -> None:
         """Shard the weights. Collective.
@@ -170,36 +176,42 @@ def prepare_sharding(
     *,
     compare_values: bool = True,
 ) -> Sharding:
-    """Validate the arguments of :func:`shard_weights`, and return what to shard. Changes nothing. Collective.
+    """Return the validated request to shard what the arguments of :func:`shard_weights` name. Collective.
 
-    The errors are those of :func:`shard_weights`, on every rank. ``compare_values=False`` skips the
+    Changes nothing. The errors are those of :func:`shard_weights`, on every rank. ``compare_values=False`` skips the
     comparison of values between ranks, for weights that are memory-mapped from files: reading one element
     loads a whole page.
     """
     if mesh is None:
-        _check_options(pipe, method, offload_policy)
+        _check_sharding_options(pipe, method, offload_policy)
         mesh = mesh_of(pipe)
     if mesh is None:
         # The default mesh is chosen for the models, so check first that they can be sharded.
         _choose_components(pipe, method, components)
     foreign_mesh = _foreign_mesh(mesh, method)
-    ranks: Ranks = guided_mesh_for(mesh, pipe, method) if foreign_mesh is None else as_ranks(foreign_mesh)
+    ranks: Ranks
+    if foreign_mesh is None:
+        ranks = guided_mesh_for(mesh, pipe, method)
+    else:
+        ranks = as_ranks(foreign_mesh)
     # If one rank raised alone, the others would wait for it in the first call.
     with together(ranks, "weights cannot be sharded"):
-        _check_options(pipe, method, offload_policy)
+        _check_sharding_options(pipe, method, offload_policy)
         check_usable(pipe)
-        check_shard(pipe)
+        check_can_be_sharded(pipe)
         chosen = _choose_components(pipe, method, components)
         unsharded = {name: module for name, module in chosen.items() if method_of(module) is None}
         check_holds_all(pipe, unsharded.values(), f"method={method!r}")
         for name, module in unsharded.items():
-            _check_component(name, module, method, ranks)
+            _check_component_fits(name, module, method, ranks)
         if isinstance(ranks, GuidedMesh):
-            of_transformer = not chosen.keys().isdisjoint(transformers_of(pipe))
-            require_method(method).check_mesh(ranks, of_transformer)
+            has_transformer = not chosen.keys().isdisjoint(transformers_of(pipe))
+            require_method(method).check_mesh(ranks, has_transformer)
     _check_equal_on_ranks(unsharded, method, offload_policy, ranks, compare_values)
     with together(ranks, "weights cannot be sharded"):
-        device_mesh = require_method(method).make_mesh(ranks) if foreign_mesh is None else foreign_mesh
+        device_mesh: Any = foreign_mesh
+        if isinstance(ranks, GuidedMesh):
+            device_mesh = require_method(method).make_mesh(ranks)
         for name, module in chosen.items():
             if name not in unsharded:
                 _check_same_settings(pipe, name, module, method, device_mesh, offload_policy)
@@ -218,7 +230,7 @@ def _foreign_mesh(mesh: Any, method: str) -> DeviceMesh | None:
     return None
 
 
-def _check_options(pipe: Any, method: str, offload_policy: OffloadPolicy | None) -> None:
+def _check_sharding_options(pipe: Any, method: str, offload_policy: OffloadPolicy | None) -> None:
     check_pipeline_or_model(
         "pipeline", pipe, "Pass the pipeline: shard_weights(pipe, mesh, components=['transformer'])."
     )
@@ -253,7 +265,7 @@ def _choose_components(pipe: Any, method: str, components: Sequence[str] | None)
     return chosen
 
 
-def _check_component(name: str, module: nn.Module, method: str, ranks: Ranks) -> None:
+def _check_component_fits(name: str, module: nn.Module, method: str, ranks: Ranks) -> None:
     """Raise ``ValueError`` if ``module``, the component ``name``, cannot be sharded by ``method``."""
     if mesh_of_diffusers(module) is not None:
         raise ValueError(
@@ -271,9 +283,10 @@ def _check_equal_on_ranks(
     ranks: Ranks,
     values: bool,
 ) -> None:
-    """Raise ``ValueError`` on all ranks if they have different options or weights.
+    """Raise ``ValueError`` on all ranks if they have different options or weights. Collective.
 
-    ``values`` also compares values.
+    Compares names, shapes and dtypes of the weights and, with ``values``, the first element of each: enough to
+    notice another checkpoint or a LoRA that was fused on one rank only, not a proof that all values are equal.
     """
     record = {
         "method": method,
@@ -287,16 +300,14 @@ def _check_equal_on_ranks(
 
 
 def _weights_record(modules: Mapping[str, nn.Module], *, values: bool) -> Record:
-    """Return a description of each weight by parameter name: its shape and dtype and, with ``values``, an
-    element.
-    """
+    """Return a text for each parameter by its name: shape, dtype and, with ``values``, the first element."""
     record = {}
-    for part, module in modules.items():
+    for component, module in modules.items():
         for name, x in module.named_parameters():
-            record[f"{part}.{name}"] = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+            record[f"{component}.{name}"] = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
             # Reading a DTensor is a collective, and a quantized weight may have no element to read.
             if values and type(x) is nn.Parameter and not x.is_meta and x.numel() > 0:
-                record[f"{part}.{name}"] += f", first {x.detach()[(0,) * x.ndim].item()!r}"
+                record[f"{component}.{name}"] += f", first {x.detach()[(0,) * x.ndim].item()!r}"
     return record
 
 
@@ -328,8 +339,10 @@ def _check_same_settings(
     )
 
 
-def check_shard(pipe: Any) -> None:
-    """Raise ``ValueError`` if weights of ``pipe`` are spread over several devices or moved by accelerate."""
+def check_can_be_sharded(pipe: Any) -> None:
+    """Raise ``ValueError`` if weights of ``pipe`` are spread over several devices or moved by accelerate, and
+    ``TypeError`` if a transformer is inside a wrapper for training.
+    """
     for name, module in transformers_of(pipe).items():
         check_not_fsdp1(module, f"pipe.{name}")
         check_not_wrapped(module, f"pipe.{name}")
@@ -338,9 +351,11 @@ def check_shard(pipe: Any) -> None:
     check_unmoved_weights(pipe)
 
 
-def check_one_device(spread: Any, what: str) -> None:
+def check_one_device(model_or_pipe: Any, what: str) -> None:
     """Refuse a transformer or pipeline that is spread over several devices."""
-    devices = sorted({str(device) for device in (getattr(spread, "hf_device_map", None) or {}).values()})
+    devices = sorted(
+        {str(device) for device in (getattr(model_or_pipe, "hf_device_map", None) or {}).values()}
+    )
     if len(devices) > 1:
         raise ValueError(
             f"{what} is spread over the devices {devices} by its device_map, for one process; here each "

@@ -56,9 +56,14 @@ class ShardedComponent:
     guard: MoveGuard
 
     def wrap(self) -> None:
-        """Wrap methods that would fail on sharded weights, or save only a part of them, so that they raise."""
+        """Wrap the methods of the module that would fail on sharded weights, or save only a part of them.
+
+        They then raise; ``to`` raises only for moves that the method of sharding cannot make (:meth:`move`).
+        Fills :attr:`Slot.WEIGHTS` with this record as owner, by which :func:`sharded_component` and
+        :func:`~para_core.adapters.weights.one_way.is_split` know the component.
+        """
         refused = {
-            method: partial(_raise_too_late, problem)
+            method: partial(_raise_on_shards, problem)
             for method, problem in _REFUSED_METHODS.items()
             if hasattr(self.module, method)
         }
@@ -70,7 +75,7 @@ class ShardedComponent:
 
         If accelerate's model offload asks for the move, it is ignored instead.
         """
-        if require_method(self.method).moves:
+        if require_method(self.method).can_move:
             return call(module, *args, **kwargs)
         device, dtype, *_ = parse_to(*args, **kwargs)
         weights = list(module.parameters())
@@ -104,18 +109,18 @@ def is_distributed(module: nn.Module) -> bool:
 
 
 def compare_calls(module: nn.Module, ranks: Ranks) -> None:
-    """Wrap ``module`` so that a call which some of ``ranks`` do not make names them, instead of hanging in
-    FSDP2.
+    """Wrap ``module``, whose weights are sharded, so that all of ``ranks`` compare that they make each call of it.
 
-    Do not use this for a transformer, which is called in each step and compares its inputs between ranks
-    itself.
+    A rank that makes another call then raises on all of them, and a missing rank is named in the log; FSDP2
+    alone would hang. Do not use this for a transformer, which is called in each step, and whose plan compares
+    its inputs between ranks already.
     """
     name = f"the {unwrapped_class(module).__name__}"
-    around = partial(_run_on_all_ranks, ranks, name, Signature.of({"call": name}))
-    fill_slot(module, Slot.WEIGHTS, {"__call__": around}, owner=sharded_component(module))
+    wrapper = partial(_agree_and_call, ranks, name, Signature.of({"call": name}))
+    fill_slot(module, Slot.WEIGHTS, {"__call__": wrapper})
 
 
-def _run_on_all_ranks(
+def _agree_and_call(
     ranks: Ranks,
     name: str,
     record: Signature,
@@ -130,7 +135,7 @@ def _run_on_all_ranks(
     return call(module, *args, **kwargs)
 
 
-def _raise_too_late(
+def _raise_on_shards(
     problem: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
     raise RuntimeError(
@@ -140,11 +145,11 @@ def _raise_too_late(
 
 
 class MoveGuard:
-    """Wrappers for one pipeline that refuse to move or save its sharded components.
+    """Wrappers of the methods of one pipeline that would move or save its sharded components.
 
     FSDP2 remembers the dtype and the device of the sharded weights, so the next call after ``module.to(...)``
     would fail. accelerate's model offload may still move the other components; the sharded ones stay in
-    place.
+    place. The components of a pipeline share one guard, because one call of ``enable_model_cpu_offload`` moves all.
     """
 
     def __init__(self) -> None:
@@ -181,5 +186,5 @@ class MoveGuard:
         """
         for module in components_of(pipe).values():
             if is_distributed(module):
-                _raise_too_late(_SAVED, call, module)
+                _raise_on_shards(_SAVED, call, module)
         return call(pipe, *args, **kwargs)

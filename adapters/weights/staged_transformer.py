@@ -1,7 +1,8 @@
 """Pipeline stages of a diffusers transformer: each rank along ``pipe`` holds consecutive blocks and frees the
 others.
 
-LoRAs keep working while the blocks of other stages are freed.
+:class:`~para_core.weights.stages.Stages` runs the blocks. Here are what diffusers and peft need: methods that would
+read freed weights raise, and LoRAs can be loaded, fused and unloaded while the blocks of other stages are freed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import stack_of, why_no_stages
 from para_core.adapters.registry import adapter_for, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
-from para_core.adapters.weights.lora import ADDS, CHANGES, agree_on_lora, check_own_values, on_all_ranks
+from para_core.adapters.weights.lora import ADDS, CHANGES, agree_on_lora, check_initialization, on_all_ranks
 from para_core.adapters.weights.one_way import load_again, one_way
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
@@ -70,7 +71,10 @@ class StageChange(FeatureChange):
 
     Args:
         owner: The pipeline, or the transformer itself.
+        module: The transformer, not compiled.
+        mesh: All ranks of the pipeline; the stages are its dim ``pipe``.
         agree_on_inputs: Called with the named arguments of each call of the model; raises if ranks differ.
+        adapter: The adapter that the user passed; None without one.
     """
 
     name = "the stages"
@@ -86,21 +90,23 @@ class StageChange(FeatureChange):
         self._owner, self._module, self._mesh, self._adapter = owner, module, mesh, adapter
         self._agree_on_inputs = agree_on_inputs
         self._stages: Stages | None = None
-        # Whether an earlier call has freed the blocks of other stages.
-        self._was_split = is_split(module)
+        # Whether an earlier call of parallelize_pipe has freed the blocks of other stages already.
+        self._was_split = has_freed_blocks(module)
 
     def apply(self) -> None:
         """Install the stages. Collective. Frees no weights: see :meth:`complete`."""
         module, mesh = self._module, self._mesh
-        # Creating the stages communicates, so a rank that fails before must tell the others here.
+        # What follows communicates, so a rank that fails before it must tell the others here.
         with together(mesh, "stages could not be made"):
             blocks = stack_of(module, self._adapter)
         _agree_on_loras(module, mesh)
+        # If blocks are freed already, keep their ranges: a freed block has no weights to compute with, and the costs
+        # by which ranges are balanced may have changed with a LoRA.
         earlier = stages_of(module)
         ranges = None if earlier is None else earlier.ranges
         stages = self._stages = Stages(module, blocks, mesh.pipe, self._agree_on_inputs, ranges)
         stages.install()
-        refused = _present(_REFUSED_METHODS, module, _raise_too_late)
+        refused = _wrappers_that_raise(_REFUSED_METHODS, module, _raise_on_freed_blocks)
         changes = {
             name: partial(_add_lora if name in ADDS else _change_lora, stages, mesh) for name in CHANGES
         }
@@ -111,12 +117,14 @@ class StageChange(FeatureChange):
         fill_slots(freed, Slot.STAGED_WEIGHTS, {"to": partial(_raise_on_moved_layer, module)})
         if self._owner is not module:
             # The pipeline would change other components before the transformer raises.
-            refused = _present(_REFUSED_METHODS_OF_PIPE, self._owner, _raise_too_late_for_pipe)
+            refused = _wrappers_that_raise(
+                _REFUSED_METHODS_OF_PIPE, self._owner, _raise_on_freed_blocks_of_pipe
+            )
             fill_slot(self._owner, Slot.STAGED_WEIGHTS, refused)
 
     def undo(self) -> None:
-        """Remove the stages, unless weights are freed already: then they stay."""
-        if self._stages is None or is_split(self._module):
+        """Remove the stages, unless weights are freed: without its stages the model would compute with none."""
+        if self._stages is None or has_freed_blocks(self._module):
             return
         self._stages.remove()
         empty_slots([self._owner, *self._module.modules()], Slot.STAGED_WEIGHTS)
@@ -130,7 +138,10 @@ class StageChange(FeatureChange):
 
     @contextmanager
     def generation(self, pipe: Any, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Synchronise the links between stages before a generation, and verify inputs no second time in it."""
+        """Synchronise the links between stages, and skip the comparison of inputs in each call of the model.
+
+        The pipeline has compared its arguments, so the inputs of its model are equal. Collective.
+        """
         with ExitStack() as stack:
             if self._stages is not None:
                 self._stages.links.begin()
@@ -138,20 +149,20 @@ class StageChange(FeatureChange):
             yield kwargs
 
 
-def _present(
-    actions: Mapping[str, str], instance: Any, around: Callable[..., Any]
+def _wrappers_that_raise(
+    actions: Mapping[str, str], instance: Any, wrapper: Callable[..., Any]
 ) -> dict[str, Callable[..., Any]]:
-    """Return ``around`` with the action of each method that ``instance`` has, by method."""
+    """Return a wrapper of each method in ``actions`` that ``instance`` has: ``wrapper`` with the action to name."""
     return {
-        method: partial(around, action) for method, action in actions.items() if hasattr(instance, method)
+        method: partial(wrapper, action) for method, action in actions.items() if hasattr(instance, method)
     }
 
 
-def stage_changes(request: ChangeRequest) -> list[StageChange]:
-    """Return the change for each transformer on a mesh with ``pipe``.
+def changes_for_stages(request: ChangeRequest) -> list[StageChange]:
+    """Return the change for each transformer on a mesh with ``pipe``; none on other meshes.
 
-    Raise ``ValueError`` if a transformer has fewer blocks than stages, or a weight that cannot be freed, and
-    ``RuntimeError`` if it runs in other stages already.
+    Raise ``ValueError`` if a transformer has fewer blocks than stages, or a weight that cannot be freed,
+    ``TypeError`` if no adapter describes its blocks, and ``RuntimeError`` if it runs in other stages already.
     """
     mesh = request.mesh
     for module in request.transformers.values():
@@ -159,6 +170,7 @@ def stage_changes(request: ChangeRequest) -> list[StageChange]:
         if mesh.pipe.size > 1:
             blocks = stack_of(module, request.adapter)
             check_freeable(module, blocks)
+            # Called for its error: there are fewer blocks than stages.
             split_by_cost([entry.cost for entry in blocks], mesh.pipe.size)
     if mesh.pipe.size == 1:
         return []
@@ -168,8 +180,8 @@ def stage_changes(request: ChangeRequest) -> list[StageChange]:
     ]
 
 
-def is_split(module: nn.Module) -> bool:
-    """Whether ``module`` runs in stages, and the weights of other stages are freed."""
+def has_freed_blocks(module: nn.Module) -> bool:
+    """Whether ``module`` runs in stages, and a block of another stage is on the meta device, so it is freed."""
     stages = stages_of(module)
     if stages is None:
         return False
@@ -207,25 +219,27 @@ def _agree_on_loras(module: nn.Module, mesh: GuidedMesh) -> None:
     agree_on_values(describe, mesh, "parallelize_pipe", lambda: None, explain)
 
 
-def _raise_too_late(action: str, call: object, module: nn.Module, /, *args: object, **kwargs: object) -> None:
+def _raise_on_freed_blocks(
+    action: str, call: object, module: nn.Module, /, *args: object, **kwargs: object
+) -> None:
     raise RuntimeError(
-        f"this {original_class(module).__name__} runs in stages, and holds its own blocks alone: {action} "
-        f"would leave out the others. {load_again(module)} Do it before parallelize_pipe(pipe, mesh=mesh)."
+        f"this {original_class(module).__name__} runs in stages, and this rank holds only the blocks of its stage: "
+        f"{action} would leave out the others. {load_again(module)} Do it before parallelize_pipe(pipe, mesh=mesh)."
     )
 
 
 def _raise_on_moved_layer(
-    staged: nn.Module, call: object, part: nn.Module, /, *args: object, **kwargs: object
+    staged: nn.Module, call: object, layer: nn.Module, /, *args: object, **kwargs: object
 ) -> None:
-    _raise_too_late("moving a layer of it", call, staged)
+    _raise_on_freed_blocks("moving a layer of it", call, staged)
 
 
-def _raise_too_late_for_pipe(
+def _raise_on_freed_blocks_of_pipe(
     action: str, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     staged = [module for module in transformers_of(pipe).values() if stages_of(module) is not None]
     if staged:
-        _raise_too_late(action, call, staged[0])
+        _raise_on_freed_blocks(action, call, staged[0])
     return call(pipe, *args, **kwargs)
 
 
@@ -238,9 +252,10 @@ def _change_lora(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run ``call``, a method of ``module`` that changes loaded LoRAs.
+    """Run ``call``, a method of ``module`` that changes loaded LoRAs. Collective.
 
-    Weights of other stages' blocks are on the meta device, so peft must not read their values.
+    Weights of other stages' blocks are on the meta device. Merging a LoRA computes with them there without
+    effect, but peft must not read their values.
     """
     layers = [
         layer
@@ -250,13 +265,13 @@ def _change_lora(
     ]
     with on_all_ranks(mesh):
         try:
-            fill_slots(layers, Slot.STAGED_MERGE, {"merge": _merge_unseen})
+            fill_slots(layers, Slot.STAGED_MERGE, {"merge": _merge_without_check})
             return call(module, *args, **kwargs)
         finally:
             empty_slots(layers, Slot.STAGED_MERGE)
 
 
-def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _merge_without_check(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Merge a LoRA into a layer whose weights are freed, without peft's check for NaN, which would read them."""
     bound = inspect.signature(call).bind(layer, *args, **kwargs)
     bound.arguments["safe_merge"] = False
@@ -272,13 +287,13 @@ def _add_lora(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Add a LoRA to all blocks, then free its weights in the blocks of other stages.
+    """Add a LoRA to all blocks, then free its weights in the blocks of other stages. Collective.
 
-    During the call zeros on this rank's device replace these blocks' weights, because peft reads device and
-    dtype.
+    During the call zeros on this rank's device replace these blocks' weights, because peft reads their devices
+    and dtypes. So the LoRA must not be initialized from weights (:func:`check_initialization`).
     """
     with on_all_ranks(mesh):
-        check_own_values(module, args, kwargs)
+        check_initialization(module, args, kwargs)
         agree_on_lora(mesh, args, kwargs)
         device = next(stages.blocks[stages.block_range.start].block.parameters()).device
         lora_ids = {id(x) for x in lora_weights(module)}
@@ -353,8 +368,8 @@ def check_cache_on_stages(module: nn.Module, name: str, called: Any, options: Ca
 
 FEATURE = Feature(
     mesh_dim=PIPE_DIM,
-    changes=stage_changes,
-    is_split=is_split,
+    changes=changes_for_stages,
+    is_split=has_freed_blocks,
     parallelize_checks=(check_chained_blocks, check_moved_weights, check_sharded_weights),
     call_checks=(check_compiled_stages,),
     cached_call_checks=(check_cache_on_stages,),

@@ -1,11 +1,9 @@
-"""Weights sharded by tensor parallelism: the method ``"tensor"`` of shard_weights, and what does not go with
-it.
+"""Weights sharded by tensor parallelism: the method ``"tensor"`` of shard_weights, and the checks of calls with such
+weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -26,7 +24,7 @@ from para_core.weights.tensor_checks import check_tensor_plan
 from para_core.weights.tensor_plan import TensorPlan
 
 
-def _check_mesh(mesh: GuidedMesh, of_transformer: bool) -> None:
+def _check_tensor_mesh(mesh: GuidedMesh, has_transformer: bool) -> None:
     if mesh.tensor.group is None:
         raise ValueError(
             "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: "
@@ -35,12 +33,12 @@ def _check_mesh(mesh: GuidedMesh, of_transformer: bool) -> None:
         )
 
 
-def _check_component(name: str, module: nn.Module, ranks: Ranks) -> None:
-    plan = _require_plan(module, f"pipe.{name}")
+def _check_tensor_component(name: str, module: nn.Module, ranks: Ranks) -> None:
+    plan = _require_tensor_plan(module, f"pipe.{name}")
     check_tensor_plan(module, plan, ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1)
 
 
-def _require_plan(module: nn.Module, name: str) -> TensorPlan:
+def _require_tensor_plan(module: nn.Module, name: str) -> TensorPlan:
     plan = tensor_plan_for(module)
     if plan is None:
         raise ValueError(
@@ -50,21 +48,15 @@ def _require_plan(module: nn.Module, name: str) -> TensorPlan:
     return plan
 
 
-def _make_mesh(ranks: Ranks) -> DeviceMesh:
-    """Return a mesh of the ranks along ``tensor``."""
-    if not isinstance(ranks, GuidedMesh):
-        raise ValueError("method='tensor' needs a mesh with a dim 'tensor'. method='fsdp' takes any mesh.")
-    group: Any = ranks.tensor.group
-    mesh: DeviceMesh = DeviceMesh.from_group(group, ranks.sequence.device_type, mesh_dim_names=(TENSOR_DIM,))
-    return mesh
+def _make_tensor_mesh(mesh: GuidedMesh) -> DeviceMesh:
+    """Return a mesh of the ranks along ``tensor``, which :func:`_check_tensor_mesh` has found to have a group."""
+    group: Any = mesh.tensor.group
+    tensor: DeviceMesh = DeviceMesh.from_group(group, mesh.sequence.device_type, mesh_dim_names=(TENSOR_DIM,))
+    return tensor
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, offload_policy: OffloadPolicy | None) -> None:
-    shard_tensors(module, _require_plan(module, "a component"), mesh)
-
-
-def _gathered(module: nn.Module, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    return gathered_tensors(module, layers)
+def _shard_by_plan(module: nn.Module, mesh: DeviceMesh, offload_policy: OffloadPolicy | None) -> None:
+    shard_tensors(module, _require_tensor_plan(module, "a component"), mesh)
 
 
 def check_tensor_ranks(module: nn.Module, name: str, called: Any, mesh: GuidedMesh) -> None:
@@ -96,14 +88,14 @@ def check_cached_graph_of_tensors(module: nn.Module, name: str, called: Any, opt
 FEATURE = Feature(
     mesh_dim=TENSOR_DIM,
     method=ShardMethod(
-        check_mesh=_check_mesh,
-        check_component=_check_component,
-        make_mesh=_make_mesh,
-        shard=_shard,
+        check_mesh=_check_tensor_mesh,
+        check_component=_check_tensor_component,
+        make_mesh=_make_tensor_mesh,
+        shard=_shard_by_plan,
         mesh_of=tensor_mesh,
-        gathered=_gathered,
+        gather_layers=gathered_tensors,
         shard_loras=shard_new_loras,
-        moves=True,
+        can_move=True,
     ),
     call_checks=(check_tensor_ranks,),
     cached_call_checks=(check_cached_graph_of_tensors,),

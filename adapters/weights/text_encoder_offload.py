@@ -14,8 +14,8 @@ class OffloadedTextEncoders(OffloadedModules):
     name = "placing the text encoders"
 
 
-def offload_text_encoders(request: ChangeRequest) -> list[OffloadedTextEncoders]:
-    """Return the change by the option ``text_encoders``; none if it keeps them on the device.
+def changes_for_text_encoders(request: ChangeRequest) -> list[OffloadedTextEncoders]:
+    """Return the change that the option ``text_encoders`` asks for; none if it keeps them on the device.
 
     Raise ``RuntimeError`` if their weights are sharded already.
     """
@@ -28,4 +28,4 @@ def offload_text_encoders(request: ChangeRequest) -> list[OffloadedTextEncoders]
     return [OffloadedTextEncoders(encoders, request.mesh, "text_encoders", first_rank_only=first_rank_only)]
 
 
-FEATURE = Feature(option="text_encoders", changes=offload_text_encoders)
+FEATURE = Feature(option="text_encoders", changes=changes_for_text_encoders)

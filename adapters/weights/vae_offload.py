@@ -26,15 +26,16 @@ from para_core.instance.record import (
 from para_core.instance.slots import Slot
 from para_core.torch_internals import pytree
 
-# The parts of an autoencoder that one of its methods needs no weights of.
-_UNUSED = {"encode": "decoder", "decode": "encoder"}
+# The part of an autoencoder whose weights a method does not need, by the method.
+_UNUSED_BY = {"encode": "decoder", "decode": "encoder"}
 
 
 class OffloadedVaes(OffloadedModules):
-    """Autoencoders in host memory. On CUDA they are copied from pinned memory, and never copied back.
+    """Autoencoders in host memory, copied to the device for each call of ``encode`` or ``decode``.
 
-    diffusers' group offload would copy each layer in each of its calls, and a video is decoded frame by
-    frame.
+    On CUDA they are copied from pinned memory, and never copied back: inference does not change weights.
+    diffusers' group offload would copy each layer in each of its calls, and some autoencoders decode a video frame
+    by frame.
     """
 
     name = "placing the VAE"
@@ -43,6 +44,7 @@ class OffloadedVaes(OffloadedModules):
         from diffusers.hooks import HookRegistry
 
         host = _HostVae(module, device)
+        # The children are in host memory now. Weights that are in no child are few, and stay on the device.
         for x in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
             x.data = x.data.to(device)
         fill_slot(module, Slot.VAE_OFFLOAD, {method: partial(host.run, method) for method in VAE_METHODS})
@@ -77,12 +79,13 @@ class _HostVae:
                 "or leave vae_placement out."
             )
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(self.device), (args, kwargs))
-        with self._on_device(module, _UNUSED.get(method)):
+        with self._on_device(module, _UNUSED_BY.get(method)):
             return call(module, *args, **kwargs)
 
     @contextmanager
     def _on_device(self, module: nn.Module, unused: str | None) -> Iterator[None]:
-        # If a method of the autoencoder calls another one, that may need all parts.
+        # If a method of the autoencoder calls another one, the inner one may need parts that the outer one does not. It
+        # loads what is missing, and frees only that.
         blocks = self._blocks_of(module, None if self._loaded else unused)
         added = blocks.keys() - self._loaded
         self._loaded |= added
@@ -100,7 +103,10 @@ class _HostVae:
                 self._stream.synchronize()
 
     def _blocks_of(self, module: nn.Module, unused: str | None) -> dict[str, HostBlock]:
-        """Return the children of ``module`` by name, except the one named ``unused``."""
+        """Return the children of ``module`` by name, except the one named ``unused``.
+
+        A child that was added or replaced since the last call is moved to host memory.
+        """
         children = {name: uncompiled(child) for name, child in module.named_children() if name != unused}
         for child in children.values():
             if child not in self._blocks:
@@ -126,8 +132,8 @@ def _hook_for(device: torch.device) -> Any:
     return hook
 
 
-def offload_vaes(request: ChangeRequest) -> list[OffloadedVaes]:
-    """Return the change by the option ``vae_placement``; none if it keeps them on the device.
+def changes_for_vaes(request: ChangeRequest) -> list[OffloadedVaes]:
+    """Return the change that the option ``vae_placement`` asks for; none if it keeps them on the device.
 
     Raise ``ValueError`` if the pipeline has no autoencoder.
     """
@@ -148,4 +154,4 @@ def offload_vaes(request: ChangeRequest) -> list[OffloadedVaes]:
     ]
 
 
-FEATURE = Feature(option="vae_placement", changes=offload_vaes)
+FEATURE = Feature(option="vae_placement", changes=changes_for_vaes)

@@ -29,7 +29,7 @@ from benchmarks.cache.ways import load
 from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, write_results
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.planner.count import count_call, weights_of, without_data
+from para_core.adapters.planner.count import count_call, count_weights, without_data
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.planner.predict import memory_of
@@ -105,7 +105,7 @@ def predicted(stack: Stack, dims: dict[str, int], fsdp: bool) -> float:
     transformer = transformer_of(stack)
     with without_data(stack.sizes.dtype):
         call = count_call(transformer, stack.sizes)
-    work = Workload("", stack.sizes, 1, weights_of(transformer, [], vae=0.0, other=0.0), call)
+    work = Workload("", stack.sizes, 1, count_weights(transformer, [], vae=0.0, other=0.0), call)
     return memory_of(replace(MeshShape(**dims), fsdp=fsdp), work)
 
 

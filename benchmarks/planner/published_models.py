@@ -165,7 +165,7 @@ def counted_workload(name: str, sizes: GenerationSizes, steps: int, modules: Pub
         name=f"{name}, {sizes}",
         sizes=sizes,
         steps=steps,
-        weights=count.weights_of(
+        weights=count.count_weights(
             modules.transformer,
             [modules.encoder],
             vae=count.bytes_of(modules.vae),

@@ -157,7 +157,7 @@ def weights_row(work: Workload) -> dict[str, Any]:
         # A rank either denoises or encodes, so the larger of both counts.
         gathered = max(weights.transformer.at_once, weights.while_encoding(placement))
         fsdp[ranks] = (weights.at_rest(shape, placement) + gathered) / 1e9
-    _, passes = work.of_rank(1)
+    _, passes = work.call_on_rank(1)
     received = {
         "fsdp": {ranks: passes * weights.transformer.gathered(ranks) / 1e9 for ranks in WEIGHT_RANKS},
         "tensor": {ranks: bytes_sent / 1e9 for ranks, bytes_sent in sent.items()},

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from para_core.adapters.agree.arguments import describe
+from para_core.adapters.agree.arguments import describe_value
 from para_core.distributed.fingerprints import fingerprints, joint_fingerprint
 
 DTYPES = [
@@ -61,5 +61,5 @@ def test_the_host_reads_8_bytes_per_tensor_at_once(monkeypatch):
     readings, read = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: readings.append(x.nbytes) or read(x))
     nested = {"ids": torch.arange(30), "embeds": [torch.randn(4, 100), torch.randn(7).bfloat16()]}
-    assert describe(nested) != describe({**nested, "ids": torch.arange(30) + 1})
+    assert describe_value(nested) != describe_value({**nested, "ids": torch.arange(30) + 1})
     assert readings == [24, 24]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from para_core.adapters import plan_mesh
-from para_core.adapters.planner.choose import EQUAL, Choices
-from para_core.adapters.planner.mesh import MeshShape, shapes
+from para_core.adapters.planner.choose import EQUALLY_FAST, Choices
+from para_core.adapters.planner.mesh import MeshShape, all_shapes
 from para_core.adapters.planner.predict import (
     RESERVED,
     Machine,
@@ -58,7 +58,7 @@ def machine(device="H100", link=None, between="infiniband", **changes):
     return Machine(spec, link or LINKS[spec.link], LINKS[between], **changes)
 
 
-SHAPES = [shape for ranks in (2, 4, 6, 8) for shape in shapes(ranks)]
+SHAPES = [shape for ranks in (2, 4, 6, 8) for shape in all_shapes(ranks)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -84,7 +84,7 @@ def test_best_mesh_follows_link_guidance_and_hosts():
     assert unguided.best.shape == MeshShape(ulysses=4)
     assert next(row.problem for row in unguided.rows if row.shape.batch == 2)
     fastest = min(row.seconds for row in unguided.rows if row.runs)
-    assert fastest <= unguided.best.seconds <= EQUAL * fastest
+    assert fastest <= unguided.best.seconds <= EQUALLY_FAST * fastest
     hosts = predict_meshes(work(model(tokens=120_000)), machine(between="ethernet"), 16, Choices("replicate")).best
     assert hosts.shape.ulysses <= 8 and hosts.shape.ring >= 2
 

@@ -17,8 +17,11 @@ from para_core.adapters import (
     apply_cache_on_pipe,
     parallelize_pipe,
     parallelize_transformer,
+    unparallelize_pipe,
     unparallelize_transformer,
 )
+from para_core.instance.record import is_filled
+from para_core.instance.slots import Slot
 from para_core.plans.attention_check import AttentionCheck
 from para_core.verify import verification
 from tests.modes.outcomes import logged
@@ -186,3 +189,23 @@ def test_missing_memory_is_said_once_on_every_rank(rank_pool):
         expected = flux_transformer()(**flux_inputs(13, 5)).sample
     for results in rank_pool.run(short_of_memory, 2):
         assert all(relative_error(out, expected) < 1e-5 for out in results)
+
+
+# Each call replaces the settings of a transformer that verifies its calls, or undoes them.
+REPLACING = {
+    "parallelize_transformer": lambda pipe: parallelize_transformer(pipe.transformer),
+    "parallelize_pipe": parallelize_pipe,
+    "unparallelize_pipe": unparallelize_pipe,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("replace", REPLACING.values(), ids=REPLACING)
+def test_other_settings_end_the_verification(replace, compiled):
+    pipe = flux_pipe(shared_parts=False)
+    if compiled:
+        pipe.transformer = torch.compile(pipe.transformer)
+    parallelize_transformer(pipe.transformer, verify=True)
+    assert is_filled(pipe.transformer, Slot.VERIFIED)
+    replace(pipe)
+    assert not is_filled(pipe.transformer, Slot.VERIFIED)

@@ -27,7 +27,7 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_transformer,
 )
-from para_core.adapters.parallel.load_sharded import _dtypes_of, _files_in
+from para_core.adapters.parallel.load_sharded import _dtypes_of, _files_in, _move_unsharded
 from para_core.adapters.weights import fsdp_weights, staged_transformer, tensor_weights
 from tests.adapters.parallel.unchanged import same_pipe
 from tests.rank_pool import heartbeat
@@ -194,6 +194,11 @@ def load(folder, weights, dtype):
             from_pretrained_sharded(FluxPipeline, folder, mesh=mesh)
     out, expected = pipe(**flux_call())[0], whole(**flux_call())[0]
     assert relative_error(out, expected) < 1e-5 if weights == "tensor" else torch.equal(out, expected)
+    if weights != "stages":
+        # On a mesh of GPUs, what is not sharded must leave host memory, also text encoders that FSDP2 could shard.
+        _move_unsharded(pipe, "meta")
+        assert all(x.is_meta for x in pipe.vae.parameters())
+        assert all(x.is_meta for x in pipe.text_encoder_2.parameters()) == (weights == "tensor")
 
 
 @pytest.mark.sample(2)

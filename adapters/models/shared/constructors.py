@@ -33,7 +33,7 @@ def chained(
     return CachedBlocks((group,), conditions, uncached, modulated)
 
 
-def of_samples(*more: str) -> dict[str, int]:
+def samples_in_dim_0(*more: str) -> dict[str, int]:
     """Return :attr:`Plan.batched` of a model whose usual inputs, and the inputs ``more``, hold the samples in dim 0."""
     return dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", *more), 0)
 

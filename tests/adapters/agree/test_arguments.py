@@ -18,7 +18,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.agree import failures
-from para_core.adapters.agree.arguments import describe
+from para_core.adapters.agree.arguments import agree_on_values, describe_value
+from para_core.distributed.mesh import one_guided_rank
 from tests.rank_pool import RankPoolError
 from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.pipelines.options import random_image, random_video
@@ -113,11 +114,13 @@ VIDEOS = [[*random_video(2, 8, 8), image] for image in IMAGES]
     ],
 )
 def test_texts_of_values_differ_as_the_values(value, other):
-    assert describe(value) != describe(other)
-    assert describe([value]) == describe((value,)) != describe([other])
-    assert len(describe(value)) <= 100
+    assert describe_value(value) != describe_value(other)
+    assert describe_value([value]) == describe_value((value,)) != describe_value([other])
+    assert len(describe_value(value)) <= 100
     if isinstance(value, torch.Tensor):  # The layout in memory does not matter.
-        assert describe(value) == describe(value.resolve_conj().clone(memory_format=torch.contiguous_format))
+        assert describe_value(value) == describe_value(
+            value.resolve_conj().clone(memory_format=torch.contiguous_format)
+        )
 
 
 def leave_in_the_middle():
@@ -209,3 +212,20 @@ def call_from_two_threads():
 @pytest.mark.parametrize("job", [draw_without_generator, call_differently, leave_in_the_middle, call_from_two_threads])
 def test_on_two_ranks(rank_pool, job):
     rank_pool.run(job, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (ImportError("no sage"), ImportError, "sequence rank 0: no sage"),
+        (KeyError("scheduler"), RuntimeError, "sequence rank 0: KeyError: 'scheduler'"),
+        (ValueError("no mask"), ValueError, "sequence rank 0: no mask"),
+    ],
+)
+def test_every_error_of_a_check_is_exchanged(error, kind, message):
+    # If it were raised without an exchange, its message would name no rank, and other ranks would wait.
+    def check():
+        raise error
+
+    with pytest.raises(kind, match=message):
+        agree_on_values(dict, one_guided_rank("cpu"), "the call", check, str)

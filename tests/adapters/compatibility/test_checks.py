@@ -37,7 +37,7 @@ from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.model_checks import require_plan
 from para_core.adapters.registry import tensor_plan_for
-from para_core.adapters.weights.shard import check_shard
+from para_core.adapters.weights.shard import check_can_be_sharded
 from para_core.adapters.weights.staged_transformer import StageChange
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.options import CacheOptions
@@ -162,8 +162,8 @@ def of_pipe(pipe, module=None, *, compiled=None, **of_case):
 
 
 def run(phase, model, mesh, options):
-    if phase is check_shard:
-        check_shard(model.owner)
+    if phase is check_can_be_sharded:
+        check_can_be_sharded(model.owner)
     elif phase in (check_cache, check_cached_call):
         phase(model, options)
     else:

@@ -1,5 +1,5 @@
 """Derive variants of a plan in which a module inside the blocks, such as a rotary embedding, is given all
-tokens.
+tokens: they are gathered before it, and sharded again after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from para_core.instance.private_class import original_class
 from para_core.plans.plan import Gather, Plan, ShardRule, Split
 
 
-def with_whole_module(
+def with_gathered_module(
     module: nn.Module, region: ObservedRegion, plan: Plan, name: str, examples: Sequence[Mapping[str, Any]]
 ) -> Candidate | None:
     """Return ``plan`` with tokens gathered before the submodule ``name``, and sharded after it if it returns
@@ -33,7 +33,7 @@ def with_whole_module(
         return None
     start = region.start
     observed = [observe(module, inputs, start.block, start.streams, inside=name) for inputs in examples]
-    calls = [[call for call in of_example.calls if call.name == name] for of_example in observed]
+    calls = [[call for call in record.calls if call.name == name] for record in observed]
     if not calls[0] or any(observed[0].attends([call]) for call in calls[0]):
         return None
     rules: dict[str | int, ShardRule] = {}
@@ -83,14 +83,20 @@ def _rules(
     for parameter in calls[0].arguments:
         values = [call.arguments.get(parameter) for call in calls]
         if isinstance(values[0], TensorRecord) and values[0].derived:
-            gather = _gather(region, plan, [value for value in values if isinstance(value, TensorRecord)])
+            gather = _gather_rule(
+                region, plan, [value for value in values if isinstance(value, TensorRecord)]
+            )
             if gather is None:
                 return None
             rules[parameter] = gather
-    outputs = [{_place(output): output.record for output in output_tensors(call.output)} for call in calls]
+    outputs = [
+        {_output_key(output): output.record for output in output_tensors(call.output)} for call in calls
+    ]
     for index, path in outputs[0]:
-        records = [of_call[index, path] for of_call in outputs if (index, path) in of_call]
-        gather = _gather(region, plan, records)
+        records = [
+            records_of_call[index, path] for records_of_call in outputs if (index, path) in records_of_call
+        ]
+        gather = _gather_rule(region, plan, records)
         if gather is None:
             continue
         if path:
@@ -104,11 +110,11 @@ def _rules(
     return rules
 
 
-def _place(output: OutputTensor) -> tuple[int, str]:
+def _output_key(output: OutputTensor) -> tuple[int, str]:
     return output.index, output.path
 
 
-def _gather(region: ObservedRegion, plan: Plan, records: Sequence[TensorRecord]) -> Gather | None:
+def _gather_rule(region: ObservedRegion, plan: Plan, records: Sequence[TensorRecord]) -> Gather | None:
     """Return the rule that gathers the tokens of a tensor, alone or in a joint sequence with replicated text.
 
     With records of two examples the dim of the tokens grows. With one record, it is the last that is as long
@@ -119,7 +125,7 @@ def _gather(region: ObservedRegion, plan: Plan, records: Sequence[TensorRecord])
     numbers_of_text = [0] if text is None else [0, text.length]
     for added in numbers_of_text:
         lengths = tuple([number + added for number in region.start.tokens])[: len(records)]
-        dims = [dim for dim, of_dim in enumerate(sizes) if of_dim == lengths]
+        dims = [dim for dim, sizes_of_dim in enumerate(sizes) if sizes_of_dim == lengths]
         if dims:
             image_last = plan.joint_order[-1] == region.segment
             return Gather(

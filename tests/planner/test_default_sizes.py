@@ -1,0 +1,45 @@
+"""The default sizes that the planner counts are those of the first call that diffusers' pipelines make."""
+
+import pytest
+import torch
+
+from para_core.adapters.planner.count import count_call, without_data
+from para_core.adapters.planner.inputs import INPUTS, default_sizes
+from zoo.tiny.pipelines import PIPELINES
+
+
+class FirstCallError(Exception):
+    """Ends a generation at the first call of its transformer."""
+
+
+def stop_at_call(module, args, kwargs):
+    (hidden_states,) = args or (kwargs["hidden_states"],)
+    raise FirstCallError(hidden_states.shape)
+
+
+SIZES = ("height", "width", "num_frames", "num_inference_steps", "max_sequence_length")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["auraflow", "chroma", "cogvideox", "cogvideox 1.5", "cogview4", "flux2", "ltx", "mochi", "pixart", "qwen-image"],
+)
+def test_default_sizes_are_those_of_the_pipeline(name):
+    model = PIPELINES[name]
+    pipe = model.build()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.transformer.register_forward_pre_hook(stop_at_call, with_kwargs=True)
+    with pytest.raises(FirstCallError) as caught:
+        pipe(**{key: value for key, value in model.call().items() if key not in SIZES})
+    (shape,) = caught.value.args
+    sizes, steps = default_sizes(pipe, pipe.transformer, {})
+    inputs = INPUTS[type(pipe.transformer).__name__](pipe.transformer.config, sizes)
+    assert inputs["hidden_states"].shape == shape
+    assert steps == len(pipe.scheduler.timesteps)
+
+
+def test_a_call_with_patches_of_frames_is_counted():
+    pipe = PIPELINES["cogvideox 1.5"].build()
+    sizes, _ = default_sizes(pipe, pipe.transformer, {})
+    with without_data(torch.float32):
+        assert count_call(pipe.transformer, sizes).longest is not None
