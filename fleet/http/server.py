@@ -148,7 +148,10 @@ class Server:
 
     async def _health(self) -> Response:
         """Report the number of ready replicas: status 200 if there are any, else 503."""
-        ready = await self._replicas.ready()
+        ready = 0
+        # A replica that has loaded still warms up, and requests are refused until all replicas have.
+        if not self.loading:
+            ready = await self._replicas.ready()
         body = {"status": "ok", "ready": ready, "replicas": self._replicas.count}
         if ready:
             return JSONResponse(body, 200)

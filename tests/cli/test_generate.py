@@ -371,7 +371,7 @@ def test_full_disk_and_a_result_of_somebody_else_keep_what_is_there(tmp_path, pr
     assert re.search(message, capsys.readouterr().err, re.M)
     assert (stand_in, names_in(out)) == (["a", "b"], ["00001.json", "00001.png"])
     monkeypatch.setattr("os.fsync", fsync)
-    generate = para_core.fleet.rank.generate
+    generate = para_core.fleet.rank.generate_request
 
     def slow(*args, **kwargs):
         (out / "00002.json").write_text("of somebody else")
@@ -399,7 +399,7 @@ def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, stand_in, capsy
 
 
 def test_sigterm_ends_with_a_sentence(tmp_path, prompts, stand_in, monkeypatch, capsys):
-    generate, before = para_core.fleet.rank.generate, signal.getsignal(signal.SIGTERM)
+    generate, before = para_core.fleet.rank.generate_request, signal.getsignal(signal.SIGTERM)
 
     def terminated(*args, **kwargs):
         if stand_in:

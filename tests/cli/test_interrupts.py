@@ -35,7 +35,7 @@ def generate(*args):
     while True:
         libc.sleep(3600)
 
-rank.generate = generate
+rank.generate_request = generate
 main()
 """
 

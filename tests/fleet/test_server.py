@@ -328,9 +328,12 @@ def test_loras_are_listed_set_and_named_by_requests(served, tmp_path):
 
 def test_loading_server_says_so():
     with serving() as (port, backend):
-        backend.server.loading, backend.live = True, 0
-        status, _, body = get(port, "/health")
-        assert (status, body["status"]) == (503, "loading")
+        backend.server.loading = True
+        # Also while a replica has loaded already, and warms up.
+        for live in (0, 1):
+            backend.live = live
+            status, _, body = get(port, "/health")
+            assert (status, body["status"], body["ready"]) == (503, "loading", 0)
         status, headers, _ = ask(port, {"prompt": "a"})
         assert (status, headers["retry-after"]) == (503, "5")
         backend.server.loading, backend.live = False, 1
