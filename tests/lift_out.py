@@ -111,7 +111,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "checkpoint binding": Feature("para_core/modes/recomputation.py", (_MODES, "import para_core.modes.recomputation")),
     "cache forecasts": Feature(
-        "para_core/cache/forecasts.py", (_CACHE, "import para_core.cache.forecasts"), words="blocks1-2"
+        "para_core/cache/forecasts.py",
+        (_CACHE, "import para_core.cache.forecasts"),
+        words="blocks1-2 test_a_report_is_read",
     ),
     "cache in graphs": Feature(
         (
