@@ -111,7 +111,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "checkpoint binding": Feature("para_core/modes/recomputation.py", (_MODES, "import para_core.modes.recomputation")),
     "cache forecasts": Feature(
-        "para_core/cache/forecasts.py", (_CACHE, "import para_core.cache.forecasts"), words="blocks1-2"
+        "para_core/cache/forecasts.py",
+        (_CACHE, "import para_core.cache.forecasts"),
+        words="blocks1-2 test_a_report_is_read",
     ),
     "cache in graphs": Feature(
         (
@@ -185,7 +187,7 @@ FEATURES: dict[str, Feature] = {
     "fsdp": Feature(
         "adapters/weights/fsdp_weights.py para_core/weights/fsdp.py",
         (_WEIGHTS, '"fsdp":'),
-        words="test_parts_of_weights",
+        words="by_fsdp_on_tensor_ranks test_parts_of_weights",
     ),
     "tensor": Feature(
         "adapters/weights/tensor_weights.py para_core/weights/tensor.py para_core/weights/tensor_checks.py",
@@ -198,6 +200,7 @@ FEATURES: dict[str, Feature] = {
             "para_core/weights/patch_hooks.py para_core/weights/stale_keys.py"
         ),
         (_WEIGHTS, '"pipefusion":'),
+        words="compiled_pipefusion under_pipefusion",
     ),
     "text encoder offload": Feature(
         "adapters/weights/text_encoder_offload.py", (_WEIGHTS, '"text_encoder_offload":'), words="text_encoders_offload"

@@ -58,7 +58,7 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
     lines = str(report).splitlines()
     assert lines[0].split() == ["step", "branch", "difference", "threshold", "seconds"]
     assert lines[5].split()[:5] == ["2", "cond", "0.0500", "0.1000", "hit"]
-    assert re.search(r"5 of 8 .*3 .*38%.*taylor \d.*first_block", lines[-1])
+    assert re.search(r"5 of 8 .*3 .*38%.*taylor 1.*first_block", lines[-1])
     assert ["forecast from 2" in line for line in lines[5:9]] == [True, True, False, True]
 
     report.to_json(tmp_path / "steps.json")

@@ -19,6 +19,7 @@ from para_core.adapters import (
     unparallelize_transformer,
 )
 from para_core.adapters.inspect.components import blocks_of, components_of
+from para_core.adapters.weights.features import shard_methods
 from para_core.instance.private_class import unwrapped_class
 from para_core.weights.fsdp import shard_blocks
 from tests.tiny import cpu_mesh, flux_inputs, flux_pipe, flux_transformer, relative_error
@@ -165,7 +166,10 @@ def test_balanced_pipeline_is_refused_with_way_out(attempt, part):
         ({"components": ["vae"]}, ValueError, "components .*'vae'; .*FluxPipeline .*: text_encoder, .*transformer"),
         ({"components": "transformer"}, TypeError, r"components=\['transformer'\]"),
         ({"components": []}, ValueError, r"components .*\[\].*FluxPipeline .*text_encoder, .*transformer"),
-        ({"components": [], "method": "tensor"}, ValueError, r"components .*\[\].*FluxPipeline .*text_encoder"),
+        *[
+            ({"components": [], "method": name}, ValueError, r"components .*\[\].*FluxPipeline .*text_encoder")
+            for name in shard_methods()
+        ],
         ({"offload_policy": "cpu"}, TypeError, r"offload_policy .*'cpu'.*CPUOffloadPolicy\(\)"),
     ],
 )

@@ -155,7 +155,7 @@ FSDP = r"mesh .*2 ranks .*'tensor', .*method='tensor'"
         (1, {"method": "tensor", "components": ["text_encoder"]}, "CLIPTextModel"),
         (1, {"method": "tensor"}, r"'tensor' .*max_tensor_dim_size="),
         (1, {"method": "tensor", "offload_policy": CPUOffloadPolicy()}, "offload_policy "),
-        (2, {}, FSDP),
+        pytest.param(2, {}, FSDP, id="by_fsdp_on_tensor_ranks"),
     ],
 )
 def test_model_or_mesh_that_does_not_fit_is_refused(size, options, message):
