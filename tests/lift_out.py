@@ -161,6 +161,11 @@ FEATURES: dict[str, Feature] = {
     "pack kernel": Feature("kernels/pack.py", words="pack old_gpus"),
     "residual kernel": Feature("kernels/residual.py", words="residual forecast old_gpus"),
     "norm kernel": Feature("kernels/norm.py", words="norm"),
+    "Triton products": Feature(
+        "adapters/products.py para_core/products.py kernels/product.py",
+        (_WEIGHTS, '"products":'),
+        words="product compiled",
+    ),
     "fsdp": Feature("adapters/weights/fsdp_weights.py para_core/weights/fsdp.py", (_WEIGHTS, '"fsdp":'), words="fsdp"),
     "tensor": Feature(
         "adapters/weights/tensor_weights.py para_core/weights/tensor.py para_core/weights/tensor_checks.py",

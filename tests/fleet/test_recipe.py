@@ -15,13 +15,14 @@ EXCLUDED = [
     ({"resident_blocks": 1}, "resident_blocks is 1 with offload None"),
     ({"weights": "fsdp", "offload": "blocks"}, "weights are 'fsdp' with offload 'blocks'"),
     ({"weights": "tensor"}, "weights are 'tensor', but the mesh"),
+    ({"products": "triton", "quantize": "int8"}, "products is 'triton' with quantize 'int8'"),
     ({"verify": True, "comm_dtype": "int8"}, "comm_dtype leaves nothing equal"),
     ({"verify": True, "mesh": (("pipe", 2),)}, "a mesh with pipe leaves nothing equal"),
     *[
         ({"model": "a.gguf", "config": "b", **options}, f"^{next(iter(options))} is .*a.gguf")
         for options in (
             *({"weights": "fsdp"}, {"weights": "tensor", "mesh": (("tensor", 2),)}, {"quantize": "int8"}),
-            *({"compile": "whole"}, {"mesh": (("pipe", 2),)}),
+            *({"compile": "whole"}, {"mesh": (("pipe", 2),)}, {"products": "triton"}),
         )
     ],
 ]
