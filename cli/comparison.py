@@ -53,15 +53,15 @@ class Reference:
 def make_reference(recipe: Recipe, request: Request) -> Reference:
     """Generate on this rank alone, without a process group, and return the reference for :func:`compare`.
 
-    The pipeline is unmodified, unless the recipe has options that approximate. Then it gets all options of
-    the recipe that work on one rank, uncompiled, so that the comparison shows only what the other ranks
-    change.
+    The pipeline is unmodified, unless the recipe has options that approximate, or ``products``. Then it gets
+    all options of the recipe that work on one rank, uncompiled, so that the comparison shows only what the
+    other ranks change.
     """
     if approximations(recipe):
         single_rank = replace(on_one_rank(recipe), compile="no")
         reference = Reference(_generate(build(single_rank), request), None)
     else:
-        pipe = build_unmodified(recipe)
+        pipe = _build_exact(recipe)
         pixels = _generate(pipe, request)
         with _changing_rounding(pipe):
             rounding = pixel_error(_generate(pipe, request), pixels)
@@ -72,6 +72,14 @@ def make_reference(recipe: Recipe, request: Request) -> Reference:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return reference
+
+
+def _build_exact(recipe: Recipe) -> Any:
+    """Return the unmodified pipeline on this rank; with the kernel of products of the recipe, if it names one."""
+    if recipe.products is None:
+        return build_unmodified(recipe)
+    # Only the same kernel has the same bits.
+    return build(replace(on_one_rank(recipe), compile="no"))
 
 
 def compare(

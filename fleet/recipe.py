@@ -110,6 +110,11 @@ class Recipe(PipelineChoices):
             _check_gguf(self)
         if self.quantize is not None:
             check_quantize_fits(self.quantize, self.sharding)
+            if self.products is not None:
+                raise ValueError(
+                    f"products is {self.products!r} with quantize {self.quantize!r}, whose weights have products of "
+                    "their own. Leave one out."
+                )
         self.check_vae()
         _check_host_memory(self)
         check_comparable(vars(self), approximations(self), self.stages)
@@ -198,6 +203,7 @@ def _check_gguf(recipe: Recipe) -> None:
     values: dict[str, str | None] = {
         "weights": recipe.sharding,
         "quantize": recipe.quantize,
+        "products": recipe.products,
     }
     if recipe.compile != "no":
         values["compile"] = recipe.compile
@@ -207,7 +213,8 @@ def _check_gguf(recipe: Recipe) -> None:
         if value is not None:
             raise ValueError(
                 f"{name} is {value!r}, and model is {recipe.model!r}, whose packed weights can be neither sharded nor "
-                f"compiled nor quantized again. Leave --{name} out, or use weights in 16 bits."
+                f"compiled nor quantized again, and have products of their own. Leave --{name} out, or use weights in "
+                "16 bits."
             )
 
 

@@ -82,6 +82,9 @@ else:
     # Options are validated by their types at run time.
     RotateMethod = Literal[ROTATE_METHODS]
 
+# What computes matrix products of rows.
+Products = Literal["triton"]
+
 # Placements of weights, and schemes of torchao.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 TEXT_ENCODERS: tuple[TextEncoders, ...] = get_args(TextEncoders)

@@ -13,7 +13,15 @@ from typing import Annotated, Self
 
 from para_core.attention.schedule import AttentionSchedule
 from para_core.declared_options import Command, Option
-from para_core.option_values import BACKENDS, EXACT_FORM, Backend, RotateMethod, TextEncoders, VaePlacement
+from para_core.option_values import (
+    BACKENDS,
+    EXACT_FORM,
+    Backend,
+    Products,
+    RotateMethod,
+    TextEncoders,
+    VaePlacement,
+)
 
 # The panels of ``para_core generate --help`` that list options of a pipeline.
 PIPELINE, RANKS = "Pipeline", "Ranks"
@@ -63,6 +71,22 @@ class AttentionChoices:
             default="see below",
             expected=f"one of {', '.join(BACKENDS)}",
             command=Command("Attention to another sequence.", "NAME", PIPELINE),
+        ),
+    ] = None
+    products: Annotated[
+        Products | None,
+        Option(
+            75,
+            "What computes the matrix products of the transformers (linear layers), also on one rank: "
+            '`"triton"` is a kernel with one tile shape and one order of sums, so that the bits of a row do not '
+            "depend on the number of rows. With `same_bits=True` and this option, a process with the same option "
+            "and one rank has the same bits, whatever cuBLAS does. Batched products and convolutions are computed "
+            "as ever; quantized weights and tensor parallelism are refused. Defaults to PyTorch, and on a GPU to "
+            "cuBLAS.",
+            default="PyTorch",
+            page="same_bits.md#products-of-one-tile-shape",
+            none="for those of PyTorch",
+            command=Command("triton: bits do not depend on rows.", "HOW", PIPELINE),
         ),
     ] = None
     verify: Annotated[

@@ -184,6 +184,9 @@ FEATURES: dict[str, Feature] = {
     "pack kernel": Feature("kernels/pack.py", words="pack_kernel"),
     "residual kernel": Feature("kernels/residual.py"),
     "norm kernel": Feature("kernels/norm.py"),
+    "Triton products": Feature(
+        "adapters/products.py para_core/products.py kernels/product.py", (_WEIGHTS, '"products":'), words="product"
+    ),
     "fsdp": Feature(
         "adapters/weights/fsdp_weights.py para_core/weights/fsdp.py",
         (_WEIGHTS, '"fsdp":'),

@@ -24,7 +24,7 @@ para_core/recorder
 para_core/plans
 para_core/cfg
 para_core/spatial para_core/weights para_core/cache
-para_core/same_bits
+para_core/same_bits para_core/products.py
 para_core/comparison
 para_core/verify
 para_core/api.py
@@ -44,7 +44,7 @@ adapters/weights
 adapters/vae
 adapters/compatibility
 adapters/cache
-adapters/parallel adapters/propose adapters/cfg adapters/same_bits.py
+adapters/parallel adapters/propose adapters/cfg adapters/same_bits.py adapters/products.py
 adapters/api.py
 adapters/__init__.py
 fleet

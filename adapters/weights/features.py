@@ -37,6 +37,7 @@ FEATURES: Mapping[str, str] = {
     "quantize": "weights.quantize",
     "cfg": "cfg.guided_calls",
     "same_bits": "same_bits",
+    "products": "products",
 }
 
 
@@ -99,7 +100,7 @@ def changes_for(request: ChangeRequest) -> list[FeatureChange]:
 def _check_known(request: ChangeRequest) -> None:
     """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks."""
     known = {feature.option for feature in features().values()}
-    switches = ("vae", "offload", "pipefusion", "same_bits")
+    switches = ("vae", "offload", "pipefusion", "same_bits", "products")
     needed = [option for option in switches if request.options.get(option) not in (None, False)]
     placements = ("text_encoders", "vae_placement")
     needed += [option for option in placements if request.options.get(option) in ("offload", "first")]

@@ -19,9 +19,10 @@ from benchmarks.gpu.job import OK, WRONG, SectionJob
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.harness import relative_error
 from para_core.attention.pack_ops import as_numbers
-from para_core.kernels import merge_reference, norm_reference, pack_reference, residual_reference
+from para_core.kernels import merge_reference, norm_reference, pack_reference, product_reference, residual_reference
 from para_core.kernels.pack_reference import LARGEST, SCALE_BYTES, CopyRegion
 from para_core.layout.sequence import Segment
+from para_core.triton_support import load_kernel
 
 RANKS = 8
 # These are tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with one head more, and HunyuanVideo at
@@ -104,6 +105,32 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int, dtype: t
         rounded,
     )
     yield from _group_norm(device, (1, 4 * heads, tokens, head_dim), dtype)
+    if device.type == "cuda":
+        yield _product(device, tokens, heads * head_dim, dtype)
+
+
+def _product(device: torch.device, tokens: int, width: int, dtype: torch.dtype) -> TimedKernel:
+    """Multiply by a square weight. The error is infinite if a row has other bits among fewer rows."""
+    load_kernel("product", device)  # Registers the operator.
+    x, weight, bias = (
+        _normal(size, device, dtype, seed=seed) for seed, size in enumerate([(tokens, width), (width, width), (width,)])
+    )
+
+    def multiply(rows: Tensor) -> Tensor:
+        return torch.ops.para_core.product(rows, weight, bias)  # type: ignore[no-any-return]
+
+    def error() -> float:
+        out = multiply(x)
+        parts = [slice(0, 1), slice(0, 8)]
+        if tokens > TINY[0][0]:
+            # Not in Triton's interpreter, which adds up the rows of a tile in several orders.
+            parts += [slice(1, 8), slice(tokens // 2, tokens)]
+        if not all(torch.equal(multiply(x[part]), out[part]) for part in parts):
+            return float("inf")
+        return relative_error(out, product_reference.product(x.double(), weight.double(), bias.double()))
+
+    num_bytes = (2 * x.numel() + weight.numel()) * x.element_size()
+    return TimedKernel("product", lambda: multiply(x), num_bytes, error, 2 * torch.finfo(dtype).eps)
 
 
 def _group_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[TimedKernel]:

@@ -3,10 +3,12 @@
     python -m benchmarks.pipelines.same_bits                                # every cell that the JSON has not: hours
     python -m benchmarks.pipelines.same_bits --ways "Ulysses 2" --only flux --again
     python -m benchmarks.pipelines.same_bits --ways "VAE rows 2" "VAE rows 3" --only KL
+    python -m benchmarks.pipelines.same_bits --ways "Ulysses 2" --only flux wan --threads 2
 
 A cell is "equal", the relative error of the latents after three steps with an odd number of tokens, or the error that
 every rank raised. The expected latents are those of the unmodified pipeline in the same process. Each process has one
-thread. Each way of VAE rows decodes and encodes by every tiny autoencoder instead, under the key "vaes" of the JSON.
+thread, or as many as --threads says, under the key "threads" of the JSON. Each way of VAE rows decodes and encodes by
+every tiny autoencoder instead, under the key "vaes".
 --real-widths runs one double and one single block of FLUX's real widths (3072, 12288), with 257 image tokens per rank.
 """
 
@@ -91,8 +93,9 @@ def has_bits(out: Tensor, expected: Tensor) -> bool:
     return torch.equal(out.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def measure(names: list[str], ways: list[str], dtype: str) -> dict[str, dict[str, str]]:
+def measure(names: list[str], ways: list[str], dtype: str, threads: int = 1) -> dict[str, dict[str, str]]:
     """Return for each pipeline and way "equal", or the relative error of the worst rank."""
+    torch.set_num_threads(threads)
     meshes = {
         way: init_device_mesh("cpu", tuple(WAYS[way].mesh.values()), mesh_dim_names=tuple(WAYS[way].mesh))
         for way in ways
@@ -144,9 +147,25 @@ def run(ways: Iterable[str], dtypes: Iterable[str], only: Iterable[str] | None, 
                 write_results(RESULTS, results, "diffusers")
 
 
+def run_with_threads(threads: int, ways: Iterable[str], dtypes: Iterable[str], names: Iterable[str]) -> None:
+    """Measure pipelines, and two blocks of FLUX with real widths, with several threads in each process."""
+    for dtype in dtypes:
+        known = PIPELINES if dtype == "float32" else IN_BFLOAT16
+        for way in ways:
+            chosen = [name for name in names if name in known]
+            cells = measure_on_ranks(measure, WAYS[way].ranks, chosen, [way], dtype, threads)
+            wide = measure_on_ranks(measure_real_widths, WAYS[way].ranks, way, dtype, threads)
+            results = read_results(RESULTS)
+            rows = results.setdefault("threads", {}).setdefault(str(threads), {}).setdefault(dtype, {})
+            for name, row in {**cells, "real widths": {way: wide}}.items():
+                rows[name] = {**rows.get(name, {}), **row}
+            write_results(RESULTS, results, "diffusers")
+
+
 @torch.no_grad()
-def measure_real_widths(way: str, dtype: str) -> str:
+def measure_real_widths(way: str, dtype: str, threads: int = 1) -> str:
     """Return "equal" or the relative error of one call of two blocks of FLUX with real widths."""
+    torch.set_num_threads(threads)
     config = {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
     model = flux_transformer(num_layers=1, num_single_layers=1, **config).to(getattr(torch, dtype))
     ranks = dist.get_world_size()
@@ -271,12 +290,16 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these pipelines and VAEs only")
     parser.add_argument("--again", action="store_true", help="measure cells that the JSON has, too")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process, for WAYS and NAMES")
     parser.add_argument("--real-widths", action="store_true", help="blocks of FLUX's widths; minutes, 8 GB")
     options = parser.parse_args()
     if options.real_widths:
         run_real_widths(options.dtypes)
         return
     ways = [way for way in options.ways if way in WAYS]
+    if options.threads != 1:
+        run_with_threads(options.threads, ways, options.dtypes, options.only or list(PIPELINES))
+        return
     vae_ways = [way for way in options.ways if way in VAE_WAYS]
     run(ways, options.dtypes, options.only, again=options.again)
     run_vaes(vae_ways, options.dtypes, options.only, again=options.again)

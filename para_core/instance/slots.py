@@ -46,6 +46,8 @@ class Slot(IntEnum):
     STAGED_WEIGHTS = auto()
     STAGED_MERGE = auto()
     PARALLEL_DENOISER = auto()
+    # Outside of what computes a product with other rows, so that it finds the same kernel.
+    PRODUCTS = auto()
     # All ranks have the same arguments outside of the plan, so they check the same calls.
     SAME_BITS = auto()
     PLAN = auto()

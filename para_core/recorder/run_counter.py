@@ -25,6 +25,7 @@ _KERNELS = {
     "para_core::merge_": 1,
     "para_core::pack": 1,
     "para_core::unpack": 1,
+    "para_core::product": 1,
     "para_core::residual_change": 2,
     "para_core::forecast": 1,
     "para_core::group_moments": 2,

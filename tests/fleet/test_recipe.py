@@ -21,11 +21,12 @@ EXCLUDED = [
     ({"weights": "tensor"}, "weights are 'tensor', but the mesh"),
     *[({check: True, "comm_dtype": "int8"}, "comm_dtype leaves nothing equal") for check in CHECKS],
     *[({check: True, "mesh": (("pipe", 2),)}, "a mesh with pipe leaves nothing equal") for check in CHECKS],
+    ({"products": "triton", "quantize": "int8"}, "products is 'triton' with quantize 'int8'"),
     *[
         ({"model": "a.gguf", "config": "b", **options}, f"^{next(iter(options))} is .*a.gguf")
         for options in (
             *({"weights": "fsdp"}, {"weights": "tensor", "mesh": (("tensor", 2),)}, {"quantize": "int8"}),
-            *({"compile": "whole"}, {"mesh": (("pipe", 2),)}),
+            *({"compile": "whole"}, {"mesh": (("pipe", 2),)}, {"products": "triton"}),
         )
     ],
 ]

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, _patch_lang
 from triton.runtime.jit import JITFunction
 
+from para_core import triton_support
 from para_core.attention.backends import triton_backend
 
 
@@ -43,6 +44,7 @@ def interpreted(before_launch: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
         mock.patch.object(JITFunction, "__call__", call),
         mock.patch.object(InterpreterBuilder, "create_dot", _dot),
         mock.patch.object(triton_backend, "is_interpreting", lambda: True),
+        mock.patch.object(triton_support, "is_interpreting", lambda: True),
     ):
         yield
 

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from para_core.kernels import attention_int8, merge, norm, pack, residual
+from para_core.kernels import attention_int8, merge, norm, pack, product, residual
 from para_core.kernels.attention_configs import (
     FLOAT32,
     FLOAT32_WIDE,
@@ -190,6 +190,42 @@ def test_small_kernel_fits_and_moves_16_bytes_at_once(name, arch):
         assert ("ld.global.b32" if rounds and unpacks else "ld.global.v4.b32") in compiled.ptx
         if compiled.kernel is pack.pack_kernel:
             assert ("st.global.b32" if rounds and not unpacks else "st.global.v4.b32") in compiled.ptx
+
+
+# -- Products.
+
+# By name: the dtype, the number of inputs of a linear layer, and whether the weight is a matrix on the right.
+PRODUCTS = {
+    "bfloat16": (BF16, 3072, False),
+    "float16, odd inputs": (FP16, 100, False),
+    "bfloat16, a matrix on the right": (BF16, 3072, True),
+    "float32": (FP32, 3072, False),
+}
+
+
+def multiply(dtype, inputs, is_on_the_right, rows):
+    weight = empty(inputs, 12288, dtype=dtype).mT if is_on_the_right else empty(12288, inputs, dtype=dtype)
+    product.launch(empty(rows, inputs, dtype=dtype), weight, empty(12288, dtype=dtype))
+
+
+@on_each_arch
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product_fits_and_is_one_kernel_for_all_numbers_of_rows(name, arch):
+    dtype = PRODUCTS[name][0]
+    compiled, other = (compiled_by(partial(multiply, *PRODUCTS[name], rows), arch)[0] for rows in (1, 4096))
+    assert compiled.ptx == other.ptx
+    assert compiled.spills == 0
+    tile = product.TILE_FLOAT32 if dtype == FP32 else product.TILE
+    assert tile.warps <= min(compiled.warps, THREAD_LIMIT[arch] // 32)
+    assert compiled.shared <= SHARED_LIMIT[arch]
+    # No sum is split, so nothing is added up in memory.
+    assert not re.search(r"\b(atom|red)\.", compiled.ptx)
+    if dtype == FP32:
+        assert "tf32" not in compiled.ptx and "mma" not in compiled.ptx and "fma.rn.f32" in compiled.ptx
+    else:
+        assert {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(arch, "mma.sync") in compiled.ptx
+    # Blocks are copied while others are multiplied, 16 bytes at once.
+    assert "cp.async.cg.shared.global" in compiled.ptx
 
 
 # -- Attention.

@@ -69,7 +69,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "quantized": ("unquantized", "int8", "int8-late"),
     "sizes": ("size", "sizes"),
     "text": ("auto-text", "text-shard", "text-replicate"),
-    "rotate": ("auto-rotate", "alltoall", "allgather", "2d"),
+    "rotate": ("auto-rotate", "alltoall", "allgather", "2d", "gathered"),
     "verify": ("unverified", "verify"),
     "undo": ("parallel-off-first", "cache-off-first", "again"),
 }
