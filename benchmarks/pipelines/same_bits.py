@@ -110,7 +110,7 @@ def measure(names: list[str], ways: list[str], dtype: str, threads: int = 1) -> 
             try:
                 parallelize_pipe(pipe, mesh=meshes[way], **WAYS[way].options)
                 out = generate(pipe, name, bfloat16=dtype == "bfloat16")
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, TypeError, ValueError) as error:
                 # Every rank raises the same error.
                 cells[name][way] = str(error)
                 continue

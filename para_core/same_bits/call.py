@@ -13,9 +13,12 @@ from para_core.instance.modules import has_compiled_parts
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
+from para_core.plans.region import region_of
+from para_core.plans.samples import count_samples
 from para_core.same_bits.device_settings import deterministic_products
 from para_core.same_bits.mode import SameBits
 from para_core.same_bits.row_check import RowCheck
+from para_core.same_bits.unplaced import find_differences
 from para_core.torch_internals import is_compiled_code, tree_leaves
 
 _COMPILED = (
@@ -74,22 +77,43 @@ class SameBitsCalls:
         return output
 
     def _run_part(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call on this rank's tokens and samples."""
+        """Run a call, whose tokens and samples the plan then shards."""
         if self._mesh.ranks == 1:
             return call(module, *args, **kwargs)
+        self._check_samples(args, kwargs)
         with SameBits(module, self._check):
             return call(module, *args, **kwargs)
+
+    def _check_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ``ValueError`` on every rank if ranks share samples, and an argument has one row for all of them.
+
+        Products of that row are computed with one row in one process. On a rank with one sample they look like those
+        of the sample.
+        """
+        region = region_of(self.module)
+        if region is None or region.batch is None:
+            return
+        arguments = {**dict(zip(region.parameters, args, strict=False)), **kwargs}
+        samples: dict[str, int] = {}
+        for name, dim in region.plan.batched.items():
+            number = count_samples(arguments.get(name), dim)
+            if number is not None:
+                samples[name] = number
+        single = [name for name, number in samples.items() if number == 1]
+        most = max(samples.values(), default=1)
+        if single and most > 1:
+            raise ValueError(
+                f"same_bits=True: {', '.join(single)} of {original_class(self.module).__name__} has one row for all "
+                f"{most} samples, and ranks that share the samples cannot tell its products from those of a sample. "
+                "Use a mesh without 'batch' (max_batch_dim_size=1), or leave same_bits out."
+            )
 
     def _conclude(self, check: RowCheck) -> None:
         # Ranks along "batch" share the samples of this call, or each makes calls of its own.
         calling = self._mesh if check.shares_samples else self._mesh.sequence
         of_ranks = exchange((check.findings, check.unplaced), calling)
         found = [line for findings, _ in of_ranks for line in findings]
-        if any(unplaced != of_ranks[0][1] for _, unplaced in of_ranks):
-            for _, unplaced in of_ranks:
-                found += [
-                    f"{line}: few rows, of no known sequence; other ranks have others" for line in unplaced
-                ]
+        found += find_differences([unplaced for _, unplaced in of_ranks])
         if not found:
             return
         lines = "\n".join(f"  {line}" for line in dict.fromkeys(found))

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from para_core.layout.sequence import Run, Segment, SequenceLayout
 from para_core.plans.current_call import ranks_sharing_samples, segments_under_way
 
+# Elements in a vector of a CPU's registers, at least.
+_ALIGNMENT = 64
+
 
 @dataclass(frozen=True)
 class Place:
@@ -101,8 +104,9 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
     if _is_dense(x, order, sizes):
         zeros = x.new_zeros(in_memory)
     else:
-        # One more element in each row keeps the tensor from being contiguous.
-        zeros = x.new_zeros([*in_memory[:-1], in_memory[-1] + 1]).narrow(-1, 0, in_memory[-1])
+        # More elements in each row keep the tensor from being contiguous.
+        gap = _gap_between_rows(x, order)
+        zeros = x.new_zeros([*in_memory[:-1], in_memory[-1] + gap]).narrow(-1, 0, in_memory[-1])
     zeros = zeros.permute([order.index(dim) for dim in range(x.ndim)])
     # Kernels read the stride of a dim of one element, too, which a view may have from another tensor.
     new_strides = [*zeros.stride()]
@@ -112,6 +116,16 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
             new_strides[dim] = strides[dim]
         stride *= x.shape[dim]
     return zeros.as_strided(zeros.shape, new_strides)
+
+
+def _gap_between_rows(x: Tensor, order: Sequence[int]) -> int:
+    """Return a number of elements, at least one, with which rows of the innermost dim are aligned as those of ``x``.
+
+    MKL adds up in another order if rows do not begin at a multiple of its vectors, which have 64 bytes at most.
+    """
+    if x.ndim < 2:
+        return 1
+    return (x.stride(order[-2]) - x.shape[order[-1]]) % _ALIGNMENT or _ALIGNMENT
 
 
 def is_dense(x: Tensor) -> bool:

@@ -3,7 +3,8 @@
 A rank's tensor is put at its place in zeros of the sizes of one process, the same function computes both, and the bytes
 of the rank's part are compared. That needs no second run of the model and no exchange. On CUDA, the number of parts
 into which FlashAttention splits keys is compared, too. The mode of :mod:`.mode` calls this, and :mod:`.call` compares
-the findings of all ranks.
+the findings of all ranks. Products of few rows whose place is unknown are tried with each number of rows that one
+process may have; which of these it has follows from all ranks' numbers (:mod:`.unplaced`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
 from para_core.same_bits.one_process import OneProcess, put_at_place, resize, take_from_place
 from para_core.same_bits.rows import CONVOLUTIONS, few_rows
+from para_core.same_bits.unplaced import UnplacedProduct, have_equal_bytes, try_numbers_of_rows
 from para_core.torch_internals import DisableTorchFunctionSubclass
 
 # Functions whose first argument is a tensor with tokens, whose rows do not depend on each other, without randomness.
@@ -65,15 +67,14 @@ class RowCheck:
         module: The model, whose submodules findings name.
         findings: What differed so far, as text: the module, the function, the shape and type of the rank's tensor, and
             what is different.
-        unplaced: Products of few rows that are of no known sequence, in the order of the calls. If their number differs
-            between ranks, as that of the tokens of an expert does, nothing says how many one process would have.
+        unplaced: Products of few rows that are of no known sequence, in the order of the calls.
     """
 
     module: nn.Module
     # Whether the ranks along "batch" share the samples of the call.
     shares_samples: bool = False
     findings: list[str] = field(default_factory=list)
-    unplaced: list[str] = field(default_factory=list)
+    unplaced: list[UnplacedProduct] = field(default_factory=list)
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
 
     def compare(
@@ -96,7 +97,9 @@ class RowCheck:
         self._seen.add(key)
         tokens = None if func in CONVOLUTIONS else one_process.place_of_tokens(x)
         if func is F.linear and tokens is None and prod(x.shape[:-1]) < few_rows(x):
-            self.unplaced.append(self._describe(func, x))
+            with torch.no_grad(), DisableTorchFunctionSubclass():
+                text = self._describe(func, x)
+                self.unplaced.append(try_numbers_of_rows(text, one_process, x, output, *args, **kwargs))
         samples = one_process.batch_size > 1 and (tokens is None or tokens[0] > 0)
         if tokens is None and not samples:
             return
@@ -173,15 +176,6 @@ def _as_key(argument: Any) -> Any:
 
 def _as_text(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape))
-
-
-def have_equal_bytes(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one shape have the same type and bytes."""
-    # A copy, because a contiguous tensor whose last dim has one element may have any stride there.
-    if x.dtype != y.dtype:
-        return False
-    copies = [z.clone(memory_format=torch.contiguous_format).view(torch.uint8) for z in (x, y)]
-    return torch.equal(*copies)
 
 
 def _calling_module(model: nn.Module) -> str:

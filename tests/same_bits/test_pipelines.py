@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from benchmarks.pipelines.latents import generate
 from para_core import PipeFusion
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, unparallelize_pipe
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer
@@ -97,3 +98,14 @@ def compiled():
 
 def test_compiled_model_is_refused(rank_pool):
     rank_pool.run(compiled, 2)
+
+
+def guide_with_one_row():
+    pipe = PIPELINES["cogvideox 1.5, image"].build()
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 1, batch=2), same_bits=True)
+    with pytest.raises(ValueError, match="ofs of CogVideoXTransformer3DModel has one row for all 2 samples"):
+        generate(pipe, "cogvideox 1.5, image")
+
+
+def test_a_row_for_all_samples_is_refused(rank_pool):
+    rank_pool.run(guide_with_one_row, 2)

@@ -13,6 +13,7 @@ from para_core.same_bits import row_check
 from para_core.same_bits.one_process import OneProcess
 from para_core.same_bits.row_check import RowCheck
 from para_core.same_bits.rows import convolution, linear
+from para_core.same_bits.unplaced import UnplacedProduct, find_differences
 
 # With fewer features a CPU adds up every number of rows alike.
 WIDTH = 512
@@ -114,5 +115,49 @@ def test_products_of_few_rows_of_no_sequence_are_noted():
     for rows in (65, 3, 3, 500):
         x = torch.ones(rows, 8)
         check.compare(F.linear, one, x, F.linear(x, weight), (weight,), {})
-    assert check.unplaced == ["linear of 3 × 8 in float32"]
+    (product,) = check.unplaced
+    assert product.text == "linear of 3 × 8 in float32"
+    # Two ranks with 2 to 4 rows each.
+    assert product.equal_for == {4, 5, 6, 7, 8}
     assert check.findings == []
+
+
+def products_of(rows, width, total):
+    """Return the products that two ranks note, which share ``total`` random rows, the first one ``rows`` of them."""
+    x = torch.randn(total, width, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(48, width, generator=torch.Generator().manual_seed(1))
+    of_ranks = []
+    for rank, part in enumerate((x[:rows], x[rows:])):
+        check = RowCheck(nn.Identity())
+        check.compare(F.linear, OneProcess((), rank, 2), part, F.linear(part, weight), (weight,), {})
+        of_ranks.append(check.unplaced)
+    equal = torch.equal(torch.cat([F.linear(part, weight) for part in (x[:rows], x[rows:])]), F.linear(x, weight))
+    return of_ranks, equal
+
+
+@given(st.integers(1, 12), st.sampled_from([16, 32, 512]))
+def test_rows_of_no_sequence_have_the_bits_of_one_process_or_are_named(rows, width):
+    of_ranks, equal = products_of(rows, width, 2 * rows + 1)
+    assert equal or find_differences(of_ranks)
+    # Ranks with the same rows have all.
+    assert find_differences([of_ranks[0], of_ranks[0]]) == []
+    assert "other ranks have others" in find_differences([of_ranks[0], []])[0]
+
+
+def test_many_rows_of_no_sequence_are_not_named():
+    of_ranks, equal = products_of(40, 512, 80)
+    assert equal and of_ranks == [[], []]
+    # Few rows in 16 bits, whose bits do not depend on their number with so few features.
+    product = UnplacedProduct("linear of 40 × 64 in bfloat16", 0, 40, "a", frozenset({79, 80, 81}), 512)
+    others = [replace(product, digest="b"), replace(product, digest="c", size=42)]
+    assert find_differences([[product], others[:1]]) == []
+    assert len(find_differences([[product], others[1:]])) == 2
+
+
+def test_a_row_of_a_view_has_the_bits_of_one_process():
+    # Alone, the second sample has another address in memory than after the first.
+    x = torch.randn(2, 17, 128, generator=torch.Generator().manual_seed(0))[:, 0]
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
+    for index in range(2):
+        out = linear(OneProcess(batch_index=index, batch_size=2), x[[index]].as_strided((1, 128), (2176, 1)), weight)
+        assert torch.equal(out, F.linear(x, weight)[[index]])

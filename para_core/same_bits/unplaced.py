@@ -1,0 +1,122 @@
+"""Products of few rows whose place in one process is unknown, such as those of tokens that are joined with samples.
+
+Their rows are parts of those of one process, or all of them: ranks that have other rows share them, and ranks that have
+the same rows have all. Only all ranks together know which, and how many one process has, and that is after the call,
+when the weights may be gone again. So each rank tries, when the product is computed, every number of rows that one
+process may have, and :func:`find_differences` looks up the right one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from para_core.same_bits.one_process import OneProcess, resize
+from para_core.same_bits.rows import few_rows, linear
+
+
+@dataclass(frozen=True)
+class UnplacedProduct:
+    """A product of few rows of one rank.
+
+    Args:
+        text: The module, the function, and the shape and type of the rank's tensor.
+        samples: The index of the rank's samples. Ranks with other samples share no rows: these are padded.
+        size: The number of rows, in the last dim but one.
+        digest: The digest of the rows. Ranks with equal digests have the same rows.
+        equal_for: The numbers of rows of one process for which the rank's rows have the same bits, of those tried.
+        enough: The number of rows from which every number gives the bits of this one; it was tried if larger numbers
+            are possible.
+    """
+
+    text: str
+    samples: int
+    size: int
+    digest: str
+    equal_for: frozenset[int]
+    enough: int
+
+    @property
+    def name(self) -> str:
+        """The module and the function, the same on all ranks that make the same call."""
+        return self.text.rpartition(" of ")[0]
+
+    def has_bits_of(self, rows: int) -> bool:
+        """Whether the rank's rows have the bits that they have among ``rows`` rows; False if that was not tried."""
+        return rows == self.size or min(rows, self.enough) in self.equal_for
+
+
+def try_numbers_of_rows(
+    text: str, one_process: OneProcess, x: Tensor, output: Tensor, *args: Any, **kwargs: Any
+) -> UnplacedProduct:
+    """Return the product ``output`` of ``F.linear(x, ...)`` with the numbers of rows that give its bits.
+
+    The numbers of rows of the ranks differ by at most one, or they are not tried.
+    """
+    ranks, size = one_process.ranks, 1
+    if x.ndim > 1:
+        size = x.shape[-2]
+    others = x.numel() // max(1, size * x.shape[-1])
+    enough = -(-few_rows(x) // max(1, others))
+    totals = {
+        min(total, enough) for total in range(ranks * (size - 1), ranks * (size + 1) + 1) if total > size
+    }
+    equal_for = []
+    for total in totals:
+        if _is_equal_among(total, one_process, x, output, *args, **kwargs):
+            equal_for.append(total)
+    return UnplacedProduct(text, one_process.batch_index, size, _digest_of(x), frozenset(equal_for), enough)
+
+
+def _is_equal_among(
+    total: int, one_process: OneProcess, x: Tensor, output: Tensor, *args: Any, **kwargs: Any
+) -> bool:
+    """Whether the rows of ``x`` have the bits of ``output`` as the first of ``total`` rows, the others of zeros."""
+    if x.ndim < 2 or not x.numel():
+        return True
+    rows = resize(x, [*x.shape[:-2], total, x.shape[-1]])
+    rows.narrow(-2, 0, x.shape[-2]).copy_(x)
+    among = linear(one_process, rows, *args, **kwargs)
+    return have_equal_bytes(among.narrow(-2, 0, x.shape[-2]), output)
+
+
+def _digest_of(x: Tensor) -> str:
+    """Return the SHA-256 of the bytes of ``x``."""
+    data = x.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def find_differences(of_ranks: Sequence[Sequence[UnplacedProduct]]) -> list[str]:
+    """Return what is not known to have the bits of one process, as text, from the products of all ranks."""
+    names = [[product.name for product in products] for products in of_ranks]
+    if any(others != names[0] for others in names):
+        # Ranks make other calls, as those of experts without tokens.
+        texts = [product.text for products in of_ranks for product in products]
+        return [f"{text}: few rows, of no known sequence; other ranks have others" for text in texts]
+    found = []
+    for products in zip(*of_ranks, strict=True):
+        sizes: dict[int, dict[str, int]] = {}
+        for product in products:
+            sizes.setdefault(product.samples, {})[product.digest] = product.size
+        for product in products:
+            total = sum(sizes[product.samples].values())
+            if not product.has_bits_of(total):
+                found.append(
+                    f"{product.text}: few rows, of no known sequence, {total} of them in one process, among which "
+                    "they have other bits, or are not known to have these"
+                )
+    return found
+
+
+def have_equal_bytes(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one shape have the same type and bytes."""
+    # A copy, because a contiguous tensor whose last dim has one element may have any stride there.
+    if x.dtype != y.dtype:
+        return False
+    copies = [z.clone(memory_format=torch.contiguous_format).view(torch.uint8) for z in (x, y)]
+    return torch.equal(*copies)
