@@ -147,7 +147,7 @@ class UnifiedAttnMode(LayoutMode):
         # Whether a tensor that may be a mask was sharded by rows, so that masks computed from it are noted.
         self._follows_masks = False
         # What the model computed by hand over this rank's tokens (matmul, softmax, matmul).
-        self._by_hand = HandwrittenAttention()
+        self._by_hand = HandwrittenAttention(ignores_graphs=attn_func is not None)
         # Whether a wrapper made by bound() is running after the mode was left, with the layouts that it has
         # stored.
         self._is_resumed = False
