@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,9 +55,10 @@ def density() -> dict[str, dict[str, int]]:
 
 
 def homes() -> dict[str, list[str]]:
-    """Return, for each of ``OPTIONS``, the files of the library that name it."""
+    """Return, for each of ``OPTIONS``, the files of the library that name it, as a word of its own."""
     return {
-        option: [str(path.relative_to(ROOT)) for path in files() if option in path.read_text()] for option in OPTIONS
+        option: [str(path.relative_to(ROOT)) for path in files() if re.search(rf"\b{option}\b", path.read_text())]
+        for option in OPTIONS
     }
 
 

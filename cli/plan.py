@@ -327,12 +327,10 @@ def _options_of(row: Prediction) -> dict[str, str]:
     """
     placement = row.placement
     named = dict(row.options)
+    if placement.resident is not None:
+        named = row.options_beside("offload")
     if placement.takes_turns:
         named["offload"] = "model"
-    if placement.resident is not None:
-        named.pop("text_encoders", None)
-        if placement.text_encoders != "offload":
-            named["text_encoders"] = placement.text_encoders
     if placement.quantize is not None:
         named["quantize"] = placement.quantize
     if row.shape.ranks > 1:

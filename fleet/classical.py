@@ -10,6 +10,7 @@ import torch
 
 from para_core.adapters.weights.features import require_quantizer
 from para_core.fleet.model_files import (
+    ENCODER_WEIGHTS,
     GGUF,
     is_single_file,
     kind_of_file,
@@ -21,12 +22,6 @@ from para_core.fleet.pipeline_info import Model
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in
 from para_core.fleet.recipe import Recipe
 from para_core.option_values import Quantize
-
-# Prefixes of the weights of text encoders in single files, by the beginning of their class names.
-_ENCODER_WEIGHTS = {
-    "CLIPText": ("cond_stage_model.", "conditioner.", "text_encoders.clip"),
-    "T5": ("text_encoders.t5",),
-}
 
 
 def check_ranks(model: Model, ranks: int) -> None:
@@ -147,8 +142,8 @@ def _load_other_encoders(file: str, home: str, dtype: torch.dtype) -> dict[str, 
         kind: Any = getattr(transformers, cls)
         if not issubclass(kind, transformers.PreTrainedModel):
             continue
-        family = next((family for family in _ENCODER_WEIGHTS if cls.startswith(family)), None)
-        if family is None or not any(weight.startswith(_ENCODER_WEIGHTS[family]) for weight in names):
+        family = next((family for family in ENCODER_WEIGHTS if cls.startswith(family)), None)
+        if family is None or not any(weight.startswith(ENCODER_WEIGHTS[family]) for weight in names):
             encoders[name] = kind.from_pretrained(home, subfolder=name, dtype=dtype)
     return encoders
 

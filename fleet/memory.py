@@ -90,8 +90,8 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
             mesh,
             fsdp=recipe.weights == "fsdp",
             resident=resident,
-            text_encoders=recipe.encoders_placement,
-            vae_placement=recipe.placement_of_vae,
+            encoders=recipe.encoders_placement,
+            vae=recipe.placement_of_vae,
             quantize=quantize,
         )
     except Exception as error:

@@ -18,6 +18,11 @@ CLASSICAL, MODULAR = "model_index.json", "modular_model_index.json"
 SAFETENSORS, GGUF = ".safetensors", ".gguf"
 # Suffixes of other files of weights. They are pickles, which may run code when they are read.
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
+# Prefixes of the weights of text encoders in single files, by the beginning of their class names.
+ENCODER_WEIGHTS = {
+    "CLIPText": ("cond_stage_model.", "conditioner.", "text_encoders.clip"),
+    "T5": ("text_encoders.t5",),
+}
 # Prefixes of weights that only a checkpoint of a whole pipeline has: those of VAEs and of text encoders.
 _PREFIXES_OF_PIPELINES = ("first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.")
 _LARGEST_HEADER = 100 * 2**20

@@ -228,6 +228,20 @@ class PipelineChoices(AttentionChoices):
         """Whether the user chose where the text encoders are."""
         return self.text_encoders is not None
 
+    @property
+    def placement_of_encoders(self) -> TextEncoders | None:
+        """The placement of the text encoders that the user chose; None without one."""
+        return self.text_encoders
+
+    @property
+    def shards_encoders(self) -> bool:
+        """Whether the text encoders are sharded over all ranks, whatever ``weights`` shards."""
+        return self.text_encoders == "fsdp"
+
+    def with_encoders(self, placement: TextEncoders | None) -> Self:
+        """Return these options with another placement of the text encoders."""
+        return replace(self, text_encoders=placement)
+
     def encoders_or(self, default: TextEncoders) -> TextEncoders:
         """Return the placement of the text encoders that the user chose, else ``default``."""
         return self.text_encoders or default

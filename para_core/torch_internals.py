@@ -207,6 +207,8 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 # Returns a list of the function modes that are entered, innermost last.
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+# Returns the number of dispatch modes that are entered.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Creates a tensor without memory. The class of the tensor defines what operators do with it.
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 FakeTensor = torch._subclasses.FakeTensor

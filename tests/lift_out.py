@@ -158,8 +158,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "rows of VAEs": Feature(
         (
-            "adapters/vae/pipeline.py adapters/vae/vae.py adapters/vae/vae_compile.py adapters/vae/families.py "
-            "adapters/vae/call_check.py adapters/vae/diffusion_decoder.py para_core/spatial/tiles.py"
+            "adapters/vae/pipeline.py adapters/vae/vae.py adapters/vae/run.py adapters/vae/vae_compile.py "
+            "adapters/vae/families.py adapters/vae/call_check.py adapters/vae/diffusion_decoder.py "
+            "para_core/spatial/tiles.py"
         ),
         (_WEIGHTS, '"vae":'),
     ),

@@ -222,6 +222,11 @@ def hooks_can_be_off():
         return internals.all_saved_tensors_hooks() == []
 
 
+def dispatch_modes_are_counted():
+    with internals.FakeTensorMode():
+        return internals.num_dispatch_modes() == 1
+
+
 CANARIES = {
     "collectives of one graph are not kept in order": lambda: (
         internals.WAIT_TENSOR.name() == "_c10d_functional::wait_tensor"
@@ -253,6 +258,7 @@ CANARIES = {
     "attention by hand is computed without a warning": private_softmax_functions_are_seen_by_modes,
     "a mode answers for another tensor after a graph break": marked_function_is_compiled_as_part_of_another_only,
     "attention where saved-tensor hooks are not allowed raises": hooks_can_be_off,
+    "the planner counts each operator inside a merge as a launch": dispatch_modes_are_counted,
 }
 
 

@@ -169,8 +169,14 @@ def _hash(data: bytes | memoryview) -> str:
 
 def describe_value(value: Any) -> str:
     """Return a short text that is equal for equal values, also in another process."""
-    text: str = PendingRecord({"": value}).wait().get("", "None")
+    text: str = describe_all({"": value})[""]
     return text
+
+
+def describe_all(values: Mapping[str, Any]) -> Record:
+    """Return the text of :func:`describe_value` for each of ``values``, by name."""
+    texts = PendingRecord(values).wait()
+    return {name: texts.get(name, "None") for name in values}
 
 
 def _limit_text(text: str) -> str:

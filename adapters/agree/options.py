@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.agree.arguments import describe_value
+from para_core.adapters.agree.arguments import describe_all, describe_value
 from para_core.distributed.agree import agree, together
 from para_core.distributed.mesh import GuidedMesh, all_ranks, check_member, guided_mesh
 from para_core.distributed.records import Record, describe_differences
@@ -31,13 +31,10 @@ def agree_on_options(
         yield
         return
     ranks = _ranks_of(mesh)
-    # A function has no value to compare between processes, but a name. ``describe_value`` returns the class of a
+    # A function has no value to compare between processes, but a name. ``describe_all`` returns the class of a
     # callback.
     names = {name: getattr(value, "__qualname__", value) for name, value in options.items()}
-    record = {
-        "mesh": _describe_mesh_sizes(mesh),
-        **{name: describe_value(value) for name, value in names.items()},
-    }
+    record = {"mesh": _describe_mesh_sizes(mesh), **describe_all(names)}
 
     def explain(records: list[Record]) -> str:
         differences = "; ".join(describe_differences(records))

@@ -5,15 +5,17 @@ Nothing is changed here. The chosen changes are returned as the parts of a sessi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
 from para_core.adapters.default_mesh import mesh_and_method
-from para_core.adapters.denoisers import denoisers_by_kind, other_denoisers_of
+from para_core.adapters.denoisers import denoisers_by_kind
 from para_core.adapters.inspect.components import (
     components_of,
     encoders_with_blocks,
@@ -25,13 +27,14 @@ from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.parts import FeaturePart, ShardPart, TimeoutPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.parallel.transformer import TransformerPart, make_call_agreement, resolve_transformer
+from para_core.adapters.parallel.transformer import make_call_agreement, resolve_transformer
 from para_core.adapters.registry import decoders_of, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, FeatureChange
 from para_core.adapters.weights.features import changes_for, require_method, shard_methods
 from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.adapters.weights.one_way import check_holds_all
 from para_core.adapters.weights.shard import Sharding, check_can_be_sharded, prepare_sharding, weights_groups
+from para_core.attention.attention_options import AttnOptions
 from para_core.attention.option import AttentionOption
 from para_core.distributed.agree import exchange, together
 from para_core.distributed.groups import groups_among, host_group
@@ -52,57 +55,87 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
     guided, predicted_method = mesh_and_method(options.mesh, pipe, options.weights)
     # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the
     # same.
-    needs_ranks = (
-        options.timeout is not None or options.text_encoders == "fsdp" or _shards_only_transformers(options)
-    )
+    needs_ranks = options.timeout is not None or options.shards_encoders or _shards_only_transformers(options)
     ranks: set[int] = set()
     if guided.ranks > 1 and needs_ranks:
         ranks = _global_ranks(guided)
     with together(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided)
-        placement = _placement_of_text_encoders(pipe, guided, options)
-        _check_options_fit(pipe, guided, options, placement)
+        transformers, denoisers = transformers_of(pipe), denoisers_by_kind(pipe)
+        options = options.with_encoders(_placement_of_encoders(pipe, guided, options))
+        _check_options_fit(pipe, transformers, guided, options)
         # Samples are sharded over ``batch`` only if a call has all branches of guidance on its batch dim. Perturbed
         # attention guidance splits the batch inside the model. A pipeline with a guider calls the transformer once per
         # branch, even if other pipelines of the same model concatenate the branches.
         perturbs = hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None
         batched = guided.ranks == 1 or not perturbs
         attention = options.attention(predicted_method)
-        transformers = [
+        # A part has the compiled wrapper, if there is one.
+        planned = [
             resolve_transformer(getattr(pipe, name), guided, options, attention, batched=batched)
-            for name in transformers_of(pipe)
+            for name in transformers
         ]
         runs: list[Part] = []
-        for kind, _, module in denoisers_by_kind(pipe):
+        for kind, _, module in denoisers:
             run = make_denoiser_run(kind, module, guided, assume_equal=options.assume_equal, batched=batched)
             runs.append(Change("the UNet", run.apply, run.remove))
         # The order of the parts matters: the models come first, because the part of the pipeline records the meshes
         # that they then have (ParallelCall.attach); shards come last.
-        session = ParallelSession(guided, [*transformers, *runs])
+        session = ParallelSession(guided, [*planned, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
-        shards_samples = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(
-            part.plan.batched for part in transformers
+        shards_samples = bool(denoisers or decoders_of(pipe)) or any(part.plan.batched for part in planned)
+        compare = partial(make_call_agreement, mesh=guided, assume_equal=options.assume_equal)
+        changes = changes_for(
+            ChangeRequest(
+                pipe, transformers, guided, vars(options), compare, has_calls_per_branch=not shards_samples
+            )
         )
-        changes = _changes_of_features(
-            pipe, guided, options, placement, has_calls_per_branch=not shards_samples
-        )
-        session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, changes)
+        if guided.ranks > 1 or changes or options.schedule is not None:
+            others = {path: module for _, path, module in denoisers}
+            call = _make_call(transformers, others, session, options, attention, changes)
+            session.parts.append(
+                Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe))
+            )
         session.parts += map(FeaturePart, changes)
-        _check_weights_stay(pipe, options, placement)
-    session.parts += map(ShardPart, _shardings(pipe, guided, options, placement, ranks))
+        if options.weights == "replicate":
+            check_holds_all(pipe, components_of(pipe).values(), "weights='replicate'")
+    session.parts += map(ShardPart, _shardings(pipe, transformers, guided, options, ranks))
     return session
 
 
-def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> TextEncoders | None:
+def _make_call(
+    transformers: Mapping[str, nn.Module],
+    others: Mapping[str, nn.Module],
+    session: ParallelSession,
+    options: ParallelOptions,
+    attention: AttnOptions,
+    changes: list[FeatureChange],
+) -> ParallelCall:
+    """Return the wrapper of the pipeline's call, with its transformers and other denoisers by name."""
+    call = ParallelCall(
+        transformers,
+        others,
+        session.mesh,
+        assume_equal=options.assume_equal,
+        session=session,
+        verify=options.verify,
+        changes=changes,
+    )
+    if options.schedule is not None:
+        call.scheduled = ScheduledAttention(transformers, options.schedule, attention, options.adapter)
+    return call
+
+
+def _placement_of_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> TextEncoders | None:
     """Return the placement of the text encoders' weights to apply; None to leave them where they are.
 
     Also None if ``weights`` shards text encoders like transformers, and the user chose no placement.
     """
-    if options.text_encoders == "fsdp" and mesh.ranks == 1:
+    if options.shards_encoders and mesh.ranks == 1:
         return "replicate"
     if options.places_encoders or not _shards_only_transformers(options) or mesh.ranks == 1:
-        return options.text_encoders
+        return options.placement_of_encoders
     # If the user has offloaded the text encoders, leave them in host memory.
     if not encoders_with_blocks(pipe) or any(map(offloader_of, text_encoders_of(pipe).values())):
         return None
@@ -116,18 +149,16 @@ def _shards_only_transformers(options: ParallelOptions) -> bool:
 
 
 def _check_options_fit(
-    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None
+    pipe: Any, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, options: ParallelOptions
 ) -> None:
     """Raise ``ValueError`` if an option does not fit the components of ``pipe``, the mesh or another option."""
     cls, stages = original_class(pipe).__name__, mesh.pipe.size
-    if options.transformer_options and not transformers_of(pipe):
+    if options.transformer_options and not transformers:
         named = ", ".join(f"{name}={value!r}" for name, value in options.transformer_options.items())
         raise ValueError(
             f"{named}: {cls} has no transformer; its ranks shard rows of images. Leave these options out. "
             "weights='fsdp' shards its text encoders."
         )
-    if placement is not None and not text_encoders_of(pipe):
-        raise ValueError(f"text_encoders={placement!r}: this {cls} has no text encoder. Leave it out.")
     shards = options.weights in shard_methods() and mesh.ranks > 1
     if shards and stages > 1:
         raise ValueError(
@@ -138,7 +169,7 @@ def _check_options_fit(
     if shards:
         require_method(str(options.weights)).check_mesh(mesh, True)
         check_can_be_sharded(pipe)
-    for name, module in transformers_of(pipe).items():
+    for name, module in transformers.items():
         middle = None
         if options.schedule is not None:
             middle = options.schedule.middle
@@ -154,77 +185,21 @@ def _check_options_fit(
         )
 
 
-def _parts_of_pipe(
-    pipe: Any,
-    mesh: GuidedMesh,
-    options: ParallelOptions,
-    transformers: list[TransformerPart],
-    session: ParallelSession,
-    changes: list[FeatureChange],
-) -> list[Part]:
-    """Return the part of the session that changes the pipeline's call.
-
-    The list is empty on one rank, unless a feature changes the pipeline or an attention schedule is on.
-    """
-    if mesh.ranks == 1 and not changes and options.schedule is None:
-        return []
-    call = ParallelCall(
-        transformers_of(pipe),
-        other_denoisers_of(pipe),
-        mesh,
-        assume_equal=options.assume_equal,
-        session=session,
-        verify=options.verify,
-        changes=changes,
-    )
-    parts: list[Part] = [
-        Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe))
-    ]
-    if options.schedule is not None:
-        # All transformers have equal options, and there is one: _check_options_fit has refused a schedule without.
-        attention = transformers[0].attention
-        call.scheduled = ScheduledAttention(
-            transformers_of(pipe), options.schedule, attention, options.adapter
-        )
-    return parts
-
-
-def _changes_of_features(
-    pipe: Any,
-    mesh: GuidedMesh,
-    options: ParallelOptions,
-    placement: TextEncoders | None,
-    *,
-    has_calls_per_branch: bool,
-) -> list[FeatureChange]:
-    """Return the changes that features make to ``pipe``."""
-    compare = partial(make_call_agreement, mesh=mesh, assume_equal=options.assume_equal)
-    values = {**vars(options), "text_encoders": placement}
-    request = ChangeRequest(
-        pipe, transformers_of(pipe), mesh, values, compare, has_calls_per_branch=has_calls_per_branch
-    )
-    return changes_for(request)
-
-
-def _check_weights_stay(pipe: Any, options: ParallelOptions, placement: TextEncoders | None) -> None:
-    """Raise ``RuntimeError`` if an option asks for all weights on every rank, and some are sharded or freed."""
-    if options.weights == "replicate":
-        check_holds_all(pipe, components_of(pipe).values(), "weights='replicate'")
-    if placement == "replicate":
-        check_holds_all(pipe, text_encoders_of(pipe).values(), "text_encoders='replicate'")
-
-
 def _shardings(
-    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None, ranks: set[int]
+    pipe: Any,
+    transformers: Mapping[str, nn.Module],
+    mesh: GuidedMesh,
+    options: ParallelOptions,
+    ranks: set[int],
 ) -> list[Sharding]:
     """Return the validated shardings that the options ask for. Collective. Changes nothing."""
     shardings = []
     if mesh.ranks > 1 and options.weights in shard_methods():
         names = None
-        if placement is not None:
-            names = list(transformers_of(pipe))
+        if options.places_encoders:
+            names = list(transformers)
         shardings.append(prepare_sharding(pipe, mesh, str(options.weights), names))
-    if placement == "fsdp" and encoders_with_blocks(pipe):
+    if options.shards_encoders and encoders_with_blocks(pipe):
         names = encoders_with_blocks(pipe)
         device_type = mesh.sequence.device_type
         over_all_ranks = weights_mesh(sorted(ranks), device_type, timeout=timeout_of(mesh))

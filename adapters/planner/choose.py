@@ -155,13 +155,13 @@ def _placements(shape: MeshShape, work: Workload, choices: Choices) -> Iterator[
         return
     placement = Placement(default_text_encoders(shape), quantize=choices.quantize)
     if choices.offload == "blocks":
-        placement = replace(placement, text_encoders="offload")
+        placement = replace(placement, encoders="offload")
     yield placement
     waiting: Literal["first", "offload"] = "offload"
     if shape.ranks > 1:
         waiting = "first"
     if work.weights.encoders.total and not placement.encoders_wait:
-        placement = replace(placement, text_encoders=waiting)
+        placement = replace(placement, encoders=waiting)
         yield placement
     if work.weights.vae:
         yield replace(placement, vae=waiting)

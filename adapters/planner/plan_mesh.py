@@ -14,7 +14,7 @@ from para_core.adapters.planner.published import find_published, published_workl
 from para_core.adapters.planner.weights import Placement
 from para_core.adapters.planner.work import Workload, require_positive
 from para_core.devices import Device, Link, device_named, link_named
-from para_core.option_values import Quantize
+from para_core.option_values import Quantize, TextEncoders, VaePlacement
 
 # Memory is predicted for square results with these sides, in pixels. The two predictions give the bytes per
 # pixel, as the slope of a line.
@@ -130,15 +130,15 @@ def predict_bytes(
     *,
     fsdp: bool = False,
     resident: int | None = None,
-    text_encoders: Any = None,
-    vae_placement: Any = None,
+    encoders: TextEncoders | None = None,
+    vae: VaePlacement = "replicate",
     quantize: str | None = None,
 ) -> tuple[float, float]:
     """Return the bytes of a rank as ``(fixed bytes, bytes per pixel of all frames)``.
 
     Activations of the VAE are not included. ``pipe`` may lack weights, and ``mesh`` has the sizes of the mesh
-    dims by name. The other arguments are those of ``parallelize_pipe``: whether it shards weights by FSDP2,
-    how many blocks stay on the device (None for all), and where the text encoders and the VAE are.
+    dims by name. The other arguments are as in ``parallelize_pipe``: whether it shards weights by FSDP2, how
+    many blocks stay on the device (None for all), and where the text encoders and the VAE are.
 
     Raises:
         TypeError: The planner does not know the pipeline. Counting a pipeline of the user's own may raise
@@ -146,11 +146,11 @@ def predict_bytes(
     """
     sizes: dict[str, Any] = dict(mesh)
     shape = MeshShape(**sizes, fsdp=fsdp)
-    if text_encoders is None:
-        text_encoders = "offload"
+    if encoders is None:
+        encoders = "offload"
         if resident is None:
-            text_encoders = default_text_encoders(shape)
-    placement = Placement(text_encoders, resident, quantize, vae_placement or "replicate")
+            encoders = default_text_encoders(shape)
+    placement = Placement(encoders, resident, quantize, vae)
     works = [workload_of(pipe, height=side, width=side) for side in _SIDES]
     less, more = (memory_of(shape, work, placement) for work in works)
     few, many = (side * side * work.sizes.frames for side, work in zip(_SIDES, works, strict=True))

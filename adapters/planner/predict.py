@@ -293,7 +293,7 @@ def copy_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: 
         return weights.in_host_memory(placement) / device.host_bandwidth
     if placement.encoders_wait:
         seconds += work.branches * weights.encoders.total / device.host_bandwidth
-    elif placement.text_encoders == "fsdp" and shape.ranks > 1:
+    elif placement.encoders == "fsdp" and shape.ranks > 1:
         link = machine.link(1, shape.ranks)
         seconds += work.branches * link.seconds(
             weights.encoders.gathered(shape.ranks), weights.encoders.parts

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.planner.weights import Placement
+from para_core.option_values import TextEncoders
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Prediction:
     def __str__(self) -> str:
         """Return a short description: the mesh dims with several ranks, the ring method, and where the weights are."""
         placement, words = self.placement, [str(self.shape)]
-        if placement.text_encoders != default_text_encoders(self.shape):
-            words.append(f"text encoders {placement.text_encoders}")
+        if placement.encoders != default_text_encoders(self.shape):
+            words.append(f"text encoders {placement.encoders}")
         if placement.vae_waits:
             words.append(f"VAE {placement.vae}")
         if placement.resident is not None:
@@ -68,6 +69,10 @@ class Prediction:
 
         With components that take turns on the device there are none: that is a method of the pipeline.
         """
+        return self.options_beside(default_text_encoders(self.shape))
+
+    def options_beside(self, encoders: TextEncoders) -> dict[str, Any]:
+        """Return :attr:`options` for a caller that places text encoders as ``encoders`` says by default."""
         shape, placement, options = self.shape, self.placement, dict[str, Any]()
         if shape.ring_method != "rotate":
             options["rotate_method"] = shape.ring_method
@@ -75,8 +80,8 @@ class Prediction:
             options["weights"] = "fsdp"
         elif shape.tensor > 1:
             options["weights"] = "tensor"
-        if placement.text_encoders != default_text_encoders(shape):
-            options["text_encoders"] = placement.text_encoders
+        if placement.encoders != encoders:
+            options["text_encoders"] = placement.encoders
         if placement.vae_waits:
             options["vae_placement"] = placement.vae
         if placement.resident is not None:

@@ -14,7 +14,7 @@ class Placement:
     """The placement of weights that the mesh does not shard.
 
     Args:
-        text_encoders, vae (`str`): Placements of the text encoders and of the VAE, as in
+        encoders, vae (`str`): Placements of the text encoders and of the VAE, as in
             ``parallelize_pipe``.
         resident (`int`, *optional*): Number of transformer blocks, counted from the first, that stay on the
             device; the others wait in host memory. None if all blocks stay on the device.
@@ -23,7 +23,7 @@ class Placement:
             memory (diffusers' ``enable_model_cpu_offload``).
     """
 
-    text_encoders: TextEncoders = "replicate"
+    encoders: TextEncoders = "replicate"
     resident: int | None = None
     quantize: str | None = None
     vae: VaePlacement = "replicate"
@@ -32,7 +32,7 @@ class Placement:
     @property
     def encoders_wait(self) -> bool:
         """Whether the text encoders wait in host memory while they are not running."""
-        return self.text_encoders in ("offload", "first")
+        return self.encoders in ("offload", "first")
 
     @property
     def vae_waits(self) -> bool:
@@ -115,9 +115,9 @@ class Weights:
         if placement.takes_turns:
             return 0.0
         held = self._transformers(shape, placement) + self.other
-        if placement.text_encoders == "replicate":
+        if placement.encoders == "replicate":
             held += self.encoders.total
-        elif placement.text_encoders == "fsdp":
+        elif placement.encoders == "fsdp":
             held += self.encoders.at_rest(shape.ranks)
         if placement.vae_waits:
             return held
@@ -127,7 +127,7 @@ class Weights:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the text encoders run."""
         if placement.takes_turns:
             return self.encoders.total
-        if placement.text_encoders == "fsdp":
+        if placement.encoders == "fsdp":
             return self.encoders.at_once
         if placement.encoders_wait:
             return self.encoders.largest_layer

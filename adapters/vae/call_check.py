@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.adapters.agree.arguments import describe_value
+from para_core.adapters.agree.arguments import describe_all
 from para_core.distributed.agree import agree
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.records import Record, describe_differences
@@ -24,19 +24,25 @@ def check_equal_calls(name: str, vae: Any, x: Any, others: Sequence[Any], mesh: 
 
     Args:
         name: Name of the class of ``vae``.
-        x: The image or the latents of the call; ``others`` are its other arguments.
+        x: The image or the latents of the call; ``others`` are its other arguments, those by keyword with their
+            names.
 
     Raises:
         TypeError: ``x`` is not a tensor.
         RuntimeError: ``x`` requires a gradient, or a part of ``vae`` was compiled.
-        ValueError: The images or settings differ.
+        ValueError: ``x`` has no rows, or the images, other arguments or settings differ.
     """
     if not isinstance(x, Tensor):
         # This raises on every rank.
         refused = TypeError(f"this {name} was called with a {type(x).__name__}; expected a tensor.")
         agree(refused, mesh)
     problem: Exception | None = None
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.ndim < 2:
+        problem = ValueError(
+            f"this {name} was called with a tensor of shape {list(x.shape)}; expected images [B, C, H, W], a video "
+            "[B, C, frames, H, W] or a waveform [B, C, length]."
+        )
+    elif x.requires_grad and torch.is_grad_enabled():
         problem = RuntimeError(
             "the image requires a gradient, and none is computed over ranks. Call the VAE under torch.no_grad(), "
             "or unparallelize_vae(vae)."
@@ -50,15 +56,9 @@ def check_equal_calls(name: str, vae: Any, x: Any, others: Sequence[Any], mesh: 
     if x.nbytes > _MAX_COMPARED_BYTES:
         values = x.flatten()[:: -(-x.nbytes // _MAX_COMPARED_BYTES)]
     tiling = {key: value for key, value in vars(vae).items() if key.startswith(("tile_", "use_"))}
-    record = {"sample": f"{list(x.shape)} {describe_value(values)}", "tiling": repr(sorted(tiling.items()))}
-    generators: list[torch.Generator] = []
-    for value in others:
-        items = [value]
-        if isinstance(value, (list, tuple)):
-            items = list(value)
-        generators += [item for item in items if isinstance(item, torch.Generator)]
-    if generators:
-        record["generators"] = describe_value(generators)
+    texts = describe_all({"sample": values, "other arguments": list(others)})
+    texts["sample"] = f"{list(x.shape)} {texts['sample']}"
+    record = {**texts, "tiling": repr(sorted(tiling.items()))}
     agree(problem or record, mesh, explain=partial(_explain_unequal_calls, name), call=f"the {name}")
 
 

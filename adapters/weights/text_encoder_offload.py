@@ -6,6 +6,7 @@ from para_core.adapters.inspect.components import text_encoders_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature
 from para_core.adapters.weights.offloaded_modules import OffloadedModules
 from para_core.adapters.weights.one_way import check_holds_all
+from para_core.instance.private_class import original_class
 
 
 class OffloadedTextEncoders(OffloadedModules):
@@ -17,13 +18,21 @@ class OffloadedTextEncoders(OffloadedModules):
 def changes_for_text_encoders(request: ChangeRequest) -> list[OffloadedTextEncoders]:
     """Return the change that the option ``text_encoders`` asks for; none if it keeps them on the device.
 
-    Raise ``RuntimeError`` if their weights are sharded already.
+    Raise ``ValueError`` if the pipeline has no text encoder, and ``RuntimeError`` if their weights are sharded
+    already, and the option asks for all of them.
     """
     placement = request.options.get("text_encoders")
-    if placement not in ("offload", "first"):
+    if placement is None:
         return []
     encoders = text_encoders_of(request.owner)
+    if not encoders:
+        name = original_class(request.owner).__name__
+        raise ValueError(f"text_encoders={placement!r}: this {name} has no text encoder. Leave it out.")
+    if placement == "fsdp":
+        return []
     check_holds_all(request.owner, encoders.values(), f"text_encoders={placement!r}")
+    if placement == "replicate":
+        return []
     first_rank_only = placement == "first"
     return [OffloadedTextEncoders(encoders, request.mesh, "text_encoders", first_rank_only=first_rank_only)]
 

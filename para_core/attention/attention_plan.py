@@ -23,9 +23,15 @@ class AttentionPlan:
 
     Each algorithm's part is computed from ``spec`` when it is first used, and kept with the plan. Plans are compared
     by identity, so that they can be keys of caches.
+
+    Args:
+        spec: The call, without the sizes of batch and heads.
+        one_shape: Whether all calls with this plan have tensors of the same shapes, dtype and device. They are then
+            not looked up in each exchange.
     """
 
     spec: AttentionSpec
+    one_shape: bool = False
 
     @cached_property
     def with_gradients(self) -> AttentionPlan:
@@ -33,7 +39,8 @@ class AttentionPlan:
         options = self.spec.options.with_gradients
         if options is self.spec.options:
             return self
-        return AttentionPlan(replace(self.spec, options=options, options_text=options.as_text()))
+        spec = replace(self.spec, options=options, options_text=options.as_text())
+        return AttentionPlan(spec, self.one_shape)
 
     @cached_property
     def heads(self) -> Heads:
@@ -44,7 +51,7 @@ class AttentionPlan:
         """The plan of the Ulysses exchange; None if there is only one Ulysses rank, so that no exchange is needed."""
         if self.spec.mesh.ulysses.size == 1:
             return None
-        return UlyssesPlan(self.spec, self.heads, ordered=self.spec.orders_queries)
+        return UlyssesPlan(self.spec, self.heads, ordered=self.spec.orders_queries, one_shape=self.one_shape)
 
     @cached_property
     def ordered_ulysses(self) -> UlyssesPlan | None:
@@ -53,7 +60,7 @@ class AttentionPlan:
         """
         if self.ulysses is None or self.spec.orders_queries:
             return self.ulysses
-        return UlyssesPlan(self.spec, self.heads, ordered=True)
+        return UlyssesPlan(self.spec, self.heads, ordered=True, one_shape=self.one_shape)
 
     @cached_property
     def ring(self) -> RingPlan:

@@ -53,12 +53,10 @@ def attend_by_function(attn_func: LocalAttention, scale: float | None) -> Attend
         for piece, tile in into.tiling.tiles(block):
             keys, values = take(key, 2, tile.runs), take(value, 2, tile.runs)
             mask = into.mask_of_tile(piece, tile)
-            out, lse = attn_func(
-                LocalAttentionCall(into.queries[piece], keys, values, mask, tile.is_causal, scale)
-            )
-            if mask is not None and into.low_rows is not None:
-                low_rows = into.low_rows[piece]
-                lse = low_rows.lse_of_tile(lse, mask, keys.shape[2], is_causal=tile.is_causal)
+            call = LocalAttentionCall(into.queries[piece], keys, values, mask, tile.is_causal, scale)
+            out, lse = attn_func(call)
+            if into.low_rows is not None:
+                lse = into.low_rows[piece].lse_of_tile(lse, call)
             into.merged[piece].add(out, lse)
 
     return forward

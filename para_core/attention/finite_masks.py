@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.attention.local_call import aligned_rows, bias_dtype
+from para_core.attention.local_call import LocalAttentionCall, aligned_rows, bias_dtype
 
 # If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted
 # from the row.
@@ -154,17 +154,24 @@ class FiniteMaskedRows:
             *[x.narrow(2, first, length) for x in (self.mask, self.highest, self.absorbed)]
         )
 
-    def lse_of_tile(self, lse: Tensor, mask: Tensor, num_keys: int, *, is_causal: bool) -> Tensor:
-        """Return the corrected lse ``[B, H, S_q]`` of attention to some of the keys (a tile), which have this
-        ``mask``.
+    def lse_of_tile(self, lse: Tensor, call: LocalAttentionCall) -> Tensor:
+        """Return the corrected lse ``[B, H, S_q]`` of ``call``, attention to some of the keys (a tile) with the part
+        of :attr:`mask` for them, that has as many key heads as query heads. Differentiable.
 
-        In absorbed rows this is the logarithm of the number of the tile's ``num_keys`` keys that have the
-        row's maximum; other rows keep ``lse``. With ``is_causal``, query i sees only keys 0 … i of the tile.
+        In absorbed rows this is the logarithm of the number of the tile's keys that have the row's maximum; other
+        rows keep ``lse``.
         """
+        if call.mask is None:
+            return lse
+        mask, num_keys = call.mask, call.key.shape[2]
         equal = (mask == self.highest).expand(*mask.shape[:-1], num_keys)
-        if is_causal:
+        if call.is_causal:
             equal = equal & equal.new_ones(lse.shape[-1], num_keys).tril()
-        return torch.where(self.absorbed[..., 0], equal.sum(-1).to(lse.dtype).log(), lse)
+        number = equal.sum(-1)
+        of_absorbed = number.to(lse.dtype).log()
+        if torch.is_grad_enabled():
+            of_absorbed = of_absorbed + _mean_of_scores(call, mask, equal, number)
+        return torch.where(self.absorbed[..., 0], of_absorbed, lse)
 
     def for_gradient(self, grad_out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``grad_out`` and ``lse`` changed such that exp(scores - lse) · grad_out is correct in
@@ -176,3 +183,15 @@ class FiniteMaskedRows:
         """
         scaled = torch.where(self.absorbed, grad_out / lse.exp()[..., None], grad_out).to(grad_out.dtype)
         return scaled, torch.where(self.absorbed[..., 0], self.highest[..., 0].to(lse.dtype), lse)
+
+
+def _mean_of_scores(call: LocalAttentionCall, mask: Tensor, chosen: Tensor, number: Tensor) -> Tensor:
+    """Return zeros ``[B, H, S_q]`` with the gradient of the mean over the ``number`` chosen keys of the masked scores.
+
+    The lse of n equal scores has this gradient: 1 / n for each of them.
+    """
+    weights = chosen.to(call.query.dtype) / number.clamp(min=1)[..., None]
+    scores = (call.query * (weights @ call.key)).sum(-1) * call.factor
+    # Subtract first: sums of finfo.min would be infinite.
+    masked = torch.where(chosen, mask - mask.detach(), 0.0)
+    return scores - scores.detach() + (weights * masked).sum(-1)

@@ -74,7 +74,7 @@ def _plan_of(text: str, numbers: list[int], *_: Any) -> AttentionPlan:
 def _enter(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
     plan = _plan_of(*call)
     if plan.ordered_ulysses is not None:
-        query, key, value = plan.ordered_ulysses.start_enter((query, key, value))()
+        query, key, value = plan.ordered_ulysses.enter((query, key, value))
     if plan.ring.rotates:
         key, value = (gather(x, 2, plan.spec.keys, plan.ring.dim) for x in (key, value))
     # Return copies, because the result of a custom operator must not be a view of its input.
@@ -122,7 +122,7 @@ def _leave(out: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     plan = _plan_of(*call)
     local = out
     if plan.ordered_ulysses is not None:
-        local = plan.ordered_ulysses.start_leave((out,))()[0]
+        local = plan.ordered_ulysses.leave((out,))[0]
     return lay_out_like_sdpa(local).clone(memory_format=torch.preserve_format), done(out)
 
 

@@ -40,17 +40,19 @@ def local_attention(call: LocalAttentionCall, backend: Backend | None = None) ->
     ``is_causal`` may be combined on every backend; any dim may be 0; and there may be fewer key heads than
     query heads without ``enable_gqa``. For ``backend`` see :func:`local_attention_with_lse`.
     """
-    query, key, value, mask, is_causal, _ = call
-    if 0 in query.shape or 0 in key.shape:
+    query, key, value, mask, is_causal, scale = call
+    shape, key_shape = query.shape, key.shape
+    if 0 in shape or 0 in key_shape:
         return empty_output(query, value).zero_()
     if backend is not None:
         return local_attention_with_lse(call, backend)[0]
-    if mask is not None:
+    grouped = key_shape[1] != shape[1]
+    if mask is not None or grouped:
         call = call.fold()
-    if key.shape[1] != query.shape[1]:
-        call = with_supported_heads(call, choose_backend(call))
-    query, key, value, mask, is_causal, scale = call
-    grouped = key.shape[1] != query.shape[1]
+        if grouped:
+            call = with_supported_heads(call, choose_backend(call))
+        query, key, value, mask, is_causal, _ = call
+        grouped = key.shape[1] != shape[1]
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
             query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
@@ -59,13 +61,20 @@ def local_attention(call: LocalAttentionCall, backend: Backend | None = None) ->
     # In eager code this function is faster than the aten operator above, whose arguments the dispatcher has
     # to convert from Python.
     with DisableTorchFunction():
+        if scale is None and not grouped:
+            # Each argument by keyword costs the host half a microsecond.
+            return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal)
         return F.scaled_dot_product_attention(
             query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
         )
 
 
 def local_attention_with_lse(
-    call: LocalAttentionCall, backend: Backend | None = None, *, hides_rows: bool = True
+    call: LocalAttentionCall,
+    backend: Backend | None = None,
+    *,
+    hides_rows: bool = True,
+    choice: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention and the log-sum-exp of its scaled scores, with the best backend that ``sdpa_kernel``
     allows.
@@ -75,6 +84,7 @@ def local_attention_with_lse(
     Args:
         backend: The name of the backend; by default SDPA chooses.
         hides_rows: Whether the mask may hide all keys of a row. If not, such rows are not looked for.
+        choice: The result of :func:`choose_backend` for this call, if it is known.
 
     Returns:
         ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in
@@ -98,10 +108,10 @@ def local_attention_with_lse(
             return ADDED[backend].attend(call)
     if mask is not None:
         call = call.fold()
-    if backend is None:
-        choice = choose_backend(call)
-    else:
+    if backend is not None:
         choice = OF_PYTORCH[backend]
+    elif choice is None:
+        choice = choose_backend(call)
     if key.shape[1] != query.shape[1]:
         call = with_supported_heads(call, choice)
     out, lse = FORWARD[choice](call)
@@ -139,7 +149,10 @@ def continue_attention(
         check_backend(backend, query, call.value, masked=masked, is_causal=call.is_causal)
         continue_from = ADDED[backend].continue_from
     if continue_from is None:
-        so_far.add(*local_attention_with_lse(call, backend, hides_rows=hides_rows))
+        choice = None
+        if backend is None and call.mask is None and not is_empty:
+            choice = _choice_for(so_far, call)
+        so_far.add(*local_attention_with_lse(call, backend, hides_rows=hides_rows, choice=choice))
         return
     earlier = None
     if so_far.count:
@@ -148,6 +161,18 @@ def continue_attention(
     if is_last:
         out_dtype = query.dtype
     so_far.replace(*continue_from(earlier, call, out_dtype))
+
+
+def _choice_for(so_far: Merged, call: LocalAttentionCall) -> int:
+    """Return the result of :func:`choose_backend`, which is looked up if an earlier block of the same queries has keys
+    and values that lie in memory in the same way: asking SDPA costs the host as much as a small operator.
+    """
+    key, value = call.key, call.value
+    layout = (key.shape, key.stride(), value.shape, value.stride(), call.is_causal)
+    choice = so_far.choices.get(layout)
+    if choice is None:
+        choice = so_far.choices[layout] = choose_backend(call)
+    return choice
 
 
 def local_attention_backward(

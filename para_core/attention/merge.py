@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import merge_reference
+from para_core.torch_internals import innermost_transform, num_dispatch_modes
 from para_core.triton_support import are_floats, load_kernel, on_device_of
+
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 define_operator("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
 define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor lse_b) -> ()")
@@ -67,6 +73,18 @@ torch.library.register_fake("para_core::merge", _empty_result, lib=LIBRARY)
 torch.library.register_fake("para_core::merge_", lambda *_: None, lib=LIBRARY)
 
 
+def _operators(x: Tensor) -> tuple[Merge, Callable[..., None]]:
+    """Return the operators that merge results like ``x``, and merge in place; if only the kernel would see a call, its
+    function, because the dispatcher would cost the host as much as two of the operators inside.
+    """
+    is_seen = torch.compiler.is_compiling() or type(x) is not Tensor
+    if is_seen or num_dispatch_modes() > 0 or innermost_transform() is not None:
+        return torch.ops.para_core.merge.default, torch.ops.para_core.merge_.default
+    if x.is_cuda:
+        return merge_on_gpu, merge_on_gpu_in_place
+    return _merge, _merge_in_place
+
+
 class Merged:
     """An accumulator that merges partial attention results of the same queries.
 
@@ -74,11 +92,17 @@ class Merged:
         count: Number of partial results that were merged.
         out, lse: The merged result; not set while ``count`` is 0. A result that :meth:`add` merged has ``out`` in
             the dtype of lse, so that the caller rounds it only once.
+        choices: The backends that SDPA has chosen for the blocks so far, by their sizes and strides.
     """
 
     count = 0
     out: Tensor
     lse: Tensor
+    # What merges further partial results in place.
+    _merge_in_place: Callable[..., None] = staticmethod(torch.ops.para_core.merge_.default)
+
+    def __init__(self) -> None:
+        self.choices: dict[Any, int] = {}
 
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Merge a partial result into the accumulator. Differentiable if gradients are enabled."""
@@ -89,10 +113,11 @@ class Merged:
             self.out, self.lse = merge_reference.merge(self.out.to(self.lse.dtype), self.lse, out, lse)
         elif self.count == 2:
             # Do not merge in place, because a user's attn_func may still use the first partial result.
-            self.out, self.lse = torch.ops.para_core.merge.default(self.out, self.lse, out, lse)
+            merge, self._merge_in_place = _operators(out)
+            self.out, self.lse = merge(self.out, self.lse, out, lse)
         else:
             # The tensors of the second step are this object's own, so they may be overwritten.
-            torch.ops.para_core.merge_.default(self.out, self.lse, out, lse)
+            self._merge_in_place(self.out, self.lse, out, lse)
 
     def replace(self, out: Tensor, lse: Tensor) -> None:
         """Replace the merged result by one into which a kernel has already merged one more partial result."""

@@ -30,7 +30,7 @@ from para_core.attention.masks import MaskExtents, infer_mask_extents, mask_of_b
 from para_core.attention.operator import differentiable_usp
 from para_core.attention.sdpa_call import SdpaCall, check_arguments, check_kind, check_transforms
 from para_core.attention.spec import AttentionSpec, mesh_of_call
-from para_core.attention.usp import autocasts, usp_forward
+from para_core.attention.usp import attend_over_mesh, autocasts, usp_forward
 from para_core.distributed.agree import agree
 from para_core.distributed.collectives import HostGroups
 from para_core.distributed.mesh import SequenceMesh
@@ -40,6 +40,7 @@ from para_core.torch_internals import (
     FORWARD_AD_LEVEL,
     forward_ad_globals,
     innermost_transform,
+    is_any_autocast_enabled,
     math_sdp_enabled,
 )
 
@@ -120,18 +121,20 @@ class MeshAttention:
                 raises, unless ``assume_equal`` is set. Inside a torch.func transform that is not supported only
                 the ranks raise that are inside it.
         """
-        compiling = torch.compiler.is_compiling()
+        # Ask once, and pass the answer on: each question costs the host two Python calls.
+        is_traced = torch.compiler.is_compiling()
         # Test here whether check_transforms() could raise, which is rare, to save a function call.
-        if compiling or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
+        if is_traced or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
             check_transforms()
-        call = _normalize(call)
+        is_cast = (is_traced or is_any_autocast_enabled()) and autocasts(call.query)
+        call = _normalize(call, is_cast=is_cast)
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
         if torch.is_grad_enabled() and self._needs_float32(query, key, value, mask):
             with torch.autocast(query.device.type, enabled=False):
                 wide = call.with_tensors(query.float(), key.float(), value.float(), mask)
                 return self(wide).to(query.dtype)
         lookup_key = None
-        if not compiling:
+        if not is_traced:
             lookup_key = _lookup_key(call)
         prepared = None
         if lookup_key is not None:
@@ -150,13 +153,14 @@ class MeshAttention:
         extents = prepared.extents
         if prepared.signature is not None:
             mask, extents = self._agree(prepared.plan.spec, prepared.signature, query, mask)
+        plan = prepared.plan
         if query.ndim == 4:
-            return self._compute(query, key, value, mask, prepared.plan, extents)
+            return self._compute(query, key, value, mask, plan, extents, is_traced, is_cast)
         leading = query.shape[:-3]
         query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
         if mask is not None:
             mask = _in_one_batch(mask, leading)
-        out = self._compute(query, key, value, mask, prepared.plan, extents)
+        out = self._compute(query, key, value, mask, plan, extents, is_traced, is_cast)
         return out.reshape(*leading, *out.shape[1:])
 
     def _needs_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -226,7 +230,7 @@ class MeshAttention:
         elif mask is not None:
             rows, columns = mask.shape[-2:]
             extents = infer_mask_extents([(rows, columns)], query_layout, key_layout, [self._mesh.rank])
-        prepared = _Prepared(AttentionPlan(spec), signature, extents)
+        prepared = _Prepared(AttentionPlan(spec, one_shape=True), signature, extents)
         if lookup_key is not None:
             if len(self._prepared) >= _MOST_SIGNATURES:
                 self._prepared.clear()
@@ -248,8 +252,12 @@ class MeshAttention:
         attn_mask: Tensor | None,
         plan: AttentionPlan,
         extents: MaskExtents | None,
+        is_traced: bool,
+        is_cast: bool,
     ) -> Tensor:
-        """Compute a validated call with 4-D tensors. Collective."""
+        """Compute a validated call with 4-D tensors. ``is_cast`` says whether autocast is on, and has cast them.
+        Collective.
+        """
         if query.is_meta:
             # For meta tensors only the shape of the result is needed, so nothing is sent.
             shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
@@ -257,13 +265,14 @@ class MeshAttention:
         mask = None
         if attn_mask is not None and extents is not None:
             mask = mask_of_block(attn_mask[(None,) * (4 - attn_mask.ndim)], extents, plan)
-        if self._attn_func is None:
-            if torch.is_grad_enabled() or torch.compiler.is_compiling():
-                return differentiable_usp(plan, query, key, value, mask)
+        if self._attn_func is not None:
+            attn_func = partial(run_attn_func, self._attn_func)
+            return usp_forward(plan, query, key, value, mask, attn_func=attn_func)[0]
+        if is_traced or torch.is_grad_enabled():
+            return differentiable_usp(plan, query, key, value, mask)
+        if is_cast:
             return usp_forward(plan, query, key, value, mask)[0]
-        return usp_forward(plan, query, key, value, mask, attn_func=partial(run_attn_func, self._attn_func))[
-            0
-        ]
+        return attend_over_mesh(plan, query, key, value, mask)[0]
 
 
 def _expand(call: SdpaCall) -> SdpaCall | None:
@@ -286,13 +295,13 @@ def _expand(call: SdpaCall) -> SdpaCall | None:
     return call.with_tensors(query, key, value, call.attn_mask)
 
 
-def _normalize(call: SdpaCall) -> SdpaCall:
-    """Return ``call`` in a canonical form: cast as autocast would for SDPA, with ``is_causal`` and ``scale``
-    as plain Python values, with a mask of at least two dims, and with one row of a mask that expands one row
-    to all queries.
+def _normalize(call: SdpaCall, *, is_cast: bool) -> SdpaCall:
+    """Return ``call`` in a canonical form: with ``is_cast`` cast as autocast would for SDPA, with ``is_causal``
+    and ``scale`` as plain Python values, with a mask of at least two dims, and with one row of a mask that
+    expands one row to all queries.
     """
-    query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
-    if autocasts(query):
+    query, key, value, mask, _, is_causal, scale, *_ = call
+    if is_cast:
         # Cast here, because autocast casts the arguments of SDPA, but not those of the operators used in its
         # place.
         mask_in_autocast = _cast_for_autocast(mask)
@@ -324,7 +333,7 @@ def _normalize(call: SdpaCall) -> SdpaCall:
 
 def _cast_for_autocast(x: Any) -> Any:
     """Return the tensor ``x`` in the dtype of autocast. float64, bool and None stay as they are."""
-    if x is not None and x.is_floating_point() and x.dtype != torch.float64:
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 

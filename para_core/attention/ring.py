@@ -49,17 +49,18 @@ class Packing:
         self._value_width = value.shape[3]
         # These are the numbers of buffer elements per token and head, for keys and for values.
         self._rows = self._width + wire.row_padding, self._value_width + wire.row_padding
+        self._numel_of_token = self._batch * self._heads * sum(self._rows)
 
     def numel(self, rank: int) -> int:
         """Return the number of elements of the buffer that ring rank ``rank`` sends."""
-        return self._batch * self._heads * self._lengths[rank] * sum(self._rows)
+        return self._lengths[rank] * self._numel_of_token
 
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
         """Return the buffer of ``key`` and ``value``, in their dtype unless the wire rounds them: gradients are packed
         in float32.
         """
         if self._wire.needs_regions:
-            numel = self._batch * self._heads * key.shape[2] * sum(self._rows)
+            numel = key.shape[2] * self._numel_of_token
             return self._wire.pack([key, value], self._regions(key.shape[2]), numel)
         if self._width == self._value_width:
             return torch.stack([key, value]).view(-1)

@@ -19,7 +19,6 @@ number of launches does not depend on the number of ranks. On a GPU one kernel c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -29,14 +28,12 @@ from torch import Tensor
 from para_core.attention.block_rows import BlockRows
 from para_core.attention.pack_ops import as_numbers
 from para_core.attention.wire import AS_IT_IS, Wire
-from para_core.distributed.collectives import Travelling, start_all_to_all, wait
+from para_core.distributed.collectives import start_all_to_all, swap_evenly, wait
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels.pack_reference import CopyRegion
 from para_core.layout.sequence import Run
 from para_core.triton_support import load_kernel
 
-# A function that waits for an exchange, and returns its results.
-Finish = Callable[[], Sequence[Tensor]]
 # Called as pack(tensors); returns the buffer to send.
 Pack = Callable[[Sequence[Tensor]], Tensor]
 # Called as unpack(buffer, tensors) with the received buffer and the tensors that were packed, which have the tokens or
@@ -85,6 +82,7 @@ class Swap:
         dim: The mesh dim of the ranks.
         replicated: Whether replicated tokens are sent, too.
         wire: The format in which tensors are sent; None sends them as they are.
+        one_shape: Whether the tensors of all exchanges have the same shapes, dtype and device.
     """
 
     def __init__(
@@ -95,42 +93,49 @@ class Swap:
         *,
         replicated: bool = False,
         wire: Wire | None = None,
+        one_shape: bool = False,
     ) -> None:
         self.rows, self.heads, self.dim = rows, heads, dim
-        self.replicated = replicated
+        self.replicated, self._one_shape = replicated, one_shape
         # Not a default argument, because Dynamo cannot trace an instance that it finds there.
         self.wire = AS_IT_IS if wire is None else wire
         self.sizes = [of.sizes(replicated=replicated) for of in rows]
+        # A plan that is made while a graph is traced is used in this graph only, and no other one is.
+        self._is_traced = torch.compiler.is_compiling()
         # If all parts are equal, the collective needs no sizes and is faster. Do not compare lengths while
         # tracing, because a comparison of symbolic lengths would add a guard.
-        self._is_even = not torch.compiler.is_compiling() and all(
+        self._is_even = not self._is_traced and all(
             len(set(numbers)) == 1 for numbers in (*self.sizes, *[[count for _, count in of] for of in heads])
         )
+        # In eager code the steps for each set of shapes. Lengths in a graph may be symbolic, and so no keys.
         self._steps: dict[Any, Steps] = {}
 
-    def start(self, tensors: Sequence[Tensor]) -> Finish:
-        """Start the exchange of ``tensors``, and return a function that waits for it and returns its results."""
-        steps, first = None, tensors[0]
-        by_kernel, compiling = takes_kernels(first), torch.compiler.is_compiling()
-        if not compiling:
-            # Batch and numbers of heads are those of the first tensor or fixed by this object, as are the numbers of
-            # tokens. Only the last tensor, the value, may have another width.
-            key = (by_kernel, torch.is_grad_enabled(), first.dtype, first.shape, tensors[-1].shape)
-            steps = self._steps.get(key)
-        if steps is None:
-            steps = self._plan([x.shape for x in tensors], first.dtype, by_kernel=by_kernel)
-            # Only in eager code are lengths integers.
-            if not compiling:
-                self._steps[key] = steps
-        buffer = steps.pack(tensors)
-        if self._is_even:
-            buffer = buffer.view(self.dim.size, steps.send[0])
+    def exchange(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the results of the exchange of ``tensors``, after all ranks of the mesh dim have sent their parts."""
+        if self._is_traced:
+            steps = self._plan(tensors)
         else:
-            buffer = buffer.view(-1)
-        started = start_all_to_all(buffer, steps.send, steps.receive, self.dim, even=self._is_even)
-        return partial(_wait_and_unpack, started, steps.unpack, tensors)
+            key: Any = torch.is_grad_enabled()
+            if not self._one_shape:
+                # Batch and numbers of heads are those of the first tensor or fixed by this object, as are the numbers
+                # of tokens. Only the last tensor, the value, may have another width.
+                first = tensors[0]
+                key = (key, first.device, first.dtype, first.shape, tensors[-1].shape)
+            known = self._steps.get(key)
+            if known is None:
+                known = self._steps[key] = self._plan(tensors)
+            steps = known
+        buffer = steps.pack(tensors)
+        if self._is_even and not (buffer.requires_grad and torch.is_grad_enabled()):
+            received = swap_evenly(buffer, self.dim)
+        else:
+            received = wait(start_all_to_all(buffer.view(-1), steps.send, steps.receive, self.dim))
+        return steps.unpack(received, tensors)
 
-    def _plan(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, *, by_kernel: bool) -> Steps:
+    def _plan(self, tensors: Sequence[Tensor]) -> Steps:
+        """Return the steps for tensors with the shapes, the dtype and the device of ``tensors``."""
+        shapes, dtype = [x.shape for x in tensors], tensors[0].dtype
+        by_kernel = takes_kernels(tensors[0])
         padding = self.wire.row_padding
         widths = [shape[3] for shape in shapes]
         tables: list[list[int]] = []
@@ -217,10 +222,6 @@ class Swap:
                         at += length * shapes.batch * step
                 offset = at - before
         return as_numbers(regions)
-
-
-def _wait_and_unpack(started: Travelling, unpack: Unpack, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return unpack(wait(started), tensors)
 
 
 def concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -32,14 +32,13 @@ from torch import Tensor
 
 from para_core.attention.block_rows import BlockRows
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.swap import Finish
 from para_core.attention.to_heads import ToHeads
 from para_core.attention.to_tokens import ToTokens
 from para_core.distributed.cached_property import cached_property
 from para_core.layout.sequence import Run, Segment
 
-# A function that begins the exchange of some tensors, and returns a function that waits for it.
-Start = Callable[[Sequence[Tensor]], Finish]
+# A function that exchanges some tensors, and returns the results.
+Exchange = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,9 @@ class UlyssesPlan:
     tensors of the forward are sent in the format of the options, gradients and masks as they are.
     """
 
-    def __init__(self, spec: AttentionSpec, heads: Heads, *, ordered: bool) -> None:
+    def __init__(self, spec: AttentionSpec, heads: Heads, *, ordered: bool, one_shape: bool = False) -> None:
         self._dim, self._wire, self.heads = spec.mesh.ulysses, spec.options.wire, heads
+        self._one_shape = one_shape
         first = spec.mesh.ring.index * self._dim.size
         self.queries = BlockRows(spec.query_layout, first, self._dim.size, self._dim.index, ordered=ordered)
         self.keys = self.queries
@@ -104,47 +104,52 @@ class UlyssesPlan:
         self._heads = (heads.query_runs, heads.key_runs, heads.key_runs)
 
     @cached_property
-    def start_enter(self) -> Start:
-        """A function that starts the all-to-all of ``(query, key, value)``, each ``[B, H, S_local, D]``.
+    def enter(self) -> Exchange:
+        """A function that exchanges ``(query, key, value)``, each ``[B, H, S_local, D]``, by one all-to-all for
+        their blocks, ``[B, H_local, S_block, D]``.
 
-        It returns a function that waits, and returns their blocks, ``[B, H_local, S_block, D]``. Replicated
-        tokens are not sent: each rank takes its own heads of them.
+        Replicated tokens are not sent: each rank takes its own heads of them.
         """
-        return ToHeads(self._rows, self._heads, self._dim, wire=self._wire).start
+        swap = ToHeads(self._rows, self._heads, self._dim, wire=self._wire, one_shape=self._one_shape)
+        return swap.exchange
 
     @cached_property
-    def start_leave(self) -> Start:
-        """A function that starts the all-to-all of ``(out,)``, the output's block ``[B, H_local, S_block,
-        D_v]``.
-
-        It returns a function that waits, and returns all heads of this rank's tokens, ``([B, H, S_local,
-        D_v],)``.
+    def leave(self) -> Exchange:
+        """A function that exchanges ``(out,)``, the output's block ``[B, H_local, S_block, D_v]``, by one
+        all-to-all for all heads of this rank's tokens, ``([B, H, S_local, D_v],)``.
         """
-        of_query = [self.heads.query_runs]
-        return ToTokens([self.queries], of_query, self._dim, replicated=True, wire=self._wire).start
+        swap = ToTokens(
+            [self.queries],
+            [self.heads.query_runs],
+            self._dim,
+            replicated=True,
+            wire=self._wire,
+            one_shape=self._one_shape,
+        )
+        return swap.exchange
 
     def enter_mask(self, mask: Tensor, heads: Sequence[Run]) -> Tensor:
         """Exchange the mask's rows of this rank for those of the block. ``heads`` are the runs of the mask's heads that
         each rank gets. Collective. Differentiable, and may be traced.
         """
-        return ToHeads([self.queries], [heads], self._dim).start([mask])()[0]
+        return ToHeads([self.queries], [heads], self._dim).exchange([mask])[0]
 
     @cached_property
-    def _enter_gradient(self) -> Start:
-        return ToHeads([self.queries], [self.heads.query_runs], self._dim, replicated=True).start
+    def _enter_gradient(self) -> Exchange:
+        return ToHeads([self.queries], [self.heads.query_runs], self._dim, replicated=True).exchange
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
-        """Exchange the gradient of the local output for that of its block: the transpose of :attr:`start_leave`.
+        """Exchange the gradient of the local output for that of its block: the transpose of :attr:`leave`.
         Collective.
         """
-        return self._enter_gradient([grad_out])()[0]
+        return self._enter_gradient([grad_out])[0]
 
     @cached_property
-    def _leave_gradients(self) -> Start:
-        return ToTokens(self._rows, self._heads, self._dim).start
+    def _leave_gradients(self) -> Exchange:
+        return ToTokens(self._rows, self._heads, self._dim).exchange
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
         """Exchange gradients of the blocks of query, key and value for those of the local tensors: the transpose of
-        :attr:`start_enter`. Collective.
+        :attr:`enter`. Collective.
         """
-        return list(self._leave_gradients(grads)())
+        return list(self._leave_gradients(grads))

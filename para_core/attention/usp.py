@@ -56,7 +56,21 @@ def usp_forward(
     if autocasts(query):
         # Disable autocast, because it would round scores and lse, which must be float32.
         with torch.autocast(query.device.type, enabled=False):
-            return usp_forward(plan, query, key, value, mask, attn_func=attn_func, save=save)
+            return attend_over_mesh(plan, query, key, value, mask, attn_func=attn_func, save=save)
+    return attend_over_mesh(plan, query, key, value, mask, attn_func=attn_func, save=save)
+
+
+def attend_over_mesh(
+    plan: AttentionPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    attn_func: LocalAttention | None = None,
+    save: bool = False,
+) -> tuple[Tensor, Saved | None]:
+    """Return what :func:`usp_forward` returns, if autocast is off."""
     if save:
         plan = plan.with_gradients
     ulysses = plan.ulysses
@@ -64,19 +78,19 @@ def usp_forward(
         out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
         result = lay_out_like_sdpa(out)
     else:
-        query, key, value = ulysses.start_enter((query, key, value))()
+        query, key, value = ulysses.enter((query, key, value))
         out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
-        result = ulysses.start_leave((out,))()[0]
+        result = ulysses.leave((out,))[0]
     if lse is None:
         return result, None
     return result, Saved(query, key, value, out, lse)
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is enabled for the device type of ``x``. False for meta tensors."""
+    """Whether autocast is enabled for the device type of ``x``. False for meta tensors, and for what is no tensor."""
     if not (torch.compiler.is_compiling() or is_any_autocast_enabled()):
         return False
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return isinstance(x, Tensor) and not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def attend_block(

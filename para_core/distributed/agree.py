@@ -27,7 +27,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -131,16 +131,30 @@ def together(ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this c
     try:
         yield
     except Exception as error:
-        if _groups_of(ranks) in ((), getattr(error, _RAISED_ON, None)):
-            raise
-        kind: type[Exception] = type(error)
-        reason = str(error)
-        if kind not in _KINDS:
-            kind = RuntimeError
-            reason = f"{type(error).__name__}: {error}"
-        agree(kind(f"{what}: {reason}"), ranks, call=call)
-        raise
+        raise_on_all_ranks(error, ranks, what, call=call)
     agree(_NOTHING_WRONG, ranks, call=call)
+
+
+def raise_on_all_ranks(
+    error: Exception, ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this call"
+) -> NoReturn:
+    """Raise ``error``, an exception of this rank, on all ``ranks``, with ``what`` as prefix.
+
+    The other ranks take part by their next :func:`agree` or :func:`together`, which then raises. If they all have
+    raised this error already, it is raised again without an exchange.
+
+    Raises:
+        TypeError, ValueError, ImportError, RuntimeError: The error. Other types become a RuntimeError.
+    """
+    if _groups_of(ranks) in ((), getattr(error, _RAISED_ON, None)):
+        raise error
+    kind: type[Exception] = type(error)
+    reason = str(error)
+    if kind not in _KINDS:
+        kind = RuntimeError
+        reason = f"{type(error).__name__}: {error}"
+    agree(kind(f"{what}: {reason}"), ranks, call=call)
+    raise error
 
 
 def exchange(value: Any, ranks: SequenceMesh | GuidedMesh) -> list[Any]:

@@ -148,9 +148,11 @@ class MeshRecord:
 def _sequence_mesh(ring: MeshDim, ulysses: MeshDim, device_type: str) -> SequenceMesh:
     """Return the mesh of these dims, with its JSON forms."""
     ranks, rank = ring.size * ulysses.size, ring.index * ulysses.size + ulysses.index
-    record = MeshRecord(replace(ring, group=None), replace(ulysses, group=None), device_type, ranks)
+    text = to_json(MeshRecord(replace(ring, group=None), replace(ulysses, group=None), device_type, ranks))
+    if ranks == 1:
+        return SequenceMesh(ring, ulysses, device_type, text, text)
     single = MeshRecord(MeshDim("ring", 1, rank, "", None), dim_of_one("ulysses"), device_type, ranks)
-    return SequenceMesh(ring, ulysses, device_type, to_json(record), to_json(single))
+    return SequenceMesh(ring, ulysses, device_type, text, to_json(single))
 
 
 def read_mesh(text: str) -> tuple[SequenceMesh, int]:
@@ -300,8 +302,8 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
                 "init_process_group()."
             ) from error
         device_type = mesh.device_type
-    of_one = one_rank(device_type)
-    sequence = _sequence_mesh(dims.get("ring", of_one.ring), dims.get("ulysses", of_one.ulysses), device_type)
+    ring, ulysses = (dims.get(name, dim_of_one(name)) for name in ("ring", "ulysses"))
+    sequence = _sequence_mesh(ring, ulysses, device_type)
     sequence.check_alive()
     return sequence
 
@@ -348,6 +350,6 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
                 "mesh_dim_names=('batch', ...)) too."
             )
         group, device_type = mesh.get_group("batch"), mesh.device_type
-    batch = _sequence_mesh(one_rank(device_type).ring, dim_of_group("batch", group), device_type)
+    batch = _sequence_mesh(dim_of_one("ring"), dim_of_group("batch", group), device_type)
     batch.check_alive()
     return batch

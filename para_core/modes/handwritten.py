@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -73,14 +74,16 @@ class HandwrittenAttention:
     Args:
         known_packages: Packages whose own code is left out, because somebody has read what it does with
             tokens.
+        ignores_graphs: Whether to leave out compiled graphs. They contain the functions of the user's own local
+            attention, which normalizes scores over blocks of keys, and nothing tells them from those of the model.
 
     Attributes:
         places: For each module that computed scores over this rank's tokens, by its id, the module (None for code
             outside of modules) and the shape of the scores.
     """
 
-    def __init__(self, known_packages: frozenset[str] = frozenset()) -> None:
-        self._known_packages = known_packages
+    def __init__(self, known_packages: frozenset[str] = frozenset(), *, ignores_graphs: bool = False) -> None:
+        self._known_packages, self._ignores_graphs = known_packages, ignores_graphs
         self.places: dict[int, tuple[nn.Module | None, tuple[int, ...]]] = {}
         # Sizes of dims that were made from the tokens of this rank and other entries.
         self._extended: set[int] = set()
@@ -113,7 +116,7 @@ class HandwrittenAttention:
                 because dims of size 1 have many meanings.
         """
         tokens = {size for size in sizes if size > 1}
-        if not tokens or self._is_paused:
+        if not tokens or self._is_paused or (self._ignores_graphs and _is_in_graph()):
             return
         if func in _EXTEND:
             self._note_extended(args, kwargs, output, tokens)
@@ -181,6 +184,19 @@ class HandwrittenAttention:
 
 # Code of these packages runs between a model's line and the function that is watched.
 _BETWEEN = frozenset({"torch", "para_core", "contextlib"})
+
+
+def _is_in_graph() -> bool:
+    """Whether the code of a compiled graph calls the function that is watched."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # torch.fx names the code of its graphs so.
+        if frame.f_code.co_filename.startswith("<eval_with_key>"):
+            return True
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _BETWEEN:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _find_caller() -> tuple[nn.Module | None, str]:

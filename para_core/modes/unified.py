@@ -147,7 +147,7 @@ class UnifiedAttnMode(LayoutMode):
         # Whether a tensor that may be a mask was sharded by rows, so that masks computed from it are noted.
         self._follows_masks = False
         # What the model computed by hand over this rank's tokens (matmul, softmax, matmul).
-        self._by_hand = HandwrittenAttention()
+        self._by_hand = HandwrittenAttention(ignores_graphs=attn_func is not None)
         # Whether a wrapper made by bound() is running after the mode was left, with the layouts that it has
         # stored.
         self._is_resumed = False
@@ -273,20 +273,22 @@ class UnifiedAttnMode(LayoutMode):
     ) -> Any:
         if self._is_sdpa:
             return call_original(func, args, kwargs or {})
+        # Ask once per function: each question costs the host two Python calls.
+        is_traced = torch.compiler.is_compiling()
         # The first branch of intercept(), repeated to save a Python call per SDPA call.
-        if func is SDPA and (torch.compiler.is_compiling() or not DISPATCHER_CONTEXTS.handlers):
-            return self.attend(SdpaCall(*args, **(kwargs or {})))
-        if func is set_grad_enabled and not torch.compiler.is_compiling() and args == (False,):
+        if func is SDPA and (is_traced or not DISPATCHER_CONTEXTS.handlers):
+            return self._attend(SdpaCall(*args, **(kwargs or {})), is_traced=is_traced)
+        if func is set_grad_enabled and not is_traced and args == (False,):
             for recomputation in RECOMPUTATION:
                 recomputation.gradients_disabled(self.bound)
-        if not torch.compiler.is_compiling() and type(func) is OpOverload and func.namespace == "para_core":
+        if not is_traced and type(func) is OpOverload and func.namespace == "para_core":
             # A compiled graph is running. It contains an operator of this package in place of the SDPA call,
             # so only here can the mode notice attention inside a checkpoint.
             for recomputation in RECOMPUTATION:
                 recomputation.attention_called(self, self.bound)
         output = intercept(self, self, func, args, kwargs or {})
-        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
-        if torch.compiler.is_compiling():
+        # Test this first: every attribute that is read while tracing becomes a guard of the graph.
+        if is_traced:
             return output
         if self._follows_masks:
             follow_parts(func, args, (kwargs or {}).values(), output)
@@ -314,11 +316,15 @@ class UnifiedAttnMode(LayoutMode):
 
     def attend(self, call: SdpaCall) -> Tensor:
         """Return the output of an intercepted SDPA call for this rank's queries, computed over the mesh."""
-        self.intercepted = True
         if self._is_sdpa:
+            self.intercepted = True
             return call.on_one_device()
+        return self._attend(call, is_traced=torch.compiler.is_compiling())
+
+    def _attend(self, call: SdpaCall, *, is_traced: bool) -> Tensor:
+        self.intercepted = True
         # Most calls are not inside a checkpoint. Test it here to save the time of a function call.
-        if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+        if not is_traced and top_saved_tensors_hooks(True) is not None:
             for recomputation in RECOMPUTATION:
                 recomputation.attention_called(self, self.bound)
         return self._attention(call)

@@ -230,7 +230,7 @@ class Region:
         is_checked = not torch.compiler.is_compiling() and self.check.due
         by_hand = None
         if is_checked:
-            by_hand = HandwrittenAttention(PACKAGES_OF_MODELS)
+            by_hand = HandwrittenAttention(PACKAGES_OF_MODELS, ignores_graphs=self.attn_func is not None)
         interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module), by_hand=by_hand)
         self.interceptions.append(interception)
         try:

@@ -221,6 +221,10 @@ def refuse():
             for message, call in rows.items():
                 with pytest.raises((TypeError, ValueError), match=message):
                     call()
+            # Autocast casts tensors before they are checked.
+            for tensors, message in (((None, k, v), "query is a NoneType"), ((q, k, [1.0]), "value is a list")):
+                with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=message):
+                    mode.attend(SdpaCall(*tensors))
     with pytest.raises(ValueError, match=r"dropout_p=0\.3 "), BatchParallelAttnMode(dist.group.WORLD) as cp:
         part = cp.shard(x, dim=0)
         torch.nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True).train()(part, part, part)

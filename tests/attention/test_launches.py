@@ -126,9 +126,9 @@ ROOT = Path(para_core.__file__).parent
 
 # A reader who follows one call opens these files. docs/how_it_works.md walks through them.
 MOST_FILES = {"ulysses": 7, "ring": 11}
-# Python 3.11, which counts comprehensions as calls, needs 67 and 81, and some more after other tests in the same
+# Python 3.11, which counts comprehensions as calls, needs 39 and 65, and some more after other tests in the same
 # process. Before calls were bound once it needed 105 and 129.
-MOST_PYTHON_CALLS = {"ulysses": 78, "ring": 92}
+MOST_PYTHON_CALLS = {"ulysses": 50, "ring": 76}
 
 
 def trace_call(kind, assume_equal):

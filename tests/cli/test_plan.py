@@ -90,7 +90,7 @@ def test_command_of_every_row_is_one_that_generate_accepts(capsys, monkeypatch, 
             name: value for name, value in expected.items() if name != "text_encoders"
         }
         usual = "offload" if recipe.offload == "blocks" else default_text_encoders(row.shape)
-        assert (recipe.text_encoders or usual) == row.placement.text_encoders
+        assert (recipe.text_encoders or usual) == row.placement.encoders
         assert (recipe.offload == "model") == row.placement.takes_turns
         assert recipe.quantize == row.placement.quantize
 

@@ -109,6 +109,44 @@ def test_softmax_by_hand_raises_alone_and_warns_next_to_sdpa(rank_pool):
             assert re.search(words, found), (name, found)
 
 
+def attend_by_hand(query, key, value, scale=None, **_):
+    scores = query @ key.mT * (scale or query.shape[-1] ** -0.5)
+    return torch.softmax(scores, -1) @ value, torch.logsumexp(scores, -1)
+
+
+def in_graphs():
+    """Return the warnings of a ring around compiled code, by who computes attention by hand, and the backend."""
+    mesh, outcomes = cpu_mesh(2, 1), {}
+    x = torch.randn(3, 1, 4, TOKENS, 8, generator=torch.Generator().manual_seed(0))
+    expected = F.scaled_dot_product_attention(*x)
+
+    def attend_twice(x):
+        return attend_by_hand(*x)[0] + F.scaled_dot_product_attention(*x)
+
+    for backend in ("eager", "aot_eager"):
+        compiled = {
+            "own local attention": torch.compile(lambda x: F.scaled_dot_product_attention(*x), backend=backend),
+            "the model": torch.compile(attend_twice, backend=backend),
+        }
+        for who, function in compiled.items():
+            mode = UnifiedAttnMode(mesh, attn_func=None if who == "the model" else attend_by_hand)
+
+            def use(mode=mode, function=function, is_exact=who != "the model"):
+                with mode as cp:
+                    out = cp.gather(function(cp.shard(x, dim=3)), dim=2)
+                assert torch.allclose(out, expected, atol=1e-5) == is_exact
+
+            outcomes[who, backend] = warnings_of(use)
+    return outcomes
+
+
+def test_own_local_attention_in_a_graph_is_not_taken_for_the_models(rank_pool):
+    for outcomes in rank_pool.run(in_graphs, 2):
+        for (who, backend), warned in outcomes.items():
+            words = [text for text in warned if BY_HAND in text]
+            assert len(words) == len(warned) == (who == "the model"), (who, backend, warned)
+
+
 def other_attention(query, key, value, **options):
     return torch.ops.aten.scaled_dot_product_attention(query, key, value, **options)
 

@@ -300,11 +300,26 @@ def replace_first_layer(forward):
     return lambda vae, x: setattr(vae.decoder.conv_in, "forward", forward)
 
 
+def decode_nothing_in_slices(vae, x):
+    vae.enable_slicing()
+    if dist.get_rank() == 1:
+        vae.decode(None)
+
+
 # Each row has a change, the rows of latents, of which five leave one of three ranks idle, and what every rank says.
 ERRORS = {
     "other latents": (on_second_rank(lambda vae, x: x.mul_(2)), 9, "AutoencoderKL .*sample"),
     "other settings": (on_second_rank(lambda vae, x: vae.enable_tiling()), 9, "AutoencoderKL .*tiling"),
     "no tensor": (on_second_rank(lambda vae, x: vae.decode(None)), 9, "AutoencoderKL .*NoneType"),
+    "a list": (on_second_rank(lambda vae, x: vae.decode([x])), 9, "AutoencoderKL .*list"),
+    "no tensor to encode": (on_second_rank(lambda vae, x: vae.encode(None)), 9, "AutoencoderKL .*NoneType"),
+    "no latents": (on_second_rank(lambda vae, x: vae.decode()), 9, "AutoencoderKL .*missing .*'z'"),
+    "no image": (on_second_rank(lambda vae, x: vae.encode()), 9, "AutoencoderKL .*missing .*'x'"),
+    "no sample": (on_second_rank(lambda vae, x: vae()), 9, "AutoencoderKL .*missing .*'sample'"),
+    "an unknown argument": (on_second_rank(lambda vae, x: vae.decode(x, tiles=2)), 9, "AutoencoderKL .*'tiles'"),
+    "no tensor to slice": (decode_nothing_in_slices, 9, "AutoencoderKL .*AttributeError.*NoneType"),
+    "no dims": (lambda vae, x: x.set_(x.new_ones(())), 9, r"AutoencoderKL .*shape \[\]"),
+    "two dims": (on_second_rank(lambda vae, x: vae.decode(x[0, 0])), 9, "AutoencoderKL .*sample"),
     "gradient": (lambda vae, x: x.requires_grad_(), 9, "gradient"),
     "compiled": (lambda vae, x: vae.decoder.compile(backend="eager"), 9, r"torch\.compile\(vae\.decode\)"),
     "mixes rows": (replace_first_layer(lambda x: x.roll(1, -2)), 5, "roll .*dim 2 .*2 ranks"),
@@ -322,6 +337,18 @@ def check_errors():
         ):
             change(vae, x)
             TINY_VAES["KL"].decode(vae, x)
+        # The ranks still meet in the next call.
+        if how.startswith("no "):
+            dist.barrier()
+            whole = random_image((1, 4, 9, 3))
+            assert relative_error(vae.decode(whole).sample, TINY_VAES["KL"].make().decode(whole).sample) < 1e-5
+    # The methods of this autoencoder run on all ranks themselves, without another around them.
+    tiny = TINY_VAES["TemporalDecoder"]
+    for wrong in (lambda vae, x: vae.decode(), lambda vae, x: vae.decode(x, num_frames=1, tiles=2)):
+        vae, x = parallelize_vae(tiny.make()), random_image(tiny.latents)
+        with pytest.raises((TypeError, ValueError), match="AutoencoderKLTemporalDecoder"):
+            on_second_rank(wrong)(vae, x)
+            tiny.decode(vae, x)
 
 
 @pytest.mark.parametrize(("check", "ranks"), [(check_settings, 2), (check_errors, 3)])

@@ -68,7 +68,7 @@ STEPS_OF_PIPE = (
     "para_core.distributed.timeouts.set_group_timeout",
     f"{PARALLEL}.call.fill_slot",
     "para_core.adapters.vae.pipeline.parallelize_vae",
-    "para_core.adapters.vae.vae.fill_slot",
+    "para_core.adapters.vae.run.fill_slot",
     f"{WEIGHTS}.shard.components_of",
     f"{WEIGHTS}.shard.check_not_offloaded",
     f"{WEIGHTS}.offloaded_modules.execution_device",
@@ -167,7 +167,7 @@ def fail_in_models(rank):
     require_same_after(pipe, rank, in_stages, steps)
     require_same_after(pipe, rank, on_mesh, (f"{PARALLEL}.transformer.apply_plan",))
     rows = partial(parallelize_vae, pipe.vae, mesh=mesh)
-    require_same_after(pipe, rank, rows, ("para_core.adapters.vae.vae.fill_slot",), after=1)
+    require_same_after(pipe, rank, rows, ("para_core.adapters.vae.run.fill_slot",), after=1)
 
 
 FAILING = {

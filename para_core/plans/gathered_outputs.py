@@ -1,0 +1,110 @@
+"""Gather the outputs of a module whose tokens a plan has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from para_core.dataclass_fields import change_field, fields_of, has_fields
+from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import Segment, SequenceLayout
+from para_core.plans.call_segments import SegmentsOfCall, groups_of
+from para_core.plans.plan import Gather
+
+# Maximum number of known gathers of one plan. A full table is emptied.
+_MOST_KNOWN = 256
+
+
+class _KnownGather(NamedTuple):
+    """The result of a plain :class:`Gather` for one segment: the layout of the output along the dim ``dim``."""
+
+    # The table's keys contain the id of the rule, so it must stay alive.
+    gather: Gather
+    dim: int
+    layout: SequenceLayout
+
+
+class GatheredOutputs(SegmentsOfCall):
+    """The part of a :class:`~para_core.plans.apply_rules.RuleExecutor` that gathers a module's outputs."""
+
+    def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
+        super().__init__(mesh, coarse)
+        # In eager code, the layouts of outputs, by rule, segment, number of tokens or groups, and of dims.
+        self._known_gathers: dict[tuple[int, Segment, int, int], _KnownGather] = {}
+
+    def gather_outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
+        """Return a module's output with its i-th tensor gathered by ``gathers[i]``, if that is not None. Collective.
+
+        ``output`` is a tensor, a tuple or list, a dataclass, or a ``ModelOutput`` of diffusers, which is
+        changed in place.
+        """
+        if isinstance(output, Tensor):
+            return self._gather(output, gathers[0])
+        if type(output) is tuple:
+            parts = list(output)
+            for index, gather in enumerate(gathers[: len(parts)]):
+                parts[index] = self._gather(parts[index], gather)
+            return tuple(parts)
+        if has_fields(output):
+            for name, gather in zip(fields_of(output), gathers, strict=False):
+                if gather is not None:
+                    without_field = replace(gather, field="")
+                    output = change_field(
+                        output, gather.field or name, partial(self._gather, gather=without_field)
+                    )
+            return output
+        if isinstance(output, (tuple, list)):
+            gathered = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
+            return type(output)([*gathered, *output[len(gathered) :]])
+        # Change a ModelOutput in place, because its entries are also attributes.
+        for key, gather in zip(list(output.keys()), gathers, strict=False):
+            output[key] = self._gather(output[key], gather)
+        return output
+
+    def _gather(self, value: Any, gather: Gather | None) -> Any:
+        """Return ``value`` with the tokens of all ranks. Collective, unless there is no rule or no value.
+
+        In eager code the layout of a plain gather is looked up from the second call on.
+        """
+        if gather is None or value is None:
+            return value
+        if gather.field:
+            return change_field(value, gather.field, partial(self._gather, gather=replace(gather, field="")))
+        segment = self.segments.get(gather.segment)
+        if segment is None:
+            segment = self.segment(gather.segment)
+        if not torch.compiler.is_compiling():
+            known = self._known_gathers.get((id(gather), segment, value.shape[gather.dim], value.ndim))
+            if known is not None and known.gather is gather:
+                return self.put_together(value, known.dim, known.layout)
+        noted_segment = segment
+        if gather.after_replicated or gather.then_replicated:
+            tokens = segment.size(self.mesh.rank, self.mesh.ranks)
+            layout = self._layout_with_prefix(value, gather.dim, segment, tokens)
+            if not gather.after_replicated:
+                layout = SequenceLayout(layout.segments[::-1], self.mesh.ranks)
+            return self.put_together(value, gather.dim, layout)
+        groups = groups_of(segment)
+        if value.shape[gather.dim] == groups.size(self.mesh.rank, self.mesh.ranks):
+            segment = groups
+        layout = SequenceLayout((segment,), self.mesh.ranks)
+        dim = gather.dim % value.ndim
+        if gather.per != 1:
+            value = torch.unflatten(value, dim, (layout.size(self.mesh.rank), -1))
+        if segment.replicated:
+            gathered = self.with_equal_bits(value, dim, segment)
+        else:
+            gathered = self.put_together(value, dim, layout)
+            if gather.per == 1 and not torch.compiler.is_compiling():
+                if len(self._known_gathers) >= _MOST_KNOWN:
+                    self._known_gathers.clear()
+                key = id(gather), noted_segment, value.shape[dim], value.ndim
+                self._known_gathers[key] = _KnownGather(gather, dim, layout)
+        if gather.per != 1:
+            return gathered.flatten(dim, dim + 1)
+        return gathered
