@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from para_core import RankDied, launch
 from para_core.launcher import running_call
@@ -115,10 +116,6 @@ def test_killed_ranks_are_named_and_replaced(steps):
 
 
 def hang(pipe):
-    import time
-
-    import torch.distributed as dist
-
     if dist.get_rank() == 1:
         time.sleep(600)
     dist.all_reduce(torch.ones(1))

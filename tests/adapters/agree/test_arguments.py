@@ -217,9 +217,9 @@ def test_on_two_ranks(rank_pool, job):
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
-        (ImportError("no sage"), ImportError, "sequence rank 0: no sage"),
-        (KeyError("scheduler"), RuntimeError, "sequence rank 0: KeyError: 'scheduler'"),
-        (ValueError("no mask"), ValueError, "sequence rank 0: no mask"),
+        (ImportError("no sage"), ImportError, "mesh rank 0: no sage"),
+        (KeyError("scheduler"), RuntimeError, "mesh rank 0: KeyError: 'scheduler'"),
+        (ValueError("no mask"), ValueError, "mesh rank 0: no mask"),
     ],
 )
 def test_every_error_of_a_check_is_exchanged(error, kind, message):
