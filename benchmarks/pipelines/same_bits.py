@@ -252,19 +252,24 @@ def run_vaes(ways: Iterable[str], dtypes: Iterable[str], only: Iterable[str] | N
 def parts() -> dict[str, list[str]]:
     """Return the tables of docs/same_bits.md: how many pipelines have the bits of one process, by measured way."""
     results = read_results(RESULTS)
+    return {
+        "same bits": _counts_of_equal(results, WAYS),
+        "same bits, real widths": _table_of_real_widths(results),
+        "same bits, vaes": _counts_of_equal(results.get("vaes", {}), VAE_WAYS),
+    }
+
+
+def _counts_of_equal(of_dtypes: dict[str, Any], ways: Iterable[str]) -> list[str]:
+    """Return a table that says for each measured way and type how many rows of the JSON are "equal", of how many."""
     table = []
-    for way in WAYS:
+    for way in ways:
         row = [way]
         for dtype in DTYPES:
-            cells = [cells[way] for cells in results.get(dtype, {}).values() if way in cells]
+            cells = [cells[way] for cells in of_dtypes.get(dtype, {}).values() if way in cells]
             row.append(f"{cells.count('equal')} of {len(cells)}" if cells else "not measured")
         if {*row[1:]} != {"not measured"}:
             table.append(row)
-    return {
-        "same bits": markdown_table(["ranks", *DTYPES], table),
-        "same bits, real widths": _table_of_real_widths(results),
-        "same bits, vaes": _table_of_vaes(results),
-    }
+    return markdown_table(["ranks", *DTYPES], table)
 
 
 def _table_of_real_widths(results: dict[str, Any]) -> list[str]:
@@ -272,15 +277,6 @@ def _table_of_real_widths(results: dict[str, Any]) -> list[str]:
     ways = [way for way in WAYS if any(way in of_dtypes.get(dtype, {}) for dtype in DTYPES)]
     table = [[way, *[of_dtypes.get(dtype, {}).get(way, "not measured") for dtype in DTYPES]] for way in ways]
     return markdown_table(["ranks", *DTYPES], table)
-
-
-def _table_of_vaes(results: dict[str, Any]) -> list[str]:
-    """Return which autoencoders have the bits of one process, for each way and type."""
-    of_dtypes = results.get("vaes", {})
-    columns = [(dtype, way) for dtype in DTYPES for way in VAE_WAYS]
-    names = [name for name in TINY_VAES if any(name in of_dtypes.get(dtype, {}) for dtype in DTYPES)]
-    table = [[name, *[of_dtypes.get(dtype, {}).get(name, {}).get(way, "") for dtype, way in columns]] for name in names]
-    return markdown_table(["VAE", *[f"{dtype}, {way}" for dtype, way in columns]], table)
 
 
 def main() -> None:

@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
 from para_core.same_bits.one_process import OneProcess, put_at_place, resize, take_from_place
 from para_core.same_bits.rows import CONVOLUTIONS, few_rows
-from para_core.same_bits.unplaced import UnplacedProduct, have_equal_bytes, try_numbers_of_rows
+from para_core.same_bits.unplaced import (
+    UnplacedProduct,
+    digest_of,
+    enough_rows,
+    have_equal_bytes,
+    try_numbers_of_rows,
+)
 from para_core.torch_internals import DisableTorchFunctionSubclass
 
 # Functions whose first argument is a tensor with tokens, whose rows do not depend on each other, without randomness.
@@ -76,6 +82,8 @@ class RowCheck:
     findings: list[str] = field(default_factory=list)
     unplaced: list[UnplacedProduct] = field(default_factory=list)
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
+    # The numbers of rows with the same bits, by the function, shapes and types of an unplaced product.
+    _tried: dict[tuple[Any, ...], frozenset[int]] = field(default_factory=dict)
 
     def compare(
         self,
@@ -92,14 +100,12 @@ class RowCheck:
         others = [*args, *[value for _, value in sorted(kwargs.items())]]
         # Another dim or stride of a convolution is another function.
         key = (func, x.shape, x.stride(), x.dtype, tuple(kwargs), *map(_as_key, others))
+        tokens = None if func in CONVOLUTIONS else one_process.place_of_tokens(x)
+        if func is F.linear and tokens is None and prod(x.shape[:-1]) < few_rows(x):
+            self._note_unplaced(key, one_process, x, output, args, kwargs)
         if key in self._seen:
             return
         self._seen.add(key)
-        tokens = None if func in CONVOLUTIONS else one_process.place_of_tokens(x)
-        if func is F.linear and tokens is None and prod(x.shape[:-1]) < few_rows(x):
-            with torch.no_grad(), DisableTorchFunctionSubclass():
-                text = self._describe(func, x)
-                self.unplaced.append(try_numbers_of_rows(text, one_process, x, output, *args, **kwargs))
         samples = one_process.batch_size > 1 and (tokens is None or tokens[0] > 0)
         if tokens is None and not samples:
             return
@@ -120,6 +126,30 @@ class RowCheck:
             expected = take_from_place(func(whole, *args, **kwargs), one_process, tokens, samples)
         if expected.shape != output.shape or not have_equal_bytes(expected, output):
             self.findings.append(f"{self._describe(func, x)}: differs from {_as_text(sizes)} in one process")
+
+    def _note_unplaced(
+        self,
+        key: tuple[Any, ...],
+        one_process: OneProcess,
+        x: Tensor,
+        output: Tensor,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Note a product of few rows of no known sequence, of every layer: ranks compare these lists.
+
+        Equal sizes are tried once, because kernels are chosen by sizes.
+        """
+        if key not in self._tried:
+            with torch.no_grad(), DisableTorchFunctionSubclass():
+                self._tried[key] = try_numbers_of_rows(one_process, x, output, *args, **kwargs)
+        size = 1
+        if x.ndim > 1:
+            size = x.shape[-2]
+        text, samples = self._describe(F.linear, x), one_process.batch_index
+        self.unplaced.append(
+            UnplacedProduct(text, samples, size, digest_of(x), self._tried[key], enough_rows(x))
+        )
 
     def compare_splits(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -48,45 +49,38 @@ class UnplacedProduct:
 
     def has_bits_of(self, rows: int) -> bool:
         """Whether the rank's rows have the bits that they have among ``rows`` rows; False if that was not tried."""
-        return rows == self.size or min(rows, self.enough) in self.equal_for
+        return self.size in (0, rows) or min(rows, self.enough) in self.equal_for
+
+
+def enough_rows(x: Tensor) -> int:
+    """Return from which size of the last dim but one a product of ``x`` has the same bits for every number of rows."""
+    return -(-few_rows(x) // max(1, prod(x.shape[:-2])))
 
 
 def try_numbers_of_rows(
-    text: str, one_process: OneProcess, x: Tensor, output: Tensor, *args: Any, **kwargs: Any
-) -> UnplacedProduct:
-    """Return the product ``output`` of ``F.linear(x, ...)`` with the numbers of rows that give its bits.
+    one_process: OneProcess, x: Tensor, output: Tensor, *args: Any, **kwargs: Any
+) -> frozenset[int]:
+    """Return the numbers of rows of one process with which ``F.linear(x, ...)`` has the bits of ``output``.
 
-    The numbers of rows of the ranks differ by at most one, or they are not tried.
+    Numbers are tried that one process may have if those of the ranks differ by at most one.
     """
-    ranks, size = one_process.ranks, 1
-    if x.ndim > 1:
-        size = x.shape[-2]
-    others = x.numel() // max(1, size * x.shape[-1])
-    enough = -(-few_rows(x) // max(1, others))
+    if x.ndim < 2 or not x.numel():
+        return frozenset()
+    ranks, size, enough = one_process.ranks, x.shape[-2], enough_rows(x)
     totals = {
         min(total, enough) for total in range(ranks * (size - 1), ranks * (size + 1) + 1) if total > size
     }
     equal_for = []
     for total in totals:
-        if _is_equal_among(total, one_process, x, output, *args, **kwargs):
+        rows = resize(x, [*x.shape[:-2], total, x.shape[-1]])
+        rows.narrow(-2, 0, size).copy_(x)
+        if have_equal_bytes(linear(one_process, rows, *args, **kwargs).narrow(-2, 0, size), output):
             equal_for.append(total)
-    return UnplacedProduct(text, one_process.batch_index, size, _digest_of(x), frozenset(equal_for), enough)
+    return frozenset(equal_for)
 
 
-def _is_equal_among(
-    total: int, one_process: OneProcess, x: Tensor, output: Tensor, *args: Any, **kwargs: Any
-) -> bool:
-    """Whether the rows of ``x`` have the bits of ``output`` as the first of ``total`` rows, the others of zeros."""
-    if x.ndim < 2 or not x.numel():
-        return True
-    rows = resize(x, [*x.shape[:-2], total, x.shape[-1]])
-    rows.narrow(-2, 0, x.shape[-2]).copy_(x)
-    among = linear(one_process, rows, *args, **kwargs)
-    return have_equal_bytes(among.narrow(-2, 0, x.shape[-2]), output)
-
-
-def _digest_of(x: Tensor) -> str:
-    """Return the SHA-256 of the bytes of ``x``."""
+def digest_of(x: Tensor) -> str:
+    """Return the SHA-256 of the bytes of ``x``, which waits for its device."""
     data = x.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 

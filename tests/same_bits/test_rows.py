@@ -115,7 +115,8 @@ def test_products_of_few_rows_of_no_sequence_are_noted():
     for rows in (65, 3, 3, 500):
         x = torch.ones(rows, 8)
         check.compare(F.linear, one, x, F.linear(x, weight), (weight,), {})
-    (product,) = check.unplaced
+    product, again = check.unplaced
+    assert product == again
     assert product.text == "linear of 3 × 8 in float32"
     # Two ranks with 2 to 4 rows each.
     assert product.equal_for == {4, 5, 6, 7, 8}
@@ -152,6 +153,8 @@ def test_many_rows_of_no_sequence_are_not_named():
     others = [replace(product, digest="b"), replace(product, digest="c", size=42)]
     assert find_differences([[product], others[:1]]) == []
     assert len(find_differences([[product], others[1:]])) == 2
+    # A rank without rows has no bits to differ.
+    assert find_differences([[product], [replace(product, digest="d", size=0, equal_for=frozenset())]]) == []
 
 
 def test_a_row_of_a_view_has_the_bits_of_one_process():
