@@ -152,8 +152,8 @@ def check_late_quantization(module: nn.Module, name: str) -> None:
     for path, parameter in module.named_parameters():
         if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
             raise RuntimeError(
-                f"{path} of {name} is a {type(parameter).__name__} that FSDP2 does not shard: it became one after FSDP2 "
-                "sharded the weights, and FSDP2 would restore the old weight, or it is too small to be sharded. Load "
+                f"{path} of {name} is a {type(parameter).__name__} that FSDP2 does not shard: it became one after "
+                "FSDP2 sharded the weights, and would restore the old weight, or it is too small to be sharded. Load "
                 "the pipeline again, and quantize the blocks before sharding (int8_weight_only_quantized_training()), "
                 "or after weights='tensor'."
             )
