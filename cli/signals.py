@@ -1,5 +1,8 @@
-"""The end of a command by Ctrl-C or SIGTERM: within two seconds, with one sentence, and with the shell's exit
-code.
+"""The end of a command by Ctrl-C or SIGTERM: with one sentence, and with the shell's exit code.
+
+``para_core generate`` and ``bench`` end within about two seconds, because they pass ``report`` to :func:`terminable`.
+``para_core serve`` handles signals in its event loop (:mod:`para_core.fleet.http.host_server`), and takes only
+:class:`SignalCode` from here.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ def describe_signal(end: BaseException) -> tuple[str, SignalCode]:
 def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iterator[None]:
     """Inside this context, raise KeyboardInterrupt on Ctrl-C, and :class:`Terminated` on SIGTERM.
 
+    If SIGINT is ignored, as in a background job of a shell, it stays ignored.
+
     With ``report``: if the context has not ended a second later, as in the middle of a long step or of a library that
     ignores the exception, ``report`` is called in another thread, and the process ends with the exit code that it
     returns.
@@ -70,7 +75,7 @@ def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iter
 
     previous = signal.signal(signal.SIGTERM, end)
     interrupts = signal.getsignal(signal.SIGINT)
-    if interrupts is not signal.SIG_IGN:  # as in a background job of a shell
+    if interrupts is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     report_ignored, sys.unraisablehook = sys.unraisablehook, send_again
     try:
@@ -81,8 +86,17 @@ def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iter
                 yield
     finally:
         sys.unraisablehook = report_ignored
-        signal.signal(signal.SIGINT, interrupts)
-        signal.signal(signal.SIGTERM, previous)
+        _restore_handler(signal.SIGINT, interrupts, signal.default_int_handler)
+        _restore_handler(signal.SIGTERM, previous, signal.SIG_DFL)
+
+
+def _restore_handler(number: signal.Signals, previous: Any, default: Any) -> None:
+    """Install the handler ``previous``, or ``default`` if it is None: a library has then installed its own below
+    Python, which Python cannot install again.
+    """
+    if previous is None:
+        previous = default
+    signal.signal(number, previous)
 
 
 @contextmanager
@@ -108,10 +122,14 @@ def _ending_late(report: Callable[[KeyboardInterrupt], int]) -> Iterator[None]:
         end = KeyboardInterrupt()
         if number == signal.SIGTERM:
             end = Terminated()
-        code = report(end)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        code: int = describe_signal(end)[1]
+        try:
+            code = report(end)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            # Also if report or a closed terminal raises: nothing else ends the process.
+            os._exit(code)
 
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=watch, name="para_core signals", daemon=True)

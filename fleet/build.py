@@ -255,7 +255,8 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
         on_host |= {*transformers_of(pipe)}
     if encode_first is not None and encode_first.fits(recipe):
         # Only plain weights can be moved to host memory and back. Quantized denoisers remain on the device,
-        # where they take little memory.
+        # where they take little memory. Attach before the components are moved below: parked weights are scalars on
+        # the device, so the text encoders and the denoisers are never there together.
         encode_first.attach(pipe, device, park=quantize is None)
     if recipe.offload != "model":
         if device != "cpu":

@@ -1,5 +1,7 @@
-"""Encode the prompts of many requests first, so that text encoders and transformers are never on a device
-together.
+"""Encode the prompts of many requests first, so that text encoders and denoisers need not be on a device together.
+
+They are together only for lines whose encoding failed, which run as a whole afterwards, and if denoisers are quantized:
+those stay on the device (:meth:`EncodeFirst.attach` without ``park``).
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Encoder(Protocol):
 
 
 def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence[Line]]:
-    """Yield batches of ``lines`` whose prompts have been encoded. A collective call.
+    """Yield batches of ``lines`` whose prompts have been encoded; all lines, as they are, without phases. A collective
+    call.
 
     The last batch has the lines whose encoding raised. The caller runs the whole pipeline for them, and gets
     the same exception again.
@@ -85,12 +88,14 @@ def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence
 class EncodeFirst:
     """Two phases of many requests on this rank, see :class:`Encoder`.
 
-    Only the weights of the current phase are on the device; a denoiser is a transformer or UNet. Outputs of
-    the text encoders wait in host memory. :func:`~para_core.fleet.build.build` attaches an instance to a
-    pipeline whose weights are neither sharded nor offloaded. An instance that is not attached has no phases.
+    Only the parameters of the current phase are on the device, see :meth:`attach` for the exception; a denoiser is a
+    transformer or UNet. Buffers of both stay there. Outputs of the text encoders wait in host memory.
+    :func:`~para_core.fleet.build.build` attaches an instance to a pipeline whose weights are neither sharded nor
+    offloaded. An instance that is not attached has no phases.
 
     Args:
-        call: Calls a pipeline for a list of requests (:func:`~para_core.fleet.work.call_pipe`).
+        call: Calls a pipeline for a list of requests: :func:`~para_core.fleet.work.call_pipe`, which cannot be imported
+            here, because its module imports :mod:`~para_core.fleet.build`, and that one this module.
         max_bytes: A batch ends when the outputs of text encoders exceed this size, 4 GiB by default.
     """
 
@@ -99,7 +104,7 @@ class EncodeFirst:
         self._encoded: EncodedPrompts | None = None
 
     @property
-    def bytes(self) -> int:
+    def waiting_bytes(self) -> int:
         """Total size of the text encoders' outputs that wait in host memory."""
         if self._encoded is None:
             return 0
@@ -116,8 +121,11 @@ class EncodeFirst:
     def attach(self, pipe: Any, device: str, *, park: bool) -> None:
         """Prepare ``pipe``, whose weights are in host memory, to run on ``device``.
 
-        Does nothing without a text encoder or denoiser. With ``park`` the denoisers' weights stay in host
-        memory while text encoders run.
+        Does nothing without a text encoder or denoiser. With ``park`` the denoisers' weights stay in host memory while
+        text encoders run; without, which quantized weights need, they stay on the device all the time.
+
+        Call this before the components are moved to the device, as ``build`` does: parked parameters take no memory
+        there, and report ``device`` already, so that moving them changes nothing.
         """
         encoders = text_encoders_of(pipe)
         denoisers = {**transformers_of(pipe), **other_denoisers_of(pipe)}
@@ -187,9 +195,10 @@ def _stop(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: 
 
 
 class _Weights:
-    """Parameters of modules whose data can leave the device for a while.
+    """Parameters of modules whose data can leave the device for a while. Buffers are not moved.
 
-    Parked parameters keep device, dtype and shape, as an expanded scalar that takes no memory.
+    Parked parameters keep dtype and shape, and are on the device for which they are parked wherever they were before,
+    as an expanded scalar that takes no memory.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

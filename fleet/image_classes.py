@@ -1,11 +1,13 @@
-"""For a pipeline that takes no image, the classes of diffusers that take one."""
+"""For a pipeline that takes no image: the classes of diffusers that take one, the fields in which clients send one, and
+the error message.
+"""
 
 from __future__ import annotations
 
 from para_core.fleet.pipeline_info import Model
 
 # Ends of the keys of diffusers' tables that name editing checkpoints of a family, such as "flux-kontext".
-_EDITING_SUFFIXES = ("kontext", "edit", "edit-plus", "i2v")
+_EDITING_SUFFIXES = ("kontext", "edit", "edit-plus", "layered", "i2v")
 # Parts of class names, for families that the tables lack: HunyuanVideoPipeline,
 # HunyuanVideoImageToVideoPipeline.
 _CLASS_NAME_PARTS = ("Img2Img", "Inpaint", "Edit", "ImageToVideo", "I2V", "I2I")
@@ -63,7 +65,7 @@ def explain_refused_image(model: Model) -> str:
     classes = model.others or classes_with_images(model.pipeline)
     if not classes:
         return (
-            f"{model.pipeline} takes no image, and diffusers has no class of its family that does. Send a "
+            f"{model.pipeline} takes no image, and para_core knows no class of its family that does. Send a "
             "prompt alone."
         )
     return (

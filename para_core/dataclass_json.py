@@ -12,10 +12,11 @@ Value = TypeVar("Value")
 
 
 def to_json(value: Any) -> str:
-    """Return the dataclass ``value`` as JSON, which :func:`from_json` reads. Equal values give equal text.
+    """Return the dataclass ``value`` as JSON, which :func:`from_json` reads.
 
-    Its fields may be dataclasses, dtypes, and what JSON can express. Dynamo can trace this function if the fields
-    are constants of the graph.
+    Its fields may be dataclasses, dtypes, and what JSON can express. Equal fields of equal types give equal text: 1 and
+    1.0 do not, and a dict is written in its order. Dynamo can trace this function if the fields are constants of the
+    graph.
 
     Raises:
         TypeError: A field is something else, such as a tensor.
@@ -54,23 +55,36 @@ def _dtype_name(value: Any) -> str:
 def from_json(kind: type[Value], text: str) -> Value:
     """Return the value of the dataclass ``kind`` that :func:`to_json` wrote as ``text``.
 
+    A tuple comes back as a list, so ``kind`` must convert it if the difference matters to it.
+
     Raises:
-        ValueError: ``text`` is not JSON, or its fields are not those of ``kind``.
+        ValueError: ``text`` is not JSON, its fields are not those of ``kind``, or it names a dtype that torch lacks.
     """
     value: Value = _read_fields(kind, json.loads(text))
     return value
 
 
 def _read_value(annotation: Any, value: Any) -> Any:
-    """Convert ``value``, read from JSON, to the type ``annotation``, which may be a union with None."""
+    """Convert ``value``, read from JSON, to the type ``annotation``.
+
+    Of a union the first dtype or dataclass among its members decides, and None stays None. Other values, also those
+    inside lists and dicts, are returned as they are.
+    """
     if value is None:
         return None
     for member in get_args(annotation) or (annotation,):
         if member is torch.dtype:
-            return getattr(torch, value)
+            return _read_dtype(value)
         if is_dataclass(member):
             return _read_fields(member, value)
     return value
+
+
+def _read_dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch; expected a name such as 'bfloat16'.")
+    return dtype
 
 
 def _read_fields(kind: Any, values: Any) -> Any:

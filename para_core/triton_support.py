@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The kernels support these dtypes.
+# All kernels support these dtypes, and some support others as well: pack copies tensors of any dtype.
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 # Triton supports GPUs of this compute capability and newer ones, according to its README. On older GPUs the
 # first launch fails to compile, for example for bfloat16.
@@ -39,14 +39,20 @@ def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | N
     """Return the module ``para_core.kernels.<name>``, or None if its kernels cannot run here.
 
     They cannot run if Triton is not installed, if there is no C compiler (which Triton needs for its
-    launchers), or if the compute capability of ``device`` is below ``LEAST_CAPABILITY``. The result is
-    cached.
+    launchers), or if ``device`` is a GPU of CUDA with a compute capability below ``LEAST_CAPABILITY``. Other devices
+    are not checked. Callers do not come here with tensors of a CPU, unless Triton's interpreter runs the kernels
+    (:func:`is_interpreting`): they dispatch by device, or ask :func:`needs_plain` first. The result is cached.
 
     Args:
         name: Name of the module.
-        device: The device on which the kernels will run; None if the device is not known yet, and is then not
-            checked.
+        device: The device on which the kernels will run; None if it is not known yet.
+
+    Raises:
+        ImportError: The module imports something that does not exist. Without this error a mistake in a kernel's
+            imports would leave every caller with plain PyTorch in silence.
     """
+    if not has_triton():
+        return None
     if (
         device is not None
         and device.type == "cuda"
@@ -55,9 +61,13 @@ def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | N
         return None
     if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang")))):
         return None
+    module = f"para_core.kernels.{name}"
     try:
-        return import_module(f"para_core.kernels.{name}")
-    except ImportError:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        # The kernel itself may be left out: each is an optional file (tests/lift_out.py).
+        if error.name != module:
+            raise
         return None
 
 
@@ -76,8 +86,8 @@ def are_floats(*tensors: Tensor) -> bool:
 def needs_plain(*tensors: Tensor) -> bool:
     """Whether to use plain PyTorch instead of a Triton kernel for ``tensors``.
 
-    This is so on a CPU, while a graph is traced (because compilers fuse plain operators), and if a gradient
-    is needed.
+    This is so on every device but CUDA and meta, while a graph is traced (because compilers fuse plain operators), and
+    if a gradient is needed. Only the device of the first tensor is looked at.
     """
     if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
         return True

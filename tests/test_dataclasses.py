@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from para_core.attention.kept_keys import KeptKeys
 from para_core.dataclass_fields import by_path, change_field, fields_of, has_fields, leaves_of, map_leaves
 from para_core.dataclass_json import from_json, to_json
 
@@ -87,6 +88,7 @@ class Record:
 RECORD = Record('a "name"\n', Share(0.5, 7), Record("", Share(0.1, 1), None, torch.bfloat16))
 
 
+OTHER_DTYPES = ["nonsense", "Tensor", 5, ["float32"]]
 OTHERS = ["1|2", "x", "5", "null", "[]", "{}", '{"share": 0.5}', '{"share": 2, "window": 3}']
 
 
@@ -97,5 +99,10 @@ def test_value_is_read_again_and_other_texts_are_refused():
     for text in (*OTHERS, '{"share": 0.5, "window": 3, "other": 1}'):
         with pytest.raises(ValueError):
             from_json(Share, text)
+    for name in OTHER_DTYPES:
+        text = json.dumps({"name": "a", "share": None, "inner": None, "dtype": name})
+        with pytest.raises(ValueError, match="is no dtype"):
+            from_json(Record, text)
+    assert to_json(KeptKeys(1)) == to_json(KeptKeys(1.0))
     with pytest.raises(TypeError, match="Tensor"):
         to_json(Record("a", Share(0.5, 1), torch.zeros(1)))

@@ -28,7 +28,7 @@ from para_core.user_warnings import ParallelWarning, warn_user
 
 
 class GuidedCalls(FeatureChange):
-    """Distributor of the calls of a pipeline's transformers, one per CFG branch, over the ranks of ``dim``."""
+    """Distributor of the calls of a pipeline's transformers, one per CFG branch, over the ranks along ``batch``."""
 
     name = "distributing CFG branches"
 
@@ -61,6 +61,9 @@ class GuidedCalls(FeatureChange):
     def generation(self, pipe: Any, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Distribute the calls of the transformers in the ``with`` block, which runs one generation of ``pipe``.
 
+        The components must be those of the request, because :meth:`_run_branch` looks them up by identity; one that
+        was replaced since is refused before (``check_model_not_replaced``). Slots are restored at the end of the block.
+
         Yields ``kwargs`` with callbacks before which every rank gets the outputs of all branches.
         """
         self._caching = caching_of(pipe)
@@ -83,15 +86,21 @@ class GuidedCalls(FeatureChange):
         return callback(*args, **kwargs)
 
     def _run_branch(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the call of one CFG branch, which one rank computes. All ranks must make equal calls."""
+        """Return the output of the call of one CFG branch. All ranks must make equal calls.
+
+        One rank computes it, and the others get a lazy tensor, except for three kinds of calls, which every rank
+        computes: outside of a generation, those that only fill a key cache, and those by which
+        :class:`~para_core.cfg.guidance.Guidance` learns the form of the output.
+        """
         if torch.compiler.is_compiling() or not self._guidance.active:
             return call(module, *args, **kwargs)
         if self._caching is not None:
             self._caching.announce(module, args, kwargs)
-        # Every rank validates the arguments, although one computes this call: if only that rank raised, the
+        # Every rank validates the arguments, although one may compute this call: if only that rank raised, the
         # others would wait for it.
         self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
         fills = self._fills.get(id(uncompiled(module)))
+        # Pipelines pass this argument by name.
         if fills is not None and kwargs.get(fills[0]) == fills[1]:
             # This call only fills the key cache, which each rank needs for the branch that it computes.
             args, kwargs = materialize((args, kwargs))
@@ -99,13 +108,17 @@ class GuidedCalls(FeatureChange):
         return self._guidance.call(module, partial(call, module), args, kwargs)
 
     def _warn_unguided(self, name: str) -> None:
-        """Warn if each step of the ended generation had one branch."""
+        """Warn if each round of the ended generation had one call.
+
+        A round ends when the pipeline reads an output, so branches whose outputs it reads one by one are such
+        rounds, too.
+        """
         rounds = self._guidance.rounds
         if rounds and max(rounds) == 1:
             warn_user(
-                f"this call of the {name} had no branches of guidance: of {self._dim.size} ranks along 'batch', "
-                "one computed and the others waited. Use guidance, or give these ranks to the sequence (a mesh "
-                "without max_batch_dim_size).",
+                f"this call of the {name} had no branches of guidance that could run at the same time: of "
+                f"{self._dim.size} ranks along 'batch', one computed and the others waited. Use guidance, or give "
+                "these ranks to the sequence (a mesh without max_batch_dim_size).",
                 ParallelWarning,
             )
 

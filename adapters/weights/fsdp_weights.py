@@ -143,15 +143,19 @@ def check_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> N
 
 
 def check_late_quantization(module: nn.Module, name: str) -> None:
-    """Refuse weights that were quantized after FSDP2 sharded them."""
+    """Refuse weights that were quantized after FSDP2 sharded them.
+
+    Small weights outside the blocks, which FSDP2 does not shard, are refused as well if they were quantized before.
+    """
     if not is_sharded(module):
         return
     for path, parameter in module.named_parameters():
         if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
             raise RuntimeError(
-                f"{path} of {name} became a {type(parameter).__name__} after FSDP2 sharded its weights, and "
-                "FSDP2 would restore the old weight. Load the pipeline again, and quantize before sharding "
-                "(int8_weight_only_quantized_training()), or after weights='tensor'."
+                f"{path} of {name} is a {type(parameter).__name__} that FSDP2 does not shard: it became one after "
+                "FSDP2 sharded the weights, and would restore the old weight, or it is too small to be sharded. Load "
+                "the pipeline again, and quantize the blocks before sharding (int8_weight_only_quantized_training()), "
+                "or after weights='tensor'."
             )
 
 

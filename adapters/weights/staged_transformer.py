@@ -1,8 +1,12 @@
 """Pipeline stages of a diffusers transformer: each rank along ``pipe`` holds consecutive blocks and frees the
 others.
 
-:class:`~para_core.weights.stages.Stages` runs the blocks. Here are what diffusers and peft need: methods that would
-read freed weights raise, and LoRAs can be loaded, fused and unloaded while the blocks of other stages are freed.
+:class:`~para_core.weights.stages.Stages` runs the blocks. Here is what diffusers and peft need: methods that would
+move, cast or save all weights raise, and LoRAs can be loaded, fused and unloaded while the blocks of other stages are
+freed.
+
+Other methods see freed weights as tensors on the meta device. ``state_dict()`` returns them too, and cannot raise,
+because diffusers and peft read its names and shapes while they load a LoRA: to save a model, load it again.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from para_core.instance.record import (
     empty_slots,
     fill_slot,
     fill_slots,
+    slot_owner,
 )
 from para_core.instance.slots import Slot
 from para_core.weights.balance import split_by_cost
@@ -43,8 +48,7 @@ from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.stack import stages_of
 from para_core.weights.stages import Stages, check_freeable, free_other_blocks
 
-# Methods of a model that need the weights of all blocks, or would move them. The values complete the error
-# message.
+# Methods of a model that save the weights of all blocks, move or cast them. The values complete the error message.
 _REFUSED_METHODS = {
     "to": "moving it",
     "enable_group_offload": "offloading it",
@@ -69,6 +73,12 @@ class StageChange(FeatureChange):
     LoRAs may be loaded, fused and unloaded before and after it; after it, all ranks of ``mesh`` must do so
     together.
 
+    Its life: :func:`changes_for_stages` has checked everything before the constructor. :meth:`apply` installs the
+    stages, and :meth:`undo` can remove them until :meth:`complete` frees the other blocks, after all other changes of a
+    ``parallelize_pipe`` have succeeded. From then on nothing undoes it, and ``requires_grad`` is False for all
+    parameters of the transformer. A later ``parallelize_pipe`` makes a new StageChange for the same transformer, which
+    keeps the ranges of the earlier one.
+
     Args:
         owner: The pipeline, or the transformer itself.
         module: The transformer, not compiled.
@@ -87,10 +97,11 @@ class StageChange(FeatureChange):
         agree_on_inputs: AgreeOnInputs | None,
         adapter: Adapter | None = None,
     ) -> None:
-        self._owner, self._module, self._mesh, self._adapter = owner, module, mesh, adapter
+        self._owner, self._module, self._mesh, self.adapter = owner, module, mesh, adapter
         self._agree_on_inputs = agree_on_inputs
         self._stages: Stages | None = None
-        # Whether an earlier call of parallelize_pipe has freed the blocks of other stages already.
+        # Whether an earlier call of parallelize_pipe has freed the blocks of other stages already. Read here, because
+        # complete must not count what this change frees itself.
         self._was_split = has_freed_blocks(module)
 
     def apply(self) -> None:
@@ -98,7 +109,7 @@ class StageChange(FeatureChange):
         module, mesh = self._module, self._mesh
         # What follows communicates, so a rank that fails before it must tell the others here.
         with together(mesh, "stages could not be made"):
-            blocks = stack_of(module, self._adapter)
+            blocks = stack_of(module, self.adapter)
         _agree_on_loras(module, mesh)
         # If blocks are freed already, keep their ranges: a freed block has no weights to compute with, and the costs
         # by which ranges are balanced may have changed with a LoRA.
@@ -111,7 +122,7 @@ class StageChange(FeatureChange):
             name: partial(_add_lora if name in ADDS else _change_lora, stages, mesh) for name in CHANGES
         }
         loras = {name: change for name, change in changes.items() if hasattr(module, name)}
-        fill_slot(module, Slot.STAGED_WEIGHTS, {**refused, **loras})
+        fill_slot(module, Slot.STAGED_WEIGHTS, {**refused, **loras}, owner=self)
         # diffusers' group offload moves single blocks and layers, so each layer must refuse to move.
         freed = [part for block in stages.other_blocks for part in block.modules()]
         fill_slots(freed, Slot.STAGED_WEIGHTS, {"to": partial(_raise_on_moved_layer, module)})
@@ -162,7 +173,8 @@ def changes_for_stages(request: ChangeRequest) -> list[StageChange]:
     """Return the change for each transformer on a mesh with ``pipe``; none on other meshes.
 
     Raise ``ValueError`` if a transformer has fewer blocks than stages, or a weight that cannot be freed,
-    ``TypeError`` if no adapter describes its blocks, and ``RuntimeError`` if it runs in other stages already.
+    ``TypeError`` if no adapter describes its blocks, and ``RuntimeError`` if it runs in other stages already. An
+    earlier run in other stages that was undone has no stages any more, so those that are left have freed blocks.
     """
     mesh = request.mesh
     for module in request.transformers.values():
@@ -195,7 +207,7 @@ def has_freed_blocks(module: nn.Module) -> bool:
 
 
 def _check_earlier_stages(owner: Any, module: nn.Module, mesh: GuidedMesh) -> None:
-    """Raise ``RuntimeError`` if this rank has freed blocks that it would need on ``mesh``."""
+    """Raise ``RuntimeError`` if ``module`` runs in stages, and this rank would be another one on ``mesh``."""
     stages = stages_of(module)
     if stages is None or (stages.dim.size, stages.dim.index) == (mesh.pipe.size, mesh.pipe.index):
         return
@@ -289,8 +301,10 @@ def _add_lora(
 ) -> Any:
     """Add a LoRA to all blocks, then free its weights in the blocks of other stages. Collective.
 
-    During the call zeros on this rank's device replace these blocks' weights, because peft reads their devices
-    and dtypes. So the LoRA must not be initialized from weights (:func:`check_initialization`).
+    During the call stand-ins on this rank's device replace these blocks' weights, because peft reads their devices
+    and dtypes. They hold zeros, or NaN for the weights of earlier LoRAs, which the call may write to
+    (:func:`~para_core.weights.parameters.stand_ins`). So the LoRA must not be initialized from weights
+    (:func:`check_initialization`).
     """
     with on_all_ranks(mesh):
         check_initialization(module, args, kwargs)
@@ -348,7 +362,9 @@ def check_compiled_stages(module: nn.Module, name: str, called: Any, mesh: Guide
 
 def check_cache_on_stages(module: nn.Module, name: str, called: Any, options: CacheOptions) -> None:
     """Refuse a cache whose options do not work in stages."""
-    stages, adapter = stages_of(module), adapter_for(module)
+    stages = stages_of(module)
+    change = slot_owner(module, Slot.STAGED_WEIGHTS, StageChange)
+    adapter = adapter_for(module, None if change is None else change.adapter)
     if stages is None or adapter is None or adapter.blocks is None:
         return
     num_last = len(stages.ranges[-1])

@@ -38,7 +38,7 @@ class KeptKeys(AttentionOption):
     window: int = 64
 
     option = "kept_keys"
-    # The observed queries are chosen by their positions, and plain SDPA alone cannot leave out keys.
+    # The observed queries are chosen by their positions in the sequence.
     by_position = True
     by_step = True
     # The choice of keys depends on queries of all ranks, also if every rank holds all keys.
@@ -55,6 +55,8 @@ class KeptKeys(AttentionOption):
             )
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window is {self.window!r}; expected a positive number of observed queries.")
+        # Equal options must have equal JSON, and the one of 1 is not the one of 1.0.
+        object.__setattr__(self, "share", float(self.share))
 
     @property
     def fields(self) -> tuple[float, int]:

@@ -1,4 +1,6 @@
-"""Public functions that apply First Block Cache to a model without a pipeline, and remove it."""
+"""Public functions for First Block Cache on a model without a pipeline: apply, reset and remove it, name branches, and
+look up its options.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def apply_cache(
         blocks (`CachedBlocks`): The description of the model's block stack.
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that hold parts of one sequence, which
             decide together. Defaults to the mesh of the plan that is applied to the model, or of the mode
-            around the call. Required if you compile the model inside your own mode.
+            around the call. Required if you compile the model inside your own mode: without it each rank would decide
+            from its own tokens, and ranks that decide differently would wait for each other.
         **options: The options of :class:`CacheOptions`. The threshold is required. Options that need a
             pipeline's schedule, such as ``start``, are refused.
 
@@ -100,7 +103,7 @@ def reset_cache(model: nn.Module) -> None:
     """Drop the stored residuals and the report of ``model``. Call it before each generation.
 
     Raises:
-        ValueError: The model has no cache.
+        ValueError: :func:`apply_cache` has not been called for the model. A pipeline resets its own cache.
     """
     require_cache(model).begin_generation()
 
@@ -110,11 +113,12 @@ def cache_context(model: nn.Module, name: str) -> Iterator[None]:
     """Name the CFG branch of the calls of ``model`` inside the ``with`` block.
 
     Needed if the arguments of a model do not tell its branches apart, or if it is called for several tiles or
-    images in turn: each call of a step needs another name, and keeps it from step to step. Models of
-    diffusers have a method ``cache_context(name)``, which does the same.
+    images in turn: each call of a step needs another name, and keeps it from step to step. Models of diffusers with
+    ``CacheMixin`` have a method ``cache_context(name)``, which does the same.
 
     Raises:
-        ValueError: The model has no cache.
+        ValueError: No cache uses ``model``, neither one of :func:`apply_cache` nor one of a pipeline
+            (``apply_cache_on_pipe``).
     """
     host = host_of(uncompiled(model))
     if host is None:

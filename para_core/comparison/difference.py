@@ -145,7 +145,9 @@ def compare_records(
         return Difference(name, original_class(submodule).__name__, reason, facts, error)
 
     running = [""]
-    for entry, *parts in zip(*_common_entries([reference, *ranks]), strict=False):
+    records = _common_entries([reference, *ranks])
+    # The records of a run that failed end early, so the shortest one ends the loop.
+    for entry, *parts in zip(*records, strict=False):
         if any((part.kind, part.module) != (entry.kind, entry.module) for part in parts):
             return describe(running[-1], "on several ranks other modules run, or in another order")
         error = _error_of_entry(entry, parts, segments)
@@ -160,6 +162,8 @@ def compare_records(
             del running[running.index(entry.module, 1) :]
     if failure is not None:
         return describe(_failed_module(ranks if failed is None else [failed]), failure)
+    if len({len(entries) for entries in records}) > 1:
+        return describe(running[-1], "on several ranks more or fewer calls follow, and all before them agree")
     return describe(
         "",
         "the outputs of all its modules agree; what differs is computed outside of them: before the first, after the "
@@ -199,7 +203,8 @@ def _error_of_entry(entry: RecordEntry, parts: Sequence[RecordEntry], segments: 
     """Return the largest relative error of the tensors of ``entry``, given the same entry of each rank
     (``parts``).
 
-    Tensors whose shapes do not fit count as equal.
+    Tensors whose number or shapes do not fit count as equal: a module may get other tensors on a rank and be right, and
+    if it is wrong, a later output shows it.
     """
     if any(len(part.digests) != len(entry.digests) for part in parts):
         return 0.0

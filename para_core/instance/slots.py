@@ -1,4 +1,4 @@
-"""The slots of an instance, in the order in which a call passes them."""
+"""The slots of an instance, in the order in which calls of its methods pass them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ class Slot(IntEnum):
     """A named place for one feature in the record of an instance, from the outermost to the innermost.
 
     A feature registers itself by its line here, and uses its slot on every instance that it changes. The order of the
-    lines is the order in which a call passes the features, so a line that moves changes what runs inside what.
+    lines is the order in which a call passes the features, so a line that moves changes what runs inside what. It holds
+    for the fillings of one method: all of those around ``__call__`` run outside of those around ``forward``
+    (TENSOR_WEIGHTS of a layer, for example), whatever their lines are.
+
+    A slot whose feature moves or gathers weights must be named in ``verify/verification.py`` (``_SLOTS_OF_WEIGHTS``),
+    too, because a verification calls the unmodified model with these slots only.
     """
 
-    # An instance whose weights are incomplete raises, whatever is called.
+    # An instance whose weights are incomplete raises before anything else runs.
     UNUSABLE = auto()
-    # A rank that only encodes prompts stops before anything else runs.
+    # A rank that only encodes prompts stops before other features prepare the call of a denoiser.
     ENCODE_FIRST = auto()
     # A progress callback sees every step of a modular pipeline.
     STEP_CALLBACK = auto()
     # Kept outputs of text encoders are returned before the ranks meet.
     ENCODED_PROMPTS = auto()
-    # Before anything else, ranks check that they all make the same call.
+    # Ranks check that they all make the same call before any feature below communicates.
     PARALLEL_PIPE = auto()
     FIRST_RANK = auto()
     WEIGHTS = auto()
@@ -51,7 +56,7 @@ class Slot(IntEnum):
     # All ranks have the same arguments outside of the plan, so they check the same calls.
     SAME_BITS = auto()
     PLAN = auto()
-    # Inside the plan, a call has this rank's tokens.
+    # Inside the plan, the inputs of the plan are this rank's part; tokens that a submodule shards later are not yet.
     SAME_BITS_PRODUCTS = auto()
     ATTENTION_CHECK = auto()
     # If a submodule returns all tokens, PipeFusion takes its patch of them inside the plan, before the plan

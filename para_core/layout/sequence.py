@@ -2,8 +2,11 @@
 torch.distributed.
 
 Under ``torch.compile`` lengths are symbolic. This file therefore only adds, subtracts, multiplies and floor-divides
-lengths, and never branches on a length, which would specialize the graph. The one exception is the check of
-``together``, which divides the length.
+lengths, and never branches on ``total``, which would specialize the graph. The exceptions are ``together``, which is
+compared with 1, and its check, which takes a remainder of ``total``: a graph may be specialized for ``together``.
+
+Tuples are made of lists, ``tuple([...])``, because Dynamo traces a list comprehension more simply than a generator
+expression, which is an object with a frame.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ class Segment:
     (7, 7)
 
     A ``balanced`` segment is split into ``2 · ranks`` parts. Rank r holds the r-th part from the front and
-    the r-th from the back, so that all ranks have equal work under a causal mask.
+    the r-th from the back, so that all ranks have about equal work under a causal mask.
 
     >>> Segment("video", 8, balanced=True).runs(rank=0, ranks=2)
     ((0, 2), (6, 2))
 
-    Groups of ``together`` consecutive tokens, such as those of a video frame, are not split between ranks.
+    Groups of ``together`` consecutive tokens, such as those of a video frame, are not split between ranks. A replicated
+    segment may have ``together``, which has no effect.
 
     >>> Segment("video", 15, together=5).sizes(ranks=2)
     (10, 5)
@@ -66,7 +70,8 @@ class Segment:
             return (self.total,) * ranks
         if self.together != 1:
             return tuple([self.size(rank, ranks) for rank in range(ranks)])
-        # Do not call size() for each rank, because Dynamo takes time to trace each Python call.
+        # This repeats _part_size and the choice of parts in size() and runs(), because Dynamo takes time to trace each
+        # Python call. tests/layout/test_sequence.py compares the three.
         parts = ranks * (1 + self.balanced)
         sizes = [(self.total + parts - 1 - part) // parts for part in range(parts)]
         if self.balanced:
@@ -203,6 +208,6 @@ def even_layout(total: int, ranks: int, *, balanced: bool = False) -> SequenceLa
     possible.
 
     If ``balanced`` is True, each rank holds one part of each half of the sequence, so that all ranks have
-    equal work in causal attention.
+    about equal work in causal attention.
     """
     return SequenceLayout((Segment("sequence", total, balanced=balanced),), ranks)

@@ -1,4 +1,11 @@
-"""Take a rank's part of the tokens of a tensor, and gather the parts of all ranks."""
+"""Take a rank's part of the tokens of a tensor, and gather the parts of all ranks.
+
+These functions work over a whole mesh, may be traced by Dynamo, and are differentiable. Those of
+:mod:`~para_core.layout.gather` work over one mesh dim and for layouts of groups of ranks, in eager code.
+
+A layout here has as many ranks as its mesh. A wrong number of tokens raises on the rank that has it, while the others
+wait in the collective, so callers that cannot trust a length must compare it on all ranks first.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +62,15 @@ GatherSizes = tuple[tuple[list[int], list[int]], ...]
 
 
 def gather_sizes(layout: SequenceLayout, mesh: SequenceMesh) -> GatherSizes:
-    """Return the numbers of tokens that :func:`gather_tokens` gathers over each mesh dim."""
+    """Return the numbers of tokens that :func:`gather_tokens` gathers over each mesh dim.
+
+    Raises:
+        ValueError: The layout has another number of ranks than the mesh.
+    """
+    if layout.ranks != mesh.ranks:
+        raise ValueError(
+            f"the layout has {layout.ranks} ranks, and the mesh has {mesh.ranks}; expected as many."
+        )
     sizes: list[tuple[list[int], list[int]]] = []
     for segment in layout.segments:
         if segment.replicated:
@@ -86,7 +101,8 @@ def gather_tokens(
         sizes = gather_sizes(layout, mesh)
     parts: Sequence[Tensor] = (y,)
     first_sizes, _ = sizes[0]
-    # Most layouts have one sharded segment: then y is its part, and need not be split.
+    # If the layout has one segment and it is sharded, y is this rank's part of it, and need not be split. A graph
+    # must not compare lengths, so it splits always.
     is_one_part = len(layout.segments) == 1 and len(first_sizes) > 0 and not torch.compiler.is_compiling()
     if not is_one_part or y.shape[dim] != first_sizes[mesh.ulysses.index]:
         # This raises if ``y`` does not have this rank's number of tokens.

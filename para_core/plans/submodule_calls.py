@@ -1,5 +1,5 @@
-"""Run the calls of the submodules that a plan names: shard their inputs, intercept their attention, gather their
-outputs.
+"""Run the calls of the submodules that a plan names: shard their inputs, intercept their attention or exchange its
+heads, add up sums of linear attention, exchange halo rows, gather their outputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class SubmoduleCalls:
         executor: Applies the rules of the plan, and knows the segments of the current call.
         check: Finds attention that is not intercepted.
         interceptions: The interception of the region's current call; empty outside of one. It is the region's own list,
-            which :class:`~para_core.plans.region.Region` fills and empties.
+            which :class:`~para_core.plans.region.Region` fills and empties, and recomputation by activation
+            checkpointing, too.
         intercept_if_sharded: Starts to intercept attention if one of some applied rules has split tokens.
     """
 
@@ -50,6 +51,9 @@ class SubmoduleCalls:
 
     def hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Wrapper:
         """Return the function that runs around the call of a submodule with ``rules``.
+
+        The rules are local variables of the two functions inside, and not attributes that they read: Dynamo would guard
+        each attribute.
 
         Args:
             rules: The rules of the plan for the submodule.
@@ -113,6 +117,10 @@ class SubmoduleCalls:
                 args, kwargs = self.executor.apply_to_arguments(of_inputs, parameters, args, kwargs, name)
                 self.intercept_if_sharded(of_inputs.values())
             if halo is not None and self._is_sharded(halo.segment):
+                if not args:
+                    # The rows are the first parameter, which the model has passed by name.
+                    args = (kwargs[parameters[0]],)
+                    kwargs = {key: value for key, value in kwargs.items() if key != parameters[0]}
                 rows = args[0].shape[halo.dim]
                 args = (add_halo(args[0], halo, self.executor.segment(halo.segment), self.mesh), *args[1:])
             output = attend(call, module, *args, **kwargs)
@@ -123,6 +131,7 @@ class SubmoduleCalls:
                 self.intercept_if_sharded(of_outputs.values())
             if gathers:
                 output = self.executor.gather_outputs(output, gathers)
+                # All tokens are gathered, so what follows in the model is not sharded, and its attention is plain.
                 interception.planned.active[0] = False
             return output
 

@@ -1,10 +1,11 @@
 """Tensor parallelism: shard linear layers by columns (output channels) or by rows (input channels), as a plan
 says.
 
-As in Megatron-LM (arXiv:1909.08053), each rank holds and computes some heads of each block, and two
-all-reduces per block and token stream sum the results. The output equals the single-device output up to the
-order of sums. The sequence may also be sharded, over other mesh dims. Nothing gathers the weights for good
-again: load the model once more.
+As in Megatron-LM (arXiv:1909.08053), each rank holds and computes some heads of each block, and an all-reduce after
+each row-sharded layer sums the results: usually one for the attention and one for the feed-forward of a token stream,
+and one more for each norm over the channels of all heads. The output equals the single-device output up to the order of
+sums. The sequence may also be sharded, over other mesh dims. Nothing gathers the weights for good again: load the model
+once more.
 """
 
 from __future__ import annotations
@@ -22,10 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from para_core.instance.private_class import unwrapped_class
-from para_core.instance.record import (
-    Wrapper,
-    fill_slot,
-)
+from para_core.instance.record import fill_slot
 from para_core.instance.slots import Slot
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import parameter_slots
@@ -37,7 +35,9 @@ from para_core.weights.tensor_plan import (
     base_linear,
     lora_matrices,
     part_sizes,
+    planned_counts,
     planned_linears,
+    planned_norms,
 )
 
 # Name of the attribute of a sharded module that holds its _ShardRecord.
@@ -46,9 +46,10 @@ _RECORD = "_para_core_tensor"
 
 @dataclass(frozen=True)
 class _Shard:
-    """One sharded parameter.
+    """One parameter that is a DTensor: sharded along ``dim``, or replicated (the bias of a row-sharded layer).
 
-    ``parts`` are the sizes of the parts that are concatenated along the sharded ``dim``.
+    ``parts`` are the sizes of the parts that are concatenated along ``dim``. A replicated parameter has none, so its
+    order does not change, and ``dim`` is not used.
     """
 
     owner: nn.Module
@@ -78,13 +79,18 @@ class _ShardRecord:
 
 
 def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Shard the linear layers of ``module`` in place over the one-dim ``mesh``.
+    """Shard the linear layers of ``module`` and the norms in ``plan`` in place over the one-dim ``mesh``.
 
-    All ranks must call this function, with equal weights. Raise ``ValueError`` if ``plan`` does not fit the
-    module, which is then unchanged.
+    The rest of ``plan`` is applied, too: numbers of heads and hidden units are divided, and modules of positions return
+    this rank's part. Gradients of all weights are switched off, and all of ``module`` moves to the device of the mesh
+    unless that is a CPU. All ranks must call this function, with equal weights.
+
+    Raises:
+        ValueError: ``plan`` does not fit the module, which is then unchanged.
     """
     check_tensor_plan(module, plan, mesh.size())
     record = module.__dict__[_RECORD] = _ShardRecord(mesh, plan)
+    # A plain weight that every rank holds but applies to its own heads would get a part of its gradient.
     module.requires_grad_(False)
     for layer, style in planned_linears(module, plan).values():
         _shard_linear(base_linear(layer), style, record)
@@ -94,30 +100,29 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
     for pattern, dim in plan.positions.items():
         for rope in matching_modules(module, pattern).values():
             fill_slot(rope, Slot.TENSOR_WEIGHTS, {"__call__": partial(_shard_outputs, mesh, dim)})
-    fill_slot(module, Slot.TENSOR_WEIGHTS, {"__call__": _without_gradients})
+    fill_slot(module, Slot.TENSOR_WEIGHTS, {"__call__": _refuse_weight_gradients})
     if mesh.device_type != "cpu":
         module.to(mesh.device_type)
 
 
 def _divide_counts(module: nn.Module, plan: TensorPlan, num_ranks: int) -> None:
     """Divide the numbers of heads and of hidden units that modules hold by the number of ranks."""
-    heads = [(pattern, "heads") for pattern in plan.heads]
-    for pattern, attribute in (*heads, *plan.counts.items()):
-        for owner in matching_modules(module, pattern).values():
-            number: Any = getattr(owner, attribute)
-            setattr(owner, attribute, number // num_ranks)
+    for _, owner, attribute in planned_counts(module, plan):
+        # check_tensor_plan has refused numbers that the ranks do not divide.
+        setattr(owner, attribute, getattr(owner, attribute) // num_ranks)
 
 
 def _shard_norms(module: nn.Module, plan: TensorPlan, record: _ShardRecord) -> None:
     """Shard the weights of the norms that ``plan`` names, and sum their squares over the ranks."""
-    norms = [norm for pattern in plan.norms for norm in matching_modules(module, pattern).values()]
-    for norm in norms:
+    for norm in planned_norms(module, plan).values():
         _replace_parameter(norm, "weight", _distribute(_parameter_of(norm, "weight"), record.mesh, 0))
         record.shards.append(_Shard(norm, "weight", 0, ()))
-        _wrap_forward(norm, _norm_over_ranks)
+        fill_slot(norm, Slot.TENSOR_WEIGHTS, {"forward": _norm_over_ranks})
 
 
-def _without_gradients(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _refuse_weight_gradients(
+    call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+) -> Any:
     """Run a call of a sharded model.
 
     Raise ``RuntimeError`` if a backward would compute gradients of its weights.
@@ -201,7 +206,11 @@ def _shard_loras_of(layer: nn.Module, style: Linear, record: _ShardRecord) -> No
 
 
 def _shard_linear(linear: Any, style: Linear, record: _ShardRecord) -> None:
-    """Shard the weight and the bias of one layer in place, and wrap its forward."""
+    """Shard the weight and the bias of one layer in place, and replace its forward.
+
+    The layer has no forward on the instance, which would hide that of its class and of the slot: check_tensor_plan
+    refuses one.
+    """
     parts = part_sizes(linear, style)
     _shard_parameter(linear, "weight", style.dim, parts, record)
     if linear.bias is not None and style.along == "colwise":
@@ -212,7 +221,7 @@ def _shard_linear(linear: Any, style: Linear, record: _ShardRecord) -> None:
             linear, "bias", _distribute(_parameter_of(linear, "bias").detach(), record.mesh, None)
         )
         record.shards.append(_Shard(linear, "bias", 0, ()))
-    _wrap_forward(linear, record.arounds[style.along])
+    fill_slot(linear, Slot.TENSOR_WEIGHTS, {"forward": record.arounds[style.along]})
 
 
 def _shard_parameter(
@@ -280,20 +289,6 @@ def _shard_outputs(
 ) -> tuple[Tensor, ...]:
     """Return this rank's chunk along ``dim`` of each tensor that ``rope`` returns."""
     return tuple(x.chunk(mesh.size(), dim)[mesh.get_local_rank()] for x in call(rope, *args, **kwargs))
-
-
-def _wrap_forward(module: Any, around: Wrapper) -> None:
-    """Run ``around`` around ``forward`` of ``module``, also if a hook has set a forward on the instance."""
-    fill_slot(module, Slot.TENSOR_WEIGHTS, {"forward": around})
-    before: Callable[..., Any] | None = vars(module).get("forward")
-    if before is None:
-        return
-
-    # The forward of a hook (offload, casting) hides that of the private class, which holds the slot.
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return around(lambda _, *rest, **named: before(*rest, **named), module, *args, **kwargs)
-
-    module.forward = forward
 
 
 def _linear_by_columns(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:

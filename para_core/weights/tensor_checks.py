@@ -1,14 +1,17 @@
-"""Checks of a model before tensor parallelism shards it by a plan. Nothing is changed here."""
+"""Checks of a model before tensor parallelism shards it by a plan, and of LoRAs that are added later.
+
+Nothing is changed here. Not checked are the outputs of modules of positions (``TensorPlan.positions``), which only a
+call shows: their dim has the heads or channels of the attention, whose numbers are checked.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from para_core.instance.private_class import unwrapped_class
-from para_core.plans.module_matching import matching_modules
 from para_core.weights.parameters import is_float8
 from para_core.weights.tensor_plan import (
     Linear,
@@ -16,7 +19,9 @@ from para_core.weights.tensor_plan import (
     base_linear,
     lora_matrices,
     part_sizes,
+    planned_counts,
     planned_linears,
+    planned_norms,
 )
 
 
@@ -25,7 +30,9 @@ def check_tensor_plan(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
     cls, linears = unwrapped_class(module).__name__, planned_linears(module, plan)
     if not linears:
         raise ValueError(f"the tensor plan of {cls} names no module that it has.")
-    _check_heads(module, plan, cls, ranks)
+    _check_heads(module, cls, ranks)
+    _check_counts(module, plan, cls, ranks)
+    _check_norms(module, plan, cls, ranks)
     for name, (layer, style) in linears.items():
         check_plain_lora(name, layer, cls)
         linear = base_linear(layer)
@@ -42,25 +49,67 @@ def check_tensor_plan(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
                 raise ValueError(
                     f"{name} of this {cls} has {size} channels, which {ranks} tensor ranks do not divide."
                 )
-    _check_attention(module, linears)
+    _check_all_planned(module, linears)
 
 
-def _check_heads(module: nn.Module, plan: TensorPlan, cls: str, ranks: int) -> None:
-    """Raise ``ValueError`` if the ranks do not divide a number of heads of ``module``, of the class ``cls``."""
-    attentions = [
-        attention for pattern in plan.heads for attention in matching_modules(module, pattern).values()
-    ]
-    heads = {int(attention.heads) for attention in attentions}  # type: ignore[arg-type]
-    of_config = getattr(getattr(module, "config", None), "num_attention_heads", None)
-    if isinstance(of_config, int):
-        heads.add(of_config)
-    for number in sorted(heads):
-        if number % ranks:
-            fitting = [size for size in range(2, number + 1) if number % size == 0]
+def _check_heads(module: nn.Module, cls: str, ranks: int) -> None:
+    """Raise ``ValueError`` if the ranks do not divide the heads that the config of ``module`` names."""
+    number = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    if isinstance(number, int) and number % ranks:
+        _raise_undivided_heads(number, cls, ranks)
+
+
+def _check_counts(module: nn.Module, plan: TensorPlan, cls: str, ranks: int) -> None:
+    """Raise ``ValueError`` unless each number of heads and of hidden units is there, and the ranks divide it."""
+    for name, owner, attribute in planned_counts(module, plan):
+        number: Any = getattr(owner, attribute, None)
+        if not isinstance(number, int):
             raise ValueError(
-                f"{cls} has {number} heads, which {ranks} tensor ranks do not divide; max_tensor_dim_size "
-                f"may be one of {fitting}. weights='fsdp' takes any number of ranks."
+                f"{name} of this {cls} has no number {attribute!r}, which its tensor plan divides. Correct the heads "
+                "and counts of the plan, or use weights='fsdp'."
             )
+        if number % ranks and attribute == "heads":
+            _raise_undivided_heads(number, cls, ranks)
+        if number % ranks:
+            raise ValueError(
+                f"{name} of this {cls} has {attribute}={number}, which {ranks} tensor ranks do not divide. Use "
+                "other max_tensor_dim_size, or weights='fsdp', which takes any number of ranks."
+            )
+
+
+def _raise_undivided_heads(number: int, cls: str, ranks: int) -> NoReturn:
+    if number == 1:
+        raise ValueError(
+            f"{cls} has 1 head, which {ranks} tensor ranks cannot share. weights='fsdp' takes any number of ranks."
+        )
+    fitting = [size for size in range(2, number + 1) if number % size == 0]
+    raise ValueError(
+        f"{cls} has {number} heads, which {ranks} tensor ranks do not divide; max_tensor_dim_size "
+        f"may be one of {fitting}. weights='fsdp' takes any number of ranks."
+    )
+
+
+def _check_norms(module: nn.Module, plan: TensorPlan, cls: str, ranks: int) -> None:
+    """Raise ``ValueError`` unless the ranks divide the channels of each norm over all heads."""
+    for name, norm in planned_norms(module, plan).items():
+        _check_forward(name, norm, cls)
+        weight: Any = getattr(norm, "weight", None)
+        if weight is None or weight.shape[0] % ranks:
+            size = None if weight is None else list(weight.shape)
+            raise ValueError(
+                f"{name} of this {cls} has a weight of the shape {size}; expected channels that {ranks} tensor ranks "
+                "divide. weights='fsdp' takes any layer."
+            )
+
+
+def _check_forward(name: str, layer: nn.Module, cls: str) -> None:
+    """Raise ``ValueError`` if a hook has set a forward on the instance, which would not run any more."""
+    if "forward" in vars(layer):
+        raise ValueError(
+            f"{name} of this {cls} has a forward of its own, as the hooks of offload and of layerwise casting set it, "
+            "and tensor parallelism replaces it. Shard the weights before such hooks are added, remove them "
+            "(pipe.remove_all_hooks()), or use weights='fsdp'."
+        )
 
 
 def _check_linear(name: str, linear: Any, cls: str) -> None:
@@ -84,6 +133,7 @@ def _check_linear(name: str, linear: Any, cls: str) -> None:
             "(layerwise casting); tensor parallelism computes with the weight as it is. Shard the weights "
             "in 16 bits, or leave this component replicated."
         )
+    _check_forward(name, linear, cls)
     kind: Any = unwrapped_class(linear)
     packed = not linear.weight.is_floating_point() or linear.weight.shape != (
         linear.out_features,
@@ -98,7 +148,7 @@ def _check_linear(name: str, linear: Any, cls: str) -> None:
         )
 
 
-def _check_attention(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
+def _check_all_planned(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
     """Raise ``ValueError`` if an attention module has linear layers that the plan does not name.
 
     Such a layer would compute all heads, while the other layers compute only this rank's heads.

@@ -105,6 +105,23 @@ def planned_linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.M
     }
 
 
+def planned_counts(module: nn.Module, plan: TensorPlan) -> list[tuple[str, nn.Module, str]]:
+    """Return the numbers of heads and of hidden units that ``plan`` divides by the number of ranks, each as the name of
+    a module in ``module``, that module, and its attribute.
+    """
+    attributes = [(pattern, "heads") for pattern in plan.heads] + list(plan.counts.items())
+    return [
+        (name, owner, attribute)
+        for pattern, attribute in attributes
+        for name, owner in matching_modules(module, pattern).items()
+    ]
+
+
+def planned_norms(module: nn.Module, plan: TensorPlan) -> dict[str, nn.Module]:
+    """Return the norms whose weights ``plan`` shards, by name in ``module``."""
+    return {name: norm for pattern in plan.norms for name, norm in matching_modules(module, pattern).items()}
+
+
 def part_sizes(linear: Any, style: Linear) -> tuple[int, ...]:
     """Return the sizes of the parts (query, key and value, for example) along the sharded dim; empty for one
     part.

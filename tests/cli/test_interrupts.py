@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from para_core.cli.signals import terminable
 from tests.fleet.commands import find_free_port
 
 pytestmark = pytest.mark.slow
@@ -102,6 +103,40 @@ def test_signal_ends_a_command(tmp_path, command, ranks, text, seconds, name, co
     assert ended == code, lines
     assert len(lines) == says.count(r"\n0 generated") + 1
     assert re.match(says, "\n".join(lines))
+
+
+# A program that ignores the signal's exception, and whose report fails.
+FAILING_REPORT = """
+import sys, time
+from para_core.cli.signals import terminable
+
+def report(end):
+    raise OSError("the terminal is closed")
+
+with terminable(report):
+    print("stuck", file=sys.stderr, flush=True)
+    while True:
+        try:
+            time.sleep(3600)
+        except BaseException:  # as a library that ignores the exception
+            pass
+"""
+
+
+def test_process_ends_although_its_report_fails(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(FAILING_REPORT)
+    code, _ = run_until("stuck", 0.2, [str(program)], signal.SIGTERM)
+    assert code == 143
+
+
+def test_handler_that_python_cannot_install_again_is_replaced_by_the_default(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None)
+        with terminable():
+            pass
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_in_a_step_that_sees_no_signal(tmp_path):

@@ -157,6 +157,43 @@ def test_replica_that_dies_while_idle_starts_again(run):
     run(test, 2, watch=0.01)
 
 
+def test_replica_that_cannot_start_again_is_given_to_no_batch(run):
+    async def test(replicas, bad, good):
+        bad.open.set()
+        good.open.set()
+        bad.dead, bad.failing = True, 3
+        answers = await asyncio.gather(*[replicas.generate(None) for _ in range(6)], return_exceptions=True)
+        assert [type(answer) for answer in answers].count(RankDied) == 1
+        assert (bad.ran, len(good.ran)) == (["own"], 5)
+        await until(lambda: bad.starts == 5)
+
+    run(test, 2, watch=0.05)
+
+
+def test_watch_goes_on_after_an_error(run, caplog):
+    async def test(replicas, replica):
+        alive, replica.alive = replica.alive, None  # a TypeError in the watch
+        await until(lambda: "the next attempt follows" in caplog.text)
+        replica.alive, replica.dead = alive, True
+        await until(lambda: replica.starts == 2)
+
+    run(test, watch=0.01)
+
+
+def test_stopped_pool_tells_the_calls_that_wait(run):
+    async def test(replicas, replica):
+        waiting = [asyncio.ensure_future(replicas.generate(None)) for _ in range(3)]
+        await until(lambda: replica.ran)
+        await replicas.stop()
+        replica.open.set()
+        answers = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 2)
+        assert [type(answer) for answer in answers] == [RankDied] * 3
+        with pytest.raises(RankDied, match="stopped"):
+            await replicas.run([])
+
+    run(test)
+
+
 def test_busy_replica_that_dies_starts_again_once_and_frees_its_place(run):
     async def test(replicas, replica):
         jobs = Jobs(replicas, ServerOptions())

@@ -40,8 +40,14 @@ def test_exchange_takes_the_pack_kernel_on_new_gpus(monkeypatch, numbers, takes)
 
 
 def test_kernel_needs_triton_and_a_compiler():
-    with mock.patch.object(triton_support, "import_module", side_effect=ModuleNotFoundError("no triton")):
+    with mock.patch.object(triton_support, "_HAS_TRITON", False):
         assert triton_support.load_kernel(MODULE) is None
     triton_support.load_kernel.cache_clear()
     with mock.patch.dict(os.environ, {"PATH": "", "CC": ""}):
         assert triton_support.load_kernel(MODULE) is None
+
+
+def test_broken_import_of_a_kernel_is_an_error():
+    patch = mock.patch.object(triton_support, "import_module", side_effect=ImportError("cannot import name"))
+    with patch, pytest.raises(ImportError, match="cannot import name"):
+        triton_support.load_kernel(MODULE)

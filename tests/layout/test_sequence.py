@@ -21,9 +21,9 @@ from para_core.layout.tokens import copy_runs
 RANKS = st.integers(1, 9)
 SEGMENTS = st.lists(
     st.builds(
-        lambda total, kind: Segment("", total, *kind),
+        lambda units, kind: Segment("", units * kind[2], *kind),
         st.integers(0, 40),
-        st.sampled_from([(False, False), (True, False), (False, True)]),
+        st.sampled_from([(False, False, 1), (True, False, 1), (False, True, 1), (False, False, 3), (True, False, 2)]),
     ),
     min_size=1,
     max_size=4,
@@ -43,7 +43,7 @@ def positions(layout, rank):
             parts = torch.tensor_split(part, 2 * layout.ranks)
             part = torch.cat([parts[rank], parts[2 * layout.ranks - 1 - rank]])
         elif not segment.replicated:
-            part = torch.tensor_split(part, layout.ranks)[rank]
+            part = torch.tensor_split(part.view(-1, segment.together), layout.ranks)[rank].flatten()
         held += part.tolist()
         before += segment.total
     return held
@@ -102,6 +102,9 @@ def test_layouts_are_values_and_last_ranks_hold_no_tokens_if_few():
     ("make", "message"),
     [
         (lambda: Segment("text", 3, replicated=True, balanced=True), "replicated and balanced"),
+        (lambda: Segment("video", 7, together=2), "together=2"),
+        (lambda: Segment("video", 8, together=0), "together=0"),
+        (lambda: Segment("video", 8, balanced=True, together=2), "balanced=True"),
         (lambda: SequenceLayout((), ranks=2), "Segment"),
         (lambda: SequenceLayout((Segment("image", 4),), ranks=0), "ranks >= 1, got 0"),
         (lambda: SequenceLayout((Segment("image", 4),), ranks=-3), "ranks >= 1, got -3"),

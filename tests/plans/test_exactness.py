@@ -122,7 +122,7 @@ class OfRows(nn.Module):
         tokens = x.flatten(2).transpose(1, 2) + residual
         tokens = tokens + self.attend(tokens)
         x = tokens.transpose(1, 2).unflatten(2, (height, width))
-        return self.out(x + self.mix(x))
+        return self.out(x + self.mix(input=x))
 
 
 ROWS = Plan(

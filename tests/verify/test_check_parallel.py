@@ -12,6 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from para_core import Attention, Gather, Plan, Split, check_parallel
 from para_core.adapters.models.shared.flux import FLUX_PLAN
+from para_core.comparison.call_record import CallRecord, RecordEntry
+from para_core.comparison.difference import compare_records
 from para_core.comparison.digests import digest
 from para_core.comparison.virtual_ranks import RanksDiffer, outcomes_on_virtual_ranks
 from para_core.distributed.collectives import all_gather
@@ -314,3 +316,10 @@ def test_virtual_ranks_that_meet_in_different_collectives_end_at_once():
 
     outcomes = outcomes_on_virtual_ranks(run, ulysses=3, device=torch.device("cpu"))
     assert [isinstance(outcome.error, RanksDiffer) for outcome in outcomes] == [True, True, False]
+
+
+def test_records_of_other_lengths_do_not_agree():
+    entries = [RecordEntry(kind, name, ()) for kind, name in (("call", ""), ("call", "0"), ("return", "0"))]
+    records = [CallRecord(entries[:2])] * 2
+    difference = compare_records(nn.Sequential(nn.ReLU()), CallRecord(entries), records, (), tolerance=1e-3)
+    assert (difference.module, "more or fewer calls" in difference.reason) == ("0", True)

@@ -1,12 +1,14 @@
 """Heads and hidden units sharded over tensor ranks give the result of one device, also with sharded tokens."""
 
 import warnings
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from diffusers import FluxPipeline, TensorParallelConfig
 from diffusers.hooks import tensor_parallel
+from diffusers.hooks.layerwise_casting import apply_layerwise_casting_hook
 from peft import LoHaConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -178,6 +180,40 @@ def test_parts_that_do_not_divide_a_layer_are_refused():
     check_tensor_plan(nn.Sequential(nn.Linear(8, 99)), plan, 3)
     with pytest.raises(ValueError, match=r"^0 of this Sequential has 100 channels"):
         check_tensor_plan(nn.Sequential(nn.Linear(8, 100)), plan, 3)
+
+
+class Counted(nn.Module):
+    def __init__(self, heads=4, units=8, channels=8):
+        super().__init__()
+        self.attn, self.feed = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.attn.heads, self.feed.units = heads, units
+        self.norm = nn.RMSNorm(channels)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        ({"heads": 1}, {}, r"Counted has 1 head, which 2 tensor ranks cannot share"),
+        ({"heads": 3}, {}, r"3 heads, .*2 .*\[3\]"),
+        ({"units": 7}, {}, r"feed of this Counted has units=7, which 2 tensor ranks"),
+        ({"channels": 7}, {}, r"norm of this Counted has a weight of the shape \[7\]"),
+        ({}, {"heads": ("feed",)}, r"feed of this Counted has no number 'heads'"),
+        ({}, {"counts": {"attn": "units"}}, r"attn of this Counted has no number 'units'"),
+    ],
+)
+def test_plan_that_does_not_divide_a_model_is_refused(options, changes, message):
+    plan = TensorPlan({"attn": Linear("colwise")}, ("attn",), {"feed": "units"}, ("norm",))
+    check_tensor_plan(Counted(), plan, 2)
+    with pytest.raises(ValueError, match=message):
+        check_tensor_plan(Counted(**options), replace(plan, **changes), 2)
+
+
+@pytest.mark.parametrize("name", ["attn", "norm"])
+def test_layer_whose_forward_a_hook_has_replaced_is_refused(name):
+    model, plan = Counted(), TensorPlan({"attn": Linear("colwise")}, norms=("norm",))
+    apply_layerwise_casting_hook(getattr(model, name), torch.bfloat16, torch.float32, non_blocking=False)
+    with pytest.raises(ValueError, match=rf"{name} of this Counted has a forward of its own"):
+        check_tensor_plan(model, plan, 2)
 
 
 # Gradients of these weights are refused.

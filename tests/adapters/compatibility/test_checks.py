@@ -36,7 +36,7 @@ from para_core.adapters.compatibility.checks import CheckedModel, models_to_chec
 from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.model_checks import require_plan
-from para_core.adapters.registry import tensor_plan_for
+from para_core.adapters.registry import adapter_for, tensor_plan_for
 from para_core.adapters.weights.shard import check_can_be_sharded
 from para_core.adapters.weights.staged_transformer import StageChange
 from para_core.attention.attention_options import AttnOptions
@@ -207,10 +207,15 @@ def in_stages(mesh):
     return replace(mesh, pipe=mesh.sequence.ulysses)
 
 
-def staged_pipe(mesh):
+def staged_pipe(mesh, adapter=None):
     pipe = flux_pipe()
-    StageChange(pipe, pipe.transformer, in_stages(mesh), None).apply()
+    StageChange(pipe, pipe.transformer, in_stages(mesh), None, adapter).apply()
     return pipe
+
+
+def with_two_groups():
+    adapter = adapter_for(flux_pipe().transformer)
+    return replace(adapter, blocks=replace(adapter.blocks, groups=adapter.blocks.groups[:1] * 2))
 
 
 def fused_pipe():
@@ -395,6 +400,10 @@ CASES = {
         r"PipeFusion .*remove_cache_from_pipe\(",
     ),
     "check_cache_on_stages": (lambda mesh: of_pipe(staged_pipe(mesh), options=OF_INPUT), "stages, .*cached.* rule "),
+    "check_cache_on_stages, own adapter": (
+        lambda mesh: of_pipe(staged_pipe(mesh, with_two_groups()), options=OF_INPUT),
+        "stages, .*cached.* two block groups",
+    ),
     "check_shards_in_sequence": (lambda _: of_pipe(fsdp_pipe(), options=CACHE), r"weights .*2 ranks, .* 1\W.*cache"),
     "check_cached_graph_of_tensors": (
         lambda mesh: of_pipe(tensor_pipe(), compiled={}, mesh=mesh, options=CACHE),
