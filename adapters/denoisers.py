@@ -40,8 +40,8 @@ class DenoiserRun(Protocol):
 class MakeRun(Protocol):
     """Return the handler that will run ``module`` over ``mesh``. Changes nothing yet.
 
-    ``agree_on_inputs`` is called with the named arguments of each call, and raises if ranks differ. ``batched``
-    says whether samples are sharded over ``batch``.
+    ``agree_on_inputs`` is called with the named arguments of each call, and raises if ranks differ.
+    ``batched`` says whether samples are sharded over ``batch``.
     """
 
     def __call__(

@@ -91,8 +91,9 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line, and return its exit code: 0 if it succeeded, 1 if it failed, 2 if an option is
     wrong.
 
-    An exception is printed as one sentence. With ``--debug`` it is raised. A ValueError or TypeError whose message
-    names an option of the command line (:func:`~para_core.cli.options.name_options`) counts as a wrong option.
+    An exception is printed as one sentence. With ``--debug`` it is raised. A ValueError or TypeError whose
+    message names an option of the command line (:func:`~para_core.cli.options.name_options`) counts as a
+    wrong option.
     """
     # Other programs call an option by another name, so that is accepted. If typer knew it as a second name of
     # the option, the help would need another column.

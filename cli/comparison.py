@@ -88,12 +88,12 @@ def compare(
     """Generate twice on all ranks, and return whether the runs, the ranks and the reference agree. A
     collective call, whose result on the first rank counts: the others know no bound.
 
-    The comparison passes if the error is within the bound. With options that approximate there is no bound, and any
-    finite error passes. With ``same_bits`` in the recipe, it passes only if the bits of all ranks are those of the
-    reference as well.
+    The comparison passes if the error is within the bound. With options that approximate there is no bound,
+    and any finite error passes. With ``same_bits`` in the recipe, it passes only if the bits of all ranks are
+    those of the reference as well.
 
-    ``reference`` is the result of :func:`make_reference` on the first rank, None on others. ``progress`` is called
-    after each generation.
+    ``reference`` is the result of :func:`make_reference` on the first rank, None on others. ``progress`` is
+    called after each generation.
     """
     results = []
     for _ in range(2):

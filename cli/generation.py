@@ -72,8 +72,8 @@ def make_task(
 ) -> GenerationTask:
     """Validate the input of one command, and choose what to generate.
 
-    ``common`` has the fields of every request that does not set them itself. It is the only request if ``files`` names
-    no file of prompts.
+    ``common`` has the fields of every request that does not set them itself. It is the only request if
+    ``files`` names no file of prompts.
 
     Raises:
         typer.BadParameter, ValueError: An option is invalid.
@@ -126,8 +126,8 @@ def make_task(
 def _find_memory_problems(
     lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float
 ) -> dict[int, str]:
-    """Return error messages, by number of line, for lines that are predicted to need more than ``room`` bytes of a
-    rank.
+    """Return error messages, by number of line, for lines that are predicted to need more than ``room`` bytes
+    of a rank.
 
     A prediction takes seconds, so if no line exceeds the usual size of a result, no prediction is made.
     """
@@ -144,7 +144,8 @@ def _find_memory_problems(
 def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dict[str, int], Memory | None]:
     """Return the mesh sizes that loading will choose, and the predicted memory of a rank.
 
-    Without a prediction the memory is None, and the sizes are empty unless the recipe or a single rank determines them.
+    Without a prediction the memory is None, and the sizes are empty unless the recipe or a single rank
+    determines them.
     """
     sizes: dict[str, int] = {}
     if recipe.mesh or ranks == 1:

@@ -71,8 +71,8 @@ def measure(job: MeasurementJob, ranks: int) -> dict[str, Any] | None:
 def _generate_reference(job: MeasurementJob, ranks: int) -> Reference:
     """Return the result of one rank alone, which :func:`measure` calls before there is a process group.
 
-    If this process will be a rank itself, it generates here. Else a process does that ends before the ranks start, so
-    that its memory is free again.
+    If this process will be a rank itself, it generates here. Else a process does that ends before the ranks
+    start, so that its memory is free again.
     """
     load = partial(_ReferenceRank, job)
     single_rank: LaunchedRanks | OwnRank = OwnRank(load)
@@ -112,8 +112,8 @@ def _measure_on(job: MeasurementJob, ranks: int, reference: Reference | None) ->
 
 
 class MeasuredRank:
-    """The pipeline of a job on this rank. If it ``verifies`` calls, which takes time, there is at least one run that is
-    not timed.
+    """The pipeline of a job on this rank. If it ``verifies`` calls, which takes time, there is at least one
+    run that is not timed.
     """
 
     def __init__(self, job: MeasurementJob, verifies: bool = False) -> None:

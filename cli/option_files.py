@@ -1,7 +1,7 @@
 """Files of options for ``--config``: YAML, JSON or TOML whose keys are the names of a command's options.
 
-A key that is the name of a command holds a section for this command alone. Values are read as texts, so that click
-converts and refuses them as on the command line: ``compile: no`` is the text "no".
+A key that is the name of a command holds a section for this command alone. Values are read as texts, so that
+click converts and refuses them as on the command line: ``compile: no`` is the text "no".
 """
 
 from __future__ import annotations

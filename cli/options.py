@@ -136,8 +136,8 @@ class PlanOptions(RecipeOptions):
 
 
 def _parameters_of_recipe(has: Callable[[Command], bool]) -> list[Parameter]:
-    """Return a parameter for each field of a recipe whose :class:`Command` makes ``has`` true, in the order of the
-    help.
+    """Return a parameter for each field of a recipe whose :class:`Command` makes ``has`` true, in the order
+    of the help.
     """
     commands = [(declaration, declaration.option.command) for declaration in declarations(Recipe)]
     declared = [
@@ -297,8 +297,8 @@ def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
     return fields
 
 
-# Maps an argument or field to the command-line option that sets it, if the names differ. Messages of other modules
-# name arguments and fields, so :func:`name_options` looks for these words in them.
+# Maps an argument or field to the command-line option that sets it, if the names differ. Messages of other
+# modules name arguments and fields, so :func:`name_options` looks for these words in them.
 _OPTION_NAMES = {
     "num_inference_steps": "steps",
     "num_frames": "frames",

@@ -59,7 +59,9 @@ def plan(
     config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
-    """Predict whether a generation fits, on which mesh, and a range of seconds. Nothing is loaded or computed."""
+    """Predict whether a generation fits, on which mesh, and a range of seconds.
+    Nothing is loaded or computed.
+    """
     from para_core.adapters.planner.plan_mesh import plan_mesh
 
     if list_:

@@ -105,8 +105,8 @@ def showing_log(console: Console) -> Iterator[None]:
 class Bars(Progress):
     """Progress of prompts, and of the steps of the current prompt: two bars in a terminal, elsewhere lines.
 
-    ``steps`` says whether to show the second bar, and ``unit`` is the label of the first. Nothing is shown unless
-    ``shown``.
+    ``steps`` says whether to show the second bar, and ``unit`` is the label of the first. Nothing is shown
+    unless ``shown``.
     """
 
     def __init__(

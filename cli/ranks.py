@@ -31,12 +31,12 @@ def is_first_rank() -> bool:
 
 
 def count_ranks(requested: int | None, replicas: int) -> int:
-    """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else GPUs // ``replicas``, but
-    at least 1.
+    """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else GPUs //
+    ``replicas``, but at least 1.
 
     Raises:
-        typer.BadParameter: A number is below 1 or contradicts torchrun's ranks, or a single replica has more ranks
-            than this machine has GPUs (without GPUs, any number is accepted).
+        typer.BadParameter: A number is below 1 or contradicts torchrun's ranks, or a single replica has more
+            ranks than this machine has GPUs (without GPUs, any number is accepted).
     """
     stated = read_stated_ranks(requested, replicas)
     if stated is not None and in_torchrun():

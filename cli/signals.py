@@ -1,8 +1,8 @@
 """The end of a command by Ctrl-C or SIGTERM: with one sentence, and with the shell's exit code.
 
-``para_core generate`` and ``bench`` end within about two seconds, because they pass ``report`` to :func:`terminable`.
-``para_core serve`` handles signals in its event loop (:mod:`para_core.fleet.http.host_server`), and takes only
-:class:`SignalCode` from here.
+``para_core generate`` and ``bench`` end within about two seconds, because they pass ``report`` to
+:func:`terminable`. ``para_core serve`` handles signals in its event loop
+(:mod:`para_core.fleet.http.host_server`), and takes only :class:`SignalCode` from here.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _PATIENCE_SECONDS = 1.0
 class SignalCode(int):
     """Exit code of a command that a signal has ended.
 
-    ``para_core/__main__.py`` then ends the process at once: all is done, and the interpreter's own end takes seconds
-    once torch is imported.
+    ``para_core/__main__.py`` then ends the process at once: all is done, and the interpreter's own end takes
+    seconds once torch is imported.
     """
 
 
@@ -49,9 +49,9 @@ def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iter
 
     If SIGINT is ignored, as in a background job of a shell, it stays ignored.
 
-    With ``report``: if the context has not ended a second later, as in the middle of a long step or of a library that
-    ignores the exception, ``report`` is called in another thread, and the process ends with the exit code that it
-    returns.
+    With ``report``: if the context has not ended a second later, as in the middle of a long step or of a
+    library that ignores the exception, ``report`` is called in another thread, and the process ends with the
+    exit code that it returns.
 
     Python ignores what is raised in a callback of a weak reference or in ``__del__``. If a signal arrives
     there, it is sent again. Does nothing on torchrun's ranks, and outside the main thread.
@@ -91,8 +91,8 @@ def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iter
 
 
 def _restore_handler(number: signal.Signals, previous: Any, default: Any) -> None:
-    """Install the handler ``previous``, or ``default`` if it is None: a library has then installed its own below
-    Python, which Python cannot install again.
+    """Install the handler ``previous``, or ``default`` if it is None: a library has then installed its own
+    below Python, which Python cannot install again.
     """
     if previous is None:
         previous = default

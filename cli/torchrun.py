@@ -1,5 +1,5 @@
-"""Whether torchrun started this process, and the number of ranks that the options or torchrun state. Imports no
-torch.
+"""Whether torchrun started this process, and the number of ranks that the options or torchrun state. Imports
+no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """ComfyUI nodes of para_core. Copy this folder into ComfyUI's ``custom_nodes``.
 
-`loader` runs ComfyUI's own diffusion models on ranks, and needs para_core in the Python of ComfyUI. `server_nodes`
-sends requests to ``para_core serve``, and needs only the standard library, torch, NumPy and Pillow. So nothing here may
-import para_core, or a module that does, before a node of `loader` is used.
+`loader` runs ComfyUI's own diffusion models on ranks, and needs para_core in the Python of ComfyUI.
+`server_nodes` sends requests to ``para_core serve``, and needs only the standard library, torch, NumPy and
+Pillow. So nothing here may import para_core, or a module that does, before a node of `loader` is used.
 """
 
 from . import loader, server_nodes

@@ -1,7 +1,7 @@
 """The cut: the method of a diffusion model whose calls ComfyUI's process sends to the ranks.
 
-`remote_patcher` replaces this method in ComfyUI's process. On a rank, :func:`use_cut` makes it the ``forward`` of the
-model, because plans and the cache of para_core run around ``forward``.
+`remote_patcher` replaces this method in ComfyUI's process. On a rank, :func:`use_cut` makes it the
+``forward`` of the model, because plans and the cache of para_core run around ``forward``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _ORIGINAL = "_comfyui_class"  # attribute of a class that use_cut made: the clas
 def cut_method_of(cls: type) -> str:
     """Return the name of the method that runs on the ranks: ``"_forward"`` or ``"forward"``.
 
-    In most classes ``forward`` runs the wrappers of other nodes around ``_forward``. These wrappers are functions of
-    ComfyUI's process, so there the cut is ``_forward``. Such a ``forward`` names both ``_forward`` and the kind of
-    wrappers, ``WrappersMP.DIFFUSION_MODEL``.
+    In most classes ``forward`` runs the wrappers of other nodes around ``_forward``. These wrappers are
+    functions of ComfyUI's process, so there the cut is ``_forward``. Such a ``forward`` names both
+    ``_forward`` and the kind of wrappers, ``WrappersMP.DIFFUSION_MODEL``.
     """
     for base in cls.__mro__:
         names = getattr(getattr(base.__dict__.get("forward"), "__code__", None), "co_names", ())

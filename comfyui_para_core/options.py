@@ -1,6 +1,7 @@
 """The parts of a call of ComfyUI that reach the ranks, that stay in ComfyUI, and that are refused by name.
 
-Nothing is dropped in silence: an entry of ``transformer_options`` or of a patcher that is not listed here is an error.
+Nothing is dropped in silence: an entry of ``transformer_options`` or of a patcher that is not listed here is
+an error.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import torch
 
 # Plain values that the code of the models reads.
 SENT = frozenset({"sigmas", "sample_sigmas", "cond_or_uncond", "uuids", "rope_options"})
-# Entries that only code around the diffusion model reads, which runs in ComfyUI: wrappers and callbacks by kind, the
-# state of ComfyUI's EasyCache and LazyCache nodes, which are such wrappers, the frames of a window of a longer
-# video, and whether weights of a dynamic patcher are prefetched, which on ranks is False (RemotePatcher.is_dynamic).
+# Entries that only code around the diffusion model reads, which runs in ComfyUI: wrappers and callbacks by
+# kind, the state of ComfyUI's EasyCache and LazyCache nodes, which are such wrappers, the frames of a window
+# of a longer video, and whether weights of a dynamic patcher are prefetched, which on ranks is False
+# (RemotePatcher.is_dynamic).
 LOCAL = frozenset({"wrappers", "callbacks", "easycache", "context_window", "prefetch_dynamic_vbars"})
 # Dicts of functions that run inside of the model. They are refused if they hold any.
 _INSIDE = ("patches", "patches_replace")
-# Kinds of wrappers and callbacks that ComfyUI calls outside of the diffusion model, or just around it: values of
-# WrappersMP and CallbacksMP in comfy/patcher_extension.py.
+# Kinds of wrappers and callbacks that ComfyUI calls outside of the diffusion model, or just around it: values
+# of WrappersMP and CallbacksMP in comfy/patcher_extension.py.
 _OUTSIDE = frozenset(
     {
         *(

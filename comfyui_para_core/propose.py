@@ -38,7 +38,8 @@ _HEIGHT, _WIDTHS = 5, (7, 9)
 def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Adapter:
     """Return a proposed adapter for the class of ``model``, the same on all ranks.
 
-    Rank 0 proposes it on a copy of the model with two blocks of each kind and random weights, and small latents.
+    Rank 0 proposes it on a copy of the model with two blocks of each kind and random weights, and small
+    latents.
 
     Args:
         base: ComfyUI's BaseModel, which has the arguments of the constructor.
@@ -116,8 +117,8 @@ def _make_example(model: nn.Module, inputs: Mapping[str, Any], height: int, widt
 
 
 def _resize_latents(value: Any, latent: torch.Size, size: tuple[int, ...]) -> Any:
-    """Return ``value`` with random tensors in place of those whose last dims are ``latent``, with the last dims
-    ``size``; other tensors in float32 on the CPU.
+    """Return ``value`` with random tensors in place of those whose last dims are ``latent``, with the last
+    dims ``size``; other tensors in float32 on the CPU.
     """
     if isinstance(value, torch.Tensor):
         value = value.float().cpu() if value.is_floating_point() else value.cpu()

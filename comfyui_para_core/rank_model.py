@@ -30,8 +30,8 @@ from .settings import Settings
 class RankModel:
     """ComfyUI's patcher of the file on this rank. Every rank calls each method with the same arguments.
 
-    The model is parallelized in the first call of :meth:`forward`, because a plan may have to be proposed from the
-    arguments of a call. :class:`~.ranks.ModelRanks` looks the methods up by their names.
+    The model is parallelized in the first call of :meth:`forward`, because a plan may have to be proposed
+    from the arguments of a call. :class:`~.ranks.ModelRanks` looks the methods up by their names.
 
     Args:
         path, options, settings: As those of :class:`~.ranks.ModelRanks`.
@@ -66,8 +66,8 @@ class RankModel:
         if not self.shards_weights:
             comfy.model_management.load_models_gpu([self.patcher], force_full_load=True)
             return
-        # The whole model may be larger than the GPU, so patch one weight after the other there, as ComfyUI does, and
-        # leave all in host memory. Sharding moves a part of each block to the GPU.
+        # The whole model may be larger than the GPU, so patch one weight after the other there, as ComfyUI
+        # does, and leave all in host memory. Sharding moves a part of each block to the GPU.
         model = self.patcher.model
         for name in patches:
             self.patcher.patch_weight_to_device(name, device_to=self.patcher.load_device)
@@ -89,7 +89,8 @@ class RankModel:
     def forward(self, arguments: Mapping[str, Any], begins: bool) -> tuple[Any, int]:
         """Return the output of the model, and :meth:`memory`. ``begins`` says that a generation begins."""
         inputs = _move_tensors(arguments, self.patcher.load_device)
-        # Tensors of inference mode cannot be changed in place later, and the cache and FSDP2 keep some between calls.
+        # Tensors of inference mode cannot be changed in place later, and the cache and FSDP2 keep some
+        # between calls.
         with torch.inference_mode(False), torch.no_grad():
             if not self.ready or self._is_other_form(inputs):
                 self._parallelize(inputs)
@@ -108,8 +109,8 @@ class RankModel:
 
     @contextmanager
     def _gathering_weights_outside_of_blocks(self) -> Iterator[None]:
-        """Inside this context, this rank has the weights outside of the blocks, as FSDP gathers them while the model
-        itself is called. A collective call.
+        """Inside this context, this rank has the weights outside of the blocks, as FSDP gathers them while
+        the model itself is called. A collective call.
         """
         if not (self.shards_weights and self.ready):
             yield
@@ -135,8 +136,8 @@ class RankModel:
         return proposed and forms_of(inputs) != self.forms
 
     def _parallelize(self, inputs: Mapping[str, Any]) -> None:
-        """Shard the model by its plan, proposed from ``inputs`` if none is recorded, and attach the cache. A collective
-        call.
+        """Shard the model by its plan, proposed from ``inputs`` if none is recorded, and attach the cache. A
+        collective call.
         """
         settings, adapter = self.settings, None if self.recorded is None else self.recorded.adapter
         if adapter is None and (settings.ranks > 1 or settings.cache):
@@ -170,8 +171,8 @@ class RankModel:
 
 
 def keep_inputs_of_blocks(model: nn.Module, blocks: CachedBlocks) -> None:
-    """Give the blocks copies of their inputs: many blocks of ComfyUI change these in place, and the cache computes
-    residuals from them.
+    """Give the blocks copies of their inputs: many blocks of ComfyUI change these in place, and the cache
+    computes residuals from them.
     """
     for name in {name for group in blocks.groups for name in group.lists}:
         for block in model.get_submodule(name).children():

@@ -91,8 +91,8 @@ class ModelRanks:
 def _make_load(path: str, options: Mapping[str, Any], settings: Settings) -> Callable[[], Any]:
     """Return the function that loads the model on a rank.
 
-    It is sent by value, so it refers to no global, and imports itself what it needs: a rank finds ComfyUI and this
-    folder only after ``sys.path`` and ``sys.modules`` are set.
+    It is sent by value, so it refers to no global, and imports itself what it needs: a rank finds ComfyUI and
+    this folder only after ``sys.path`` and ``sys.modules`` are set.
     """
     import comfy.cli_args
     import comfy.sd

@@ -1,4 +1,6 @@
-"""A MODEL for ComfyUI whose diffusion model computes on ranks. Sampler, guidance and conditioning stay in ComfyUI."""
+"""A MODEL for ComfyUI whose diffusion model computes on ranks.
+Sampler, guidance and conditioning stay in ComfyUI.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def _cut_model(model: Any, ranks: ModelRanks) -> None:
 
 
 def _patcher_of(model: Any) -> Any:
-    """Return the patcher, with its LoRAs, for which a sampler uses ``model``. Raise RuntimeError outside of one."""
+    """Return the patcher, with its LoRAs, for which a sampler uses ``model``.
+    Raise RuntimeError outside of one.
+    """
     if model.current_patcher is None:
         raise RuntimeError(
             "the model was called outside of a sampler; expected a sampler node, which prepares it."
@@ -114,8 +118,8 @@ def _move_output(value: Any, device: torch.device | None) -> Any:
 class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
     """A patcher whose weights are on the ranks, where LoRAs and other weight patches are applied to them.
 
-    It overrides what ComfyUI 0.33.0 calls of a ModelPatcher to load, patch, unload and measure weights. Clones share
-    the ranks and the model, and differ in their patches.
+    It overrides what ComfyUI 0.33.0 calls of a ModelPatcher to load, patch, unload and measure weights.
+    Clones share the ranks and the model, and differ in their patches.
     """
 
     ranks: ModelRanks  # set by load_remote, after ComfyUI's constructor, which already asks for the size

@@ -113,10 +113,11 @@ class Video(_Node):
 
 
 def _fields(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request for the inputs of a node, without empty optional inputs. Changes ``inputs``.
+    """Return the fields of a request for the inputs of a node, without empty optional inputs. Changes
+    ``inputs``.
 
-    Raise RuntimeError if ``more`` is no JSON object, or sets a field that another input sets. The server refuses a
-    field that has another name there, such as ``num_inference_steps``.
+    Raise RuntimeError if ``more`` is no JSON object, or sets a field that another input sets. The server
+    refuses a field that has another name there, such as ``num_inference_steps``.
     """
     width, height, more = inputs.pop("width"), inputs.pop("height"), inputs.pop("more", "")
     fields = {name: value for name, value in inputs.items() if value or name not in (*_OPTIONAL, "strength")}
@@ -167,8 +168,8 @@ def _decode(files: list[bytes]) -> Tensor:
         for frame in ImageSequence.Iterator(Image.open(io.BytesIO(data))):
             frames.append(np.asarray(frame.convert("RGB")))
             milliseconds.append(frame.info.get("duration") or 1)
-    # An animation stores equal consecutive frames as one frame that is shown longer, so that frame is repeated here. If
-    # no frame is shown once, as in a still video, the number of frames is lost.
+    # An animation stores equal consecutive frames as one frame that is shown longer, so that frame is
+    # repeated here. If no frame is shown once, as in a still video, the number of frames is lost.
     repeats = [round(each / min(milliseconds)) for each in milliseconds]
     return torch.from_numpy(np.repeat(np.stack(frames), repeats, axis=0)).float() / 255
 
@@ -181,10 +182,10 @@ def generate(
 ) -> tuple[list[bytes], int]:
     """Send a request to the server, wait for the result, and return the contents of its files and its seed.
 
-    The API key is read from the environment variable ``PARA_CORE_API_KEY``, because a workflow file that is shared
-    should not contain it. ``progress`` is called with the number of finished steps, and the number of all steps or
-    None; if it raises, the server cancels the request. Raise RuntimeError if the server cannot be reached or refuses
-    the request.
+    The API key is read from the environment variable ``PARA_CORE_API_KEY``, because a workflow file that is
+    shared should not contain it. ``progress`` is called with the number of finished steps, and the number of
+    all steps or None; if it raises, the server cancels the request. Raise RuntimeError if the server cannot
+    be reached or refuses the request.
     """
     body = json.dumps({**fields, "stream": True, "progress": True}).encode()
     key = os.environ.get("PARA_CORE_API_KEY")

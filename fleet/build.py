@@ -53,8 +53,8 @@ def find_model(
 ) -> Model:
     """Return the description of a model without loading its weights.
 
-    ``name`` is a folder, Hub repository or single file of a classical or modular pipeline, None for the tiny FLUX. The
-    other arguments are as in :func:`select_pipeline`, which says what it raises.
+    ``name`` is a folder, Hub repository or single file of a classical or modular pipeline, None for the tiny
+    FLUX. The other arguments are as in :func:`select_pipeline`, which says what it raises.
 
     Raises:
         ValueError: This diffusers lacks the pipeline's class, the model generates neither images nor videos,
@@ -84,11 +84,11 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     """Load the pipeline of ``recipe``, and apply its options. A collective call on the default process group,
     if any.
 
-    The order matters: LoRAs and quantization by fsdp's rules come before weights are sharded, tensor parallelism before
-    quantization, and compilation last, because a graph holds what it was traced with.
+    The order matters: LoRAs and quantization by fsdp's rules come before weights are sharded, tensor
+    parallelism before quantization, and compilation last, because a graph holds what it was traced with.
 
-    ``encode_first`` is attached to the pipeline if :meth:`EncodeFirst.fits` accepts the recipe, and then decides when
-    text encoders and transformers are on the device.
+    ``encode_first`` is attached to the pipeline if :meth:`EncodeFirst.fits` accepts the recipe, and then
+    decides when text encoders and transformers are on the device.
 
     Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise.
     """
@@ -136,8 +136,8 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
 
 
 def _can_load_parts(recipe: Recipe) -> bool:
-    """Whether :func:`from_pretrained_sharded` loads the model: a classical pipeline in a folder, without LoRAs, which
-    need whole weights.
+    """Whether :func:`from_pretrained_sharded` loads the model: a classical pipeline in a folder, without
+    LoRAs, which need whole weights.
     """
     return not recipe.lora and recipe.config is None and not has_modular_index(recipe.model)
 
@@ -158,8 +158,8 @@ def _load_parts(recipe: Recipe, mesh: Any, weights: Literal["fsdp", "tensor"]) -
 
 
 def _parallel_options(recipe: Recipe, pipe: Any, ranks: int, *, loaded_parts: bool) -> dict[str, Any]:
-    """Return the options of :func:`parallelize_pipe` that the recipe states or implies, except mesh, weights and
-    time-out.
+    """Return the options of :func:`parallelize_pipe` that the recipe states or implies, except mesh, weights
+    and time-out.
 
     ``loaded_parts`` says that the weights are sharded already.
     """
@@ -190,8 +190,8 @@ def _device_type() -> str:
 
 
 def _show_checks() -> None:
-    """Print on stderr what checks of calls find (``verify``), which commands otherwise hide with the messages of
-    libraries.
+    """Print on stderr what checks of calls find (``verify``), which commands otherwise hide with the messages
+    of libraries.
     """
     for module in CHECKS.values():
         # All modules of the check's package log below the name of the package.
@@ -227,8 +227,8 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
     """Load the pipeline, with all weights and LoRAs, to ``device``. Offloaded components remain in host
     memory.
 
-    ``weights`` says how the caller will shard the weights, None for not at all. Weights to shard are quantized after
-    they are loaded: here for fsdp, and by the caller for tensor parallelism.
+    ``weights`` says how the caller will shard the weights, None for not at all. Weights to shard are
+    quantized after they are loaded: here for fsdp, and by the caller for tensor parallelism.
     """
     quantize, dtype = recipe.quantize, dtype_of(recipe)
     early = quantize
@@ -255,8 +255,8 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
         on_host |= {*transformers_of(pipe)}
     if encode_first is not None and encode_first.fits(recipe):
         # Only plain weights can be moved to host memory and back. Quantized denoisers remain on the device,
-        # where they take little memory. Attach before the components are moved below: parked weights are scalars on
-        # the device, so the text encoders and the denoisers are never there together.
+        # where they take little memory. Attach before the components are moved below: parked weights are
+        # scalars on the device, so the text encoders and the denoisers are never there together.
         encode_first.attach(pipe, device, park=quantize is None)
     if recipe.offload != "model":
         if device != "cpu":

@@ -1,7 +1,8 @@
-"""Encode the prompts of many requests first, so that text encoders and denoisers need not be on a device together.
+"""Encode the prompts of many requests first, so that text encoders and denoisers need not be on a device
+together.
 
-They are together only for lines whose encoding failed, which run as a whole afterwards, and if denoisers are quantized:
-those stay on the device (:meth:`EncodeFirst.attach` without ``park``).
+They are together only for lines whose encoding failed, which run as a whole afterwards, and if denoisers are
+quantized: those stay on the device (:meth:`EncodeFirst.attach` without ``park``).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Encoder(Protocol):
         """
 
     def end_encoding(self, keep_encoders: bool) -> None:
-        """Begin the second phase. Without ``keep_encoders`` the text encoders' weights are dropped, so no other batch
-        can begin.
+        """Begin the second phase. Without ``keep_encoders`` the text encoders' weights are dropped, so no
+        other batch can begin.
         """
 
     def restore_encoders(self) -> None:
@@ -54,8 +55,8 @@ class Encoder(Protocol):
 
 
 def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence[Line]]:
-    """Yield batches of ``lines`` whose prompts have been encoded; all lines, as they are, without phases. A collective
-    call.
+    """Yield batches of ``lines`` whose prompts have been encoded; all lines, as they are, without phases. A
+    collective call.
 
     The last batch has the lines whose encoding raised. The caller runs the whole pipeline for them, and gets
     the same exception again.
@@ -88,14 +89,15 @@ def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence
 class EncodeFirst:
     """Two phases of many requests on this rank, see :class:`Encoder`.
 
-    Only the parameters of the current phase are on the device, see :meth:`attach` for the exception; a denoiser is a
-    transformer or UNet. Buffers of both stay there. Outputs of the text encoders wait in host memory.
-    :func:`~para_core.fleet.build.build` attaches an instance to a pipeline whose weights are neither sharded nor
-    offloaded. An instance that is not attached has no phases.
+    Only the parameters of the current phase are on the device, see :meth:`attach` for the exception; a
+    denoiser is a transformer or UNet. Buffers of both stay there. Outputs of the text encoders wait in host
+    memory. :func:`~para_core.fleet.build.build` attaches an instance to a pipeline whose weights are neither
+    sharded nor offloaded. An instance that is not attached has no phases.
 
     Args:
-        call: Calls a pipeline for a list of requests: :func:`~para_core.fleet.work.call_pipe`, which cannot be imported
-            here, because its module imports :mod:`~para_core.fleet.build`, and that one this module.
+        call: Calls a pipeline for a list of requests: :func:`~para_core.fleet.work.call_pipe`, which cannot
+            be imported here, because its module imports :mod:`~para_core.fleet.build`, and that one this
+            module.
         max_bytes: A batch ends when the outputs of text encoders exceed this size, 4 GiB by default.
     """
 
@@ -121,11 +123,12 @@ class EncodeFirst:
     def attach(self, pipe: Any, device: str, *, park: bool) -> None:
         """Prepare ``pipe``, whose weights are in host memory, to run on ``device``.
 
-        Does nothing without a text encoder or denoiser. With ``park`` the denoisers' weights stay in host memory while
-        text encoders run; without, which quantized weights need, they stay on the device all the time.
+        Does nothing without a text encoder or denoiser. With ``park`` the denoisers' weights stay in host
+        memory while text encoders run; without, which quantized weights need, they stay on the device all the
+        time.
 
-        Call this before the components are moved to the device, as ``build`` does: parked parameters take no memory
-        there, and report ``device`` already, so that moving them changes nothing.
+        Call this before the components are moved to the device, as ``build`` does: parked parameters take no
+        memory there, and report ``device`` already, so that moving them changes nothing.
         """
         encoders = text_encoders_of(pipe)
         denoisers = {**transformers_of(pipe), **other_denoisers_of(pipe)}
@@ -197,8 +200,8 @@ def _stop(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: 
 class _Weights:
     """Parameters of modules whose data can leave the device for a while. Buffers are not moved.
 
-    Parked parameters keep dtype and shape, and are on the device for which they are parked wherever they were before,
-    as an expanded scalar that takes no memory.
+    Parked parameters keep dtype and shape, and are on the device for which they are parked wherever they were
+    before, as an expanded scalar that takes no memory.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -209,8 +212,8 @@ class _Weights:
         self._dropped = False
 
     def park(self, device: torch.device, *, keep: bool) -> None:
-        """Free the device memory of the parameters. Without ``keep`` their data is dropped, else it moves to the
-        host.
+        """Free the device memory of the parameters. Without ``keep`` their data is dropped, else it moves to
+        the host.
         """
         if self._kept or self._dropped:
             return  # They are parked already.

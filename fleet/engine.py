@@ -49,9 +49,9 @@ class Ranks(Protocol):
         """Call a method of the object on all ranks, and return its result: the first rank's from
         :class:`LaunchedRanks`, this rank's from :class:`OwnRank`.
 
-        With a ``listener`` the method gets a :class:`~para_core.launcher.link.CallerLink` as ``link``: the listener
-        is called with what that rank pushes, and ``ticket.cancel()`` cancels the call. Raise what all
-        ranks raised, and RankDied if a rank ended or ranks raised differently.
+        With a ``listener`` the method gets a :class:`~para_core.launcher.link.CallerLink` as ``link``: the
+        listener is called with what that rank pushes, and ``ticket.cancel()`` cancels the call. Raise what
+        all ranks raised, and RankDied if a rank ended or ranks raised differently.
         """
 
     def close(self) -> None:
@@ -142,8 +142,8 @@ class LaunchedRanks:
 def _load_quietly(loaded: Any, debug: bool) -> None:
     """Quiet the libraries on a rank, which holds the object ``loaded``.
 
-    While ranks load, the launcher changes the levels of the same loggers, and restores them afterwards, so it is not
-    enough that ``load`` calls :func:`quiet`.
+    While ranks load, the launcher changes the levels of the same loggers, and restores them afterwards, so it
+    is not enough that ``load`` calls :func:`quiet`.
     """
     quiet(debug)
 
@@ -202,7 +202,8 @@ class OwnRank:
     def _all_raised(self) -> bool:
         """Whether all ranks raised in this call, so that none waits for another.
 
-        A collective call of the ranks that raised. If another rank has not, it times out after ``_AGREEMENT``.
+        A collective call of the ranks that raised. If another rank has not, it times out after
+        ``_AGREEMENT``.
         """
         if self._agreement is None:
             return True

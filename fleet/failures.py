@@ -3,11 +3,11 @@
 A request that has no result has one of three exceptions, the same for a pipeline of ``para_core.launch``, for
 the commands and for the server:
 
-- the pipeline raised on all ranks, which stay usable: the pipeline's own exception, or :class:`RequestFailed` with its
-  message if it must travel between processes that may not have its class;
+- the pipeline raised on all ranks, which stay usable: the pipeline's own exception, or :class:`RequestFailed`
+  with its message if it must travel between processes that may not have its class;
 - :class:`~para_core.launcher.errors.Cancelled`: it was cancelled, and the ranks stay usable;
-- :class:`~para_core.launcher.errors.RankDied`: a rank ended or no longer answers, also because of the network, or
-  ranks raised differently. All ranks have been ended, and must start again.
+- :class:`~para_core.launcher.errors.RankDied`: a rank ended or no longer answers, also because of the
+  network, or ranks raised differently. All ranks have been ended, and must start again.
 
 Two functions translate them: :func:`para_core.cli.app.run` to an exit code and a sentence, and
 :func:`para_core.fleet.http.errors.response_to` to an HTTP response.

@@ -185,8 +185,8 @@ class RayReplica(Replica):
     ) -> list[Result | RequestFailed | Cancelled]:
         if not self.actors:
             raise RankDied("the replica is not running.")
-        # Number of partial images that were passed to progress. Polling is cancelled at the end, so the answers
-        # have all of them.
+        # Number of partial images that were passed to progress. Polling is cancelled at the end, so the
+        # answers have all of them.
         sent = 0
 
         async def poll() -> None:
@@ -282,9 +282,9 @@ def connect(cpus: int, *, debug: bool) -> bool:
     machine.
 
     A cluster that another program started for itself is not used, because it ends with that program. (Ray's
-    ``address="auto"`` would use it.) Return whether this call connected; the process may have been connected before.
-    Raise RuntimeError if Ray does not start, or no cluster answers at ``RAY_ADDRESS``. ``cpus`` is the least
-    number of CPUs of a cluster that is started here, and ``debug`` shows Ray's log messages.
+    ``address="auto"`` would use it.) Return whether this call connected; the process may have been connected
+    before. Raise RuntimeError if Ray does not start, or no cluster answers at ``RAY_ADDRESS``. ``cpus`` is
+    the least number of CPUs of a cluster that is started here, and ``debug`` shows Ray's log messages.
     """
     if ray.is_initialized():
         return False
@@ -296,7 +296,8 @@ def connect(cpus: int, *, debug: bool) -> bool:
     if not debug:
         options = {"logging_level": "ERROR", "log_to_driver": False}
     here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
-    # Ray replaces Python's handler of SIGTERM. Restore the previous one, by which a command ends in its own way.
+    # Ray replaces Python's handler of SIGTERM. Restore the previous one, by which a command ends in its own
+    # way.
     before = signal.getsignal(signal.SIGTERM)
     try:
         _start(**here)
@@ -312,8 +313,8 @@ def connect(cpus: int, *, debug: bool) -> bool:
             # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
             _start(address="local", **here)
     finally:
-        # Python lets only the main thread set signal handlers. In another thread Ray has replaced none of Python's;
-        # for the handler that it installs below Python see _restore_sigterm in http/pool.py.
+        # Python lets only the main thread set signal handlers. In another thread Ray has replaced none of
+        # Python's; for the handler that it installs below Python see _restore_sigterm in http/pool.py.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
     return True
@@ -322,8 +323,8 @@ def connect(cpus: int, *, debug: bool) -> bool:
 def _start(**options: Any) -> None:
     """Call ``ray.init``, and again if a node starts too slowly.
 
-    Raise ValueError if there is a cluster already, for which Ray refuses ``num_cpus``, and RuntimeError if Ray does not
-    start.
+    Raise ValueError if there is a cluster already, for which Ray refuses ``num_cpus``, and RuntimeError if
+    Ray does not start.
     """
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:

@@ -1,5 +1,5 @@
-"""For a pipeline that takes no image: the classes of diffusers that take one, the fields in which clients send one, and
-the error message.
+"""For a pipeline that takes no image: the classes of diffusers that take one, the fields in which clients
+send one, and the error message.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] 
 
 
 def convert_mask(data: bytes) -> bytes:
-    """Convert OpenAI's mask, which is transparent where to generate, to diffusers' mask, which is white there.
+    """Convert OpenAI's mask, which is transparent where to generate, to diffusers' mask, which is white
+    there.
 
     An image without transparency is returned as it is, as diffusers' mask.
     """

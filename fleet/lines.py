@@ -33,9 +33,9 @@ class LineDisplay(Protocol):
 class LineRun:
     """Generation of ``lines`` on ``ranks``, which hold a :class:`para_core.fleet.rank.Rank` each.
 
-    ``write`` is called with each line and its result. Under torchrun the first rank alone has results, and every rank
-    must make the same calls. ``debug`` prints the traceback of what fails a line. The instance is itself the
-    :class:`~para_core.fleet.encode_first.Encoder` of all ranks.
+    ``write`` is called with each line and its result. Under torchrun the first rank alone has results, and
+    every rank must make the same calls. ``debug`` prints the traceback of what fails a line. The instance is
+    itself the :class:`~para_core.fleet.encode_first.Encoder` of all ranks.
     """
 
     ranks: Ranks
@@ -50,8 +50,8 @@ class LineRun:
     def run(self) -> list[Problem]:
         """Generate all lines, and return a problem for each line that failed.
 
-        A line fails if all ranks raise. If ranks end, the current line fails, and new ranks generate the others.
-        Raise RankDied if ranks end without a line or cannot start again, and what ``write`` raises.
+        A line fails if all ranks raise. If ranks end, the current line fails, and new ranks generate the
+        others. Raise RankDied if ranks end without a line or cannot start again, and what ``write`` raises.
         """
         while waiting := [line for line in self.lines if line.number not in {*self._done, *self._problems}]:
             try:
@@ -84,7 +84,9 @@ class LineRun:
 
     @contextmanager
     def _running(self, line: Line) -> Iterator[None]:
-        """Inside this context, ``line`` is the one that fails if ranks end. After RankDied, :meth:`run` reads it."""
+        """Inside this context, ``line`` is the one that fails if ranks end.
+        After RankDied, :meth:`run` reads it.
+        """
         self._current = line.number
         try:
             yield

@@ -44,11 +44,11 @@ class LocalReplica(Replica):
     """A :class:`~para_core.fleet.replica.Replica` on this host.
 
     Its ranks use the GPUs ``devices``, by default the first ones, and ``env`` are their further environment
-    variables. With ``own_process`` its one rank is a thread of this process: no second process takes memory, but what
-    ends the rank ends this process.
+    variables. With ``own_process`` its one rank is a thread of this process: no second process takes memory,
+    but what ends the rank ends this process.
 
-    Ranks are driven from one thread (:class:`_WorkThread`), because their calls block. Everything else runs in the
-    event loop.
+    Ranks are driven from one thread (:class:`_WorkThread`), because their calls block. Everything else runs
+    in the event loop.
     """
 
     def __init__(

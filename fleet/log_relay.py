@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# Number of records that wait at most. The oldest are dropped, so that a rank without a reader keeps its memory.
+# Number of records that wait at most. The oldest are dropped, so that a rank without a reader keeps its
+# memory.
 _MOST_RECORDS = 2000
 
 

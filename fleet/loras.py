@@ -18,8 +18,9 @@ from para_core.fleet.request import Lora
 class LoadedLoras:
     """The LoRAs of requests that are loaded into a pipeline, in addition to those of the recipe.
 
-    At most ``keep`` stay loaded: beyond it, the least recently used one is unloaded. ``encoded_prompts`` is cleared
-    when the LoRA changes, if LoRAs are loaded into text encoders. All ranks must make the same calls of :meth:`use`.
+    At most ``keep`` stay loaded: beyond it, the least recently used one is unloaded. ``encoded_prompts`` is
+    cleared when the LoRA changes, if LoRAs are loaded into text encoders. All ranks must make the same calls
+    of :meth:`use`.
 
     Attributes:
         loads: How often a LoRA was loaded.

@@ -18,8 +18,8 @@ from para_core.option_values import num_resident
 logger = logging.getLogger(__name__)
 
 # Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers and the allocator's
-# fragmentation. An assumption, the same as that of adapters/planner/predict.py, so that a command refuses what
-# `para_core plan` calls too large. This module works without the planner, so it does not import it.
+# fragmentation. An assumption, the same as that of adapters/planner/predict.py, so that a command refuses
+# what `para_core plan` calls too large. This module works without the planner, so it does not import it.
 RESERVED = 6e9
 
 
@@ -59,8 +59,8 @@ class Memory:
 def bytes_of_device(shares: int | None = None) -> float:
     """Return the bytes that a rank may hold: the memory of the current GPU, less a reserve.
 
-    Without a GPU, return the memory of the machine divided by ``shares``, the number of ranks on it, by default that of
-    CPU cores.
+    Without a GPU, return the memory of the machine divided by ``shares``, the number of ranks on it, by
+    default that of CPU cores.
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory - RESERVED

@@ -91,7 +91,8 @@ def find_disk_problem(folder: Path, request: Request, model: Model) -> str | Non
     """Return an error message if the result of ``request`` alone may not fit on the disk of ``folder``, else
     None.
 
-    It is None for a small result as well: if the disk is so full, :func:`require_room` refuses all lines together.
+    It is None for a small result as well: if the disk is so full, :func:`require_room` refuses all lines
+    together.
     """
     needed = _estimate_bytes([request], model)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -186,9 +187,9 @@ def compute_digest(request: Request, recipe: Recipe, kind: Kind) -> str:
 def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple[list[Line], list[Line]]:
     """Return the lines to generate and the finished lines, each with the name of its files.
 
-    A line is finished if the folder has a complete result with its digest. Of several lines with the same digest, each
-    needs a result of its own. A line to generate is named by its number (``cat-00001`` if ``name`` is ``cat``), or by
-    an unused number if the folder already has files of that name.
+    A line is finished if the folder has a complete result with its digest. Of several lines with the same
+    digest, each needs a result of its own. A line to generate is named by its number (``cat-00001`` if
+    ``name`` is ``cat``), or by an unused number if the folder already has files of that name.
     """
     prefix = ""
     if name is not None:
@@ -286,8 +287,8 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
 def write_result(folder: Path, line: Line, result: Result) -> None:
     """Write the files of the line's result, and a record of its metadata with the line's number and digest.
 
-    The record is ``line.name.json``, which is written last: if it exists, the other files are complete. It has
-    the SHA-256 of each file's pixels. A PNG also has the record inside, in its text chunks ``prompt`` and
+    The record is ``line.name.json``, which is written last: if it exists, the other files are complete. It
+    has the SHA-256 of each file's pixels. A PNG also has the record inside, in its text chunks ``prompt`` and
     ``para_core`` (JSON).
 
     Raises:

@@ -108,8 +108,8 @@ def find_tiny_flux() -> Path:
 
 
 def describe_class(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
-    """Return the description of model ``name``, whose classical pipeline class is ``cls``, with these defaults of
-    fields.
+    """Return the description of model ``name``, whose classical pipeline class is ``cls``, with these
+    defaults of fields.
 
     Raises:
         ValueError: ``cls`` generates audio only.

@@ -230,8 +230,8 @@ def _find_divisors(function: ast.FunctionDef) -> Iterator[ast.expr]:
 def multiple_of_sides(source: PipelineSource, pipe: Any) -> int:
     """Return the number by which a pipeline requires height and width to be divisible; 1 if it states none.
 
-    ``pipe`` is an instance of the class. It may lack weights, because only numbers of its attributes are read. With
-    None only constants count.
+    ``pipe`` is an instance of the class. It may lack weights, because only numbers of its attributes are
+    read. With None only constants count.
     """
     numbers = [_evaluate(divisor, pipe) for divisor in source.divisors]
     return math.lcm(*[number for number in numbers if number is not None and number > 0])

@@ -41,8 +41,8 @@ def read_prompts(
     skipped.
 
     Each line of a ``.txt`` file is a prompt. Each line of any other file is a JSON object with fields of a
-    request, whose image files are named relative to the folder of the prompt file. ``common`` has fields for every line
-    that does not set them itself. Line n has the seed ``seed + n - 1``, unless it sets its own.
+    request, whose image files are named relative to the folder of the prompt file. ``common`` has fields for
+    every line that does not set them itself. Line n has the seed ``seed + n - 1``, unless it sets its own.
 
     Raises:
         OSError: The file cannot be read.

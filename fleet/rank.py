@@ -72,11 +72,11 @@ class Rank:
         return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
 
     def generate(self, request: Request, link: CallerLink = NO_CALLER) -> Result | None:
-        """Run one request without a LoRA of its own, for a line of a prompt file. Return the result on the first rank
-        of the pipeline's mesh, None on others.
+        """Run one request without a LoRA of its own, for a line of a prompt file. Return the result on the
+        first rank of the pipeline's mesh, None on others.
 
-        The numbers of finished steps are pushed to ``link``. The request cannot be cancelled, so the ranks need not
-        agree on that after each step.
+        The numbers of finished steps are pushed to ``link``. The request cannot be cancelled, so the ranks
+        need not agree on that after each step.
         """
         with self._releasing_memory():
             return generate_request(self._pipe, request, self._recipe, Watch(progress=link.push))
@@ -87,8 +87,8 @@ class Rank:
         """Run requests with the same ``batch_key`` as one call of the pipeline.
 
         Return their results on the first rank of the pipeline's mesh, None on others. Numbers of finished
-        steps and partial images are pushed to ``link``. Raise Cancelled if ``link`` of the first rank says so after a
-        step, and ValueError if the LoRA of the requests cannot be loaded.
+        steps and partial images are pushed to ``link``. Raise Cancelled if ``link`` of the first rank says so
+        after a step, and ValueError if the LoRA of the requests cannot be loaded.
         """
         with self._releasing_memory():
             lora = requests[0].lora

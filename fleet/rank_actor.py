@@ -99,11 +99,11 @@ class RankActor:
         return self._rank
 
     def generate_batch(self, batch: Sequence[tuple[str, Request]]) -> list[Answer]:
-        """Run named requests with the same ``batch_key`` as one call of the pipeline, and return their answers. A
-        collective call.
+        """Run named requests with the same ``batch_key`` as one call of the pipeline, and return their
+        answers. A collective call.
 
-        The call ends early only if all requests are cancelled. What the pipeline raises becomes the outcome of every
-        request, because Ray could not send an exception whose class the caller lacks.
+        The call ends early only if all requests are cancelled. What the pipeline raises becomes the outcome
+        of every request, because Ray could not send an exception whose class the caller lacks.
         """
         if torch.cuda.is_available():
             # The device is set per thread, and Ray may call this method in any thread.

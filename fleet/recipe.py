@@ -156,10 +156,11 @@ class Recipe(PipelineChoices):
 
     @property
     def digest(self) -> str:
-        """16 hex digits. Recipes with the same have results that are equal up to rounding; some others have, too.
+        """16 hex digits. Recipes with the same have results that are equal up to rounding; some others have,
+        too.
 
-        :func:`~para_core.fleet.outputs.choose_names` finds finished files by it. So a new option that changes results
-        must be added, and only if it is set, or files of earlier versions would be generated again.
+        :func:`~para_core.fleet.outputs.choose_names` finds finished files by it. So a new option that changes
+        results must be added, and only if it is set, or files of earlier versions would be generated again.
         """
         backend: Any = self.backend
         if self.schedule:

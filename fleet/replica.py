@@ -23,7 +23,8 @@ class Replica(ABC):
     @property
     @abstractmethod
     def running(self) -> bool:
-        """Whether :meth:`start` has ended and the replica was not stopped since then. While it starts, either.
+        """Whether :meth:`start` has ended and the replica was not stopped since then. While it starts,
+        either.
 
         If it is False after a batch, ranks have died, and the owner starts the replica again.
         """
@@ -66,8 +67,9 @@ class Replica(ABC):
         """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome
         of each.
 
-        ``progress`` is called with the numbers of finished steps and partial images. If the call fails on all ranks,
-        each request is run alone, because only one of them may be the reason; the numbers then begin again for each.
+        ``progress`` is called with the numbers of finished steps and partial images. If the call fails on all
+        ranks, each request is run alone, because only one of them may be the reason; the numbers then begin
+        again for each.
 
         Raises:
             RankDied: The replica is not running, or a rank died. The replica is then stopped.
@@ -82,7 +84,8 @@ class Replica(ABC):
     async def _run_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
     ) -> list[Result | RequestFailed | Cancelled]:
-        """Run the batch as one call of the pipeline on all ranks, and return the outcomes in the order of the batch.
+        """Run the batch as one call of the pipeline on all ranks, and return the outcomes in the order of the
+        batch.
 
         :meth:`generate_batch` says what is raised. Two calls never overlap.
         """

@@ -21,7 +21,9 @@ from para_core.launcher.errors import RankDied
 
 
 def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequence[Replica]:
-    """Return ``count`` replicas, which are not started. On Ray, they start inside :func:`cluster_connection`."""
+    """Return ``count`` replicas, which are not started.
+    On Ray, they start inside :func:`cluster_connection`.
+    """
     names = [f"replica {number}" for number in range(count)]
     if uses_ray(spread=options.spread):
         from para_core.fleet import group
@@ -90,8 +92,8 @@ def generate_lines(
     """Generate ``lines`` on ``replicas`` replicas, and return a :class:`Problem` for each line without a
     result.
 
-    ``write`` is called in this process with each line and its result. A replica that dies is restarted, and tries its
-    current line once more.
+    ``write`` is called in this process with each line and its result. A replica that dies is restarted, and
+    tries its current line once more.
 
     Raises what :func:`cluster_connection` and ``write`` raise, and:
 

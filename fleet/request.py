@@ -22,8 +22,8 @@ from para_core.fleet.request_schema import (
     require_one_name,
 )
 
-# Width, height and number of frames that are assumed for estimates if neither a request nor the pipeline's call
-# states them: the native sizes of FLUX and of HunyuanVideo.
+# Width, height and number of frames that are assumed for estimates if neither a request nor the pipeline's
+# call states them: the native sizes of FLUX and of HunyuanVideo.
 _USUAL_SIZES: Mapping[Kind, tuple[int, int, int]] = {"image": (1024, 1024, 1), "video": (1280, 720, 129)}
 USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _USUAL_SIZES.items()}
 
@@ -65,8 +65,8 @@ class Request:
     def digest(self) -> str:
         """16 hex digits that identify what the request generates, however that is delivered.
 
-        They are part of the records on disk (:func:`~para_core.fleet.outputs.compute_digest`): if they change, finished
-        results of earlier versions are generated again.
+        They are part of the records on disk (:func:`~para_core.fleet.outputs.compute_digest`): if they
+        change, finished results of earlier versions are generated again.
         """
         images = {
             name: [hashlib.sha256(data).hexdigest() for data in files] for name, files in self.images.items()
@@ -113,9 +113,9 @@ _COUNT_FIELDS = ("num_images_per_prompt", "num_videos_per_prompt")
 def split_request(request: Request) -> list[Request]:
     """Return the requests whose results, one after the other, are those of ``request``. Often this is itself.
 
-    Several images that begin from an image are generated one by one. diffusers encodes that image only once for all,
-    with the generator of the first, so the others would differ from what their own seeds give alone. Only the first
-    part sends previews.
+    Several images that begin from an image are generated one by one. diffusers encodes that image only once
+    for all, with the generator of the first, so the others would differ from what their own seeds give alone.
+    Only the first part sends previews.
     """
     if not request.images or request.results == 1 or isinstance(request.fields.get("prompt"), list):
         return [request]
@@ -128,8 +128,8 @@ def split_request(request: Request) -> list[Request]:
 def estimate_pixels(request: Request, model: Model) -> int:
     """Return the number of pixels, summed over all images or frames.
 
-    A side or number of frames that the request leaves out is the default of the pipeline's call. If that states none,
-    it is a usual one, or if the other side is known, that of a square.
+    A side or number of frames that the request leaves out is the default of the pipeline's call. If that
+    states none, it is a usual one, or if the other side is known, that of a square.
     """
     width, height, frames = _USUAL_SIZES[model.kind]
     sides = [size for name in ("height", "width") if (size := _find_size(name, request, model)) is not None]
@@ -141,8 +141,8 @@ def estimate_pixels(request: Request, model: Model) -> int:
 
 
 def _find_size(name: str, request: Request, model: Model) -> int | None:
-    """Return the value of the field ``name``: of the request, else the default of the pipeline's call; None if that is
-    no number.
+    """Return the value of the field ``name``: of the request, else the default of the pipeline's call; None
+    if that is no number.
     """
     value = request.fields.get(name)
     if value is None:
@@ -163,8 +163,8 @@ def make_request(
     """Validate ``values``, and return the request.
 
     Args:
-        values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``, ``n``. They override
-            ``model.defaults``.
+        values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``, ``n``. They
+            override ``model.defaults``.
         seed: Seed if ``values`` has none.
         read_image: Returns the contents of an image file, given the string in an image field. None refuses
             images.
@@ -190,8 +190,8 @@ def request_from(
 ) -> Request:
     """Return the request for ``values``, which pydantic has validated by :func:`request_schema`.
 
-    For the arguments and what is raised see :func:`make_request`. The server calls this function itself, because its
-    schema has more fields.
+    For the arguments and what is raised see :func:`make_request`. The server calls this function itself,
+    because its schema has more fields.
     """
     require_one_name(values, model)
     fields = dict(model.defaults)
@@ -232,8 +232,8 @@ def request_from(
 def _require_multiples(values: Mapping[str, Any], fields: Mapping[str, Any], model: Model) -> None:
     """Raise ValueError if height or width in ``fields`` is no multiple of ``model.multiple``.
 
-    Most pipelines would round such a side down, and only log it. ``values`` are the fields that the user stated, by
-    which the message names ``size`` or a side.
+    Most pipelines would round such a side down, and only log it. ``values`` are the fields that the user
+    stated, by which the message names ``size`` or a side.
     """
     step = model.multiple
     for name in ("width", "height"):
@@ -283,8 +283,8 @@ _TEXT_FIELDS = tuple(
 def batch_key(request: Request) -> str | None:
     """Return a string that is equal for requests that :func:`batch_arguments` can join into one call.
 
-    None if the request must run alone: it has images, previews, several results, no prompt or a list of prompts.
-    Requests with equal keys differ in texts, seed and delivery only.
+    None if the request must run alone: it has images, previews, several results, no prompt or a list of
+    prompts. Requests with equal keys differ in texts, seed and delivery only.
     """
     texts = {
         name: value for name, value in request.fields.items() if name in _TEXT_FIELDS and value is not None

@@ -96,10 +96,11 @@ def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def multiple_of_model(model: Model) -> int:
-    """Return the number that must divide height and width of a result of ``model``; 1 if its class states none.
+    """Return the number that must divide height and width of a result of ``model``; 1 if its class states
+    none.
 
-    Only the autoencoder is made, on the meta device: a class computes the number from its config, and from that of the
-    transformer.
+    Only the autoencoder is made, on the meta device: a class computes the number from its config, and from
+    that of the transformer.
     """
     import diffusers
 
@@ -136,8 +137,8 @@ def _class_of_config(name: str) -> str:
 
 
 def _make_component(dtype: torch.dtype, model: str, name: str, library: str | None, cls: str | None) -> Any:
-    """Return the component in subfolder ``name`` of ``model`` on the meta device; None if ``cls`` is no module of
-    diffusers or transformers. The last two arguments are its entry in the index.
+    """Return the component in subfolder ``name`` of ``model`` on the meta device; None if ``cls`` is no
+    module of diffusers or transformers. The last two arguments are its entry in the index.
     """
     import diffusers
     import transformers

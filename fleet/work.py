@@ -45,8 +45,8 @@ class Watch:
 def generate_request(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()) -> Result | None:
     """Run the pipeline for one request. A collective call.
 
-    Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank if
-    ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank.
+    Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank
+    if ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank.
     """
     results = generate_batch(pipe, [request], recipe, watch)
     if results is None:
@@ -57,11 +57,11 @@ def generate_request(pipe: Any, request: Request, recipe: Recipe, watch: Watch =
 def generate_batch(
     pipe: Any, requests: Sequence[Request], recipe: Recipe, watch: Watch = Watch()
 ) -> list[Result] | None:
-    """Run one call of the pipeline for requests with the same ``batch_key``, and return a result for each. A collective
-    call.
+    """Run one call of the pipeline for requests with the same ``batch_key``, and return a result for each. A
+    collective call.
 
-    A single request may take several calls (:func:`split_request`). The return value on other ranks, and exceptions,
-    are as in :func:`generate_request`.
+    A single request may take several calls (:func:`split_request`). The return value on other ranks, and
+    exceptions, are as in :func:`generate_request`.
     """
     if len(requests) == 1 and requests[0].calls > 1:
         return _generate_parts(pipe, requests[0], recipe, watch)
@@ -263,8 +263,8 @@ def _predict_clean(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -
 def _decode(pipe: Any, latents: Tensor, height: int | None, width: int | None) -> Any:
     """Decode ``latents``, ``[B, C, H, W]`` or packed, and return the first image of the batch as a PIL image.
 
-    ``height`` and ``width`` are the image's in pixels, None for the pipeline's defaults; only packed latents need them.
-    Raise ValueError if the unpacked latents do not have 4 dims.
+    ``height`` and ``width`` are the image's in pixels, None for the pipeline's defaults; only packed latents
+    need them. Raise ValueError if the unpacked latents do not have 4 dims.
     """
     config = pipe.vae.config
     if hasattr(pipe, "_unpack_latents"):

@@ -1,8 +1,8 @@
 """Block sizes of the attention kernel: one row of a table per kind of GPU and head dim.
 
-They are a table rather than candidates of ``triton.autotune``, although the rows were chosen by what the compiler says
-of registers and shared memory (tests/kernels/test_compiled.py checks it), and not by times, because a choice by timing
-would cost more than it gains:
+They are a table rather than candidates of ``triton.autotune``, although the rows were chosen by what the
+compiler says of registers and shared memory (tests/kernels/test_compiled.py checks it), and not by times,
+because a choice by timing would cost more than it gains:
 
 - Another tile size adds the same numbers in another order. Ranks that time for themselves may choose
   differently, so text tokens that each rank holds a copy of would differ from rank to rank, and an image from
@@ -43,8 +43,8 @@ class KernelCall(NamedTuple):
     scale: float = 1.0
 
     def prepare(self) -> KernelCall:
-        """Return the call with contiguous int32 ranges, a contiguous lse, and contiguous rows of ``out_so_far``, as the
-        kernel reads them without strides.
+        """Return the call with contiguous int32 ranges, a contiguous lse, and contiguous rows of
+        ``out_so_far``, as the kernel reads them without strides.
         """
         call = self
         if call.key_ranges is not None:
@@ -121,7 +121,8 @@ INTERPRETED_BITS = Config(16, 32, 4, 1)  # A word of a mask of bits has 32 keys.
 def config_for(call: KernelCall, *, eight_bits: bool = False) -> Config:
     """Return the block sizes for ``call``; ``eight_bits`` says whether keys are in 8 bits.
 
-    They must depend only on what is equal on all ranks and in all calls of a model: tiles decide the order of sums.
+    They must depend only on what is equal on all ranks and in all calls of a model: tiles decide the order of
+    sums.
 
     Raises:
         RuntimeError: If the compute capability of the device is lower than 8.0.
@@ -199,7 +200,9 @@ def limit_tile(config: Config, block_n: int) -> Config:
 
 @lru_cache
 def row_of_device(index: int) -> int:
-    """Return the row of ``TABLE`` for the CUDA device ``index``. Raise ``RuntimeError`` like :func:`row_of`."""
+    """Return the row of ``TABLE`` for the CUDA device ``index``.
+    Raise ``RuntimeError`` like :func:`row_of`.
+    """
     return row_of(*torch.cuda.get_device_capability(index))
 
 

@@ -44,9 +44,10 @@ def _tiles(
     """Add keys ``first`` … ``last - 1`` to the online softmax, and return its state ``(acc, acc_rest, total,
     peak)``.
 
-    Of each query, ``acc`` and ``acc_rest`` are the weighted sums of values (the dims of the two blocks), ``total`` is
-    the sum of weights, and ``peak`` the largest score so far, to which weights are relative, times log2(e); -inf before
-    a query has seen a key. The arguments are those of :func:`attention_kernel`, offset to the head.
+    Of each query, ``acc`` and ``acc_rest`` are the weighted sums of values (the dims of the two blocks),
+    ``total`` is the sum of weights, and ``peak`` the largest score so far, to which weights are relative,
+    times log2(e); -inf before a query has seen a key. The arguments are those of :func:`attention_kernel`,
+    offset to the head.
 
     COMPARED: whether a tile may contain keys that some queries must not see, so that positions must be
         compared.
@@ -79,8 +80,8 @@ def _tiles(
             scores = -scores
 
         if MASK == "none" and not COMPARED:
-            # Every query sees every key, so no score is -inf, and the scale, which is positive (NEGATIVE), can be
-            # applied to the maximum and in the exponent.
+            # Every query sees every key, so no score is -inf, and the scale, which is positive (NEGATIVE),
+            # can be applied to the maximum and in the exponent.
             new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
             weights = tl.exp2(scores * scale_of_rows - new_peak[:, None])
             shrink = tl.exp2(peak - new_peak)

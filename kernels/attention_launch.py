@@ -79,8 +79,8 @@ def launch_kernel(
     """Launch the kernel with the block sizes of ``config``, and write the results to ``out`` and ``lse``.
 
     With ``rounded``, keys in 8 bits, the kernel reads these instead of the keys of ``call``, and also rounds
-    queries. Without it attention is exact. Shapes are not checked here (:func:`check_tensors` does that), nor that
-    ``lse`` and the rows of ``out`` are contiguous, as from :func:`empty_outputs`.
+    queries. Without it attention is exact. Shapes are not checked here (:func:`check_tensors` does that), nor
+    that ``lse`` and the rows of ``out`` are contiguous, as from :func:`empty_outputs`.
     """
     if out.numel() == 0 and lse.numel() == 0:
         return
@@ -125,8 +125,8 @@ def _with_contiguous_rows(x: Tensor) -> Tensor:
 
 
 def _readable(mask: Tensor | None) -> Tensor | None:
-    """Return ``mask`` in a dtype that the kernel reads: int32 words of bits, bytes for bool, floats up to 32 bits. A
-    float64 mask is copied, the others are views.
+    """Return ``mask`` in a dtype that the kernel reads: int32 words of bits, bytes for bool, floats up to 32
+    bits. A float64 mask is copied, the others are views.
     """
     if mask is None or mask.dtype == torch.int32:
         return mask

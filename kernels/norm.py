@@ -211,8 +211,8 @@ def tile_of(channels: int) -> dict[str, Any]:
 
 
 def with_one_stride(x: Tensor) -> Tensor:
-    """Return ``x`` if the elements of each channel have one common stride, as the kernels read them, otherwise a
-    contiguous copy.
+    """Return ``x`` if the elements of each channel have one common stride, as the kernels read them,
+    otherwise a contiguous copy.
     """
     try:
         x.view(*x.shape[:2], -1)

@@ -36,8 +36,8 @@ def moments(x: Tensor, groups: int) -> Tensor:
 def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Return the variance and the mean of each group, ``[B, groups]``.
 
-    Channels are reduced first, because ``torch.var_mean`` is not vectorized on CPUs, and a sum over a group whose
-    channels are last in memory is slow there.
+    Channels are reduced first, because ``torch.var_mean`` is not vectorized on CPUs, and a sum over a group
+    whose channels are last in memory is slow there.
     """
     dims = tuple(range(2, x.ndim))
     mean = x.mean(dims)
@@ -45,7 +45,8 @@ def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     # The computed mean has a rounding error. Correct it, because the error matters for the deviations if
     # numbers are far from zero.
     off = apart.mean(dims)
-    # Use mean(), whose sum is pairwise. vector_norm adds up in order, which loses digits of a sum of many squares.
+    # Use mean(), whose sum is pairwise. vector_norm adds up in order, which loses digits of a sum of many
+    # squares.
     var = (apart.square_().mean(dims) - off.square()).unflatten(1, (groups, -1))
     mean = (mean + off).unflatten(1, (groups, -1))
     of_groups = mean.mean(-1)

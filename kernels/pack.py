@@ -185,7 +185,8 @@ def _regions_on_device(regions: tuple[CopyRegion, ...], device: torch.device) ->
 
 
 def constants_of(widths: Sequence[int], size: int, eight_bits: torch.dtype | None) -> dict[str, Any]:
-    """Return the kernel's constants for elements of ``size`` bytes: the block of one program, and the 8-bit format.
+    """Return the kernel's constants for elements of ``size`` bytes: the block of one program, and the 8-bit
+    format.
 
     They depend on widths and dtypes only, so that no rank compiles the kernel again in the middle of a run.
     """

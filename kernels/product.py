@@ -1,10 +1,10 @@
 """Products of rows with a matrix in Triton, with one tile shape; the reference is
 :mod:`para_core.kernels.product_reference`.
 
-Each program computes one tile of the output, and adds up all inputs of a row in blocks of BLOCK_K, from the first to
-the last. No sum is split, the tile shape depends on the dtype only, and one compiled kernel serves every number of
-rows. So the bits of an element depend on its row and its column of the weight alone: not on the number of rows, nor on
-the position among them. cuBLAS promises neither.
+Each program computes one tile of the output, and adds up all inputs of a row in blocks of BLOCK_K, from the
+first to the last. No sum is split, the tile shape depends on the dtype only, and one compiled kernel serves
+every number of rows. So the bits of an element depend on its row and its column of the weight alone: not on
+the number of rows, nor on the position among them. cuBLAS promises neither.
 
 The bias is added in float32, before the only rounding.
 """
@@ -22,8 +22,8 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
-# Programs of so many neighbouring tiles of rows run one after the other, so that they find their columns of the weight
-# in the L2 cache.
+# Programs of so many neighbouring tiles of rows run one after the other, so that they find their columns of
+# the weight in the L2 cache.
 GROUP = 8
 # Triton loads 16 bytes at once only from addresses that are multiples of 16.
 _ALIGNMENT = 16
@@ -38,7 +38,8 @@ class Tile(NamedTuple):
         block: Number of inputs that are added up at once.
         warps: Number of warps.
         stages: Number of blocks in shared memory: one in use, the others being loaded.
-        dot: Whether blocks are multiplied by the GPU's matrix instructions, which compute all rows of a tile alike.
+        dot: Whether blocks are multiplied by the GPU's matrix instructions, which compute all rows of a tile
+            alike.
     """
 
     rows: int
@@ -53,8 +54,8 @@ class Tile(NamedTuple):
 TILE = Tile(128, 128, 64, 8, 3)
 # Tensor cores do not compute exact float32, so its products take many registers.
 TILE_FLOAT32 = Tile(64, 64, 16, 8, 3)
-# For Triton's interpreter, whose tl.dot is a product of NumPy: that adds up the rows of a tile in several orders, and
-# takes bfloat16 for integers.
+# For Triton's interpreter, whose tl.dot is a product of NumPy: that adds up the rows of a tile in several
+# orders, and takes bfloat16 for integers.
 TILE_INTERPRETED = Tile(32, 64, 32, dot=False)
 
 
@@ -67,8 +68,8 @@ def product_kernel(
 ):  # fmt: skip
     """Compute one tile of ``x @ weight.T + bias``.
 
-    ``step_column`` and ``step_input`` are the strides of rows and columns of weight; x and out are contiguous, and
-    ``num_inputs`` is a multiple of BLOCK.
+    ``step_column`` and ``step_input`` are the strides of rows and columns of weight; x and out are
+    contiguous, and ``num_inputs`` is a multiple of BLOCK.
     """
     tiles_down, tiles_across = tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS)
     # Programs go down GROUP tiles of rows, then to the next tile of columns.
@@ -97,11 +98,12 @@ def product_kernel(
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute :func:`para_core.kernels.product_reference.product` in one launch, for floats of 16 and 32 bits.
+    """Compute :func:`para_core.kernels.product_reference.product` in one launch, for floats of 16 and 32
+    bits.
 
-    ``x`` is copied only if it is not contiguous, or does not begin at a multiple of 16 bytes. Both are copied if K is
-    no multiple of the tile's block, 64 in 16 bits and 16 in float32. The backward uses products of PyTorch, whose bits
-    may depend on the number of rows. Forward-mode AD would lose tangents.
+    ``x`` is copied only if it is not contiguous, or does not begin at a multiple of 16 bytes. Both are copied
+    if K is no multiple of the tile's block, 64 in 16 bits and 16 in float32. The backward uses products of
+    PyTorch, whose bits may depend on the number of rows. Forward-mode AD would lose tangents.
 
     Raises:
         TypeError: If the dtypes differ or are not supported.
@@ -163,8 +165,8 @@ def tile_for(x: Tensor) -> Tile:
 def _in_blocks(x: Tensor, weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return ``x`` as a contiguous ``[rows, K]``, and ``weight``, ``[N, K]``, with K a multiple of ``block``.
 
-    The address of ``x`` is a multiple of 16. Triton compiles another kernel for others, and a rank's part may have one
-    that the whole tensor has not. It is copied, so that both run the same code.
+    The address of ``x`` is a multiple of 16. Triton compiles another kernel for others, and a rank's part may
+    have one that the whole tensor has not. It is copied, so that both run the same code.
     """
     rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
     missing = -x.shape[-1] % block

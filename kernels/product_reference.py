@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias``, computed in float32 and rounded once, as by ``torch.nn.functional.linear``.
+    """Return ``x @ weight.T + bias``, computed in float32 and rounded once, as by
+    ``torch.nn.functional.linear``.
 
-    The bits of the reference are those of a CPU's library, and may depend on the number of rows. Those of the kernel do
-    not.
+    The bits of the reference are those of a CPU's library, and may depend on the number of rows. Those of the
+    kernel do not.
 
     Args:
         x: ``[..., K]``; dims and K may be 0.

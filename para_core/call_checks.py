@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from para_core.instance.record import Wrapper
 
-# The module of each check, by the option that turns it on. Each module has the functions ``check_fits``, which raises
-# if the option does not go with others, and ``make_wrapper``; they are looked up by these names.
+# The module of each check, by the option that turns it on. Each module has the functions ``check_fits``,
+# which raises if the option does not go with others, and ``make_wrapper``; they are looked up by these names.
 CHECKS = {
     "verify": "para_core.verify.option",
 }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Write a dataclass as JSON and read it again. In graphs, options, meshes and calls are strings of this form."""
+"""Write a dataclass as JSON and read it again.
+In graphs, options, meshes and calls are strings of this form.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ Value = TypeVar("Value")
 def to_json(value: Any) -> str:
     """Return the dataclass ``value`` as JSON, which :func:`from_json` reads.
 
-    Its fields may be dataclasses, dtypes, and what JSON can express. Equal fields of equal types give equal text: 1 and
-    1.0 do not, and a dict is written in its order. Dynamo can trace this function if the fields are constants of the
-    graph.
+    Its fields may be dataclasses, dtypes, and what JSON can express. Equal fields of equal types give equal
+    text: 1 and 1.0 do not, and a dict is written in its order. Dynamo can trace this function if the fields
+    are constants of the graph.
 
     Raises:
         TypeError: A field is something else, such as a tensor.
@@ -58,7 +60,8 @@ def from_json(kind: type[Value], text: str) -> Value:
     A tuple comes back as a list, so ``kind`` must convert it if the difference matters to it.
 
     Raises:
-        ValueError: ``text`` is not JSON, its fields are not those of ``kind``, or it names a dtype that torch lacks.
+        ValueError: ``text`` is not JSON, its fields are not those of ``kind``, or it names a dtype that torch
+            lacks.
     """
     value: Value = _read_fields(kind, json.loads(text))
     return value
@@ -67,8 +70,8 @@ def from_json(kind: type[Value], text: str) -> Value:
 def _read_value(annotation: Any, value: Any) -> Any:
     """Convert ``value``, read from JSON, to the type ``annotation``.
 
-    Of a union the first dtype or dataclass among its members decides, and None stays None. Other values, also those
-    inside lists and dicts, are returned as they are.
+    Of a union the first dtype or dataclass among its members decides, and None stays None. Other values, also
+    those inside lists and dicts, are returned as they are.
     """
     if value is None:
         return None

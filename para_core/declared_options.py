@@ -77,8 +77,8 @@ class Option:
         expected: What a valid value is, for error messages. Empty to derive it from the type.
         none: What None does, for error messages, such as ``"to leave them as they are"``.
         at_least, at_most: Limits of a number.
-        is_checked: Whether :func:`check_options` checks type and limits. If not, the function that takes the option
-            must.
+        is_checked: Whether :func:`check_options` checks type and limits. If not, the function that takes the
+            option must.
         needs_ranks: Whether the option does something on several ranks only.
         command: The option of ``para_core``. None if the command has none.
     """

@@ -15,8 +15,8 @@ class AddedBackend(NamedTuple):
         module: Its module in ``para_core.attention.backends``, which defines it as ``BACKEND``.
         is_exact: Whether its result is exact up to rounding. An approximate backend is used only if the user
             names it.
-        exact_form: For an approximate backend, the one that replaces it in calls that require a gradient; None
-            if PyTorch chooses.
+        exact_form: For an approximate backend, the one that replaces it in calls that require a gradient;
+            None if PyTorch chooses.
     """
 
     module: str
@@ -53,8 +53,9 @@ class RingEntry(NamedTuple):
     Args:
         path: Its class, as ``"module:name"`` in ``para_core.attention``.
         takes_wire: Whether it can send tensors in another format than their own.
-        grid: The function that returns the shape of its grid of ring ranks, as ``"module:name"``; None if keys are
-            sent to all ranks. It is called with the number of ranks, of query heads and of key heads.
+        grid: The function that returns the shape of its grid of ring ranks, as ``"module:name"``; None if
+            keys are sent to all ranks. It is called with the number of ranks, of query heads and of key
+            heads.
         keeps_bits: Whether one attention to all keys computes a rank's queries, as in one process.
     """
 
@@ -64,9 +65,9 @@ class RingEntry(NamedTuple):
     keeps_bits: bool = False
 
 
-# The values of rotate_method: keys are passed on from neighbour to neighbour; gathered at once, while a rank attends to
-# its own; the ranks form a grid, in which queries are sent along rows and keys along columns; or all keys are gathered
-# before one attention to them. To remove one, delete its files and its line.
+# The values of rotate_method: keys are passed on from neighbour to neighbour; gathered at once, while a rank
+# attends to its own; the ranks form a grid, in which queries are sent along rows and keys along columns; or
+# all keys are gathered before one attention to them. To remove one, delete its files and its line.
 RING_STYLES: Mapping[str, RingEntry] = {
     "alltoall": RingEntry("ring:Ring"),
     "allgather": RingEntry("ring:GatheredRing"),
@@ -74,7 +75,8 @@ RING_STYLES: Mapping[str, RingEntry] = {
     "gathered": RingEntry("gathered:GatheredKeys", takes_wire=False, keeps_bits=True),
 }
 ROTATE_METHODS = tuple(RING_STYLES)
-# The first value of rotate_method with the bits of one process; None if the features that have them were removed.
+# The first value of rotate_method with the bits of one process; None if the features that have them were
+# removed.
 METHOD_WITH_BITS = next((name for name, style in RING_STYLES.items() if style.keeps_bits), None)
 if TYPE_CHECKING:
     RotateMethod: TypeAlias = str

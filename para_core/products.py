@@ -1,7 +1,8 @@
-"""``products="triton"``: the matrix products of a model by one kernel, whose bits do not depend on the number of rows.
+"""``products="triton"``: the matrix products of a model by one kernel, whose bits do not depend on the number
+of rows.
 
-Libraries choose the kernel of a matrix product by its sizes, so a rank, which has fewer rows than one process, may get
-other bits. :mod:`para_core.kernels.product` has one tile shape and adds up in one order.
+Libraries choose the kernel of a matrix product by its sizes, so a rank, which has fewer rows than one
+process, may get other bits. :mod:`para_core.kernels.product` has one tile shape and adds up in one order.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ Operands = tuple[Tensor, Tensor, Tensor | None]
 
 
 class TritonProducts(TorchFunctionMode):
-    """Inside this context, products of rows with a matrix are computed by :func:`para_core.kernels.product.product`.
+    """Inside this context, products of rows with a matrix are computed by
+    :func:`para_core.kernels.product.product`.
 
-    These are ``F.linear``; ``torch.matmul`` (``@``) and ``torch.mm`` with a matrix on the right; and ``torch.addmm``
-    with a vector. They are in float32, bfloat16 or float16. Everything else is computed as ever: batched products,
-    convolutions, einsum, other types, ``out=``. Inside a transform of ``torch.func`` only reverse mode is possible.
+    These are ``F.linear``; ``torch.matmul`` (``@``) and ``torch.mm`` with a matrix on the right; and
+    ``torch.addmm`` with a vector. They are in float32, bfloat16 or float16. Everything else is computed as
+    ever: batched products, convolutions, einsum, other types, ``out=``. Inside a transform of ``torch.func``
+    only reverse mode is possible.
 
     Raises:
         ImportError: Triton is not installed, or there is no C compiler for it.

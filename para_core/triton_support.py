@@ -39,17 +39,18 @@ def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | N
     """Return the module ``para_core.kernels.<name>``, or None if its kernels cannot run here.
 
     They cannot run if Triton is not installed, if there is no C compiler (which Triton needs for its
-    launchers), or if ``device`` is a GPU of CUDA with a compute capability below ``LEAST_CAPABILITY``. Other devices
-    are not checked. Callers do not come here with tensors of a CPU, unless Triton's interpreter runs the kernels
-    (:func:`is_interpreting`): they dispatch by device, or ask :func:`needs_plain` first. The result is cached.
+    launchers), or if ``device`` is a GPU of CUDA with a compute capability below ``LEAST_CAPABILITY``. Other
+    devices are not checked. Callers do not come here with tensors of a CPU, unless Triton's interpreter runs
+    the kernels (:func:`is_interpreting`): they dispatch by device, or ask :func:`needs_plain` first. The
+    result is cached.
 
     Args:
         name: Name of the module.
         device: The device on which the kernels will run; None if it is not known yet.
 
     Raises:
-        ImportError: The module imports something that does not exist. Without this error a mistake in a kernel's
-            imports would leave every caller with plain PyTorch in silence.
+        ImportError: The module imports something that does not exist. Without this error a mistake in a
+            kernel's imports would leave every caller with plain PyTorch in silence.
     """
     if not has_triton():
         return None
@@ -86,8 +87,8 @@ def are_floats(*tensors: Tensor) -> bool:
 def needs_plain(*tensors: Tensor) -> bool:
     """Whether to use plain PyTorch instead of a Triton kernel for ``tensors``.
 
-    This is so on every device but CUDA and meta, while a graph is traced (because compilers fuse plain operators), and
-    if a gradient is needed. Only the device of the first tensor is looked at.
+    This is so on every device but CUDA and meta, while a graph is traced (because compilers fuse plain
+    operators), and if a gradient is needed. Only the device of the first tensor is looked at.
     """
     if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
         return True

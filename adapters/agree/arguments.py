@@ -25,8 +25,8 @@ Ranks = GuidedMesh | SequenceMesh
 _MAX_CHARACTERS = 60
 
 
-# Arguments whose names contain one of these words say what is generated, if their values are no numbers; others say
-# how. If what is generated differs, the message offers a mesh for each group of ranks.
+# Arguments whose names contain one of these words say what is generated, if their values are no numbers;
+# others say how. If what is generated differs, the message offers a mesh for each group of ranks.
 _IMAGE_WORDS = ("prompt", "image", "latents", "generator", "mask", "video", "audio", "embeds")
 # The texts of numbers, bools and of values that are absent.
 _NUMBER = re.compile(r"-?\d|True|False|nan|-?inf")
@@ -50,14 +50,14 @@ def agree_on_values(
     """Raise on every rank if ``values()`` differs between ranks. Collective, one exchange.
 
     Every rank of ``mesh`` must call this function, and makes the call ``what``. Before ``values``, which
-    returns arguments and state by name, ``check`` is called, which raises if this rank cannot take part. Whatever
-    either raises is exchanged: a rank that raised alone would leave the others in the exchange.
+    returns arguments and state by name, ``check`` is called, which raises if this rank cannot take part.
+    Whatever either raises is exchanged: a rank that raised alone would leave the others in the exchange.
 
     Raises:
         ValueError: If a value differs between two ranks. ``explain`` returns the message, from the texts of
             the values of each rank, by name.
-        TypeError, ValueError, ImportError, RuntimeError: What ``check`` or ``values`` raised on one rank. Other
-            types become a RuntimeError.
+        TypeError, ValueError, ImportError, RuntimeError: What ``check`` or ``values`` raised on one rank.
+            Other types become a RuntimeError.
     """
     local: Record | Exception
     stages: Mapping[str, int] = {}
@@ -98,8 +98,8 @@ def difference_of_pipeline_calls(pipeline: str, records: list[Record]) -> str:
 class PendingRecord:
     """A short text for each of ``values`` that is not None, by name.
 
-    The devices of tensors compute their fingerprints until :meth:`wait` is called. All reads of values are made or
-    queued at once, so a value may change before :meth:`wait`.
+    The devices of tensors compute their fingerprints until :meth:`wait` is called. All reads of values are
+    made or queued at once, so a value may change before :meth:`wait`.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:

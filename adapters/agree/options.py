@@ -31,8 +31,8 @@ def agree_on_options(
         yield
         return
     ranks = _ranks_of(mesh)
-    # A function has no value to compare between processes, but a name. ``describe_all`` returns the class of a
-    # callback.
+    # A function has no value to compare between processes, but a name. ``describe_all`` returns the class of
+    # a callback.
     names = {name: getattr(value, "__qualname__", value) for name, value in options.items()}
     record = {"mesh": _describe_mesh_sizes(mesh), **describe_all(names)}
 

@@ -20,8 +20,9 @@ def share_random_state(mesh: GuidedMesh) -> Iterator[str]:
     """Set the default generators of all ranks to the state of the first rank's generators, inside the
     ``with`` block. Collective.
 
-    These are the generators of the CPU and of the current accelerator. Afterwards the other ranks get their own
-    state back. Yields a random token of this call, equal on all ranks, by which :func:`share_reasons` names it.
+    These are the generators of the CPU and of the current accelerator. Afterwards the other ranks get their
+    own state back. Yields a random token of this call, equal on all ranks, by which :func:`share_reasons`
+    names it.
     """
     # Use the current accelerator and not the device of the mesh: diffusers draws on the pipeline's device,
     # and a gloo mesh of type cpu may serve a pipeline on an accelerator.

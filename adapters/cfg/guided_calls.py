@@ -59,19 +59,21 @@ class GuidedCalls(FeatureChange):
 
     @contextmanager
     def generation(self, pipe: Any, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Distribute the calls of the transformers in the ``with`` block, which runs one generation of ``pipe``.
+        """Distribute the calls of the transformers in the ``with`` block, which runs one generation of
+        ``pipe``.
 
-        The components must be those of the request, because :meth:`_run_branch` looks them up by identity; one that
-        was replaced since is refused before (``check_model_not_replaced``). Slots are restored at the end of the block.
+        The components must be those of the request, because :meth:`_run_branch` looks them up by identity;
+        one that was replaced since is refused before (``check_model_not_replaced``). Slots are restored at
+        the end of the block.
 
         Yields ``kwargs`` with callbacks before which every rank gets the outputs of all branches.
         """
         self._caching = caching_of(pipe)
         with ExitStack() as stack:
             for name in self._transformers:
-                # Wrap a compiled component itself and not the module inside it: its graph holds the call of one
-                # CFG branch, and the branches are distributed outside the graph. A callback of another pipeline
-                # that shares the component may make this call, so restore the slot of that pipeline.
+                # Wrap a compiled component itself and not the module inside it: its graph holds the call of
+                # one CFG branch, and the branches are distributed outside the graph. A callback of another
+                # pipeline that shares the component may make this call, so restore the slot of that pipeline.
                 component = getattr(pipe, name)
                 self._wrapped.add(component)
                 branches = {"__call__": self._run_branch}
@@ -88,16 +90,16 @@ class GuidedCalls(FeatureChange):
     def _run_branch(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the call of one CFG branch. All ranks must make equal calls.
 
-        One rank computes it, and the others get a lazy tensor, except for three kinds of calls, which every rank
-        computes: outside of a generation, those that only fill a key cache, and those by which
+        One rank computes it, and the others get a lazy tensor, except for three kinds of calls, which every
+        rank computes: outside of a generation, those that only fill a key cache, and those by which
         :class:`~para_core.cfg.guidance.Guidance` learns the form of the output.
         """
         if torch.compiler.is_compiling() or not self._guidance.active:
             return call(module, *args, **kwargs)
         if self._caching is not None:
             self._caching.announce(module, args, kwargs)
-        # Every rank validates the arguments, although one may compute this call: if only that rank raised, the
-        # others would wait for it.
+        # Every rank validates the arguments, although one may compute this call: if only that rank raised,
+        # the others would wait for it.
         self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
         fills = self._fills.get(id(uncompiled(module)))
         # Pipelines pass this argument by name.

@@ -120,8 +120,8 @@ class SchedulerTracker:
             self.active, self._scheduler, self._pipe, self._begin = False, None, None, lambda: None
 
     def note_call(self) -> int | None:
-        """Note that the model is called now. Return the number of steps that the scheduler has taken; None if that is
-        not the step of this call.
+        """Note that the model is called now. Return the number of steps that the scheduler has taken; None if
+        that is not the step of this call.
 
         It is not if copies of the scheduler take the steps, or if it takes a step for each tile.
         """
@@ -133,8 +133,8 @@ class SchedulerTracker:
     def next_position(self, branch: str) -> SchedulePosition:
         """Return the step that the next call of the model for ``branch`` belongs to.
 
-        Call it once per model call: if copies of the scheduler take the steps, it counts the calls, and begins a new
-        section of the video.
+        Call it once per model call: if copies of the scheduler take the steps, it counts the calls, and
+        begins a new section of the video.
         """
         if not self._times:
             # Leave out the timesteps that the call skips at the beginning of the schedule.

@@ -1,7 +1,8 @@
 """Adapters: data that says what each model family shards, gathers and caches.
 
-A family is one file that no other file imports, and one line of ``FAMILIES``. What several families have in common is
-in ``shared``. ``unets`` and ``unsupported`` are no families: they describe UNets, and transformers that are refused.
+A family is one file that no other file imports, and one line of ``FAMILIES``. What several families have in
+common is in ``shared``. ``unets`` and ``unsupported`` are no families: they describe UNets, and transformers
+that are refused.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ SANA = Adapter(
         outputs={"": Gather(dim=2, segment="rows", per=None)},
         joint_order=("rows",),
         attention={
-            # The first matmul makes the state, and a row of ones in the values makes the normalizer a part of it.
+            # The first matmul makes the state, and a row of ones in the values makes the normalizer a part of
+            # it.
             "transformer_blocks.*.attn1": LinearAttention("rows", sums=(("matmul", 0),)),
             "transformer_blocks.*.attn2": (Attention(("rows",), ("text",)),),
         },

@@ -42,12 +42,14 @@ class ParallelCall:
 
     Args:
         transformers: Transformers by component name. A parallel plan is applied to each.
-        unets: The other denoisers (UNets, ControlNets) by path in the pipeline. The rows of their images are sharded.
+        unets: The other denoisers (UNets, ControlNets) by path in the pipeline. The rows of their images are
+            sharded.
         mesh: The ranks that run the pipeline.
         assume_equal: Whether to skip the comparison of arguments between ranks.
         session: The session that attached this handler; :func:`unparallelize_pipe` stops it.
         verify: Whether to compare calls of the transformers with the unmodified ones.
-        changes: The changes that features make; :meth:`FeatureChange.generation` of each runs around a generation.
+        changes: The changes that features make; :meth:`FeatureChange.generation` of each runs around a
+            generation.
     """
 
     def __init__(
@@ -97,8 +99,8 @@ class ParallelCall:
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run one generation. Collective: every exchange here must be reached by all ranks, in this order.
 
-        From :func:`agree_on_values` on, all ranks have equal arguments and state, so what follows decides equally
-        on all of them, and the models need not compare their inputs again (:func:`assume_agreed`).
+        From :func:`agree_on_values` on, all ranks have equal arguments and state, so what follows decides
+        equally on all of them, and the models need not compare their inputs again (:func:`assume_agreed`).
         """
         self.mesh.check_alive()
         models = {**self._transformers, **self._unets}
@@ -152,8 +154,8 @@ class ParallelCall:
     def _arguments_and_state(self, pipe: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
         """Return the arguments of a call and the state of ``pipe`` that all ranks must share, by name.
 
-        Of the models, the state has the dtypes of the denoisers and, unless the call returns latents, of the VAE.
-        It has no text encoders: a call may pass embeddings instead.
+        Of the models, the state has the dtypes of the denoisers and, unless the call returns latents, of the
+        VAE. It has no text encoders: a call may pass embeddings instead.
         """
         bound = inspect.signature(original_class(pipe).__call__).bind(pipe, *args, **kwargs).arguments
         bound.pop("self", None)

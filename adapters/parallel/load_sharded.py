@@ -46,12 +46,13 @@ def from_pretrained_sharded(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """Load a pipeline, shard its weights and parallelize it, with host memory for one copy of the weights per node.
+    """Load a pipeline, shard its weights and parallelize it, with host memory for one copy of the weights per
+    node.
 
-    Without ``quantize`` the result equals that of ``pipeline.from_pretrained(name)`` and ``parallelize_pipe(pipe,
-    mesh=mesh, weights=weights)``. Every rank of the mesh must call this function. Each rank memory-maps the
-    safetensors files, so that ranks of a node share their pages, reads its shard of each weight, and unmaps
-    the weight. Weights are cast to ``dtype`` after sharding.
+    Without ``quantize`` the result equals that of ``pipeline.from_pretrained(name)`` and
+    ``parallelize_pipe(pipe, mesh=mesh, weights=weights)``. Every rank of the mesh must call this function.
+    Each rank memory-maps the safetensors files, so that ranks of a node share their pages, reads its shard of
+    each weight, and unmaps the weight. Weights are cast to ``dtype`` after sharding.
 
     Args:
         pipeline (`type[DiffusionPipeline]`): Pipeline class of diffusers.
@@ -78,8 +79,8 @@ def from_pretrained_sharded(
         TypeError: If the pipeline is not supported.
         ImportError: If ``quantize`` needs torchao and it is not installed.
         ValueError: If an option is invalid or does not fit the mesh, or the weights differ between ranks.
-        RuntimeError: If there is no process group; or, on every rank, if a file is missing, incomplete or corrupt
-            on one rank, or a download fails.
+        RuntimeError: If there is no process group; or, on every rank, if a file is missing, incomplete or
+            corrupt on one rank, or a download fails.
     """
     check_process_group("from_pretrained_sharded")
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
@@ -154,10 +155,12 @@ def _quantize_mapped(pipe: Any, scheme: Quantize, dtype: torch.dtype | None) -> 
 
 
 def _copy_from_files(pipe: Any) -> None:
-    """Clone the weights that stay unsharded on this rank, so that they no longer refer to the memory-mapped files.
+    """Clone the weights that stay unsharded on this rank, so that they no longer refer to the memory-mapped
+    files.
 
-    Tensors in a file are not aligned as those that torch allocates, and kernels may sum unaligned data in another
-    order. Clones are aligned, so the result has the bits of a pipeline that was loaded in the usual way.
+    Tensors in a file are not aligned as those that torch allocates, and kernels may sum unaligned data in
+    another order. Clones are aligned, so the result has the bits of a pipeline that was loaded in the usual
+    way.
     """
     for part in components_of(pipe).values():
         for parameter in part.parameters():
@@ -273,8 +276,8 @@ def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:
     return {**{name: kinds.most_common(1)[0][0] for name, kinds in counted.items()}, "default": torch.float32}
 
 
-# Number of bytes at each end of a weight that are compared with the file, to see whether the loader changed the
-# weight: one memory page of most hosts, because reading a byte makes the whole page resident.
+# Number of bytes at each end of a weight that are compared with the file, to see whether the loader changed
+# the weight: one memory page of most hosts, because reading a byte makes the whole page resident.
 _END = 4096
 
 
@@ -283,8 +286,8 @@ def _map_each_weight(component: nn.Module, path: Path) -> None:
 
     diffusers and transformers map each file once, so all pages read from it stay resident until the last
     weight of the file is sharded. A separate mapping, with the pages read from it, is freed with its weight.
-    Weights that the loader renamed keep the mapping that they have, and so do those that it changed: their dtype,
-    shape, strides or their first or last ``_END`` bytes differ from the file.
+    Weights that the loader renamed keep the mapping that they have, and so do those that it changed: their
+    dtype, shape, strides or their first or last ``_END`` bytes differ from the file.
     """
     from safetensors import safe_open
 
@@ -323,8 +326,8 @@ def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
     return kept
 
 
-# Seconds between two exchanges of the ranks while one downloads. A download may take longer than the time-out of the
-# process group, so a single collective at its end would fail.
+# Seconds between two exchanges of the ranks while one downloads. A download may take longer than the time-out
+# of the process group, so a single collective at its end would fail.
 _INTERVAL = 1.0
 # The record that all ranks bring to each of these exchanges.
 _WAITING = {"waiting for": "a download"}

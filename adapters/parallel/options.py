@@ -147,9 +147,9 @@ class TransformerOptions(AttentionChoices):
         """Return the attention options. If ``backend`` is a schedule, they contain the exact backend of the
         schedule.
 
-        ``default_method`` is the ``rotate_method`` of the predicted mesh, used if the user gave neither that option
-        nor ``comm_dtype``; None stands for ``"alltoall"``. ``same_bits`` overrides both with the one that has the bits
-        of one process.
+        ``default_method`` is the ``rotate_method`` of the predicted mesh, used if the user gave neither that
+        option nor ``comm_dtype``; None stands for ``"alltoall"``. ``same_bits`` overrides both with the one
+        that has the bits of one process.
         """
         method = self.rotate_method
         if method is None and self.comm_dtype is None:

@@ -64,9 +64,9 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
         transformers, denoisers = transformers_of(pipe), denoisers_by_kind(pipe)
         options = options.with_encoders(_placement_of_encoders(pipe, guided, options))
         _check_options_fit(pipe, transformers, guided, options)
-        # Samples are sharded over ``batch`` only if a call has all branches of guidance on its batch dim. Perturbed
-        # attention guidance splits the batch inside the model. A pipeline with a guider calls the transformer once per
-        # branch, even if other pipelines of the same model concatenate the branches.
+        # Samples are sharded over ``batch`` only if a call has all branches of guidance on its batch dim.
+        # Perturbed attention guidance splits the batch inside the model. A pipeline with a guider calls the
+        # transformer once per branch, even if other pipelines of the same model concatenate the branches.
         perturbs = hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None
         batched = guided.ranks == 1 or not perturbs
         attention = options.attention(predicted_method)
@@ -79,8 +79,8 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
         for kind, _, module in denoisers:
             run = make_denoiser_run(kind, module, guided, assume_equal=options.assume_equal, batched=batched)
             runs.append(Change("the UNet", run.apply, run.remove))
-        # The order of the parts matters: the models come first, because the part of the pipeline records the meshes
-        # that they then have (ParallelCall.attach); shards come last.
+        # The order of the parts matters: the models come first, because the part of the pipeline records the
+        # meshes that they then have (ParallelCall.attach); shards come last.
         session = ParallelSession(guided, [*planned, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))

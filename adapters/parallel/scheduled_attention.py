@@ -34,8 +34,8 @@ class ScheduledAttention:
     are counted per branch.) Outside a generation and inside user callbacks attention is exact.
 
     Args:
-        transformers: The transformers by component name, not compiled. The plan of each is applied, also on one rank
-            (``on_one_rank`` of :func:`apply_plan`), because the options are those of its region.
+        transformers: The transformers by component name, not compiled. The plan of each is applied, also on
+            one rank (``on_one_rank`` of :func:`apply_plan`), because the options are those of its region.
         schedule: The schedule.
         options: The attention options, of which those of a step replace the backend.
         adapter: The adapter that the user passed; None without one.

@@ -133,9 +133,9 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
     """Undo ``previous`` and start ``session`` on ``instance``. Every rank of ``session.mesh`` must call this.
 
     If this fails on one rank, every rank raises, and ``previous`` is in effect again: its parts are resumed
-    in their order, and the slots of ``instance`` and of all modules inside it get back what was in them. So a part
-    may change only slots of these. If only the last step fails, in which weights change, the instance cannot be
-    used any more (:mod:`para_core.adapters.weights.one_way`).
+    in their order, and the slots of ``instance`` and of all modules inside it get back what was in them. So a
+    part may change only slots of these. If only the last step fails, in which weights change, the instance
+    cannot be used any more (:mod:`para_core.adapters.weights.one_way`).
     """
     with restore_on_failure(instances_in(instance)), ExitStack() as rollback:
         with together(session.mesh, "the earlier settings could not be undone"):

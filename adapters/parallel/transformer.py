@@ -104,7 +104,9 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
 
 
 def remove_from_transformer(transformer: nn.Module) -> None:
-    """Remove the plan and the verification of ``transformer``, compiled or not. Its weights stay as they are."""
+    """Remove the plan and the verification of ``transformer``, compiled or not.
+    Its weights stay as they are.
+    """
     empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED)
     remove_plan(uncompiled(transformer))
 
@@ -120,8 +122,9 @@ def resolve_transformer(
 ) -> TransformerPart:
     """Return the session part that runs ``transformer``, compiled or not, on ``mesh``. Changes nothing.
 
-    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh, and ``verifies`` whether the
-    part verifies all calls of ``transformer`` (``verify=True``); a pipeline verifies those of its generations itself.
+    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh, and ``verifies``
+    whether the part verifies all calls of ``transformer`` (``verify=True``); a pipeline verifies those of its
+    generations itself.
     """
     module = uncompiled(transformer)
     check_comparable(vars(options), options.approximations, mesh.pipe.size)
@@ -181,8 +184,8 @@ class TransformerPart(Part):
 def make_call_agreement(module: nn.Module, *, mesh: GuidedMesh, assume_equal: bool) -> AgreeOnInputs:
     """Return a function of the arguments of a call of the transformer ``module``, by name.
 
-    It is collective, and raises on every rank if the arguments or the transformer's settings differ between ranks.
-    With ``assume_equal`` it compares nothing, and only checks that this rank's call is supported.
+    It is collective, and raises on every rank if the arguments or the transformer's settings differ between
+    ranks. With ``assume_equal`` it compares nothing, and only checks that this rank's call is supported.
     """
 
     def agree_on_inputs(kwargs: Mapping[str, Any]) -> None:

@@ -17,8 +17,9 @@ from para_core.option_values import QUANTIZE
 # The ways to hold the weights of the transformer, as the option ``weights`` of parallelize_pipe.
 WeightsOption = Literal["replicate", "fsdp", "tensor"]
 Offload = Literal["blocks", "model"]
-# Meshes whose predicted seconds differ by at most this factor count as equally fast. The median error of predicted
-# seconds is larger ("errors" in benchmarks/results/planner_check.json), so a finer comparison would say nothing.
+# Meshes whose predicted seconds differ by at most this factor count as equally fast. The median error of
+# predicted seconds is larger ("errors" in benchmarks/results/planner_check.json), so a finer comparison would
+# say nothing.
 EQUALLY_FAST = 1.1
 
 
@@ -112,8 +113,8 @@ def _reason(row: Prediction, best: Prediction) -> str:
 def _predict_all(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[Prediction]:
     """Return the predictions for each allowed mesh.
 
-    A mesh that does not fit is predicted again, with weights that FSDP2 shards and with blocks in host memory, if
-    ``choices`` allow that.
+    A mesh that does not fit is predicted again, with weights that FSDP2 shards and with blocks in host
+    memory, if ``choices`` allow that.
     """
     rows: list[Prediction] = []
     for shape in _allowed_shapes(ranks, choices):

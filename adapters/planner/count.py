@@ -102,8 +102,8 @@ def count_call(transformer: nn.Module, sizes: GenerationSizes) -> CallWork:
 class _CallCount:
     """The work of a call, counted from the events of a :class:`Recorder`.
 
-    The model's plan says which operators compute on sharded tokens: from the first rule that shards to a module that
-    gathers. The work before and after is the same on each rank.
+    The model's plan says which operators compute on sharded tokens: from the first rule that shards to a
+    module that gathers. The work before and after is the same on each rank.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -217,7 +217,8 @@ def count_weights(
 ) -> Weights:
     """Return the bytes of the weights of a pipeline with ``transformers`` transformers like ``transformer``.
 
-    ``encoders`` are its text encoders; ``vae`` and ``other`` the bytes of all autoencoders, and of all other modules.
+    ``encoders`` are its text encoders; ``vae`` and ``other`` the bytes of all autoencoders, and of all other
+    modules.
     """
     no_stages, blocks = why_no_stages(transformer) or "", []
     if not no_stages:

@@ -1,8 +1,8 @@
 """Inputs of one call of a transformer by class (``INPUTS``, which :mod:`.count` reads), and the sizes of a
 generation with default arguments. For diffusers 0.42.
 
-Inputs are empty tensors: only their shapes count. After a change, run
-``python -m benchmarks.planner.counts``, which writes ``counts.json``. ``tests/planner/test_default_sizes.py`` compares
+Inputs are empty tensors: only their shapes count. After a change, run ``python -m
+benchmarks.planner.counts``, which writes ``counts.json``. ``tests/planner/test_default_sizes.py`` compares
 the default sizes with those of the first call that diffusers' pipelines make.
 """
 
@@ -26,9 +26,8 @@ MakeInputs = Callable[[Any, GenerationSizes], dict[str, Any]]
 def _common(
     sizes: GenerationSizes, hidden: tuple[int, ...], text_dim: int, samples: int = 1
 ) -> dict[str, Any]:
-    """Return the arguments that all transformers take.
-    ``hidden`` is the shape of one sample of the hidden states. ``samples`` is 2 if a pipeline passes both branches of
-    guidance in one call.
+    """Return the arguments that all transformers take. ``hidden`` is the shape of one sample of the hidden
+    states. ``samples`` is 2 if a pipeline passes both branches of guidance in one call.
     """
     return {
         "hidden_states": sizes.empty(samples, *hidden),
@@ -45,7 +44,8 @@ def _make_guidance(config: Any, sizes: GenerationSizes) -> Tensor | None:
 
 
 def _patches_of_frames(config: Any, sizes: GenerationSizes) -> tuple[int, int]:
-    """Return the patches of latent frames that CogVideoX 1.5 makes, and the frames in each; 1 frame in CogVideoX 1.0.
+    """Return the patches of latent frames that CogVideoX 1.5 makes, and the frames in each; 1 frame in
+    CogVideoX 1.0.
 
     The pipeline adds latent frames until they fill the last patch.
     """
@@ -140,9 +140,9 @@ INPUTS: Mapping[str, MakeInputs] = {
 }
 
 
-# Sizes for a pipeline that does not say its own: a user's own class, and modular pipelines, whose blocks have the
-# defaults inside. They are FluxPipeline's: 1024 × 1024 pixels (default_sample_size 128 latent pixels of 8 pixels), and
-# 512 text tokens; 4 is the factor of most VAEs for videos.
+# Sizes for a pipeline that does not say its own: a user's own class, and modular pipelines, whose blocks have
+# the defaults inside. They are FluxPipeline's: 1024 × 1024 pixels (default_sample_size 128 latent pixels of 8
+# pixels), and 512 text tokens; 4 is the factor of most VAEs for videos.
 _SPATIAL_FACTOR, _TEMPORAL_FACTOR, _LATENT_SIDE, _TEXT = 8, 4, 128, 512
 # The default of num_inference_steps in most of diffusers' pipelines.
 _STEPS = 50
@@ -158,10 +158,11 @@ _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_scale_factor", "vae_temp
 
 
 def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple[GenerationSizes, int]:
-    """Return the sizes and the number of steps of a call of ``pipe`` with default arguments, except for ``changed``.
+    """Return the sizes and the number of steps of a call of ``pipe`` with default arguments, except for
+    ``changed``.
 
-    A default is looked up where diffusers' pipelines have it: in the signature of the call, in an attribute of the
-    pipeline, in the config of the transformer. The first of these that is a positive integer counts.
+    A default is looked up where diffusers' pipelines have it: in the signature of the call, in an attribute
+    of the pipeline, in the config of the transformer. The first of these that is a positive integer counts.
     """
     parameters = inspect.signature(original_class(pipe).__call__).parameters
     arguments = {name: parameter.default for name, parameter in parameters.items()}

@@ -19,8 +19,9 @@ class MeshShape:
     Args:
         batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number
             of pipeline stages, which work one after the other.
-        ring_method (`str`): How ranks along ``ring`` exchange keys: ``"rotate"`` sends them to all ranks; otherwise a
-            rotate_method whose ranks form a grid, such as ``"2d"``, Attention2D (arXiv:2503.15758).
+        ring_method (`str`): How ranks along ``ring`` exchange keys: ``"rotate"`` sends them to all ranks;
+            otherwise a rotate_method whose ranks form a grid, such as ``"2d"``, Attention2D
+            (arXiv:2503.15758).
         fsdp (`bool`, defaults to `False`): Whether the sequence ranks shard the weights with FSDP2, and
             gather each block before it runs.
     """
@@ -80,8 +81,8 @@ def all_shapes(ranks: int) -> Iterator[MeshShape]:
 
 
 def grid_of(ring_method: str, ranks: int, heads: int, key_heads: int) -> tuple[int, int]:
-    """Return ``(rows, columns)`` of the grid of ``ranks`` ring ranks. Keys go to all ranks of a column, and queries
-    to all of a row; without a grid all ranks form one column.
+    """Return ``(rows, columns)`` of the grid of ``ranks`` ring ranks. Keys go to all ranks of a column, and
+    queries to all of a row; without a grid all ranks form one column.
     """
     style = RING_STYLES.get(ring_method)
     if style is None or style.grid is None:

@@ -19,7 +19,8 @@ from para_core.option_values import Quantize, TextEncoders, VaePlacement
 # Memory is predicted for square results with these sides, in pixels. The two predictions give the bytes per
 # pixel, as the slope of a line.
 _SIDES = (512, 1024)
-# Ranks of a host with NVLink between all of them, by device, if not 8 as usual: a GB200 NVL72 is one rack of 72.
+# Ranks of a host with NVLink between all of them, by device, if not 8 as usual: a GB200 NVL72 is one rack of
+# 72.
 _RANKS_PER_HOST = {"GB200": 72}
 
 

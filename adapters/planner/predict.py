@@ -17,11 +17,12 @@ from para_core.devices import Device, Link
 # Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers and fragments of the
 # allocator.
 RESERVED = 6e9
-# Seconds in which the host launches an operator, in eager code: a host on which 57 small FLUX blocks, 3,737 launches,
-# take 21.2 ms. On the host of benchmarks/results/host_cost.json ("unmodified") they take three times as long.
+# Seconds in which the host launches an operator, in eager code: a host on which 57 small FLUX blocks, 3,737
+# launches, take 21.2 ms. On the host of benchmarks/results/host_cost.json ("unmodified") they take three
+# times as long.
 LAUNCH = 5.7e-6
-# The same in a compiled graph, and the share of the operators, and of the bytes that they move, that a graph has. Both
-# are estimates. What they are wrong by is in the ratios to published runs (PUBLISHED_RATIOS).
+# The same in a compiled graph, and the share of the operators, and of the bytes that they move, that a graph
+# has. Both are estimates. What they are wrong by is in the ratios to published runs (PUBLISHED_RATIOS).
 COMPILED_LAUNCH, FUSED = 4e-6, 0.35
 # While communication overlaps with computation, it takes this share of an H100's multiprocessors
 # (arXiv:2412.19437, section 3.2.2).
@@ -119,8 +120,8 @@ def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = No
     placement = placement or Placement(default_text_encoders(shape))
     weights = work.weights.quantize(placement)
     call, _ = work.call_on_rank(shape.batch)
-    # Tensor ranks split the activations between a column-sharded layer and the row-sharded layer after it. These are
-    # taken as half of the peak. docs/planner.md has the errors of the predicted memory.
+    # Tensor ranks split the activations between a column-sharded layer and the row-sharded layer after it.
+    # These are taken as half of the peak. docs/planner.md has the errors of the predicted memory.
     share = token_share(call, shape.sequence) * (1 + 1 / shape.tensor) / 2
     denoising = call.peak[0] * share + call.peak[1] + weights.while_denoising(shape, placement)
     if shape.ulysses > 1:
@@ -159,7 +160,8 @@ def exchanged_bytes(call: AttentionWork, shape: MeshShape) -> tuple[float, float
     if not call.exchanges:
         return 0.0, 0.0
     over_ulysses = bytes_of_tokens(call) / shape.sequence / shape.tensor * (shape.ulysses - 1) / shape.ulysses
-    # The bytes of one head of one token, shared by the ranks: times tokens and heads, those of one ring block.
+    # The bytes of one head of one token, shared by the ranks: times tokens and heads, those of one ring
+    # block.
     unit = call.samples * call.element_size * call.width / (shape.ring * shape.ulysses * shape.tensor)
     keys = unit * call.keys * call.key_heads
     rows, columns = grid_of(shape.ring_method, shape.ring, call.heads, call.key_heads)

@@ -28,10 +28,11 @@ class Choice:
 
 
 def all_choices() -> Iterator[Choice]:
-    """Yield the choices, the likeliest first. The first one whose plan is exact is taken, so the order decides.
+    """Yield the choices, the likeliest first. The first one whose plan is exact is taken, so the order
+    decides.
 
-    A mask of pairs of tokens is tried last, once: it has all tokens, so it is not split, and its text is where the mask
-    says.
+    A mask of pairs of tokens is tried last, once: it has all tokens, so it is not split, and its text is
+    where the mask says.
     """
     for numbers in (FirstTokens, LastTokens):
         for text_first in (True, False):

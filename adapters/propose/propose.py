@@ -69,8 +69,8 @@ def propose_plan(
         missing.
 
     Raises:
-        TypeError: If ``transformer`` is no model or is inside a wrapper for training, if ``example_inputs`` does not
-            hold mappings, or if an answer has the wrong type for its name.
+        TypeError: If ``transformer`` is no model or is inside a wrapper for training, if ``example_inputs``
+            does not hold mappings, or if an answer has the wrong type for its name.
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call
             fails, or the model does not call scaled_dot_product_attention.
     """

@@ -24,7 +24,8 @@ class DependentSamplesError(ValueError):
     """Error for samples that do not give the same result one by one as in the batch."""
 
 
-# Samples whose results one by one differ by less than this, relatively, do not depend on each other, in any dtype.
+# Samples whose results one by one differ by less than this, relatively, do not depend on each other, in any
+# dtype.
 _LEAST_TOLERANCE = 1e-4
 
 
@@ -34,8 +35,8 @@ def with_samples(
     """Return ``plan`` with ``batched`` and ``common``, for a model that computes all CFG branches in one
     call.
 
-    The first dim of length ``samples`` of an argument counts as its sample dim. ``tolerance`` is the relative error
-    below which results count as equal: kernels round a batch and a single sample differently.
+    The first dim of length ``samples`` of an argument counts as its sample dim. ``tolerance`` is the relative
+    error below which results count as equal: kernels round a batch and a single sample differently.
 
     Raises:
         DependentSamplesError: The samples one by one do not give the same result as in the batch.

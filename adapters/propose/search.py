@@ -16,8 +16,9 @@ from para_core.adapters.propose.region import TEXT, ObservedRegion
 from para_core.adapters.propose.text import variants_with_sharded_text
 from para_core.plans.plan import Plan
 
-# Limits that keep a search short, because each trial runs the model several times: the number of inexact candidates of
-# a start that are tried again with modules that are given all tokens, and the number of such modules in one plan.
+# Limits that keep a search short, because each trial runs the model several times: the number of inexact
+# candidates of a start that are tried again with modules that are given all tokens, and the number of such
+# modules in one plan.
 _MOST_PLANS_TO_GATHER_IN, _MOST_GATHERED_MODULES = 4, 3
 
 
@@ -29,8 +30,8 @@ class Failure:
         plan: The plan.
         reason: Why it is not exact, as a sentence.
         region: The part of the model for which it was guessed; None for a plan in answers.
-        way_out: A plan that is exact, but in which modules that compute much get all tokens on every rank. It is
-            shown to the user, and not proposed.
+        way_out: A plan that is exact, but in which modules that compute much get all tokens on every rank. It
+            is shown to the user, and not proposed.
     """
 
     plan: Plan

@@ -20,8 +20,8 @@ class Sources:
     """For each tensor of a call, what it was computed from: arguments of the model, by name, and softmaxes,
     by index.
 
-    Tensors that were marked, and those computed from them, are derived. The observer of the call sets the sources of
-    each output from those of the operands; this class follows no operator itself.
+    Tensors that were marked, and those computed from them, are derived. The observer of the call sets the
+    sources of each output from those of the operands; this class follows no operator itself.
     """
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:

@@ -20,12 +20,13 @@ _MAX_COMPARED_BYTES = 1 << 24
 
 
 def check_equal_calls(name: str, vae: Any, x: Any, others: Sequence[Any], mesh: GuidedMesh) -> None:
-    """Raise on every rank if a rank cannot run this call, or if inputs or settings differ between ranks. Collective.
+    """Raise on every rank if a rank cannot run this call, or if inputs or settings differ between ranks.
+    Collective.
 
     Args:
         name: Name of the class of ``vae``.
-        x: The image or the latents of the call; ``others`` are its other arguments, those by keyword with their
-            names.
+        x: The image or the latents of the call; ``others`` are its other arguments, those by keyword with
+            their names.
 
     Raises:
         TypeError: ``x`` is not a tensor.

@@ -81,7 +81,8 @@ class DecoderRows:
 
     @contextmanager
     def sharded(self, latents: Tensor) -> Iterator[None]:
-        """Shard rows inside the ``with`` block. If ``latents`` has fewer rows than ranks, each rank decodes all.
+        """Shard rows inside the ``with`` block. If ``latents`` has fewer rows than ranks, each rank decodes
+        all.
 
         Raises:
             RuntimeError: The call is traced for a graph.

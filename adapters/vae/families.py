@@ -202,8 +202,8 @@ def require_parallel_vae(
 
     Raises:
         TypeError: The class is not supported.
-        ValueError: The tiles of the class cannot be distributed and ``method`` is ``"tiled"``; or it computes rows in
-            its own way and ``same_bits`` is True.
+        ValueError: The tiles of the class cannot be distributed and ``method`` is ``"tiled"``; or it computes
+            rows in its own way and ``same_bits`` is True.
         RuntimeError: A method that must be wrapped was replaced on the instance.
     """
     adapter = vae_adapter(module)

@@ -35,7 +35,8 @@ class ParallelVae(FeatureChange):
 
 
 def parallel_vaes(request: ChangeRequest) -> list[ParallelVae]:
-    """Return the changes of a request with ``vae=True``, and of a pipeline that only decodes; none on one rank.
+    """Return the changes of a request with ``vae=True``, and of a pipeline that only decodes; none on one
+    rank.
 
     Raises:
         TypeError: The pipeline has no autoencoder, or its class is not supported.

@@ -67,7 +67,8 @@ class VaeRun:
     """The handler of the calls of one autoencoder on several ranks. Raises as :func:`require_parallel_vae`.
 
     Args:
-        modes: Returns the mode under which a call computes this rank's rows, given the ranks that compute rows.
+        modes: Returns the mode under which a call computes this rank's rows, given the ranks that compute
+            rows.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class VaeRun:
             self.family_rows.attach(vae)
 
     def run_public_method(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``call``, a public method. If it fails on this rank before it reaches :meth:`run`, where the other ranks
-        wait for this one, raise the error on all ranks.
+        """Run ``call``, a public method. If it fails on this rank before it reaches :meth:`run`, where the
+        other ranks wait for this one, raise the error on all ranks.
         """
         if torch.compiler.is_compiling() or self.is_running:
             return call(vae, *args, **kwargs)
@@ -134,7 +135,9 @@ class VaeRun:
         return output
 
     def run(self, way: Way, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of ``encode`` or ``decode`` (``way``) on all ranks. Raise as :func:`check_equal_calls` does."""
+        """Run a call of ``encode`` or ``decode`` (``way``) on all ranks.
+        Raise as :func:`check_equal_calls` does.
+        """
         # The caller is another wrapped method, which already shards.
         if self.mode is not None or self.distributed_tiles is not None:
             return call(vae, *args, **kwargs)

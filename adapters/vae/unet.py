@@ -37,7 +37,8 @@ _SUPPORTED = "; ".join(_PIPELINES.values())
 
 
 def unparallelize_unet(unet: Unet) -> Unet:
-    """Undo :func:`parallelize_unet`, and return ``unet`` as it was before. Does nothing if it is not parallel.
+    """Undo :func:`parallelize_unet`, and return ``unet`` as it was before. Does nothing if it is not
+    parallel.
 
     Args:
         unet (`nn.Module`): The UNet or ControlNet, compiled or not.
@@ -81,8 +82,8 @@ class UnetRun:
         module: The UNet or ControlNet, not compiled.
         mesh: The ranks. Those along ``ring`` and ``ulysses`` shard rows; if ``batched``, those along
             ``batch`` samples.
-        agree_on_inputs: Called with the named arguments of each call; raises if ranks differ. It is not called
-            inside :func:`~para_core.distributed.agreed_inputs.assume_agreed`.
+        agree_on_inputs: Called with the named arguments of each call; raises if ranks differ. It is not
+            called inside :func:`~para_core.distributed.agreed_inputs.assume_agreed`.
     """
 
     def __init__(
@@ -186,8 +187,9 @@ class UnetRun:
         return run_on_workers(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
 
 
-# -- The page docs/refusals.md lists the following checks. benchmarks/pages.py finds them as the global names that the
-# functions of KIND use, and takes their rows from docstrings that begin with "Refuse" and from their raise statements.
+# -- The page docs/refusals.md lists the following checks. benchmarks/pages.py finds them as the global names
+# that the functions of KIND use, and takes their rows from docstrings that begin with "Refuse" and from their
+# raise statements.
 
 
 def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:

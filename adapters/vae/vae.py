@@ -70,13 +70,14 @@ def parallelize_vae(
         gather (`"all"` or `"first"`, defaults to `"all"`): Whether all ranks get the result, or only the
             first rank of the mesh; the others then get zeros of its shape.
         same_bits (`bool`, defaults to `False`): Whether the result has the bytes of one process with
-            ``method="exact"``, on this machine, with this torch and one thread per process. It costs time: for
-            each GroupNorm a rank sends its rows twice (``2 · n · (ranks − 1) / ranks`` bytes of the ``n`` bytes
-            of its input) to get whole groups of channels; resampling, transposed convolutions and sums over
-            rows run on gathered rows, in full on each rank; and the first call with each size takes the memory
-            of one process in each function, as it compares each new kind of function on this rank's rows and at
-            their place in zeros of one process's sizes. Functions that differ, such as small convolutions, are
-            computed at that place. A call that is compiled raises, as do functions without a rule.
+            ``method="exact"``, on this machine, with this torch and one thread per process. It costs time:
+            for each GroupNorm a rank sends its rows twice (``2 · n · (ranks − 1) / ranks`` bytes of the ``n``
+            bytes of its input) to get whole groups of channels; resampling, transposed convolutions and sums
+            over rows run on gathered rows, in full on each rank; and the first call with each size takes the
+            memory of one process in each function, as it compares each new kind of function on this rank's
+            rows and at their place in zeros of one process's sizes. Functions that differ, such as small
+            convolutions, are computed at that place. A call that is compiled raises, as do functions without
+            a rule.
 
     Returns:
         ``vae`` itself.
@@ -84,8 +85,8 @@ def parallelize_vae(
     Raises:
         TypeError: If the class is not supported.
         ValueError: If ``method`` or ``gather`` is unknown, ``method`` is ``"tiled"`` and the tiles of the
-            class cannot be distributed, or the first rank alone runs the autoencoder. If ``same_bits`` is True,
-            and the class computes rows in its own way.
+            class cannot be distributed, or the first rank alone runs the autoencoder. If ``same_bits`` is
+            True, and the class computes rows in its own way.
         RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled
             before.
     """

@@ -38,15 +38,15 @@ def make_traceable(
 
     ``compute`` is a function of an image and further arguments that reads the weights of ``vae``. It is
     captured without graph breaks, once per size of the image. A change of the tiling or slicing settings of
-    ``vae`` recompiles. ``forgets_frames`` names the method of ``vae`` that drops frames that its modules store;
-    empty without one.
+    ``vae`` recompiles. ``forgets_frames`` names the method of ``vae`` that drops frames that its modules
+    store; empty without one.
     """
     module = _WithWeights(vae, compute)
     settings = tuple([name for name in vars(vae) if name.startswith(("tile_", "use_"))])
 
     def run(weights: dict[str, Tensor], guarded: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The autoencoder drops the frames after this call. When the graph is traced, they are still those of an
-        # earlier trace.
+        # The autoencoder drops the frames after this call. When the graph is traced, they are still those of
+        # an earlier trace.
         if forgets_frames:
             getattr(vae, forgets_frames)()
         positional = tuple([_decode_none(value) for value in args])

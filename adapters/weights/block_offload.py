@@ -132,8 +132,9 @@ class OffloadedBlocks(FeatureChange):
 def changes_for_block_offload(request: ChangeRequest) -> list[OffloadedBlocks]:
     """Return the change that the option ``offload`` asks for; none without it.
 
-    Raise ``ValueError`` if the other options give each rank a part of the weights, or a transformer has too few blocks,
-    ``TypeError`` if no adapter describes its blocks, and ``RuntimeError`` if its weights are sharded already.
+    Raise ``ValueError`` if the other options give each rank a part of the weights, or a transformer has too
+    few blocks, ``TypeError`` if no adapter describes its blocks, and ``RuntimeError`` if its weights are
+    sharded already.
     """
     if request.options.get("offload") is None:
         return []

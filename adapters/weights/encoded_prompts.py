@@ -21,8 +21,9 @@ from para_core.instance.slots import Slot
 class EncodedPrompts:
     """Store of the outputs of a pipeline's text encoders, keyed by their inputs.
 
-    Drops the least recently used first. Ranks that make the same calls must keep the same outputs, because a call that
-    only some ranks compute may wait for the others: drop by nothing that differs between them, such as free memory.
+    Drops the least recently used first. Ranks that make the same calls must keep the same outputs, because a
+    call that only some ranks compute may wait for the others: drop by nothing that differs between them, such
+    as free memory.
 
     Calls with gradients enabled are always computed, unless :attr:`complete` is set. If the text encoders'
     weights change, for example by a LoRA, call :meth:`clear`.
@@ -33,7 +34,8 @@ class EncodedPrompts:
             memory.
 
     Attributes:
-        hits, misses: Numbers of calls without gradients that were answered from memory and that were computed.
+        hits, misses: Numbers of calls without gradients that were answered from memory and that were
+            computed.
         complete: Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the
             text encoders were freed. False by default.
     """
@@ -44,7 +46,8 @@ class EncodedPrompts:
         self.max_bytes, self.hits, self.misses = max_bytes, 0, 0
         self.complete = False
         self._encoders = text_encoders_of(pipe)
-        # By digest of a call, oldest use first: size, pickled structure, tensors on the CPU and their devices.
+        # By digest of a call, oldest use first: size, pickled structure, tensors on the CPU and their
+        # devices.
         self._outputs: OrderedDict[bytes, tuple[int, bytes, list[Tensor], list[torch.device]]] = OrderedDict()
         for name, module in self._encoders.items():
             fill_slot(module, Slot.ENCODED_PROMPTS, {"__call__": partial(self._call, name)})

@@ -68,8 +68,8 @@ class ShardMethod:
 class ChangeRequest:
     """The arguments of parallelize_pipe or parallelize_transformer for the features.
 
-    Each option is valid by itself; whether options fit each other, the mesh and the models is for the features
-    to check.
+    Each option is valid by itself; whether options fit each other, the mesh and the models is for the
+    features to check.
 
     Args:
         owner: The pipeline, or the transformer that is parallelized without one.
@@ -77,8 +77,8 @@ class ChangeRequest:
         mesh: The ranks.
         options: The options by name. Those that the function does not have are missing.
         agree_on_inputs: Returns the comparison of the arguments of a transformer's calls over the ranks.
-        has_calls_per_branch: Whether the pipeline calls its transformer once per CFG branch, so that the ranks along
-            ``batch`` cannot share the samples of one call.
+        has_calls_per_branch: Whether the pipeline calls its transformer once per CFG branch, so that the
+            ranks along ``batch`` cannot share the samples of one call.
     """
 
     owner: Any
@@ -173,8 +173,8 @@ class Feature:
 
     Args:
         option: The option of parallelize_pipe that turns it on, if it has one of its own.
-        mesh_dim: The name of the mesh dim along which ranks hold different parts of weights, or compute different
-            calls, if it has one of its own.
+        mesh_dim: The name of the mesh dim along which ranks hold different parts of weights, or compute
+            different calls, if it has one of its own.
         method: The way in which it shards weights. Its name is that of the feature.
         changes: Returns the changes that it makes for a request. Raises if the request does not fit, and
             changes nothing itself.
@@ -183,8 +183,8 @@ class Feature:
         parallelize_checks, call_checks, cached_call_checks: The checks before a model is parallelized, before
             a parallel call, and before a cached call.
         quantizer: The way in which it quantizes weights.
-        image_modes: Returns what makes the mode of each call of an autoencoder whose rows are sharded, in place of the
-            usual one.
+        image_modes: Returns what makes the mode of each call of an autoencoder whose rows are sharded, in
+            place of the usual one.
     """
 
     option: str | None = None

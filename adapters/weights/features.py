@@ -22,9 +22,9 @@ from para_core.instance.record import (
 )
 from para_core.instance.slots import Slot
 
-# The name of each feature, and the module of adapters that defines it as ``FEATURE``. Modules are imported when they
-# are first needed. Changes are made in this order, and it matters: PipeFusion runs on stages that are installed
-# before it (:meth:`FusedPipe.apply`).
+# The name of each feature, and the module of adapters that defines it as ``FEATURE``. Modules are imported
+# when they are first needed. Changes are made in this order, and it matters: PipeFusion runs on stages that
+# are installed before it (:meth:`FusedPipe.apply`).
 FEATURES: Mapping[str, str] = {
     "vae": "vae.pipeline",
     "fsdp": "weights.fsdp_weights",
@@ -85,8 +85,8 @@ def require_image_modes(option: str) -> ImageModes:
 def changes_for(request: ChangeRequest) -> list[FeatureChange]:
     """Return the changes of all features for ``request``, in the order of :data:`FEATURES`. Changes nothing.
 
-    Raise ``ValueError``, ``TypeError`` or ``RuntimeError`` if a feature refuses the request, and ``ValueError``
-    for an option or a mesh dim that no feature of this copy has.
+    Raise ``ValueError``, ``TypeError`` or ``RuntimeError`` if a feature refuses the request, and
+    ``ValueError`` for an option or a mesh dim that no feature of this copy has.
     """
     _check_known(request)
     return [

@@ -145,7 +145,8 @@ def check_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> N
 def check_late_quantization(module: nn.Module, name: str) -> None:
     """Refuse weights that were quantized after FSDP2 sharded them.
 
-    Small weights outside the blocks, which FSDP2 does not shard, are refused as well if they were quantized before.
+    Small weights outside the blocks, which FSDP2 does not shard, are refused as well if they were quantized
+    before.
     """
     if not is_sharded(module):
         return

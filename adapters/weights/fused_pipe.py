@@ -1,7 +1,7 @@
 """Apply PipeFusion to the transformers of a diffusers pipeline.
 
-:class:`~para_core.weights.pipefusion.Fusion` computes patch by patch. Here is what it needs to know of a pipeline:
-the patch plan of each transformer, and the CFG branch and the step of each call.
+:class:`~para_core.weights.pipefusion.Fusion` computes patch by patch. Here is what it needs to know of a
+pipeline: the patch plan of each transformer, and the CFG branch and the step of each call.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class FusedPipe(FeatureChange):
         self._tracker = SchedulerTracker()
         # Whether a pipeline of one of the transformers may step with copies of its scheduler.
         self._with_copies = False
-        # By id of the transformer, the names of the cache_context blocks that are entered now, innermost last.
+        # By id of the transformer, the names of the cache_context blocks that are entered now, innermost
+        # last.
         self._names: dict[int, list[str]] = {}
         # By id of the transformer, the CFG branches of the generation, told apart by conditioning arguments.
         self._branches: dict[int, Branches] = {}
@@ -98,13 +99,13 @@ class FusedPipe(FeatureChange):
 
     def _branch_of(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
         names = self._names[id(module)]
-        # A pipeline that enters cache_context(name) names its CFG branch. Others are told apart by their arguments. An
-        # empty name means that this fails: all steps then compute all tokens (_step_of).
+        # A pipeline that enters cache_context(name) names its CFG branch. Others are told apart by their
+        # arguments. An empty name means that this fails: all steps then compute all tokens (_step_of).
         return names[-1] if names else self._branches[id(module)].name_of(arguments) or ""
 
     def _step_of(self, branch: str) -> tuple[int, int]:
-        # The first step computes all tokens. Calls outside of a generation count as one, and so do those of an unknown
-        # CFG branch, because the stored keys of another branch would be wrong in silence.
+        # The first step computes all tokens. Calls outside of a generation count as one, and so do those of
+        # an unknown CFG branch, because the stored keys of another branch would be wrong in silence.
         if not self._tracker.active or not branch:
             return 0, FEWEST_STEPS
         position = self._tracker.next_position(branch)
@@ -180,7 +181,8 @@ def pipefusion_report(pipe: Any) -> PipeFusionReport:
     """Return what PipeFusion did in the last generation of ``pipe``, added up over its transformers.
 
     Args:
-        pipe (`DiffusionPipeline`): A pipeline after ``parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion())``.
+        pipe (`DiffusionPipeline`): A pipeline after ``parallelize_pipe(pipe, mesh=mesh,
+            pipefusion=PipeFusion())``.
 
     Raises:
         ValueError: If the pipeline runs without PipeFusion.

@@ -27,7 +27,8 @@ class HostBlock:
         self.module, self.device, self.stream = module, device, stream
         self.following: HostBlock | None = None
         self._is_loaded = False
-        # The result of _current_state() after the last copy: if it differs now, other code has replaced a tensor.
+        # The result of _current_state() after the last copy: if it differs now, other code has replaced a
+        # tensor.
         self._state: list[tuple[int, int]] = []
         self._offload()
 
@@ -52,8 +53,8 @@ class HostBlock:
 
     def free(self) -> None:
         """Free the copy of the block on the device, if there is one."""
-        # If tensors were replaced while the block ran, offload_() would put the old ones back, in silence. The next
-        # load() offloads the new ones.
+        # If tensors were replaced while the block ran, offload_() would put the old ones back, in silence.
+        # The next load() offloads the new ones.
         if self._is_loaded and self._state == self._current_state():
             self._group.offload_()
             self._state = self._current_state()

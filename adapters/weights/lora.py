@@ -1,8 +1,9 @@
 """Load, fuse, unfuse and remove LoRAs of models whose weights are sharded.
 
-peft reads and writes weights as if each rank had all of them. So while a LoRA is added, zeros of the global shapes
-stand in for sharded weights, and while it is merged, the weights of one layer at a time are gathered, and each rank
-keeps its part of the result. The method of sharding says whether the weights of LoRAs are sharded, too.
+peft reads and writes weights as if each rank had all of them. So while a LoRA is added, zeros of the global
+shapes stand in for sharded weights, and while it is merged, the weights of one layer at a time are gathered,
+and each rank keeps its part of the result. The method of sharding says whether the weights of LoRAs are
+sharded, too.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def agree_on_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def follow_loras(module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: Ranks) -> None:
-    """Wrap the LoRA methods of ``module``, whose weights ``method`` has sharded over ``mesh``, so that they work.
+    """Wrap the LoRA methods of ``module``, whose weights ``method`` has sharded over ``mesh``, so that they
+    work.
 
     All of ``ranks`` must then call such a method together, and a failure on one rank raises on all.
     """
@@ -167,11 +169,13 @@ def _remove_loras(module: Any, kept: set[str]) -> None:
 
 
 def check_initialization(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if a LoRA would be initialized from the weights of its layer (DoRA, PiSSA and others).
+    """Raise ``ValueError`` if a LoRA would be initialized from the weights of its layer (DoRA, PiSSA and
+    others).
 
     Zeros replace the weights that this rank lacks while a LoRA is added, so these methods would compute wrong
-    values in silence. ``args`` and ``kwargs`` are the arguments of the call that adds the LoRA. Every text for
-    ``init_lora_weights`` but ``"gaussian"`` is refused, so that one which a later peft adds is refused too.
+    values in silence. ``args`` and ``kwargs`` are the arguments of the call that adds the LoRA. Every text
+    for ``init_lora_weights`` but ``"gaussian"`` is refused, so that one which a later peft adds is refused
+    too.
     """
     for config in (*args, *kwargs.values()):
         start = getattr(config, "init_lora_weights", None)

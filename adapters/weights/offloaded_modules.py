@@ -65,7 +65,8 @@ class _StateBefore(NamedTuple):
 
 @dataclass(eq=False)
 class OffloadedModules(FeatureChange):
-    """The change that keeps weights of components in host memory, by diffusers' group offload of single layers.
+    """The change that keeps weights of components in host memory, by diffusers' group offload of single
+    layers.
 
     Each layer is copied to the device of ``mesh`` while it computes: on CUDA from pinned memory, and the next
     layer while the current one computes.
@@ -124,7 +125,9 @@ class OffloadedModules(FeatureChange):
             fill_slot(module, Slot.FIRST_RANK, dict.fromkeys(self.methods, around))
 
     def _place(self, module: nn.Module, device: torch.device) -> None:
-        """Move the weights of one component to host memory, to compute on ``device``. A subclass may override this."""
+        """Move the weights of one component to host memory, to compute on ``device``.
+        A subclass may override this.
+        """
         from diffusers.hooks import apply_group_offloading
 
         apply_group_offloading(
@@ -201,7 +204,8 @@ def _run_on_first(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a method of the component ``name`` on the first rank of ``mesh``, and return its output on all ranks.
+    """Run a method of the component ``name`` on the first rank of ``mesh``, and return its output on all
+    ranks.
 
     Collective. The output may be any object that pickles; its tensors are sent by themselves, and arrive on
     ``device``. If the call fails on the first rank, every rank raises.

@@ -83,9 +83,9 @@ def one_way(owner: Any, modules: Iterable[nn.Module], ranks: Ranks, what: str) -
     """Run a change of the weights of ``modules``, parts of ``owner``, in the ``with`` block. Collective.
 
     If it fails on one rank, every rank raises ``RuntimeError``, and so do later calls of ``owner`` and
-    ``modules``: they have :attr:`Slot.UNUSABLE`, whose owner is the message, which :func:`check_usable` reads.
-    After an interrupt (``KeyboardInterrupt``) the ranks do not meet, and only this rank's instances are marked.
-    ``what`` names the change in messages, such as ``"sharding the weights"``.
+    ``modules``: they have :attr:`Slot.UNUSABLE`, whose owner is the message, which :func:`check_usable`
+    reads. After an interrupt (``KeyboardInterrupt``) the ranks do not meet, and only this rank's instances
+    are marked. ``what`` names the change in messages, such as ``"sharding the weights"``.
     """
     try:
         with together(ranks, f"{what} failed"):

@@ -17,7 +17,8 @@ from para_core.weights.parameters import is_float8, is_plain_weight
 
 
 def torchao_config(scheme: Quantize) -> Any:
-    """Return the torchao config of ``scheme``, a value of ``quantize=``. Each row of a weight has its own scale.
+    """Return the torchao config of ``scheme``, a value of ``quantize=``. Each row of a weight has its own
+    scale.
 
     ``"int8"`` and ``"fp8"`` quantize the weights only. The schemes with ``"-dynamic"`` also quantize the
     inputs of linear layers at run time, with one scale per token. Raises ``ImportError`` if torchao is not
@@ -45,9 +46,9 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, gatherable: bool = Fal
     Weights that are sharded by tensor parallelism keep one scale per whole row, so the result does not depend
     on the number of ranks. Raises ``ValueError``, before it changes a layer, if one is quantized already.
 
-    With ``gatherable``, for ``scheme="int8"`` before FSDP2 shards, torchao's format for int8 training is used,
-    whose tensors have the ``fsdp_pre_all_gather`` that FSDP2 requires (:func:`check_shardable`). It rounds
-    differently from ``"int8"`` without FSDP2, and only layers inside the blocks are quantized.
+    With ``gatherable``, for ``scheme="int8"`` before FSDP2 shards, torchao's format for int8 training is
+    used, whose tensors have the ``fsdp_pre_all_gather`` that FSDP2 requires (:func:`check_shardable`). It
+    rounds differently from ``"int8"`` without FSDP2, and only layers inside the blocks are quantized.
     """
     from torchao.quantization import quantize_
 

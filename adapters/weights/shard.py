@@ -1,8 +1,8 @@
 """Shard the weights of a pipeline over ranks, for shard_weights and for ``weights=`` of parallelize_pipe.
 
-:func:`prepare_sharding` validates everything on all ranks and changes nothing; :meth:`Sharding.run` then shards.
-Nothing gathers the weights again. How weights are sharded is the matter of a method (:class:`ShardMethod`), which
-this file looks up by name.
+:func:`prepare_sharding` validates everything on all ranks and changes nothing; :meth:`Sharding.run` then
+shards. Nothing gathers the weights again. How weights are sharded is the matter of a method
+(:class:`ShardMethod`), which this file looks up by name.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ def shard_weights(
         ``pipe`` itself.
 
     Raises:
-        TypeError: If ``pipe`` is no pipeline, an argument has a wrong type, or a model is inside a wrapper for
-            training (DistributedDataParallel, FSDP1).
-        ValueError: If a component does not exist or cannot be sharded by ``method``, if the mesh does not fit, if
-            a component is offloaded, or if the ranks have different weights or options.
+        TypeError: If ``pipe`` is no pipeline, an argument has a wrong type, or a model is inside a wrapper
+            for training (DistributedDataParallel, FSDP1).
+        ValueError: If a component does not exist or cannot be sharded by ``method``, if the mesh does not
+            fit, if a component is offloaded, or if the ranks have different weights or options.
         RuntimeError: If a component is sharded with other settings, if sharding fails, if there are several
             ranks but no process group, or if two NCCL ranks use the same GPU.
     """
@@ -115,7 +115,8 @@ def shard_weights(
 
 @dataclass(frozen=True)
 class Sharding:
-    """A validated request to shard components of a pipeline, from :func:`prepare_sharding`. :meth:`run` does it.
+    """A validated request to shard components of a pipeline, from :func:`prepare_sharding`. :meth:`run` does
+    it.
 
     Args:
         pipe: The pipeline.
@@ -178,9 +179,9 @@ def prepare_sharding(
 ) -> Sharding:
     """Return the validated request to shard what the arguments of :func:`shard_weights` name. Collective.
 
-    Changes nothing. The errors are those of :func:`shard_weights`, on every rank. ``compare_values=False`` skips the
-    comparison of values between ranks, for weights that are memory-mapped from files: reading one element
-    loads a whole page.
+    Changes nothing. The errors are those of :func:`shard_weights`, on every rank. ``compare_values=False``
+    skips the comparison of values between ranks, for weights that are memory-mapped from files: reading one
+    element loads a whole page.
     """
     if mesh is None:
         _check_sharding_options(pipe, method, offload_policy)
@@ -285,8 +286,9 @@ def _check_equal_on_ranks(
 ) -> None:
     """Raise ``ValueError`` on all ranks if they have different options or weights. Collective.
 
-    Compares names, shapes and dtypes of the weights and, with ``values``, the first element of each: enough to
-    notice another checkpoint or a LoRA that was fused on one rank only, not a proof that all values are equal.
+    Compares names, shapes and dtypes of the weights and, with ``values``, the first element of each: enough
+    to notice another checkpoint or a LoRA that was fused on one rank only, not a proof that all values are
+    equal.
     """
     record = {
         "method": method,

@@ -109,7 +109,8 @@ def is_distributed(module: nn.Module) -> bool:
 
 
 def compare_calls(module: nn.Module, ranks: Ranks) -> None:
-    """Wrap ``module``, whose weights are sharded, so that all of ``ranks`` compare that they make each call of it.
+    """Wrap ``module``, whose weights are sharded, so that all of ``ranks`` compare that they make each call
+    of it.
 
     A rank that makes another call then raises on all of them, and a missing rank is named in the log; FSDP2
     alone would hang. Do not use this for a transformer, which is called in each step, and whose plan compares
@@ -149,7 +150,8 @@ class MoveGuard:
 
     FSDP2 remembers the dtype and the device of the sharded weights, so the next call after ``module.to(...)``
     would fail. accelerate's model offload may still move the other components; the sharded ones stay in
-    place. The components of a pipeline share one guard, because one call of ``enable_model_cpu_offload`` moves all.
+    place. The components of a pipeline share one guard, because one call of ``enable_model_cpu_offload``
+    moves all.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,13 @@
 """Pipeline stages of a diffusers transformer: each rank along ``pipe`` holds consecutive blocks and frees the
 others.
 
-:class:`~para_core.weights.stages.Stages` runs the blocks. Here is what diffusers and peft need: methods that would
-move, cast or save all weights raise, and LoRAs can be loaded, fused and unloaded while the blocks of other stages are
-freed.
+:class:`~para_core.weights.stages.Stages` runs the blocks. Here is what diffusers and peft need: methods that
+would move, cast or save all weights raise, and LoRAs can be loaded, fused and unloaded while the blocks of
+other stages are freed.
 
-Other methods see freed weights as tensors on the meta device. ``state_dict()`` returns them too, and cannot raise,
-because diffusers and peft read its names and shapes while they load a LoRA: to save a model, load it again.
+Other methods see freed weights as tensors on the meta device. ``state_dict()`` returns them too, and cannot
+raise, because diffusers and peft read its names and shapes while they load a LoRA: to save a model, load it
+again.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.stack import stages_of
 from para_core.weights.stages import Stages, check_freeable, free_other_blocks
 
-# Methods of a model that save the weights of all blocks, move or cast them. The values complete the error message.
+# Methods of a model that save the weights of all blocks, move or cast them. The values complete the error
+# message.
 _REFUSED_METHODS = {
     "to": "moving it",
     "enable_group_offload": "offloading it",
@@ -73,11 +75,11 @@ class StageChange(FeatureChange):
     LoRAs may be loaded, fused and unloaded before and after it; after it, all ranks of ``mesh`` must do so
     together.
 
-    Its life: :func:`changes_for_stages` has checked everything before the constructor. :meth:`apply` installs the
-    stages, and :meth:`undo` can remove them until :meth:`complete` frees the other blocks, after all other changes of a
-    ``parallelize_pipe`` have succeeded. From then on nothing undoes it, and ``requires_grad`` is False for all
-    parameters of the transformer. A later ``parallelize_pipe`` makes a new StageChange for the same transformer, which
-    keeps the ranges of the earlier one.
+    Its life: :func:`changes_for_stages` has checked everything before the constructor. :meth:`apply` installs
+    the stages, and :meth:`undo` can remove them until :meth:`complete` frees the other blocks, after all
+    other changes of a ``parallelize_pipe`` have succeeded. From then on nothing undoes it, and
+    ``requires_grad`` is False for all parameters of the transformer. A later ``parallelize_pipe`` makes a new
+    StageChange for the same transformer, which keeps the ranges of the earlier one.
 
     Args:
         owner: The pipeline, or the transformer itself.
@@ -100,8 +102,8 @@ class StageChange(FeatureChange):
         self._owner, self._module, self._mesh, self.adapter = owner, module, mesh, adapter
         self._agree_on_inputs = agree_on_inputs
         self._stages: Stages | None = None
-        # Whether an earlier call of parallelize_pipe has freed the blocks of other stages already. Read here, because
-        # complete must not count what this change frees itself.
+        # Whether an earlier call of parallelize_pipe has freed the blocks of other stages already. Read here,
+        # because complete must not count what this change frees itself.
         self._was_split = has_freed_blocks(module)
 
     def apply(self) -> None:
@@ -111,8 +113,8 @@ class StageChange(FeatureChange):
         with together(mesh, "stages could not be made"):
             blocks = stack_of(module, self.adapter)
         _agree_on_loras(module, mesh)
-        # If blocks are freed already, keep their ranges: a freed block has no weights to compute with, and the costs
-        # by which ranges are balanced may have changed with a LoRA.
+        # If blocks are freed already, keep their ranges: a freed block has no weights to compute with, and
+        # the costs by which ranges are balanced may have changed with a LoRA.
         earlier = stages_of(module)
         ranges = None if earlier is None else earlier.ranges
         stages = self._stages = Stages(module, blocks, mesh.pipe, self._agree_on_inputs, ranges)
@@ -173,8 +175,9 @@ def changes_for_stages(request: ChangeRequest) -> list[StageChange]:
     """Return the change for each transformer on a mesh with ``pipe``; none on other meshes.
 
     Raise ``ValueError`` if a transformer has fewer blocks than stages, or a weight that cannot be freed,
-    ``TypeError`` if no adapter describes its blocks, and ``RuntimeError`` if it runs in other stages already. An
-    earlier run in other stages that was undone has no stages any more, so those that are left have freed blocks.
+    ``TypeError`` if no adapter describes its blocks, and ``RuntimeError`` if it runs in other stages already.
+    An earlier run in other stages that was undone has no stages any more, so those that are left have freed
+    blocks.
     """
     mesh = request.mesh
     for module in request.transformers.values():
@@ -301,8 +304,8 @@ def _add_lora(
 ) -> Any:
     """Add a LoRA to all blocks, then free its weights in the blocks of other stages. Collective.
 
-    During the call stand-ins on this rank's device replace these blocks' weights, because peft reads their devices
-    and dtypes. They hold zeros, or NaN for the weights of earlier LoRAs, which the call may write to
+    During the call stand-ins on this rank's device replace these blocks' weights, because peft reads their
+    devices and dtypes. They hold zeros, or NaN for the weights of earlier LoRAs, which the call may write to
     (:func:`~para_core.weights.parameters.stand_ins`). So the LoRA must not be initialized from weights
     (:func:`check_initialization`).
     """

@@ -1,5 +1,5 @@
-"""Weights sharded by tensor parallelism: the method ``"tensor"`` of shard_weights, and the checks of calls with such
-weights.
+"""Weights sharded by tensor parallelism: the method ``"tensor"`` of shard_weights, and the checks of calls
+with such weights.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ class OffloadedTextEncoders(OffloadedModules):
 def changes_for_text_encoders(request: ChangeRequest) -> list[OffloadedTextEncoders]:
     """Return the change that the option ``text_encoders`` asks for; none if it keeps them on the device.
 
-    Raise ``ValueError`` if the pipeline has no text encoder, and ``RuntimeError`` if their weights are sharded
-    already, and the option asks for all of them.
+    Raise ``ValueError`` if the pipeline has no text encoder, and ``RuntimeError`` if their weights are
+    sharded already, and the option asks for all of them.
     """
     placement = request.options.get("text_encoders")
     if placement is None:

@@ -34,8 +34,8 @@ class OffloadedVaes(OffloadedModules):
     """Autoencoders in host memory, copied to the device for each call of ``encode`` or ``decode``.
 
     On CUDA they are copied from pinned memory, and never copied back: inference does not change weights.
-    diffusers' group offload would copy each layer in each of its calls, and some autoencoders decode a video frame
-    by frame.
+    diffusers' group offload would copy each layer in each of its calls, and some autoencoders decode a video
+    frame by frame.
     """
 
     name = "placing the VAE"
@@ -84,8 +84,8 @@ class _HostVae:
 
     @contextmanager
     def _on_device(self, module: nn.Module, unused: str | None) -> Iterator[None]:
-        # If a method of the autoencoder calls another one, the inner one may need parts that the outer one does not. It
-        # loads what is missing, and frees only that.
+        # If a method of the autoencoder calls another one, the inner one may need parts that the outer one
+        # does not. It loads what is missing, and frees only that.
         blocks = self._blocks_of(module, None if self._loaded else unused)
         added = blocks.keys() - self._loaded
         self._loaded |= added

@@ -49,7 +49,7 @@ PLANS = MappingProxyType(
 
 
 def find_plan(cls: type) -> RecordedPlan | None:
-    """Return the plan that is recorded for ``cls`` itself; None if there is none. A subclass may compute something
-    else, so it has a plan of its own or none.
+    """Return the plan that is recorded for ``cls`` itself; None if there is none. A subclass may compute
+    something else, so it has a plan of its own or none.
     """
     return PLANS.get(f"{cls.__module__.removeprefix('comfy.ldm.')}.{cls.__qualname__}")

@@ -1,4 +1,6 @@
-"""Plans of ACE-Step and Stable Audio. Compared with ComfyUI 0.33.0, ``comfy/ldm/ace`` and ``comfy/ldm/audio``."""
+"""Plans of ACE-Step and Stable Audio.
+Compared with ComfyUI 0.33.0, ``comfy/ldm/ace`` and ``comfy/ldm/audio``.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ LTX2 = RecordedPlan(
         plan=Plan(
             inputs={},
             inner={
-                # Blocks take video and audio as one pair, so the video is split before them. Audio is on every rank.
+                # Blocks take video and audio as one pair, so the video is split before them. Audio is on
+                # every rank.
                 "patchify_proj": {0: Split(dim=1, segment="video")},
                 "transformer_blocks.*": {"v_pe": POSITIONS, "v_cross_pe": POSITIONS},
             },

@@ -10,8 +10,8 @@ from torch import nn
 
 from para_core.adapters import Adapter
 
-# Returns, for a model and the arguments of a call, what the plan does not describe, in a few words that fit into the
-# message of rank_model.require_checked; "" if there is nothing.
+# Returns, for a model and the arguments of a call, what the plan does not describe, in a few words that fit
+# into the message of rank_model.require_checked; "" if there is nothing.
 Refusal = Callable[[nn.Module, Mapping[str, Any]], str]
 
 
@@ -24,13 +24,13 @@ class RecordedPlan:
     Args:
         cls: Module below ``comfy.ldm``, and class: ``"wan.model.WanModel"``.
         models: The models as users know them.
-        arguments: Arguments of the method at the cut (:mod:`..cut`) with which the plan was compared. Others are
-            refused.
+        arguments: Arguments of the method at the cut (:mod:`..cut`) with which the plan was compared. Others
+            are refused.
         adapter: The plan, and the block stack for First Block Cache; None if ``refused`` is given.
         refused: Why the class cannot run on several ranks.
         refusals: Functions that name values of ``arguments`` which the plan does not describe.
-        prepare: Returns the arguments of a call in a form that the plan describes, with which the output is the same.
-            It runs on every rank, on the arguments of all tokens.
+        prepare: Returns the arguments of a call in a form that the plan describes, with which the output is
+            the same. It runs on every rank, on the arguments of all tokens.
     """
 
     cls: str

@@ -20,8 +20,8 @@ TO_TEXT = (Attention(("video",), ("text",)),)
 def _repeat_times_for_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments with a timestep for each token, if they have one for each frame.
 
-    The blocks repeat what they get for a frame for its tokens, and count the tokens of their input, which on a rank are
-    those of this rank only.
+    The blocks repeat what they get for a frame for its tokens, and count the tokens of their input, which on
+    a rank are those of this rank only.
     """
     timestep = arguments["timestep"]
     if timestep.ndim < 2 or timestep.shape[1] < 2:
@@ -122,7 +122,8 @@ HUMO = RecordedPlan(
             inner={
                 "blocks.0": {"x": VIDEO},
                 "blocks.*": {"freqs": POSITIONS},
-                # The tokens of a frame, perhaps on two ranks, attend to the sound of that frame, so gather them.
+                # The tokens of a frame, perhaps on two ranks, attend to the sound of that frame, so gather
+                # them.
                 "blocks.*.audio_cross_attn_wrapper": {"x": Gather(dim=1, segment="video"), 0: POSITIONS},
             },
             outputs={"blocks.-1": Gather(dim=1, segment="video")},
@@ -148,7 +149,8 @@ ANIMATE = RecordedPlan(
             inner={
                 "blocks.0": {"x": VIDEO},
                 "blocks.*": {"freqs": POSITIONS},
-                # The tokens of a frame, perhaps on two ranks, attend to the face in that frame, so gather them.
+                # The tokens of a frame, perhaps on two ranks, attend to the face in that frame, so gather
+                # them.
                 "face_adapter.fuser_blocks.*": {"x": Gather(dim=1, segment="video"), 0: POSITIONS},
             },
             outputs={"head": Gather(dim=1, segment="video")},

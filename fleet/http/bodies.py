@@ -26,9 +26,9 @@ from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Delivery, Lora, Request, estimate_pixels, request_from
 from para_core.fleet.request_schema import LARGEST_SEED, describe_error, parameter_of, request_schema
 
-# Longest string of a request, in characters per token that the model reads: eight times as many as English has,
-# so that no real prompt is refused. The limit exists because a tokenizer needs minutes for megabytes of text,
-# although the model reads only the beginning.
+# Longest string of a request, in characters per token that the model reads: eight times as many as English
+# has, so that no real prompt is refused. The limit exists because a tokenizer needs minutes for megabytes of
+# text, although the model reads only the beginning.
 _CHARACTERS_PER_TOKEN = 32
 _MAX_IMAGES = 16  # in one field
 # Limit on max_sequence_length. No text encoder reads more tokens, but a tokenizer would pad to any length.
@@ -248,7 +248,9 @@ def _check_values(fields: Mapping[str, Any], files: Mapping[str, bytes], model: 
 
 
 def _replace_seconds(fields: dict[str, Any], model: Model, fps: int) -> None:
-    """Replace the field ``seconds`` of a video by ``frames``. Raise ValueError if both are set, or it is no number."""
+    """Replace the field ``seconds`` of a video by ``frames``.
+    Raise ValueError if both are set, or it is no number.
+    """
     if "seconds" not in fields:
         return
     seconds = fields.pop("seconds")
@@ -327,7 +329,8 @@ def _require_size(request: Request, model: Model, options: ServerOptions) -> Non
 
 
 def _read_data(text: str, files: Mapping[str, bytes]) -> bytes:
-    """Return the contents of an image: the file of the form whose placeholder is ``text``, or else ``text`` decoded.
+    """Return the contents of an image: the file of the form whose placeholder is ``text``, or else ``text``
+    decoded.
 
     Raises:
         ValueError: ``text`` is neither a placeholder nor base64, see :func:`_decode_base64`.

@@ -46,8 +46,8 @@ def run_server(
     ready: Callable[[], None],
     debug: bool = False,
 ) -> None:
-    """Serve ``replicas`` replicas at this address until SIGINT or SIGTERM, which is logged. No rank remains. Called in
-    the main thread, which alone gets signals.
+    """Serve ``replicas`` replicas at this address until SIGINT or SIGTERM, which is logged. No rank remains.
+    Called in the main thread, which alone gets signals.
 
     Requests are answered with 503 until all replicas have loaded; then ``ready`` is called. ``debug`` shows
     Ray's log messages.

@@ -95,8 +95,9 @@ class Replicas(Protocol):
 class Jobs:
     """All requests of a server that wait or run, first come, first served, and its metrics.
 
-    Requests with the same :func:`~para_core.fleet.request.batch_key` may be generated as one batch, if ``fits`` returns
-    that they fit into memory together. All methods are called in one event loop, so nothing is locked.
+    Requests with the same :func:`~para_core.fleet.request.batch_key` may be generated as one batch, if
+    ``fits`` returns that they fit into memory together. All methods are called in one event loop, so nothing
+    is locked.
     """
 
     def __init__(

@@ -47,10 +47,10 @@ class RequestLog:
     """ASGI middleware that gives each HTTP request an id, and logs it when its response has ended or failed.
 
     The id is the header ``X-Request-Id`` of the request if that is 1 to 64 letters, digits, ``_`` and ``-``,
-    else a random one. The log has one line per request: a warning if it was refused, an error if it failed, and one of
-    the level debug for the routes that probes ask. The file ``path`` gets one JSON object per request; it may be
-    rotated away. Neither has the body, API key or query string. An exception of the application is logged with its
-    traceback, and answered with status 500.
+    else a random one. The log has one line per request: a warning if it was refused, an error if it failed,
+    and one of the level debug for the routes that probes ask. The file ``path`` gets one JSON object per
+    request; it may be rotated away. Neither has the body, API key or query string. An exception of the
+    application is logged with its traceback, and answered with status 500.
 
     Args:
         app: The application.
@@ -123,8 +123,8 @@ def _is_probed(scope: Scope) -> bool:
 
 
 def _log(scope: Scope, record: HttpRecord, status: int, seconds: float, *, debug: bool) -> None:
-    """Log one line: id, route, status (0 if no response has begun), seconds, and the reason if the request was refused
-    or failed. With ``debug`` the level is that, whatever the status.
+    """Log one line: id, route, status (0 if no response has begun), seconds, and the reason if the request
+    was refused or failed. With ``debug`` the level is that, whatever the status.
     """
     refused = 400 <= status < 500
     failed = status >= 500 or status == 0

@@ -24,9 +24,9 @@ _TINY_PROMPT = "a large red circle in the centre on a white background"
 def make_model_card(model: Model) -> dict[str, Any]:
     """Return the JSON object that describes ``model``.
 
-    Besides OpenAI's fields it has ``pipeline``; ``kind``; ``defaults`` of fields that a request leaves out, in which
-    ``size`` is None if only the loaded pipeline knows it; and ``example``, fields of a request that fits the model.
-    ``page.html`` fills its form with these.
+    Besides OpenAI's fields it has ``pipeline``; ``kind``; ``defaults`` of fields that a request leaves out,
+    in which ``size`` is None if only the loaded pipeline knows it; and ``example``, fields of a request that
+    fits the model. ``page.html`` fills its form with these.
     """
     # If the model is a local folder, show only the last part of the path, because clients must not learn
     # paths of this machine.

@@ -28,13 +28,14 @@ logger = logging.getLogger(__name__)
 class Pool:
     """Replicas that one event loop uses, each for one batch at a time. A replica that died starts again.
 
-    They are on this host or on a Ray cluster, see :func:`~para_core.fleet.replicas.cluster_connection`, to which this
-    process is connected between :meth:`start` and :meth:`stop`. ``debug`` shows Ray's log messages.
+    They are on this host or on a Ray cluster, see :func:`~para_core.fleet.replicas.cluster_connection`, to
+    which this process is connected between :meth:`start` and :meth:`stop`. ``debug`` shows Ray's log
+    messages.
 
     It is the first argument of :class:`~para_core.fleet.http.server.Server`, and can generate without one.
-    The methods are called in the same event loop. A replica is in the queue of free ones, or one task owns it: that of
-    a batch or of a restart. One that cannot start again is not free, and the next attempt follows, so that batches
-    wait for it, or for another replica, instead of failing.
+    The methods are called in the same event loop. A replica is in the queue of free ones, or one task owns
+    it: that of a batch or of a restart. One that cannot start again is not free, and the next attempt
+    follows, so that batches wait for it, or for another replica, instead of failing.
 
     Attributes:
         count: The number of replicas.
@@ -116,8 +117,8 @@ class Pool:
             await self._give_back(replica)
 
     async def run(self, batch: Sequence[Job]) -> None:
-        """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free again, or
-        after the first failed attempt to start it again.
+        """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free
+        again, or after the first failed attempt to start it again.
 
         Raises:
             RankDied: The pool was stopped. The jobs are then not finished.
@@ -179,8 +180,9 @@ class Pool:
                 logger.exception("cannot check whether the replicas live; the next attempt follows.")
                 continue
             dead = [replica for replica, alive in zip(self._replicas, lives, strict=True) if not alive]
-            # A replica that is not free runs a batch, after which it starts again, or is starting already. The queue
-            # is empty only between two lines without an await, so no batch can take a dead replica meanwhile.
+            # A replica that is not free runs a batch, after which it starts again, or is starting already.
+            # The queue is empty only between two lines without an await, so no batch can take a dead replica
+            # meanwhile.
             for replica in self._take_free():
                 if replica in dead:
                     self._begin_restart(replica)

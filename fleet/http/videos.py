@@ -35,9 +35,9 @@ class Videos:
     restart.
 
     A video that was not finished when an earlier server ended gets the status ``failed``. The public methods
-    are the routes below ``/v1/videos``; the page ``/docs`` shows their docstrings. They return records in the form of
-    OpenAI's API. ``read`` reads and validates the body of an HTTP request, and ``warn`` returns the warnings about its
-    fields. The folder ``options.videos`` is created if it does not exist.
+    are the routes below ``/v1/videos``; the page ``/docs`` shows their docstrings. They return records in the
+    form of OpenAI's API. ``read`` reads and validates the body of an HTTP request, and ``warn`` returns the
+    warnings about its fields. The folder ``options.videos`` is created if it does not exist.
     """
 
     def __init__(

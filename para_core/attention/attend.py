@@ -1,12 +1,14 @@
-"""The contract of attention: a function that adds attention to a block of keys to an accumulator of out and lse.
+"""The contract of attention: a function that adds attention to a block of keys to an accumulator of out and
+lse.
 
 A function around such a function is such a function again:
 
 - :func:`~para_core.attention.blocks.attend_by_backend` computes attention to a block that this rank holds;
-- :func:`~para_core.attention.ring.ring` and the other styles of a ring bring the blocks of other ranks, and call the
-  function that they are given for each;
-- :func:`~para_core.attention.blocks.expand_key_heads` and :func:`~para_core.attention.low_rows.level_low_rows` change
-  the keys or the mask, and leave the rest to the function that they are given.
+- :func:`~para_core.attention.ring.ring` and the other styles of a ring bring the blocks of other ranks, and
+  call the function that they are given for each;
+- :func:`~para_core.attention.blocks.expand_key_heads` and
+  :func:`~para_core.attention.low_rows.level_low_rows` change the keys or the mask, and leave the rest to the
+  function that they are given.
 
 :mod:`para_core.attention.gradients` has the same contract for gradients.
 """
@@ -27,9 +29,9 @@ from para_core.layout.runs import join_neighbours, take
 from para_core.layout.sequence import Run
 
 Block = tuple[Tensor, Tensor]  # The keys and the values of a block, or their gradients.
-# Called as attend(into, key, value, block, is_last): adds attention to a block to the Accumulator ``into``. ``block``
-# is the number of the block in ``into.tiling``: 0 for this rank's own keys. If the block ``is_last``, the result may
-# be rounded to the dtype of query.
+# Called as attend(into, key, value, block, is_last): adds attention to a block to the Accumulator ``into``.
+# ``block`` is the number of the block in ``into.tiling``: 0 for this rank's own keys. If the block
+# ``is_last``, the result may be rounded to the dtype of query.
 Attend = Callable[["Accumulator", Tensor, Tensor, int, bool], None]
 
 
@@ -41,8 +43,8 @@ class Mask:
         tensor: ``[B or 1, H or 1, S_q or 1, total or 1]``, bool or float. Rows are in the order of the
             queries; they may be followed by rows of other queries. Columns are positions in the whole
             sequence.
-        convert: Called as ``convert(part, query)`` with the part of the mask for a tile and its queries; returns
-            the mask of the tile. None to leave the part as it is.
+        convert: Called as ``convert(part, query)`` with the part of the mask for a tile and its queries;
+            returns the mask of the tile. None to leave the part as it is.
         hides_rows: Whether the converted mask may hide all keys of a row.
         low_rows: The rows whose lse :func:`~para_core.attention.blocks.attend_by_function` corrects, if any.
     """
@@ -84,7 +86,8 @@ class Accumulator:
         merged: One partial result for each piece of the queries.
         received: Tensors from other ranks, on which the result must depend in autograd, or a rank that uses
             none of them would leave out the collective of the backward.
-        results_of_others: Results ``(out, lse)`` of all queries that other ranks computed, still to be merged.
+        results_of_others: Results ``(out, lse)`` of all queries that other ranks computed, still to be
+            merged.
         last_steps: Functions that change the merged ``(out, lse)`` in place, called by :meth:`finish`.
     """
 
@@ -138,8 +141,8 @@ class Accumulator:
         return self.mask.convert(part, self.queries[piece])
 
     def finish(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out ``[B, H, S_q, D_v]`` and lse ``[B, H, S_q]``. Out has the dtype of lse if merging has not
-        rounded it yet, otherwise that of query.
+        """Return out ``[B, H, S_q, D_v]`` and lse ``[B, H, S_q]``. Out has the dtype of lse if merging has
+        not rounded it yet, otherwise that of query.
 
         Call this once, because ``last_steps`` change the result in place.
 

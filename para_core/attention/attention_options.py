@@ -20,13 +20,13 @@ _KINDS: dict[str, type[AttentionOption]] = {
 
 @dataclass(frozen=True)
 class AttnOptions:
-    """The options of attention over a mesh. Attention modes, plans and functions such as ``unified_attention``
-    take them as keyword arguments, see :meth:`of`.
+    """The options of attention over a mesh. Attention modes, plans and functions such as
+    ``unified_attention`` take them as keyword arguments, see :meth:`of`.
 
     Args:
         rotate_method, backend: As :class:`~para_core.modes.unified.UnifiedAttnMode` describes them.
-        others: The values of the optional options that are set, in the order in which :mod:`.features` lists them,
-            so that equal options have equal JSON.
+        others: The values of the optional options that are set, in the order in which :mod:`.features` lists
+            them, so that equal options have equal JSON.
 
     Raises:
         ValueError: A value is unknown, or two options exclude each other.
@@ -55,7 +55,8 @@ class AttnOptions:
     def of(
         *, rotate_method: RotateMethod = "alltoall", backend: Backend | None = None, **others: Any
     ) -> AttnOptions:
-        """Return the options with these values. ``others`` are those of optional features; None leaves one out.
+        """Return the options with these values. ``others`` are those of optional features; None leaves one
+        out.
 
         >>> AttnOptions.of(rotate_method="allgather").as_text()
         '{"rotate_method": "allgather", "backend": null, "others": {}}'
@@ -91,8 +92,8 @@ class AttnOptions:
 
     @property
     def with_gradients(self) -> AttnOptions:
-        """The options for calls that require a gradient: with the exact form of the backend, and without options that
-        have no gradient. ``self``, the same object, if that changes nothing.
+        """The options for calls that require a gradient: with the exact form of the backend, and without
+        options that have no gradient. ``self``, the same object, if that changes nothing.
         """
         backend = self.backend
         exact = backend

@@ -21,13 +21,13 @@ _STYLES: dict[str, type[RingStyle]] = {name: load(style.path) for name, style in
 class AttentionPlan:
     """The communication plan of one attention call.
 
-    Each algorithm's part is computed from ``spec`` when it is first used, and kept with the plan. Plans are compared
-    by identity, so that they can be keys of caches.
+    Each algorithm's part is computed from ``spec`` when it is first used, and kept with the plan. Plans are
+    compared by identity, so that they can be keys of caches.
 
     Args:
         spec: The call, without the sizes of batch and heads.
-        one_shape: Whether all calls with this plan have tensors of the same shapes, dtype and device. They are then
-            not looked up in each exchange.
+        one_shape: Whether all calls with this plan have tensors of the same shapes, dtype and device. They
+            are then not looked up in each exchange.
     """
 
     spec: AttentionSpec
@@ -55,8 +55,8 @@ class AttentionPlan:
 
     @cached_property
     def ordered_ulysses(self) -> UlyssesPlan | None:
-        """Like :attr:`ulysses`, but with queries in the order of the sequence in every call: flex attention passes
-        their indices to the user's functions.
+        """Like :attr:`ulysses`, but with queries in the order of the sequence in every call: flex attention
+        passes their indices to the user's functions.
         """
         if self.ulysses is None or self.spec.orders_queries:
             return self.ulysses
@@ -77,8 +77,8 @@ class AttentionPlan:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether one call of plain SDPA computes attention after the Ulysses exchange, perhaps to keys that the style
-        gathers before. It cannot if an option selects keys.
+        """Whether one call of plain SDPA computes attention after the Ulysses exchange, perhaps to keys that
+        the style gathers before. It cannot if an option selects keys.
         """
         return not self.spec.options.by_position and self.style.is_local
 

@@ -116,7 +116,9 @@ class BlockMask(AttentionOption):
         return [(seen, False)]
 
     def sees_any(self, queries: Iterable[Run], keys: Iterable[Run]) -> bool:
-        """Whether any of the ``queries`` sees any of the ``keys``. Both are positions, as runs ``(start, length)``."""
+        """Whether any of the ``queries`` sees any of the ``keys``.
+        Both are positions, as runs ``(start, length)``.
+        """
         key_blocks = 0
         for first, last in _overlapped_blocks(keys, self.key_block):
             key_blocks |= (1 << (last + 1)) - (1 << first)

@@ -1,5 +1,5 @@
-"""Attention of one rank's queries to a block of keys that it holds: the innermost function, by a backend or by a user's
-function, and the one around it that expands key heads.
+"""Attention of one rank's queries to a block of keys that it holds: the innermost function, by a backend or
+by a user's function, and the one around it that expands key heads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LocalAttention = Callable[[LocalAttentionCall], tuple[Tensor, Tensor]]
 
 
 def attend_by_backend(backend: Backend | None, scale: float | None) -> Attend:
-    """Return attention to one block by ``backend`` (PyTorch's choice if None), tile by tile. Autograd does not record
-    it; its gradient is :func:`para_core.attention.gradients.blocks.local_backward`.
+    """Return attention to one block by ``backend`` (PyTorch's choice if None), tile by tile. Autograd does
+    not record it; its gradient is :func:`para_core.attention.gradients.blocks.local_backward`.
     """
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:

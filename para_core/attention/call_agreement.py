@@ -2,8 +2,9 @@
 
 Ranks compare what must be equal on all of them (:func:`call_signature`), and send each other what may differ:
 the size and the properties of their mask (:class:`MaskRecord`). From this all ranks draw the same conclusion
-(:func:`settle_masks`): an error, or which mask each rank uses. A conclusion must follow from the records of all ranks
-alone, never from this rank's tensors: otherwise one rank would raise and the others wait for it in a collective.
+(:func:`settle_masks`): an error, or which mask each rank uses. A conclusion must follow from the records of
+all ranks alone, never from this rank's tensors: otherwise one rank would raise and the others wait for it in
+a collective.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ EQUAL_PARTS = (
 
 
 def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Signature:
-    """Return a comparable record of what must be equal on all ranks, without the mask. The backend of local attention
-    is not among it: ranks may compute their part in different ways.
+    """Return a comparable record of what must be equal on all ranks, without the mask. The backend of local
+    attention is not among it: ranks may compute their part in different ways.
     """
     tensors = {"query": query, "key": key, "value": value}
     return Signature.of(
@@ -104,9 +105,9 @@ def _describe_different_masks(masks: Sequence[Sequence[int] | str | None]) -> st
     )
 
 
-# Bits of MaskRecord.flags, from the lowest: 7 for the dtype of the mask (its position in _DTYPES, from 1 on), 1 for its
-# requires_grad, then one for each leading dim, set if its size is not 1; from bit 48 what describe_rows says about its
-# rows. So a query may have 40 leading dims; the sign bit stays 0.
+# Bits of MaskRecord.flags, from the lowest: 7 for the dtype of the mask (its position in _DTYPES, from 1 on),
+# 1 for its requires_grad, then one for each leading dim, set if its size is not 1; from bit 48 what
+# describe_rows says about its rows. So a query may have 40 leading dims; the sign bit stays 0.
 _DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_BITS, _ROWS_SHIFT = 8, 48
 
@@ -200,7 +201,8 @@ def settle_masks(
 def _with_single_tokens(
     mask: Tensor | None, extents: MaskExtents, bits: Sequence[int], spec: AttentionSpec, rank: int
 ) -> tuple[Tensor | None, MaskExtents]:
-    """Return ``mask`` and its extents, if no rank holds more than one token: then a dim of size 1 may be local.
+    """Return ``mask`` and its extents, if no rank holds more than one token: then a dim of size 1 may be
+    local.
 
     It is if ``cp.shard`` made it, or if the other dim is global. In the latter case it may also be meant as
     broadcast, and the result is the same, because all ranks then have the same row or column. On ranks

@@ -1,7 +1,8 @@
-"""A ring in which each rank sends its block directly to the ranks that see any of its keys, as a block mask says.
+"""A ring in which each rank sends its block directly to the ranks that see any of its keys, as a block mask
+says.
 
-The hop over a distance of s ranks is left out if no rank sees a key of the rank s positions before it. A call with a
-block mask takes this style, whatever ``rotate_method`` is (:meth:`BlockMask.style_of`).
+The hop over a distance of s ranks is left out if no rank sees a key of the rank s positions before it. A call
+with a block mask takes this style, whatever ``rotate_method`` is (:meth:`BlockMask.style_of`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from para_core.distributed.collectives import Travelling, start_ring_shift, wait
 class DirectHop(NamedTuple):
     """The exchange over a distance of ``step`` ring ranks.
 
-    ``sends`` tells whether this rank sends its block to the rank ``step`` positions after it, and ``receives``
-    whether it receives the block of ``source``, the rank ``step`` positions before it.
+    ``sends`` tells whether this rank sends its block to the rank ``step`` positions after it, and
+    ``receives`` whether it receives the block of ``source``, the rank ``step`` positions before it.
     """
 
     step: int
@@ -35,8 +36,8 @@ class DirectHop(NamedTuple):
 
 
 class DirectRing(RingStyle):
-    """The ring of a call with a block mask. Other masks by position are ignored where hops are chosen: they can only
-    hide more keys.
+    """The ring of a call with a block mask. Other masks by position are ignored where hops are chosen: they
+    can only hide more keys.
     """
 
     gradient = "gradients.direct_ring:direct_ring_backward"
@@ -45,7 +46,8 @@ class DirectRing(RingStyle):
     def hops(self) -> list[DirectHop]:
         """The exchanges in which any rank sends a block.
 
-        They have the same steps on every rank, in the same order. Otherwise ranks would wait for each other forever.
+        They have the same steps on every rank, in the same order. Otherwise ranks would wait for each other
+        forever.
         """
         plan = self.plan
         if not plan.rotates:
@@ -84,10 +86,10 @@ class DirectRing(RingStyle):
     ) -> Iterator[tuple[DirectHop, Block | None]]:
         """Yield ``(hop, block)``, this rank's own block first; the block is None if this rank receives none.
 
-        Each block is in flight while the caller computes with the one before; the caller must drop it before it asks
-        for the next, or one more stays in memory. ``received`` gets the buffers on which a result with gradient must
-        depend. The backward (gradients/direct_ring.py) passes through the same blocks. Collective: the caller must
-        take them all.
+        Each block is in flight while the caller computes with the one before; the caller must drop it before
+        it asks for the next, or one more stays in memory. ``received`` gets the buffers on which a result
+        with gradient must depend. The backward (gradients/direct_ring.py) passes through the same blocks.
+        Collective: the caller must take them all.
         """
         hops, first = self.hops, DirectHop(0, self.plan.dim.index, sends=False, receives=True)
         if not hops:

@@ -25,9 +25,10 @@ from para_core.attention.local_call import LocalAttentionCall, aligned_rows, bia
 # If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted
 # from the row.
 _LOW = -1e3
-# float32 numbers below _ABSORBS are at least 2 apart, and those near -1e9, which models use, 64, so that a score that
-# is added to one is lost to rounding, or to all but its multiples of that distance. All keys with the same such number
-# therefore get equal weights. So they do in SDPA, unless scores are larger than the distance.
+# float32 numbers below _ABSORBS are at least 2 apart, and those near -1e9, which models use, 64, so that a
+# score that is added to one is lost to rounding, or to all but its multiples of that distance. All keys with
+# the same such number therefore get equal weights. So they do in SDPA, unless scores are larger than the
+# distance.
 _ABSORBS = -(2.0**24)
 
 
@@ -107,8 +108,8 @@ class FiniteMaskedRows:
     number, so that the logarithm of the number of keys is lost to rounding. Merging by such an lse would give
     all ring blocks the same weight, whatever their lengths.
 
-    A row is *low* if its maximum is finite and below -1000 (``_LOW``). A low row is *absorbed* if its maximum is
-    below -2²⁴ (``_ABSORBS``): all keys with it get equal weights.
+    A row is *low* if its maximum is finite and below -1000 (``_LOW``). A low row is *absorbed* if its maximum
+    is below -2²⁴ (``_ABSORBS``): all keys with it get equal weights.
 
     Args:
         mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Low rows that are not absorbed are shifted so that
@@ -155,11 +156,11 @@ class FiniteMaskedRows:
         )
 
     def lse_of_tile(self, lse: Tensor, call: LocalAttentionCall) -> Tensor:
-        """Return the corrected lse ``[B, H, S_q]`` of ``call``, attention to some of the keys (a tile) with the part
-        of :attr:`mask` for them, that has as many key heads as query heads. Differentiable.
+        """Return the corrected lse ``[B, H, S_q]`` of ``call``, attention to some of the keys (a tile) with
+        the part of :attr:`mask` for them, that has as many key heads as query heads. Differentiable.
 
-        In absorbed rows this is the logarithm of the number of the tile's keys that have the row's maximum; other
-        rows keep ``lse``.
+        In absorbed rows this is the logarithm of the number of the tile's keys that have the row's maximum;
+        other rows keep ``lse``.
         """
         if call.mask is None:
             return lse
@@ -186,7 +187,8 @@ class FiniteMaskedRows:
 
 
 def _mean_of_scores(call: LocalAttentionCall, mask: Tensor, chosen: Tensor, number: Tensor) -> Tensor:
-    """Return zeros ``[B, H, S_q]`` with the gradient of the mean over the ``number`` chosen keys of the masked scores.
+    """Return zeros ``[B, H, S_q]`` with the gradient of the mean over the ``number`` chosen keys of the
+    masked scores.
 
     The lse of n equal scores has this gradient: 1 / n for each of them.
     """

@@ -1,16 +1,18 @@
-"""A ring with the bits of one process: all keys and values are gathered, and one attention computes a rank's queries.
+"""A ring with the bits of one process: all keys and values are gathered, and one attention computes a rank's
+queries.
 
-One collective gathers the blocks of all ring ranks, which are then put into the order of the sequence. It sends the
-bytes of ``rotate_method="allgather"``. Nothing is merged, so a query adds up its keys in the order of one process. That
-costs the overlap: no attention is computed while blocks are on their way. A rank holds all keys and values of one call,
-B · H_kv / U · S · (D + D_v) elements for U Ulysses ranks, and in addition what it received, until they are in order.
+One collective gathers the blocks of all ring ranks, which are then put into the order of the sequence. It
+sends the bytes of ``rotate_method="allgather"``. Nothing is merged, so a query adds up its keys in the order
+of one process. That costs the overlap: no attention is computed while blocks are on their way. A rank holds
+all keys and values of one call, B · H_kv / U · S · (D + D_v) elements for U Ulysses ranks, and in addition
+what it received, until they are in order.
 
-A causal call without a gradient gets a mask tensor of this rank's queries and all keys, because PyTorch's causal mask
-begins at the first key: a CPU computes the same bits with it. On a GPU another backend may compute a call with a mask
-tensor, with other bits.
+A causal call without a gradient gets a mask tensor of this rank's queries and all keys, because PyTorch's
+causal mask begins at the first key: a CPU computes the same bits with it. On a GPU another backend may
+compute a call with a mask tensor, with other bits.
 
-On a CPU, queries are computed in the blocks of one process (:mod:`.query_blocks`), as the last block of a call may get
-other bits; not in compiled code, and not for a gradient.
+On a CPU, queries are computed in the blocks of one process (:mod:`.query_blocks`), as the last block of a
+call may get other bits; not in compiled code, and not for a gradient.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class GatheredKeys(RingStyle):
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether one call of plain SDPA can compute attention: always, with a mask tensor if the call is causal and
-        this rank does not have all queries.
+        """Whether one call of plain SDPA can compute attention: always, with a mask tensor if the call is
+        causal and this rank does not have all queries.
         """
         return True
 
@@ -51,7 +53,8 @@ class GatheredKeys(RingStyle):
         return Tiling(plan.query_runs, [[(0, plan.spec.key_layout.total)]], plan.spec.positional_masks)
 
     def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
-        """Return ``call``, to this rank's keys, with all keys. Its mask has a column for each of them. Collective.
+        """Return ``call``, to this rank's keys, with all keys. Its mask has a column for each of them.
+        Collective.
 
         Its queries may be put among zeros (:mod:`.query_blocks`): :meth:`select_queries` takes their results.
         """
@@ -75,8 +78,8 @@ class GatheredKeys(RingStyle):
         return self._blocks.take(out)
 
     def _uses_blocks(self, x: Tensor) -> bool:
-        """Whether queries are computed in the blocks of one process. Lengths in a graph may be symbolic, and have no
-        known blocks.
+        """Whether queries are computed in the blocks of one process. Lengths in a graph may be symbolic, and
+        have no known blocks.
         """
         return x.is_cpu and self.plan.rotates and not torch.compiler.is_compiling()
 
@@ -121,8 +124,8 @@ class GatheredKeys(RingStyle):
         replicated = [
             local.narrow(2, start, length) for start, length in layout.offsets(index, replicated=True)
         ]
-        # Lengths may be symbolic, so runs are not sorted. All ranks hold equally many pieces, and the n-th pieces of
-        # all ranks are neighbours in the sequence (Layout.held).
+        # Lengths may be symbolic, so runs are not sorted. All ranks hold equally many pieces, and the n-th
+        # pieces of all ranks are neighbours in the sequence (Layout.held).
         parts: list[Tensor] = []
         for pieces in zip(*layout.pieces, strict=True):
             if pieces[0].replicated:

@@ -9,8 +9,8 @@ from torch import Tensor
 from para_core.attention.attention_plan import AttentionPlan, cached_plan
 from para_core.distributed.collectives import done
 
-# The schemas of the arguments that operators take as ``*call``: the arguments of read_plan, and ``after``, which
-# define_collective adds.
+# The schemas of the arguments that operators take as ``*call``: the arguments of read_plan, and ``after``,
+# which define_collective adds.
 CALL = "str call, SymInt[] numbers, float? scale, Tensor? after=None"
 INPUTS = f"Tensor query, Tensor key, Tensor value, Tensor? mask, {CALL}"
 

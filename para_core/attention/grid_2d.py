@@ -50,8 +50,8 @@ class Grid2D(RingStyle):
     """The plan of Attention2D for this rank, in a grid of ``shape`` ``(rows, columns)`` of ring ranks.
 
     Ring rank i is in row i // columns and column i % columns. This rank computes attention of the queries of
-    its row to the sharded keys of its column, and of its own queries to replicated keys. Lists of the ranks of a row or
-    column are ascending.
+    its row to the sharded keys of its column, and of its own queries to replicated keys. Lists of the ranks
+    of a row or column are ascending.
     """
 
     gradient = "gradients.grid_2d:grid_2d_backward"
@@ -63,8 +63,8 @@ class Grid2D(RingStyle):
 
     @classmethod
     def of(cls, plan: RingPlan) -> RingStyle:
-        """Return the grid for ``plan``; an ordinary ring if no keys have to be sent, or an option selects keys by
-        position, which the grid's three exchanges do not follow.
+        """Return the grid for ``plan``; an ordinary ring if no keys have to be sent, or an option selects
+        keys by position, which the grid's three exchanges do not follow.
         """
         if plan.spec.options.by_position or not plan.rotates:
             return Ring(plan)
@@ -145,9 +145,9 @@ def join_by_token(*tensors: Tensor) -> Tensor:
 
 
 def split_by_head(rows: Tensor, *widths: int) -> list[Tensor]:
-    """Undo :func:`join_by_token`: split ``rows`` into tensors ``[B, H, S, D_i]``, where ``widths`` are the D_i.
-    Tensors of different widths are copied, because kernels require that each row begins at a multiple of its
-    width.
+    """Undo :func:`join_by_token`: split ``rows`` into tensors ``[B, H, S, D_i]``, where ``widths`` are the
+    D_i. Tensors of different widths are copied, because kernels require that each row begins at a multiple of
+    its width.
     """
     parts: Sequence[Tensor] = [rows]
     if len(widths) != 1:
@@ -189,8 +189,8 @@ def start_parts(
     """Start an all-to-all that sends the next ``send[i]`` rows of ``rows``, ``[S, B, H, D]``, to
     ``peers[i]``.
 
-    ``receive[i]`` rows are received from ``peers[i]``. ``peers`` are ascending, as an all-to-all reads and writes its
-    buffers in the order of ranks. In autograd this all-to-all depends on the ``earlier`` ones.
+    ``receive[i]`` rows are received from ``peers[i]``. ``peers`` are ascending, as an all-to-all reads and
+    writes its buffers in the order of ranks. In autograd this all-to-all depends on the ``earlier`` ones.
     """
     shape = rows.shape[-3:]
     send_sizes, receive_sizes = [0] * dim.size, [0] * dim.size
@@ -220,11 +220,14 @@ def grid_2d(attend: Attend, grid: Grid2D) -> Attend:
 def _attend_in_grid(
     attend: Attend, grid: Grid2D, into: Accumulator, key: Tensor, value: Tensor, *, is_last: bool
 ) -> None:
-    """Add attention to the keys of all ring ranks to ``into``. ``others`` are the queries of the row's other ranks."""
+    """Add attention to the keys of all ring ranks to ``into``.
+    ``others`` are the queries of the row's other ranks.
+    """
     query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
     S = query.shape[2]
     sent_keys = take(key, 2, grid.plan.sent_runs), take(value, 2, grid.plan.sent_runs)
-    # All exchanges in the order in which they were started: queries (if the row has other ranks), keys, results.
+    # All exchanges in the order in which they were started: queries (if the row has other ranks), keys,
+    # results.
     arriving: list[Arriving] = []
     if grid.row:
         arriving.append(start_copies(join_by_token(query), grid.row, sizes, dim))

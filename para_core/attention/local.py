@@ -94,8 +94,8 @@ def local_attention_with_lse(
 
     Raises:
         RuntimeError: ``sdpa_kernel`` disables all backends that support the call, or the named one does not
-            support it. :func:`~para_core.attention.backend_selection.check_some_backend` raises the same error in
-            advance, before ranks wait for each other.
+            support it. :func:`~para_core.attention.backend_selection.check_some_backend` raises the same
+            error in advance, before ranks wait for each other.
     """
     query, key, value, mask, is_causal, _ = call
     if 0 in query.shape or 0 in key.shape:
@@ -132,8 +132,8 @@ def continue_attention(
     is_last: bool = False,
     hides_rows: bool = True,
 ) -> None:
-    """Compute ``call`` without autograd, and merge it in place into ``so_far``, the result of the same queries for
-    other keys.
+    """Compute ``call`` without autograd, and merge it in place into ``so_far``, the result of the same
+    queries for other keys.
 
     A backend that can continue from ``so_far`` does so in one launch. With any other backend, merging is one
     more launch. If the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged
@@ -164,8 +164,9 @@ def continue_attention(
 
 
 def _choice_for(so_far: Merged, call: LocalAttentionCall) -> int:
-    """Return the result of :func:`choose_backend`, which is looked up if an earlier block of the same queries has keys
-    and values that lie in memory in the same way: asking SDPA costs the host as much as a small operator.
+    """Return the result of :func:`choose_backend`, which is looked up if an earlier block of the same queries
+    has keys and values that lie in memory in the same way: asking SDPA costs the host as much as a small
+    operator.
     """
     key, value = call.key, call.value
     layout = (key.shape, key.stride(), value.shape, value.stride(), call.is_causal)

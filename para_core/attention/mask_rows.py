@@ -31,8 +31,8 @@ HIDES = 8  # At least one row hides a key.
 # A number below this in a float mask counts as hiding a key. Models hide keys with -inf, finfo(dtype).min or
 # about -10000, which bfloat16 rounds to -9984.
 _HIDDEN = -9900.0
-# Names of the attributes of a tensor for its mark, and for what was last read from the mask in its memory: what the
-# reading depends on (the view, and how often the memory was written), and the bits.
+# Names of the attributes of a tensor for its mark, and for what was last read from the mask in its memory:
+# what the reading depends on (the view, and how often the memory was written), and the bits.
 _MARK, _READ = "_para_core_part", "_para_core_rows"
 # The mark of a tensor that ``cp.shard`` made: the dim, counted from the last, and the runs of tokens that the
 # rank holds. It has plain values only, because torch.save stores the attributes of a tensor.
@@ -98,8 +98,8 @@ def describe_rows(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequen
     """Return the bits of this rank's ``mask``, from its mark, or from its values if only these can tell.
 
     To read values, the host waits for the device, once for all layers that share a mask. Masks whose values
-    cannot be read (meta tensors, ``torch.func`` transforms, CUDA graph capture) count as sharded: the user answers for
-    them.
+    cannot be read (meta tensors, ``torch.func`` transforms, CUDA graph capture) count as sharded: the user
+    answers for them.
     """
     if mask.is_meta or innermost_transform() is not None:
         return ROWS_SHARDED

@@ -62,9 +62,11 @@ def infer_mask_extents(
 
 
 def _infer_extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequence[int]) -> Extent:
-    """Infer the extent of one dim. If ranks exchanged their sizes, the result, or the error, is equal on all of them.
+    """Infer the extent of one dim. If ranks exchanged their sizes, the result, or the error, is equal on all
+    of them.
 
-    Otherwise a rank decides by its own size, so that all sizes that could lead other ranks elsewhere must raise here.
+    Otherwise a rank decides by its own size, so that all sizes that could lead other ranks elsewhere must
+    raise here.
     """
     if all(size == 1 for size in sizes):
         return "broadcast"
@@ -100,9 +102,10 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
     exchange.
 
     The function is differentiable. It is a collective call if a dim of ``mask``, ``[B or 1, H or 1, S_q,
-    S_k]``, is local, so ``extents`` must be equal on all ranks. The result is ``[B or 1, H_local or 1, S_block or 1,
-    total or 1]``. Rows are in the order of this rank's queries, followed by those of the other queries that this rank
-    computes (:attr:`RingStyle.other_queries`). Columns are positions in the whole sequence.
+    S_k]``, is local, so ``extents`` must be equal on all ranks. The result is ``[B or 1, H_local or 1,
+    S_block or 1, total or 1]``. Rows are in the order of this rank's queries, followed by those of the other
+    queries that this rank computes (:attr:`RingStyle.other_queries`). Columns are positions in the whole
+    sequence.
     """
     if mask.dtype == torch.bool:  # Send bytes instead, because gloo cannot send bool tensors.
         return mask_of_block(mask.view(torch.uint8), extents, plan).view(torch.bool)

@@ -24,7 +24,8 @@ def _merge(
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`para_core.kernels.merge_reference.merge`, but with ``out`` in the dtype of lse.
 
-    The result is written to ``into``, if it is given. ``out_a`` may be among it only if it has the dtype of lse.
+    The result is written to ``into``, if it is given. ``out_a`` may be among it only if it has the dtype of
+    lse.
     """
     # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). If a row has no key on both sides, -inf -
     # -inf is NaN; any weight is then correct.
@@ -74,8 +75,8 @@ torch.library.register_fake("para_core::merge_", lambda *_: None, lib=LIBRARY)
 
 
 def _operators(x: Tensor) -> tuple[Merge, Callable[..., None]]:
-    """Return the operators that merge results like ``x``, and merge in place; if only the kernel would see a call, its
-    function, because the dispatcher would cost the host as much as two of the operators inside.
+    """Return the operators that merge results like ``x``, and merge in place; if only the kernel would see a
+    call, its function, because the dispatcher would cost the host as much as two of the operators inside.
     """
     is_seen = torch.compiler.is_compiling() or type(x) is not Tensor
     if is_seen or num_dispatch_modes() > 0 or innermost_transform() is not None:
@@ -90,8 +91,8 @@ class Merged:
 
     Attributes:
         count: Number of partial results that were merged.
-        out, lse: The merged result; not set while ``count`` is 0. A result that :meth:`add` merged has ``out`` in
-            the dtype of lse, so that the caller rounds it only once.
+        out, lse: The merged result; not set while ``count`` is 0. A result that :meth:`add` merged has
+            ``out`` in the dtype of lse, so that the caller rounds it only once.
         choices: The backends that SDPA has chosen for the blocks so far, by their sizes and strides.
     """
 

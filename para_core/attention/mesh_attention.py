@@ -44,8 +44,9 @@ from para_core.torch_internals import (
     math_sdp_enabled,
 )
 
-# Called as choose(local query length, local key length, whether positions matter); returns the layouts of queries
-# and of keys. Positions matter to a call that is causal, has a mask, or has an option such as a block mask.
+# Called as choose(local query length, local key length, whether positions matter); returns the layouts of
+# queries and of keys. Positions matter to a call that is causal, has a mask, or has an option such as a block
+# mask.
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
 
 # The caches of one MeshAttention have at most these numbers of entries. A full cache is emptied.
@@ -99,7 +100,8 @@ class MeshAttention:
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
 
     def switch_cache(self, state: Any) -> None:
-        """Switch to the cache of plans for ``state``, a hashable value that determines the results of ``layouts``.
+        """Switch to the cache of plans for ``state``, a hashable value that determines the results of
+        ``layouts``.
 
         Without a call of this function nothing but the shapes and flags of a call may determine them.
         """
@@ -118,8 +120,8 @@ class MeshAttention:
 
         Raises:
             TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code every rank
-                raises, unless ``assume_equal`` is set. Inside a torch.func transform that is not supported only
-                the ranks raise that are inside it.
+                raises, unless ``assume_equal`` is set. Inside a torch.func transform that is not supported
+                only the ranks raise that are inside it.
         """
         # Ask once, and pass the answer on: each question costs the host two Python calls.
         is_traced = torch.compiler.is_compiling()
@@ -177,7 +179,8 @@ class MeshAttention:
     def _agree(
         self, spec: AttentionSpec, signature: Signature, query: Tensor, mask: Tensor | None
     ) -> tuple[Tensor | None, MaskExtents | None]:
-        """Raise on all ranks unless their calls have the same ``signature`` and masks that fit together. Collective.
+        """Raise on all ranks unless their calls have the same ``signature`` and masks that fit together.
+        Collective.
 
         Return the mask to use and the extents of its dims.
         """
@@ -191,8 +194,8 @@ class MeshAttention:
         return settle_masks(spec, self._mesh, query, mask, [MaskRecord(*part) for part in parts])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
-        """Validate and plan a call by its shapes and flags, and cache the result under ``lookup_key`` unless that is
-        None. Raises as :meth:`__call__` does; it is collective only if it raises.
+        """Validate and plan a call by its shapes and flags, and cache the result under ``lookup_key`` unless
+        that is None. Raises as :meth:`__call__` does; it is collective only if it raises.
         """
         query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
         exchanges = not (self._assume_equal or torch.compiler.is_compiling())
@@ -255,8 +258,8 @@ class MeshAttention:
         is_traced: bool,
         is_cast: bool,
     ) -> Tensor:
-        """Compute a validated call with 4-D tensors. ``is_cast`` says whether autocast is on, and has cast them.
-        Collective.
+        """Compute a validated call with 4-D tensors. ``is_cast`` says whether autocast is on, and has cast
+        them. Collective.
         """
         if query.is_meta:
             # For meta tensors only the shape of the result is needed, so nothing is sent.
@@ -279,7 +282,8 @@ def _expand(call: SdpaCall) -> SdpaCall | None:
     """Return ``call`` with query, key and value expanded to one batch and number of heads, as SDPA broadcasts
     them.
 
-    Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check_arguments` then raises.
+    Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check_arguments` then
+    raises.
     """
     tensors, num_dims = call[:3], 2
     if call.enable_gqa:
@@ -296,9 +300,9 @@ def _expand(call: SdpaCall) -> SdpaCall | None:
 
 
 def _normalize(call: SdpaCall, *, is_cast: bool) -> SdpaCall:
-    """Return ``call`` in a canonical form: with ``is_cast`` cast as autocast would for SDPA, with ``is_causal``
-    and ``scale`` as plain Python values, with a mask of at least two dims, and with one row of a mask that
-    expands one row to all queries.
+    """Return ``call`` in a canonical form: with ``is_cast`` cast as autocast would for SDPA, with
+    ``is_causal`` and ``scale`` as plain Python values, with a mask of at least two dims, and with one row of
+    a mask that expands one row to all queries.
     """
     query, key, value, mask, _, is_causal, scale, *_ = call
     if is_cast:
@@ -341,8 +345,8 @@ def _cast_for_autocast(x: Any) -> Any:
 def _lookup_key(call: SdpaCall) -> Any:
     """Return the key of a call in the cache of plans; None if the call must not be cached.
 
-    It has all that :meth:`MeshAttention._prepare` reads of a call: what else that read would be ignored from the
-    second call on.
+    It has all that :meth:`MeshAttention._prepare` reads of a call: what else that read would be ignored from
+    the second call on.
     """
     query, key, value, mask, *flags = call
     # Do not cache nested tensors, whose `shape` raises. Do not cache while the user has disabled the math

@@ -27,7 +27,8 @@ _DIFFERENTIATE: list[Callable[..., Tensor]] = [load(path) for path in GRADIENTS]
 def differentiable_usp(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Return the output of :func:`~para_core.attention.usp.usp_forward`, differentiable; one operator in a graph.
+    """Return the output of :func:`~para_core.attention.usp.usp_forward`, differentiable; one operator in a
+    graph.
 
     Raises:
         RuntimeError: The call requires a gradient, and the feature that computes it was removed.

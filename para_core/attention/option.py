@@ -1,7 +1,7 @@
 """The contract of an optional option of attention: what its value may change in a call.
 
-:mod:`.features` lists the classes. The core asks the values that a call has, and names none of them. Imports no torch,
-so that a command can validate a value at once.
+:mod:`.features` lists the classes. The core asks the values that a call has, and names none of them. Imports
+no torch, so that a command can validate a value at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class AttentionOption:
 
     Attributes:
         option: The name of the option.
-        by_position: Whether the positions of tokens in the sequence decide which keys a query sees. Queries are
-            then brought into the order of the sequence, plain SDPA alone does not compute the call, and
+        by_position: Whether the positions of tokens in the sequence decide which keys a query sees. Queries
+            are then brought into the order of the sequence, plain SDPA alone does not compute the call, and
             Attention2D, which knows no such masks, is replaced by a ring.
         needs_all_ranks: Whether a call involves all ranks even if every rank holds all keys.
         by_step: Whether an AttentionSchedule may choose it for some steps.
@@ -66,10 +66,14 @@ class AttentionOption:
         return [*self.fields]
 
     def check_method(self, rotate_method: str) -> None:
-        """Raise ``ValueError`` if the option excludes this way of passing keys on. By default it excludes none."""
+        """Raise ``ValueError`` if the option excludes this way of passing keys on.
+        By default it excludes none.
+        """
 
     def check_lengths(self, num_queries: int, num_keys: int) -> None:
-        """Raise ``ValueError`` if a call with these lengths of the whole sequences does not fit. By default all do."""
+        """Raise ``ValueError`` if a call with these lengths of the whole sequences does not fit.
+        By default all do.
+        """
 
     def style_of(self, chosen: type[RingStyle]) -> type[RingStyle]:
         """Return the way in which keys reach other ring ranks: by default ``chosen``, that of the user's option."""
@@ -78,7 +82,8 @@ class AttentionOption:
     def mask_of_gradient(
         self, plan: AttentionPlan, query: Tensor, key: Tensor, mask: Tensor | None, heads: Tensor | None
     ) -> Tensor | None:
-        """Return the mask tensor with which attention to all keys has the gradient of the call: by default ``mask``.
+        """Return the mask tensor with which attention to all keys has the gradient of the call: by default
+        ``mask``.
 
         An override may be collective, because the backward runs on every rank.
         """

@@ -92,7 +92,8 @@ def _kernels(device: torch.device) -> ModuleType:
     return load_kernel("pack", device) or pack_reference
 
 
-# The next two functions are also the operators' kernels for fake tensors, so they have the operators' arguments.
+# The next two functions are also the operators' kernels for fake tensors, so they have the operators'
+# arguments.
 
 
 def _new_buffer(tensors: list[Tensor], _: list[int], numel: int, to: torch.dtype | None = None) -> Tensor:

@@ -1,8 +1,9 @@
 """Queries at their place in the blocks of one process, for attention on a CPU.
 
-A CPU computes queries in blocks, from the first one on (FlashAttentionKernel.cpp of PyTorch, ``q_split_size``), and the
-rows of a smaller block may get other bits. So a rank that has some of the queries computes whole blocks of one process,
-with zeros in place of the queries that it does not have. This is not done on a GPU, where nothing was measured.
+A CPU computes queries in blocks, from the first one on (FlashAttentionKernel.cpp of PyTorch,
+``q_split_size``), and the rows of a smaller block may get other bits. So a rank that has some of the queries
+computes whole blocks of one process, with zeros in place of the queries that it does not have. This is not
+done on a GPU, where nothing was measured.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from para_core.layout.sequence import Run
 
-# (From so many queries of a call on, the size of its blocks), largest first: the conditions of FlashAttentionKernel.cpp
-# of torch 2.13.
+# (From so many queries of a call on, the size of its blocks), largest first: the conditions of
+# FlashAttentionKernel.cpp of torch 2.13.
 _BLOCK_SIZES = ((768, 256), (192, 64), (0, 32))
 
 
@@ -45,10 +46,11 @@ class QueryBlocks(NamedTuple):
 
 
 def place_in_blocks(runs: Sequence[Run], total: int) -> QueryBlocks:
-    """Return the call of the blocks that hold the positions ``runs``, of those of one process with ``total`` queries.
+    """Return the call of the blocks that hold the positions ``runs``, of those of one process with ``total``
+    queries.
 
-    The call gets at least as many queries as give it blocks of the size of one process; blocks of zeros, in front, make
-    up for missing ones. The last block of one process, which may be smaller, stays the last.
+    The call gets at least as many queries as give it blocks of the size of one process; blocks of zeros, in
+    front, make up for missing ones. The last block of one process, which may be smaller, stays the last.
     """
     least, size = next(entry for entry in _BLOCK_SIZES if total >= entry[0])
     touched = sorted({block for start, length in runs for block in _blocks_of_run(start, length, size)})

@@ -56,8 +56,8 @@ class Packing:
         return self._lengths[rank] * self._numel_of_token
 
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
-        """Return the buffer of ``key`` and ``value``, in their dtype unless the wire rounds them: gradients are packed
-        in float32.
+        """Return the buffer of ``key`` and ``value``, in their dtype unless the wire rounds them: gradients
+        are packed in float32.
         """
         if self._wire.needs_regions:
             numel = key.shape[2] * self._numel_of_token
@@ -105,11 +105,11 @@ class Packing:
         )
 
 
-# The two generators below send this rank's packed block, ``sent``, and yield ``local_block``, this rank's, first, then
-# those that arrive. Communication runs while the caller computes. The caller must take all blocks, because each rank
-# waits for the sends of the others, and must drop each block before it asks for the next one, or one more block stays
-# in memory. With gradients enabled, the generators append the received buffers to ``received``, so that the caller can
-# make the result depend on them.
+# The two generators below send this rank's packed block, ``sent``, and yield ``local_block``, this rank's,
+# first, then those that arrive. Communication runs while the caller computes. The caller must take all
+# blocks, because each rank waits for the sends of the others, and must drop each block before it asks for the
+# next one, or one more block stays in memory. With gradients enabled, the generators append the received
+# buffers to ``received``, so that the caller can make the result depend on them.
 Bring = Callable[[Block, Tensor, Packing, RingPlan, list[Tensor]], Iterator[tuple[Hop, Block]]]
 
 

@@ -19,8 +19,8 @@ from para_core.layout.sequence import Run
 
 
 class Hop(NamedTuple):
-    """One step of the ring, in which this rank gets the keys and values (the block) of ring rank ``source``, which
-    is ``step`` positions before this rank.
+    """One step of the ring, in which this rank gets the keys and values (the block) of ring rank ``source``,
+    which is ``step`` positions before this rank.
     """
 
     step: int
@@ -70,8 +70,8 @@ class RingPlan:
 
     @cached_property
     def sent_runs(self) -> list[Run]:
-        """The sharded keys of this rank's block, which are sent, as runs ``(offset in the block, length)``: at least
-        one run, which may be empty, because a tensor cannot be split into no parts.
+        """The sharded keys of this rank's block, which are sent, as runs ``(offset in the block, length)``:
+        at least one run, which may be empty, because a tensor cannot be split into no parts.
         """
         return join_neighbours(self.spec.keys.offsets(self.dim.index, replicated=False)) or [(0, 0)]
 
@@ -81,8 +81,8 @@ class RingPlan:
         return self.spec.queries.runs(self.dim.index)
 
     def key_runs(self, step: int) -> list[Run]:
-        """Return the positions of the keys that this rank has at ``step``, as runs ``(start, length)``. Replicated keys
-        are among those of step 0 only, so that each rank attends to them once.
+        """Return the positions of the keys that this rank has at ``step``, as runs ``(start, length)``.
+        Replicated keys are among those of step 0 only, so that each rank attends to them once.
         """
         if step == 0:
             return self.spec.keys.runs(self.dim.index)
@@ -101,8 +101,8 @@ class RingPlan:
 class RingStyle:
     """A way in which keys reach the queries of other ring ranks, for one plan.
 
-    :data:`~para_core.option_values.RING_STYLES` lists the styles by their values of the option ``rotate_method``.
-    The defaults here are for styles that bring keys to the queries that this rank holds.
+    :data:`~para_core.option_values.RING_STYLES` lists the styles by their values of the option
+    ``rotate_method``. The defaults here are for styles that bring keys to the queries that this rank holds.
 
     Attributes:
         gradient: The function that returns its gradient, as ``"module:name"`` in ``para_core.attention``.
@@ -124,8 +124,8 @@ class RingStyle:
     def is_local(self) -> bool:
         """Whether one call of plain SDPA can compute attention after the Ulysses exchange.
 
-        It can if there is only one ring rank: all keys are then on this rank. In a causal call, queries and keys must
-        also be the same tokens, consecutive and in the order of the sequence.
+        It can if there is only one ring rank: all keys are then on this rank. In a causal call, queries and
+        keys must also be the same tokens, consecutive and in the order of the sequence.
         """
         plan = self.plan
         if plan.spec.mesh.ring.size > 1:
@@ -136,7 +136,9 @@ class RingStyle:
         return queries == keys and len(queries) <= 1
 
     def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
-        """Return ``call``, to this rank's keys, with all keys. Collective. For styles with :attr:`has_all_keys`."""
+        """Return ``call``, to this rank's keys, with all keys.
+        Collective. For styles with :attr:`has_all_keys`.
+        """
         raise NotImplementedError
 
     def select_queries(self, out: Tensor) -> Tensor:
@@ -154,7 +156,9 @@ class RingStyle:
         return ()
 
     def add_other_rows(self, mask: Tensor) -> Tensor:
-        """Return ``mask``, the rows of this rank's queries, followed by those of other queries. Collective."""
+        """Return ``mask``, the rows of this rank's queries, followed by those of other queries.
+        Collective.
+        """
         return mask
 
     def over_ring(self, attend: Attend) -> Attend:

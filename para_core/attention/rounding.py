@@ -1,4 +1,6 @@
-"""The exchange in 8 bits: tensors are rounded for sending. Not exact, and only in calls that require no gradient."""
+"""The exchange in 8 bits: tensors are rounded for sending.
+Not exact, and only in calls that require no gradient.
+"""
 
 from __future__ import annotations
 

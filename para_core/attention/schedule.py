@@ -1,4 +1,6 @@
-"""A schedule of attention over denoising steps. Imports no torch, so that a command can validate it at once."""
+"""A schedule of attention over denoising steps.
+Imports no torch, so that a command can validate it at once.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class AttentionSchedule:
         exact (`str`, *optional*): The backend of the first and last steps. By default SDPA chooses.
 
     Raises:
-        ValueError: If ``middle`` is neither a backend nor an option for steps, ``exact`` is no backend or one that
-            approximates, or a number of steps is negative.
+        ValueError: If ``middle`` is neither a backend nor an option for steps, ``exact`` is no backend or one
+            that approximates, or a number of steps is negative.
         TypeError: If a number of steps is not an integer.
 
     Example:
@@ -71,8 +73,8 @@ class AttentionSchedule:
         return (self.exact, self.middle)
 
     def is_middle(self, step: int, num_steps: int) -> bool:
-        """Whether step ``step`` (0 is the first) of ``num_steps`` steps uses the attention ``middle``. With fewer than
-        ``first + last`` steps none does.
+        """Whether step ``step`` (0 is the first) of ``num_steps`` steps uses the attention ``middle``. With
+        fewer than ``first + last`` steps none does.
         """
         return self.first <= step < num_steps - self.last
 

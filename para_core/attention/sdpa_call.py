@@ -68,7 +68,9 @@ class SdpaCall(NamedTuple):
     lengths: LengthCheck | None = None
 
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> SdpaCall:
-        """Return a copy of this call with other tensors. Unlike ``_replace``, Dynamo of torch 2.11 can trace it."""
+        """Return a copy of this call with other tensors.
+        Unlike ``_replace``, Dynamo of torch 2.11 can trace it.
+        """
         flags = (self.dropout_p, self.is_causal, self.scale, self.enable_gqa, self.lengths)
         return SdpaCall(query, key, value, attn_mask, *flags)
 
@@ -86,18 +88,20 @@ class SdpaCall(NamedTuple):
 
 # An SdpaHandler is a function that computes an intercepted call of SDPA.
 SdpaHandler = Callable[[SdpaCall], Tensor]
-# A function that raises the exception it gets: raise_here, or one that makes all ranks raise, for a mode that a user
-# enters, in which ranks may get different arguments.
+# A function that raises the exception it gets: raise_here, or one that makes all ranks raise, for a mode that
+# a user enters, in which ranks may get different arguments.
 Fail = Callable[[Exception], NoReturn]
 
 
 def raise_here(error: Exception) -> NoReturn:
-    """Raise ``error`` without an exchange between ranks. Under a plan all ranks get equal arguments, so all raise."""
+    """Raise ``error`` without an exchange between ranks.
+    Under a plan all ranks get equal arguments, so all raise.
+    """
     raise error
 
 
-# The following functions validate the arguments of a call before anything is sent. They see one rank's arguments, so
-# their caller makes all ranks raise: MeshAttention.raise_everywhere.
+# The following functions validate the arguments of a call before anything is sent. They see one rank's
+# arguments, so their caller makes all ranks raise: MeshAttention.raise_everywhere.
 
 
 def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -171,7 +175,8 @@ def _equal_shapes(shape: torch.Size, other: torch.Size) -> bool:
 def _check_mask(mask: Tensor, query: Tensor) -> None:
     """Raise ``ValueError`` for a wrong dtype, device, or leading dims.
 
-    The last two dims depend on the layouts: :func:`~para_core.attention.masks.infer_mask_extents` checks them.
+    The last two dims depend on the layouts: :func:`~para_core.attention.masks.infer_mask_extents` checks
+    them.
     """
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(

@@ -1,8 +1,8 @@
 """The specification of one attention call over a mesh, without its tensors, as a frozen value with a JSON
 form.
 
-The JSON is a constant argument of the operators in compiled graphs: what it contains is compiled into a graph, and
-what may be symbolic, lengths and numbers of heads, is passed beside it as integers.
+The JSON is a constant argument of the operators in compiled graphs: what it contains is compiled into a
+graph, and what may be symbolic, lengths and numbers of heads, is passed beside it as integers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class AttentionSpec:
     """The specification of one attention call over a mesh: what it computes, and over which ranks.
 
     :class:`~para_core.attention.attention_plan.AttentionPlan` derives the communication from it.
-    ``key_layout`` is the same object as ``query_layout`` if keys are sharded like queries: other code compares them
-    by identity, because a comparison of symbolic lengths would add guards. ``num_heads`` and its divisor
-    ``num_kv_heads`` are over all ranks. ``options_text`` is ``options`` as JSON, written before tracing, because
-    Dynamo would treat numbers as variables.
+    ``key_layout`` is the same object as ``query_layout`` if keys are sharded like queries: other code
+    compares them by identity, because a comparison of symbolic lengths would add guards. ``num_heads`` and
+    its divisor ``num_kv_heads`` are over all ranks. ``options_text`` is ``options`` as JSON, written before
+    tracing, because Dynamo would treat numbers as variables.
     """
 
     query_layout: SequenceLayout
@@ -62,7 +62,9 @@ class AttentionSpec:
 
     @cached_property
     def positional_masks(self) -> tuple[PositionalMask, ...]:
-        """The masks of this call that decide by the positions of tokens. A mask tensor applies in addition."""
+        """The masks of this call that decide by the positions of tokens.
+        A mask tensor applies in addition.
+        """
         causal: tuple[PositionalMask, ...] = ()
         if self.is_causal:
             causal = (Causal(),)
@@ -106,8 +108,8 @@ class AttentionSpec:
 
     @staticmethod
     def read(text: str, numbers: Sequence[int], scale: float | None) -> AttentionSpec:
-        """Return the spec with this :attr:`text`, :attr:`numbers` and scale. Its mesh has only the names of process
-        groups, and its segments have no names.
+        """Return the spec with this :attr:`text`, :attr:`numbers` and scale. Its mesh has only the names of
+        process groups, and its segments have no names.
         """
         record = from_json(SpecRecord, text)
         mesh, ranks = read_mesh(record.mesh)
@@ -116,8 +118,8 @@ class AttentionSpec:
         query_layout = _read_layout(totals[: len(query_kinds)], query_kinds, ranks)
         key_layout = query_layout
         key_totals = totals[len(query_kinds) :]
-        # While Dynamo traces a call with symbolic lengths, `is` may take one layout for two. Text or numbers then name
-        # it twice, and the other one once.
+        # While Dynamo traces a call with symbolic lengths, `is` may take one layout for two. Text or numbers
+        # then name it twice, and the other one once.
         if record.key_kinds is not None and key_totals:
             key_layout = _read_layout(key_totals, record.key_kinds.split(","), ranks)
         return AttentionSpec(

@@ -36,8 +36,8 @@ from para_core.triton_support import load_kernel
 
 # Called as pack(tensors); returns the buffer to send.
 Pack = Callable[[Sequence[Tensor]], Tensor]
-# Called as unpack(buffer, tensors) with the received buffer and the tensors that were packed, which have the tokens or
-# heads that are not sent; returns the results.
+# Called as unpack(buffer, tensors) with the received buffer and the tensors that were packed, which have the
+# tokens or heads that are not sent; returns the results.
 Unpack = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -64,8 +64,8 @@ class Shapes(NamedTuple):
 
 
 def takes_kernels(x: Tensor) -> bool:
-    """Whether a Triton kernel packs ``x``: on CUDA, in eager code without gradients. Meta tensors count as CUDA,
-    because tests count the launches of CUDA with them.
+    """Whether a Triton kernel packs ``x``: on CUDA, in eager code without gradients. Meta tensors count as
+    CUDA, because tests count the launches of CUDA with them.
     """
     if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
@@ -117,8 +117,8 @@ class Swap:
         else:
             key: Any = torch.is_grad_enabled()
             if not self._one_shape:
-                # Batch and numbers of heads are those of the first tensor or fixed by this object, as are the numbers
-                # of tokens. Only the last tensor, the value, may have another width.
+                # Batch and numbers of heads are those of the first tensor or fixed by this object, as are the
+                # numbers of tokens. Only the last tensor, the value, may have another width.
                 first = tensors[0]
                 key = (key, first.device, first.dtype, first.shape, tensors[-1].shape)
             known = self._steps.get(key)

@@ -46,7 +46,9 @@ class PositionalMask(Protocol):
 
     @property
     def is_causal(self) -> bool:
-        """Whether it answers causal tiles. Pieces are then cut at the beginnings and ends of all runs of keys, too."""
+        """Whether it answers causal tiles.
+        Pieces are then cut at the beginnings and ends of all runs of keys, too.
+        """
         ...
 
     def query_edges(self) -> Sequence[int]:
@@ -54,8 +56,8 @@ class PositionalMask(Protocol):
         ...
 
     def key_edges(self) -> Sequence[int]:
-        """Return the positions at which the answer for keys changes. In a call with a causal mask pieces are cut there,
-        too, so that this mask shows all keys of a causal tile or none.
+        """Return the positions at which the answer for keys changes. In a call with a causal mask pieces are
+        cut there, too, so that this mask shows all keys of a causal tile or none.
         """
         ...
 
@@ -63,8 +65,8 @@ class PositionalMask(Protocol):
         """Return the keys that a piece sees: ``(ascending positions, whether the tile is causal)`` of each
         tile.
 
-        ``keys`` are ascending. The list is empty if the piece sees none of them. In a causal tile the keys are at the
-        positions of ``queries``.
+        ``keys`` are ascending. The list is empty if the piece sees none of them. In a causal tile the keys
+        are at the positions of ``queries``.
         """
         ...
 

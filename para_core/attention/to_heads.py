@@ -123,8 +123,8 @@ class ToHeads(Swap):
             same_rows = same_rows and self.rows[index] is self.rows[members[0]]
         if same_rows:
             return self._split_table(table, members, heads, tensors)
-        # Queries stay in the order of arrival, and keys and values do not: in every exchange of tensors with different
-        # rows (UlyssesPlan) the first tensor is the query, and the others share their rows.
+        # Queries stay in the order of arrival, and keys and values do not: in every exchange of tensors with
+        # different rows (UlyssesPlan) the first tensor is the query, and the others share their rows.
         queries, rest = table.split_with_sizes([heads[0], sum(heads[1:])], 2)
         return (
             *self._split_table(queries, members[:1], heads[:1], tensors),

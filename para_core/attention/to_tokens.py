@@ -57,8 +57,8 @@ class ToTokens(Swap):
         has_all_tokens = self.replicated or not any(rows.replicates for rows in self.rows)
         if has_all_tokens and all(_are_disjoint(heads) for heads in self.heads):
             return Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
-        # Regions are copied, not added up. Only gradients get here, and they are sent as they are (UlyssesPlan): this
-        # could not read another format.
+        # Regions are copied, not added up. Only gradients get here, and they are sent as they are
+        # (UlyssesPlan): this could not read another format.
         return Steps(pack, send, receive, partial(self._unpack, shapes))
 
     def _choose_unpack_of_one(self, shapes: Shapes) -> Unpack:

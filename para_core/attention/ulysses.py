@@ -1,7 +1,8 @@
 """Ulysses: exchange a shard of the tokens for a shard of the heads, and back (arXiv:2309.14509).
 
 Each attention call runs one all-to-all before attention, for query, key and value together (in), and one
-after it, for the output (out). With S_r sharded tokens and H_r heads on rank r, and e bytes per element, rank r sends
+after it, for the output (out). With S_r sharded tokens and H_r heads on rank r, and e bytes per element, rank
+r sends
 
     in:   B · e · Σ_{j≠r} (S_r · (H_j · D + H_kv,j · (D + D_v)))   bytes
     out:  B · e · D_v · H_r · Σ_{j≠r} (S_j + replicated tokens)    bytes
@@ -57,7 +58,9 @@ class Heads:
 
     @cached_property
     def key_runs(self) -> tuple[Run, ...]:
-        """The key heads that the query heads of each rank need. Neighbouring ranks may need the same key head."""
+        """The key heads that the query heads of each rank need.
+        Neighbouring ranks may need the same key head.
+        """
         if self.num_kv_heads == self.num_heads:
             return self.query_runs
         group = self.num_heads // self.num_kv_heads
@@ -87,8 +90,8 @@ class UlyssesPlan:
     """The Ulysses exchanges of one attention call, forward and backward.
 
     A *block* is all tokens of a Ulysses group in the order of the sequence, with some of the heads; queries
-    are rank by rank if not ``ordered``. *Enter* exchanges this rank's tokens for a block, and *leave* undoes it. The
-    tensors of the forward are sent in the format of the options, gradients and masks as they are.
+    are rank by rank if not ``ordered``. *Enter* exchanges this rank's tokens for a block, and *leave* undoes
+    it. The tensors of the forward are sent in the format of the options, gradients and masks as they are.
     """
 
     def __init__(self, spec: AttentionSpec, heads: Heads, *, ordered: bool, one_shape: bool = False) -> None:
@@ -105,8 +108,8 @@ class UlyssesPlan:
 
     @cached_property
     def enter(self) -> Exchange:
-        """A function that exchanges ``(query, key, value)``, each ``[B, H, S_local, D]``, by one all-to-all for
-        their blocks, ``[B, H_local, S_block, D]``.
+        """A function that exchanges ``(query, key, value)``, each ``[B, H, S_local, D]``, by one all-to-all
+        for their blocks, ``[B, H_local, S_block, D]``.
 
         Replicated tokens are not sent: each rank takes its own heads of them.
         """
@@ -129,8 +132,8 @@ class UlyssesPlan:
         return swap.exchange
 
     def enter_mask(self, mask: Tensor, heads: Sequence[Run]) -> Tensor:
-        """Exchange the mask's rows of this rank for those of the block. ``heads`` are the runs of the mask's heads that
-        each rank gets. Collective. Differentiable, and may be traced.
+        """Exchange the mask's rows of this rank for those of the block. ``heads`` are the runs of the mask's
+        heads that each rank gets. Collective. Differentiable, and may be traced.
         """
         return ToHeads([self.queries], [heads], self._dim).exchange([mask])[0]
 
@@ -149,7 +152,7 @@ class UlyssesPlan:
         return ToTokens(self._rows, self._heads, self._dim).exchange
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
-        """Exchange gradients of the blocks of query, key and value for those of the local tensors: the transpose of
-        :attr:`enter`. Collective.
+        """Exchange gradients of the blocks of query, key and value for those of the local tensors: the
+        transpose of :attr:`enter`. Collective.
         """
         return list(self._leave_gradients(grads))

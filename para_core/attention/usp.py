@@ -46,8 +46,8 @@ def usp_forward(
         save: Whether to return the tensors that the gradient needs. The call then uses
             :attr:`AttentionPlan.with_gradients`, so nothing is rounded to 8 bits.
 
-    Collective. Autograd records it only if ``attn_func`` is given; otherwise the caller differentiates it by the
-    saved tensors (:mod:`para_core.attention.gradients`).
+    Collective. Autograd records it only if ``attn_func`` is given; otherwise the caller differentiates it by
+    the saved tensors (:mod:`para_core.attention.gradients`).
 
     Returns:
         out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result; and the saved tensors, or
@@ -87,7 +87,9 @@ def attend_over_mesh(
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is enabled for the device type of ``x``. False for meta tensors, and for what is no tensor."""
+    """Whether autocast is enabled for the device type of ``x``.
+    False for meta tensors, and for what is no tensor.
+    """
     if not (torch.compiler.is_compiling() or is_any_autocast_enabled()):
         return False
     return isinstance(x, Tensor) and not x.is_meta and torch.is_autocast_enabled(x.device.type)
@@ -106,8 +108,8 @@ def attend_block(
     exchange. Collective over the ring.
 
     Args:
-        query, key, value: ``[B, H_local, S_block, D]``: all tokens of this rank's Ulysses group, and this rank's
-            heads.
+        query, key, value: ``[B, H_local, S_block, D]``: all tokens of this rank's Ulysses group, and this
+            rank's heads.
         plan, mask, attn_func, save: As in :func:`usp_forward`.
 
     Returns:
@@ -121,8 +123,8 @@ def attend_block(
         key_heads = torch.arange(query.shape[1], device=query.device) // (
             query.shape[1] // max(1, key.shape[1])
         )
-    # One call of plain SDPA has the bits of one device and costs the host least, but returns no lse, so it cannot
-    # serve a gradient.
+    # One call of plain SDPA has the bits of one device and costs the host least, but returns no lse, so it
+    # cannot serve a gradient.
     if not save and attn_func is None and plan.is_local:
         call = LocalAttentionCall(query, key, value, mask, plan.spec.is_causal, plan.spec.scale)
         if plan.style.has_all_keys:
@@ -181,8 +183,8 @@ def attend_all(
 
 
 def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None = None) -> Attend:
-    """Return the attention of a call, from the inside out: to one block, with key heads expanded, over all ring
-    ranks, with a mask that merges by lse.
+    """Return the attention of a call, from the inside out: to one block, with key heads expanded, over all
+    ring ranks, with a mask that merges by lse.
 
     ``masked`` tells whether the call has a mask tensor. The gradient has the same layers:
     :func:`para_core.attention.gradients.usp.compose_backward`.

@@ -16,8 +16,8 @@ class Wire:
 
     Attributes:
         row_padding: Number of elements that are sent in addition for each vector of one token and head.
-        needs_regions: Whether tensors must be packed by :meth:`pack` and :meth:`unpack`. Otherwise a concatenation or
-            a view of them is as good, which takes fewer launches without a kernel.
+        needs_regions: Whether tensors must be packed by :meth:`pack` and :meth:`unpack`. Otherwise a
+            concatenation or a view of them is as good, which takes fewer launches without a kernel.
     """
 
     row_padding = 0

@@ -1,5 +1,5 @@
-"""Public functions for First Block Cache on a model without a pipeline: apply, reset and remove it, name branches, and
-look up its options.
+"""Public functions for First Block Cache on a model without a pipeline: apply, reset and remove it, name
+branches, and look up its options.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def apply_cache(
         blocks (`CachedBlocks`): The description of the model's block stack.
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that hold parts of one sequence, which
             decide together. Defaults to the mesh of the plan that is applied to the model, or of the mode
-            around the call. Required if you compile the model inside your own mode: without it each rank would decide
-            from its own tokens, and ranks that decide differently would wait for each other.
+            around the call. Required if you compile the model inside your own mode: without it each rank
+            would decide from its own tokens, and ranks that decide differently would wait for each other.
         **options: The options of :class:`CacheOptions`. The threshold is required. Options that need a
             pipeline's schedule, such as ``start``, are refused.
 
@@ -54,8 +54,8 @@ def apply_cache(
         ``model`` itself.
 
     Raises:
-        TypeError, ValueError: An option is invalid or needs a schedule, the model does not have the blocks that
-            ``blocks`` describes, or one of diffusers' own caches is enabled on it.
+        TypeError, ValueError: An option is invalid or needs a schedule, the model does not have the blocks
+            that ``blocks`` describes, or one of diffusers' own caches is enabled on it.
     """
     module: Any = uncompiled(model)
     settings = options_of("apply_cache", options)
@@ -78,8 +78,8 @@ def apply_cache(
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if torch.compiler.is_compiling():
             cache.look_up_plan()
-            # The digest of a call sums over its arguments in order, so all calls need one. Dynamo 2.13 cannot sort
-            # the names.
+            # The digest of a call sums over its arguments in order, so all calls need one. Dynamo 2.13 cannot
+            # sort the names.
             cache.traced.enter({name: arguments[name] for name in parameters if name in arguments})
             return call(called, *args, **kwargs)
         return cache.run(partial(call, called, *args, **kwargs), arguments)
@@ -113,8 +113,8 @@ def cache_context(model: nn.Module, name: str) -> Iterator[None]:
     """Name the CFG branch of the calls of ``model`` inside the ``with`` block.
 
     Needed if the arguments of a model do not tell its branches apart, or if it is called for several tiles or
-    images in turn: each call of a step needs another name, and keeps it from step to step. Models of diffusers with
-    ``CacheMixin`` have a method ``cache_context(name)``, which does the same.
+    images in turn: each call of a step needs another name, and keeps it from step to step. Models of
+    diffusers with ``CacheMixin`` have a method ``cache_context(name)``, which does the same.
 
     Raises:
         ValueError: No cache uses ``model``, neither one of :func:`apply_cache` nor one of a pipeline
@@ -128,10 +128,11 @@ def cache_context(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def cache_options(model: nn.Module) -> CacheOptions | None:
-    """Return the options of the cache that :func:`apply_cache` attached to this object; None if there is none.
+    """Return the options of the cache that :func:`apply_cache` attached to this object; None if there is
+    none.
 
-    A module and what ``torch.compile`` made of it are two objects here, unlike in :func:`require_cache`: ranks call
-    this function at each call of a transformer.
+    A module and what ``torch.compile`` made of it are two objects here, unlike in :func:`require_cache`:
+    ranks call this function at each call of a transformer.
     """
     cache = slot_owner(model, Slot.CACHE, BlockCache)
     if cache is None:
@@ -140,7 +141,8 @@ def cache_options(model: nn.Module) -> CacheOptions | None:
 
 
 def require_cache(model: nn.Module) -> BlockCache:
-    """Return the cache of :func:`apply_cache` on ``model``, or on the module that was compiled to make ``model``.
+    """Return the cache of :func:`apply_cache` on ``model``, or on the module that was compiled to make
+    ``model``.
 
     Raises:
         ValueError: The model has no cache.

@@ -18,7 +18,8 @@ from para_core.torch_internals import version_of
 
 # Arguments with these names hold the position in the denoising schedule, so they change from step to step.
 _CLOCK = re.compile(r"(.*_)?(t|times?|timesteps?|sigmas?|noise_levels?)(_r)?")
-# A tensor with the timestep that has more elements is compared on the device; a smaller one is read by the host.
+# A tensor with the timestep that has more elements is compared on the device; a smaller one is read by the
+# host.
 MOST_READ = 1 << 16
 # Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later
 # call.
@@ -66,8 +67,8 @@ class Leaf(NamedTuple):
     def compare(self, other: Leaf) -> bool | None:
         """Return whether the values are equal; None if two tensors must be compared by value to know.
 
-        Tensors that were changed in place since their call count as different, because their earlier values are
-        gone.
+        Tensors that were changed in place since their call count as different, because their earlier values
+        are gone.
         """
         x = self.value
         y = other.value
@@ -142,7 +143,9 @@ def _memory_of(x: Tensor) -> tuple[Any, ...]:
 
 
 def argument_leaves(arguments: Mapping[str, Any]) -> Leaves:
-    """Return all values in ``arguments``. Containers are taken apart, so a change inside one is noticed later."""
+    """Return all values in ``arguments``.
+    Containers are taken apart, so a change inside one is noticed later.
+    """
     leaves: Leaves = {}
     for name, value in arguments.items():
         # Most arguments are small tensors and numbers. This saves Python calls for each.
@@ -234,8 +237,8 @@ def is_clock(name: str) -> bool:
 
 
 def clocks_in(leaves: Leaves) -> set[str]:
-    """Return the paths of the timestep: of all values in arguments with such a name or, if there is none, of fields
-    and entries of other arguments with such a name.
+    """Return the paths of the timestep: of all values in arguments with such a name or, if there is none, of
+    fields and entries of other arguments with such a name.
     """
     clocks = set(filter(_is_clock_argument, leaves))
     return clocks or set(filter(_is_clock_field, leaves))
@@ -252,8 +255,8 @@ def _is_clock_field(path: str) -> bool:
 
 
 def value_at(arguments: Mapping[str, Any], path: str) -> Any:
-    """Return the argument, or the field of an argument, at a ``path`` such as ``"video.text"``; None if there is
-    none.
+    """Return the argument, or the field of an argument, at a ``path`` such as ``"video.text"``; None if there
+    is none.
     """
     name, *path_inside = path.split(".")
     value = arguments.get(name)

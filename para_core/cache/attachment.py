@@ -48,15 +48,15 @@ def _no_context(module: nn.Module | None, name: str) -> AbstractContextManager[N
 class BlockHookHost:
     """The hooks on one model and its blocks, in their slots ``CACHED_BLOCK``, and the caches that use them.
 
-    Several caches may share it, such as those of two pipelines with one model. A call that begins while another one
-    runs raises (:meth:`BlockCache.run`). The protocol:
+    Several caches may share it, such as those of two pipelines with one model. A call that begins while
+    another one runs raises (:meth:`BlockCache.run`). The protocol:
 
-    - :meth:`BlockCache._call_blocks` sets ``thread``, then ``running``, for a call, and only it: a hook in another
-      thread that sees ``running`` must see its thread, too. At the end it sets ``running`` to None.
+    - :meth:`BlockCache._call_blocks` sets ``thread``, then ``running``, for a call, and only it: a hook in
+      another thread that sees ``running`` must see its thread, too. At the end it sets ``running`` to None.
     - :func:`~para_core.cache.apply.apply_cache` sets ``resident``; :func:`detach` clears it.
     - ``local.branch`` is set by ``cache_context``, per thread.
-    - :func:`attach` compares ``roles`` with those of the next cache, first by identity: the roles are installed again
-      only if they differ.
+    - :func:`attach` compares ``roles`` with those of the next cache, first by identity: the roles are
+      installed again only if they differ.
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class BlockHookHost:
         # The cache that handles calls of the model outside a pipeline.
         self.resident: BlockCache | None = None
         self.local = _ThreadState()
-        # All caches that use these hooks. detach removes the hooks with the last one. If the caches are merely
-        # collected, the hooks stay, and only call the blocks.
+        # All caches that use these hooks. detach removes the hooks with the last one. If the caches are
+        # merely collected, the hooks stay, and only call the blocks.
         self.owners: WeakSet[Any] = WeakSet()
         self.roles: Roles = []
 
@@ -75,9 +75,11 @@ class BlockHookHost:
     def _run_named(
         self, call: Callable[..., Any], module: nn.Module | None, /, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
-        """Run ``call``, diffusers' ``cache_context(name)``, and give the CFG branch of this thread that name, too.
+        """Run ``call``, diffusers' ``cache_context(name)``, and give the CFG branch of this thread that name,
+        too.
 
-        The resident cache names its branch as well. Used in place of the model's method and by :meth:`in_branch`.
+        The resident cache names its branch as well. Used in place of the model's method and by
+        :meth:`in_branch`.
         """
         name = str(args[0] if args else kwargs["name"])
         before = self.local.branch
@@ -127,8 +129,8 @@ class BlockHookHost:
                 return call(block, *args, **kwargs)
             if not role.skipped:
                 return run_first_block(cache, role, block, call, args, kwargs)
-            # Most blocks are inner ones, which need nothing else. This saves a Python call for each. In a graph,
-            # ``skip`` is a tensor, so compare by identity.
+            # Most blocks are inner ones, which need nothing else. This saves a Python call for each. In a
+            # graph, ``skip`` is a tensor, so compare by identity.
             if role.is_inner and cache.skip is True:
                 return role.pass_on(args, kwargs)
             if role.is_inner and (cache.skip is None or cache.skip is False):

@@ -4,8 +4,8 @@ The blocks that matter to the cache get hooks (:mod:`para_core.cache.attachment`
 ``first_blocks`` measures the residual and decides the step; with a rule that compares the input of block 0,
 that block's hook decides before it runs. The hooks of the other blocks run or skip their blocks. In a skipped
 step, the hook of the last skipped block of a group returns the group's input plus the forecast residual.
-Computations of the model between its blocks (such as residuals of a ControlNet) also run in skipped steps, but
-have no effect there, because the stored residual has them.
+Computations of the model between its blocks (such as residuals of a ControlNet) also run in skipped steps,
+but have no effect there, because the stored residual has them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from para_core.user_warnings import CacheWarning, WarningLog
 
 # Returns the index of the step of the next call of a CFG branch, the number of steps, and the timestep.
 Position = Callable[[str], tuple[int, int, float]]
-# Maximum number of outcomes that a cache keeps of the calls of a generation. A loop that never calls reset_cache
-# would otherwise accumulate them without limit.
+# Maximum number of outcomes that a cache keeps of the calls of a generation. A loop that never calls
+# reset_cache would otherwise accumulate them without limit.
 _MOST_OUTCOMES = 4096
 _NOT_FILLED = Filling({})
 
@@ -67,8 +67,8 @@ class BlockCache:
             the call.
 
     Raises:
-        ValueError: The model does not have the blocks or arguments that ``blocks`` describes, no block would be
-            skipped, the rule compares an input that ``blocks`` does not describe, or one of diffusers' own
+        ValueError: The model does not have the blocks or arguments that ``blocks`` describes, no block would
+            be skipped, the rule compares an input that ``blocks`` does not describe, or one of diffusers' own
             caches is enabled on the model.
     """
 
@@ -91,14 +91,14 @@ class BlockCache:
         self.region: Region | None = None
         self.stages: Any = None
         self.dims: tuple[MeshDim, ...] = ()
-        # Whether the arguments may be this rank's part of the inputs: there is a mesh, and no plan. Two of them may
-        # then be equal on this rank and differ on another one.
+        # Whether the arguments may be this rank's part of the inputs: there is a mesh, and no plan. Two of
+        # them may then be equal on this rank and differ on another one.
         self.arguments_are_parts = False
         # Whether the hooks currently run all blocks, as without a cache.
         self.idle = False
         self._warnings = WarningLog()
-        # The number of CFG branches in a batch, and the number of samples in it (0 if unknown). They only serve the
-        # report, and a pipeline sets them before each call.
+        # The number of CFG branches in a batch, and the number of samples in it (0 if unknown). They only
+        # serve the report, and a pipeline sets them before each call.
         self.num_branches = 1
         self.batch = 0
         # The name of the argument that made the last call run without the cache; None if the cache was used.
@@ -148,7 +148,8 @@ class BlockCache:
         Args:
             call: Calls the model with ``arguments``.
             arguments: The arguments of the call, by name.
-            position: ``position(branch)`` returns the position of the call of this CFG branch in the schedule.
+            position: ``position(branch)`` returns the position of the call of this CFG branch in the
+                schedule.
             moment: A number that changes from step to step; None if only the arguments can tell.
 
         Raises:
@@ -206,7 +207,8 @@ class BlockCache:
     def _call_blocks(self, host: BlockHookHost, call: Callable[[], Any]) -> Any:
         """Return ``call()``, in which the hooks of ``host`` use this cache."""
         earlier_decider = self.state.decider
-        # Set the thread before the cache, because the hooks in another thread compare it once they see the cache.
+        # Set the thread before the cache, because the hooks in another thread compare it once they see the
+        # cache.
         host.thread = get_ident()
         host.running = self
         try:
@@ -281,8 +283,8 @@ class BlockCache:
         self.arguments_are_parts = mesh is not None and region is None
 
     def state_of(self, branch: str) -> CacheState:
-        """Return the state of ``branch``; create it if needed. At most ``MOST_BRANCHES`` states are kept, those used
-        last.
+        """Return the state of ``branch``; create it if needed. At most ``MOST_BRANCHES`` states are kept,
+        those used last.
         """
         state = self.states.pop(branch, None)
         if state is None:

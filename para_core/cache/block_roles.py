@@ -24,8 +24,8 @@ from para_core.plans.module_matching import parameters_of
 
 @dataclass(frozen=True)
 class BlockRole:
-    """The part that a block plays for the cache. Blocks with equal roles share a hook, and therefore a compiled
-    graph, so the hook may depend on nothing else of the block.
+    """The part that a block plays for the cache. Blocks with equal roles share a hook, and therefore a
+    compiled graph, so the hook may depend on nothing else of the block.
 
     ``streams``, ``measured``, ``chained`` and ``samples`` are the settings of the :class:`BlockGroup` with
     index ``group``.
@@ -39,8 +39,8 @@ class BlockRole:
             one the residual of the group is stored or added.
         skipped: Whether the cache may skip this block.
         is_inner: Whether the cache does nothing at this block but skip it.
-        stream_parameters: The names of the parameters that hold streams, in the order in which the block returns
-            them, and their indices among ``parameters``.
+        stream_parameters: The names of the parameters that hold streams, in the order in which the block
+            returns them, and their indices among ``parameters``.
         streams_are_parameters: Whether each stream is a parameter, not a field of a dataclass.
         measured_index: The index of ``measured`` among ``streams``.
     """
@@ -89,10 +89,11 @@ class BlockRole:
         return StreamValues(arguments, self._tensors(arguments), False)
 
     def pass_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the streams that are passed to a call of the block, as a block returns them that changes none.
+        """Return the streams that are passed to a call of the block, as a block returns them that changes
+        none.
 
-        This is ``as_output(inputs, inputs.tensors)`` for the inputs that :meth:`read` returns, in one Python call,
-        because most blocks of a skipped step only pass their inputs on.
+        This is ``as_output(inputs, inputs.tensors)`` for the inputs that :meth:`read` returns, in one Python
+        call, because most blocks of a skipped step only pass their inputs on.
         """
         values: list[Any] = []
         for name, index in self.stream_parameters:
@@ -105,8 +106,8 @@ class BlockRole:
         return tuple(values)
 
     def as_output(self, inputs: StreamValues, tensors: tuple[Any, ...]) -> Any:
-        """Return ``tensors``, the new values of the streams ``inputs``, as a block returns them: one as a tensor,
-        several as a tuple.
+        """Return ``tensors``, the new values of the streams ``inputs``, as a block returns them: one as a
+        tensor, several as a tuple.
 
         A dataclass keeps its other fields, and those whose new value is None.
         """
@@ -131,10 +132,11 @@ class BlockRole:
     def find_changed(
         self, arguments: Mapping[str, Any], before: tuple[Any, ...], after: tuple[Any, ...]
     ) -> int:
-        """Return the index of the measured tensor among the tensors of all streams, if streams are dataclasses.
+        """Return the index of the measured tensor among the tensors of all streams, if streams are
+        dataclasses.
 
-        It is the first float tensor of the measured stream that the block changed: one that is another object in
-        ``after`` than in ``before``.
+        It is the first float tensor of the measured stream that the block changed: one that is another object
+        in ``after`` than in ``before``.
 
         Raises:
             ValueError: The stream is a dataclass, and the block changed none of its float fields.
@@ -159,8 +161,8 @@ class BlockRole:
         """Return the tensors of all streams in the block's ``output``.
 
         A block may broadcast one sample to a batch: the text of FLUX, if one negative prompt is given for
-        several images. A graph needs the same shape whether a block is skipped or not, so there a block that may
-        be skipped may not.
+        several images. A graph needs the same shape whether a block is skipped or not, so there a block that
+        may be skipped may not.
 
         Raises:
             ValueError: The number or the shapes of the outputs differ from those of ``inputs``, the streams
@@ -213,9 +215,9 @@ def roles_of(
 ) -> list[tuple[nn.Module, BlockRole]]:
     """Return ``(block, role)`` for all blocks that need a hook, in the order in which they run.
 
-    The ``first_blocks`` first and the ``last_blocks`` last blocks always run. Of these, only block 0 and the last
-    one of the first blocks get a hook: the residual is measured between them. With ``first_blocks=0`` the step is
-    decided before block 0 runs.
+    The ``first_blocks`` first and the ``last_blocks`` last blocks always run. Of these, only block 0 and the
+    last one of the first blocks get a hook: the residual is measured between them. With ``first_blocks=0``
+    the step is decided before block 0 runs.
 
     Raises:
         ValueError: The model does not have the blocks that ``blocks`` names, or no block would be skipped.

@@ -57,8 +57,8 @@ def run_or_skip_block(
 ) -> Any:
     """Run or skip a block that may be skipped, and return its output.
 
-    The output of a skipped block is its input or, in a graph, may be an uninitialised tensor. Only the
-    last block of a group returns the forecast output of the group. ``cache.skip`` is compared by identity, because
+    The output of a skipped block is its input or, in a graph, may be an uninitialised tensor. Only the last
+    block of a group returns the forecast output of the group. ``cache.skip`` is compared by identity, because
     in a graph it is a tensor.
     """
     streams = role.read(args, kwargs)

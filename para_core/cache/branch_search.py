@@ -16,8 +16,8 @@ from para_core.cache.decision import DecisionOutcome, Verdict
 if TYPE_CHECKING:
     from para_core.cache.branches import Branches
 
-# Maximum number of groups, of branches in a group, and of branches whose residuals are stored. A pipeline has two
-# or three branches.
+# Maximum number of groups, of branches in a group, and of branches whose residuals are stored. A pipeline has
+# two or three branches.
 MOST_BRANCHES = 8
 
 
@@ -29,8 +29,8 @@ class BranchCall(NamedTuple):
         repeated: Whether calls of this branch within one step cannot be told apart, so that they must be
             computed.
         begins: Whether a generation begins, so that the state of the branch is not valid.
-        branch: The branch, if the call is told apart from other calls. The caller stores the outcome of the call
-            in it.
+        branch: The branch, if the call is told apart from other calls. The caller stores the outcome of the
+            call in it.
     """
 
     name: str | None
@@ -118,12 +118,13 @@ def all_equal(cases: Sequence[Sequence[Pair]], agree: Agree | None) -> list[bool
 class BranchSearch:
     """The search for the branch of one call among the branches of its group.
 
-    With ``agree``, each comparison of the values of two tensors is a collective call. Which values are compared
-    follows from the identities, shapes and versions of tensors, so these must be equal on all ranks, as they are
-    if all ranks run the same program.
+    With ``agree``, each comparison of the values of two tensors is a collective call. Which values are
+    compared follows from the identities, shapes and versions of tensors, so these must be equal on all ranks,
+    as they are if all ranks run the same program.
 
     Args:
-        leaves, clocks: The values in the arguments of the call, and the paths of those that hold the timestep.
+        leaves, clocks: The values in the arguments of the call, and the paths of those that hold the
+            timestep.
         moment: A number that changes from step to step; None if only the arguments can tell.
         raises: Whether a call that was skipped by mistake raises. With CFG parallelism, only the rank that
             computed a call knows whether it was skipped, so no rank may raise.
@@ -194,8 +195,8 @@ class BranchSearch:
             if not call.repeated:
                 group.branches[-1].has_neighbour = True
             return call
-        # No branch was called in this step yet, so the values changed from one step to the next. A value that was
-        # new in two steps tells no branches apart.
+        # No branch was called in this step yet, so the values changed from one step to the next. A value that
+        # was new in two steps tells no branches apart.
         nearest = min(reversed(group.branches), key=lambda branch: len(self._paths_of_difference(branch)))
         for path in self._paths_of_difference(nearest):
             group.unseen[path] += 1
@@ -245,7 +246,9 @@ class BranchSearch:
         return call
 
     def _give_up(self, paths: Sequence[str]) -> BranchCall:
-        """Let this call and all later ones of the group be computed, and warn. At ``paths`` two calls differ."""
+        """Let this call and all later ones of the group be computed, and warn.
+        At ``paths`` two calls differ.
+        """
         self._group.mixed = True
         self._owner.warn(
             f"repeated {self._group.name}",
@@ -329,8 +332,8 @@ class BranchSearch:
         return None
 
     def _is_begin(self, branch: Branch) -> bool:
-        """Whether the timestep returned to that of the first call of ``branch``, or passed it against its direction,
-        so that a generation begins.
+        """Whether the timestep returned to that of the first call of ``branch``, or passed it against its
+        direction, so that a generation begins.
         """
         path = next((path for path in self._leaves if path in self._clocks and path in branch.leaves), "")
         if not path:
@@ -355,7 +358,8 @@ class BranchSearch:
             return x is y
         same = x.compare(y)
         if same is None and not (x.is_plain and y.is_plain):
-            # Do not compare the values of a lazy tensor (see para_core.lazy_tensors): that would wait for its data.
+            # Do not compare the values of a lazy tensor (see para_core.lazy_tensors): that would wait for its
+            # data.
             return False
         if same is not None:
             return same

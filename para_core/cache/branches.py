@@ -36,7 +36,8 @@ from para_core.user_warnings import CacheWarning, warn_user
 # The arguments that identify branches if the user names none. Those that the model does not have are ignored.
 DEFAULT_CONDITIONS = ("encoder_hidden_states",)
 # After more than this number of calls with different conditions, none of which came back, the conditions are
-# considered to change from step to step. They then cannot identify branches. A pipeline has two or three branches.
+# considered to change from step to step. They then cannot identify branches. A pipeline has two or three
+# branches.
 _MOST_NEW = 4
 
 
@@ -66,10 +67,11 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
 class Branches:
     """The CFG branches of a model, identified by arguments of its calls, never by counting calls.
 
-    Calls with equal conditions form a group (:class:`~para_core.cache.branch_search.BranchGroup`), or calls inside
-    one ``cache_context``. Within one step, a branch is called once. If two calls of one step are in one group,
-    other arguments that differ between them tell them apart. If only arguments differ that change from step to
-    step (two tiles), or none, nothing tells them apart, and all calls of this group must be computed.
+    Calls with equal conditions form a group (:class:`~para_core.cache.branch_search.BranchGroup`), or calls
+    inside one ``cache_context``. Within one step, a branch is called once. If two calls of one step are in
+    one group, other arguments that differ between them tell them apart. If only arguments differ that change
+    from step to step (two tiles), or none, nothing tells them apart, and all calls of this group must be
+    computed.
 
     Args:
         conditions: Names of the arguments that differ between branches and stay equal from step to step.
@@ -131,8 +133,8 @@ class Branches:
         return self._identify(arguments, context, moment, agree, raises=True)
 
     def name_of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the name of the group of a call by its conditions alone: ``branch 0``, ``branch 1``, …; None if
-        unknown.
+        """Return the name of the group of a call by its conditions alone: ``branch 0``, ``branch 1``, …; None
+        if unknown.
 
         The host waits for the device once if conditions are new tensors, to compare their values.
         """

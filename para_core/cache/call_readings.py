@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class CallReading:
-    """The values of one model call that the report needs. Reading its tensors or seconds may wait for the device.
+    """The values of one model call that the report needs. Reading its tensors or seconds may wait for the
+    device.
 
     Args:
         branch: The name of the branch, or one name for all branches in the batch.
-        num_branches, batch: Number of branches and number of samples in the batch, over all ranks; ``batch`` is 0
-            if unknown.
+        num_branches, batch: Number of branches and number of samples in the batch, over all ranks; ``batch``
+            is 0 if unknown.
         room: Maximum number of stored residuals, and therefore of residuals in a forecast.
         events: The begin and the end of the call on a CUDA device.
         start, host_seconds: The time of the begin, and the duration, on the host.

@@ -3,8 +3,8 @@ in them.
 
 The branches of ``torch.cond`` only support plain tensors (torch 2.13 and 2.15). A weight that is a tensor
 wrapper subclass, as torchao's are, fails with "There was no rule registered for HOP cond". Inside a branch,
-``F.linear`` with such a weight is therefore replaced by a function that takes the plain tensors inside it, and
-rebuilds the weight from them. Other operators on such weights still fail.
+``F.linear`` with such a weight is therefore replaced by a function that takes the plain tensors inside it,
+and rebuilds the weight from them. Other operators on such weights still fail.
 """
 
 from __future__ import annotations

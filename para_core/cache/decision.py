@@ -1,5 +1,5 @@
-"""The decision whether to skip a step: its inputs and its outcome, and :class:`NumberDecider`, which makes it in eager
-code. :mod:`para_core.cache.graph_decision` makes it in a graph.
+"""The decision whether to skip a step: its inputs and its outcome, and :class:`NumberDecider`, which makes it
+in eager code. :mod:`para_core.cache.graph_decision` makes it in a graph.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from para_core.distributed.mesh import MeshDim
 class Verdict(IntEnum):
     """The reason why a step was skipped or computed.
 
-    ``graph_decision.py`` unpacks the members by position and computes with their numbers: another member must be added
-    there, too. HIT must be 0, because 0 in a step's ``forced`` means there that nothing is forced.
+    ``graph_decision.py`` unpacks the members by position and computes with their numbers: another member must
+    be added there, too. HIT must be 0, because 0 in a step's ``forced`` means there that nothing is forced.
     """
 
     HIT = 0
     MISS = 1
-    # The step was computed, because it is the first step of a branch, also after the shape, dtype or device of the
-    # compared values has changed (block_run.py), or because it is one of the branch's warmup_steps.
+    # The step was computed, because it is the first step of a branch, also after the shape, dtype or device
+    # of the compared values has changed (block_run.py), or because it is one of the branch's warmup_steps.
     WARMUP = 2
     # The step was computed, because max_consecutive_hits or max_hits was reached.
     LIMIT = 3
@@ -57,8 +57,8 @@ class Step:
         index: Index of the step in the schedule.
         total: Number of steps in the schedule.
         time: The timestep, on the scale of the schedule.
-        forced: The verdict, if it is determined for this step: by the options, or by ``block_cache.py``, which forces
-            REPEATED; None if the step must be compared.
+        forced: The verdict, if it is determined for this step: by the options, or by ``block_cache.py``,
+            which forces REPEATED; None if the step must be compared.
     """
 
     index: int = 0
@@ -100,10 +100,10 @@ class DecisionInput:
     """The inputs of the decision whether to skip one call.
 
     Args:
-        sample: ``[B, ...]``, the values of this rank's tokens that are compared, usually the first-block residual;
-            with the option ``downsample`` only every n-th channel. Each entry of the batch is compared with its
-            own earlier value. If one difference is large, the whole batch is computed, because a graph cannot skip
-            a part of it.
+        sample: ``[B, ...]``, the values of this rank's tokens that are compared, usually the first-block
+            residual; with the option ``downsample`` only every n-th channel. Each entry of the batch is
+            compared with its own earlier value. If one difference is large, the whole batch is computed,
+            because a graph cannot skip a part of it.
         samples: The number of entries of the batch in the call, over all ranks that share the batch.
         step, threshold: The position of the call in the schedule, and the threshold.
         dims: The mesh dims over which one sequence is sharded. Their ranks decide together.
@@ -140,9 +140,10 @@ class DecisionInput:
 class NumberDecider:
     """The object that decides the steps of one CFG branch in eager code, with Python numbers.
 
-    The first call of the branch creates it. ``first`` holds the compared values of the last computed step. It is a copy
-    only if they are not contiguous: otherwise it may be a tensor of the model, which must not change it in place.
-    The host waits for the device at most once per call, and only if the difference decides.
+    The first call of the branch creates it. ``first`` holds the compared values of the last computed step. It
+    is a copy only if they are not contiguous: otherwise it may be a tensor of the model, which must not
+    change it in place. The host waits for the device at most once per call, and only if the difference
+    decides.
     """
 
     # Whether a graph keeps the state of the branch, so that its number of tensors is fixed.

@@ -95,10 +95,11 @@ class GraphForm:
             leave_graph(self.cache.state)
 
     def enter(self, arguments: Mapping[str, Any]) -> None:
-        """Compare a call that the graph makes with the last call of the state, which may have been another branch's.
+        """Compare a call that the graph makes with the last call of the state, which may have been another
+        branch's.
 
-        Collective if each rank has only its part of the arguments. The result, which :meth:`decide` uses, forces the
-        step to be computed if the calls of several branches share the state.
+        Collective if each rank has only its part of the arguments. The result, which :meth:`decide` uses,
+        forces the step to be computed if the calls of several branches share the state.
         """
         cache = self.cache
         device = cache.device_of(arguments)
@@ -175,9 +176,9 @@ class GraphForm:
         """
         if not role.enters:
             before = self._outputs[role.group] or (None,) * len(inputs)
-            # Compare by identity: if the model passes on what the group's first block returned, nothing else has
-            # run in between. Use a list, not a generator: Dynamo 2.13 evaluates a generator beyond the item at
-            # which all() stops.
+            # Compare by identity: if the model passes on what the group's first block returned, nothing else
+            # has run in between. Use a list, not a generator: Dynamo 2.13 evaluates a generator beyond the
+            # item at which all() stops.
             if not all([x is y for x, y in zip(inputs, before, strict=True)]):  # noqa: C419
                 raise RuntimeError(
                     f"{type(self.cache.module).__name__} does something between the blocks of "
@@ -231,8 +232,8 @@ def _has_fields(streams: StreamValues) -> bool:
 def _forecast(residuals: Residuals, entries: Streams, weights: list[Any]) -> Streams:
     """Return the forecast outputs of the skipped blocks, with weights that are tensors or numbers.
 
-    The operator of :meth:`Residuals.forecast` takes numbers as weights, so with tensors plain operators compute the
-    same sum, which a compiler fuses.
+    The operator of :meth:`Residuals.forecast` takes numbers as weights, so with tensors plain operators
+    compute the same sum, which a compiler fuses.
     """
     if not isinstance(weights[0], Tensor):
         return residuals.forecast(entries, weights)
@@ -260,7 +261,8 @@ def _store_unless(skip: Tensor, residuals: Residuals, entries: Streams, outputs:
 
 
 def leave_graph(state: CacheState) -> None:
-    """Clone all tensors of ``state`` that a graph returned, before the next replay of a CUDA graph overwrites them.
+    """Clone all tensors of ``state`` that a graph returned, before the next replay of a CUDA graph overwrites
+    them.
 
     This is needed once per branch and generation, because later calls of the graph change the clones in
     place.

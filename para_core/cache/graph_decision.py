@@ -11,8 +11,8 @@ from para_core.cache.decision import DecisionInput, DecisionOutcome, Verdict, li
 from para_core.cache.options import CacheOptions
 from para_core.cache.rules import Observation
 
-# The verdicts in the order of the enum, as floats, because a graph computes with float tensors. SCHEDULE only comes
-# as a forced verdict.
+# The verdicts in the order of the enum, as floats, because a graph computes with float tensors. SCHEDULE only
+# comes as a forced verdict.
 _HIT, _MISS, _WARMUP, _LIMIT, _, _NOT_FINITE, _MASKED, _REPEATED = map(float, Verdict)
 
 
@@ -67,8 +67,8 @@ class _BranchCounters(NamedTuple):
 
 
 class TensorDecider:
-    """A :class:`~para_core.cache.decision.NumberDecider` for graphs: it computes with tensors, and changes its state
-    in place.
+    """A :class:`~para_core.cache.decision.NumberDecider` for graphs: it computes with tensors, and changes
+    its state in place.
     """
 
     in_graph: ClassVar[bool] = True
@@ -88,7 +88,9 @@ class TensorDecider:
         return _BranchCounters(calls, hits, hits_in_a_row, tuple(times))
 
     def decide(self, inputs: DecisionInput, numbers: Tensor) -> tuple[Tensor, DecisionOutcome]:
-        """Return whether to skip the step, and the outcome for the report. Update the counters and ``first``."""
+        """Return whether to skip the step, and the outcome for the report.
+        Update the counters and ``first``.
+        """
         params = StepNumbers(*numbers.unbind())
         counts = self._counts
         first = self.first

@@ -12,8 +12,8 @@ from para_core.cache.registry import FORECASTS, forecast_of_order, order_on_sche
 from para_core.cache.rules import Observation, Policy, Rule, look_up, rule_of
 from para_core.declared_options import Option, check_options, describe_options
 
-# These options need the schedule of a pipeline, so apply_cache refuses them. An option that is added and needs it must
-# be listed here.
+# These options need the schedule of a pipeline, so apply_cache refuses them. An option that is added and
+# needs it must be listed here.
 _SCHEDULED = ("always_compute_last", "start", "end", "forecast_order", "forecast", "compute_steps")
 # These options have no effect if compute_steps is set, so setting both is an error.
 _VOID = ("warmup_steps", "max_consecutive_hits", "max_hits", "always_compute_last", "start", "end", "policy")
@@ -30,8 +30,8 @@ class CacheOptions:
         {options}
 
     Raises:
-        TypeError, ValueError: A value has a wrong type or is out of range, two options exclude each other, or this
-            copy of para_core has no forecasts of that order.
+        TypeError, ValueError: A value has a wrong type or is out of range, two options exclude each other, or
+            this copy of para_core has no forecasts of that order.
     """
 
     residual_diff_threshold: Annotated[

@@ -44,7 +44,9 @@ def register_forecast(forecast: Forecast) -> None:
 
 
 def register_orders(forecast_of: Callable[[int], Forecast], *, on_schedule: int) -> None:
-    """Compute forecasts of an order above 0 by ``forecast_of(order)``. The arguments are those of :class:`Orders`."""
+    """Compute forecasts of an order above 0 by ``forecast_of(order)``.
+    The arguments are those of :class:`Orders`.
+    """
     _ORDERS.append(Orders(forecast_of, on_schedule))
 
 
@@ -98,7 +100,9 @@ class TracedForm(Protocol):
         """Prepare an eager call of the model, inside of which graphs may run, with these arguments."""
 
     def end_call(self, is_first: bool) -> None:
-        """Finish an eager call whose step a graph decided. ``is_first`` is whether it began the branch's state."""
+        """Finish an eager call whose step a graph decided.
+        ``is_first`` is whether it began the branch's state.
+        """
 
     def enter(self, arguments: Mapping[str, Any]) -> None:
         """Begin a call of the model that is being traced."""

@@ -26,8 +26,8 @@ class Residuals:
     def store(self, entries: Streams, outputs: Streams, *, in_graph: bool) -> None:
         """Store the residuals of a computed step, from the inputs and the outputs of the group.
 
-        If later steps run in a compiled graph (``in_graph``), which needs a fixed number of tensors, zeros are
-        placeholders for later residuals. The forecast gives them the weight 0 until they are computed.
+        If later steps run in a compiled graph (``in_graph``), which needs a fixed number of tensors, zeros
+        are placeholders for later residuals. The forecast gives them the weight 0 until they are computed.
         """
         is_first = not self.histories
         if is_first:

@@ -44,7 +44,8 @@ def fields_of_stream(name: str, streams: tuple[str, ...], arguments: Mapping[str
     A stream that is None has one entry, None. ``streams`` are all streams of the block, for messages.
 
     Raises:
-        TypeError: The stream has no such field, or is neither None, a tensor, nor a dataclass that holds tensors.
+        TypeError: The stream has no such field, or is neither None, a tensor, nor a dataclass that holds
+            tensors.
     """
     parameter, *path = name.split(".")
     value = arguments[parameter]

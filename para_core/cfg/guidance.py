@@ -73,8 +73,9 @@ class Guidance:
     """CFG parallelism of one pipeline: distributes its model calls over the ranks of ``dim``. Eager, in one
     thread.
 
-    All ranks of ``dim`` run the same pipeline code, so they make the same calls in the same order, and each round ends
-    on all of them at the same point. Code that runs on some ranks only must not touch a lazy tensor.
+    All ranks of ``dim`` run the same pipeline code, so they make the same calls in the same order, and each
+    round ends on all of them at the same point. Code that runs on some ranks only must not touch a lazy
+    tensor.
 
     ``predict`` predicts the form of a model's output without running it. Without it, all ranks compute the
     first call with each combination of input shapes, to learn the form of its output.
@@ -100,9 +101,11 @@ class Guidance:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Distribute model calls over ranks inside the ``with`` block. At its end, lazy tensors get their data.
+        """Distribute model calls over ranks inside the ``with`` block. At its end, lazy tensors get their
+        data.
 
-        Collective at its end, unless the block raises: then lazy tensors without data are filled with NaN or 0.
+        Collective at its end, unless the block raises: then lazy tensors without data are filled with NaN or
+        0.
         """
         self._live = LiveTensors()
         self._round = self._new_round()
@@ -124,8 +127,8 @@ class Guidance:
 
         The ranks with a certain index along the mesh dim compute the call. If the form of its output is
         neither known nor predicted, all ranks compute the call. Calls whose arguments have equal shapes,
-        dtypes, devices, bools and strings must return outputs of the same form. Collective if an argument is the
-        result of a call in the same round.
+        dtypes, devices, bools and strings must return outputs of the same form. Collective if an argument is
+        the result of a call in the same round.
 
         Args:
             model: The model that is called.
@@ -172,9 +175,9 @@ class Guidance:
             if actual.text != self._forms[key].text:
                 self._raise_other_form(key, model, self._forms[key], actual)
         except Exception as error:
-            # If the form is unverified, the ranks compare their records when the round ends, so keep the error
-            # until then, to raise it on all ranks. Otherwise there is no such comparison, and only this rank
-            # raises the error.
+            # If the form is unverified, the ranks compare their records when the round ends, so keep the
+            # error until then, to raise it on all ranks. Otherwise there is no such comparison, and only this
+            # rank raises the error.
             if key not in self._unverified:
                 raise
             call.failure = error
@@ -255,7 +258,9 @@ class Guidance:
         self._unverified = {}
 
     def _exchange(self, calls: list[ModelCall]) -> None:
-        """Give all ranks the output tensors of each call of the round, as bytes in one all-gather. Collective."""
+        """Give all ranks the output tensors of each call of the round, as bytes in one all-gather.
+        Collective.
+        """
         calls_by_rank = [[call for call in calls if call.owner == rank] for rank in range(self._dim.size)]
         distributed = [call for rank_calls in calls_by_rank for call in rank_calls]
         if not distributed:

@@ -53,8 +53,9 @@ class Round:
     calls: list[ModelCall] = field(default_factory=list)
     # Whether the exchange has taken place, so that each call has its output.
     is_over: bool = False
-    # Operator calls on lazy tensors, postponed to the end of the round, in the order of the calls. They run before
-    # anything else can read or change these tensors: an operator that changes one in place ends the round first.
+    # Operator calls on lazy tensors, postponed to the end of the round, in the order of the calls. They run
+    # before anything else can read or change these tensors: an operator that changes one in place ends the
+    # round first.
     later: list[Callable[[], None]] = field(default_factory=list)
 
     @property

@@ -43,8 +43,8 @@ class AttentionRecord:
 
 @dataclass(frozen=True)
 class RecordEntry:
-    """The start (``"call"``, ``"attention"``) or the end (``"return"``, ``"attended"``) of a call of a module, or of an
-    attention call, with digests of its inputs or outputs.
+    """The start (``"call"``, ``"attention"``) or the end (``"return"``, ``"attended"``) of a call of a
+    module, or of an attention call, with digests of its inputs or outputs.
 
     ``module`` is the module, or the innermost module that is running during the attention call.
     """
@@ -62,8 +62,8 @@ class CallRecord:
 
     Args:
         entries: An entry for each start and each end.
-        running: Names of the modules that have not returned, the innermost last. During the call this is the list of
-            the recorder, which changes it, so it names the modules in which a call failed.
+        running: Names of the modules that have not returned, the innermost last. During the call this is the
+            list of the recorder, which changes it, so it names the modules in which a call failed.
     """
 
     entries: list[RecordEntry] = field(default_factory=list)

@@ -184,8 +184,8 @@ def _failed_module(records: Sequence[CallRecord]) -> str:
 def _common_entries(records: Sequence[CallRecord]) -> list[list[RecordEntry]]:
     """Return the entries of each record, without those of modules that are not called in every record.
 
-    Such modules exist if a user's ``forward`` function calls only parts of the model. Attention calls are kept, also
-    those in such modules, and those outside of modules.
+    Such modules exist if a user's ``forward`` function calls only parts of the model. Attention calls are
+    kept, also those in such modules, and those outside of modules.
     """
     called = [{entry.module for entry in record.entries if entry.kind == "call"} for record in records]
     common = set.intersection(*called)
@@ -203,8 +203,8 @@ def _error_of_entry(entry: RecordEntry, parts: Sequence[RecordEntry], segments: 
     """Return the largest relative error of the tensors of ``entry``, given the same entry of each rank
     (``parts``).
 
-    Tensors whose number or shapes do not fit count as equal: a module may get other tensors on a rank and be right, and
-    if it is wrong, a later output shows it.
+    Tensors whose number or shapes do not fit count as equal: a module may get other tensors on a rank and be
+    right, and if it is wrong, a later output shows it.
     """
     if any(len(part.digests) != len(entry.digests) for part in parts):
         return 0.0

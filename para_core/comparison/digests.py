@@ -9,7 +9,8 @@ from torch import Tensor
 
 # Number of random vectors on which each slice of a tensor is projected.
 _PROBES = 4
-# Larger values would overflow the projections. NaN becomes another value than the largest one, so that both differ.
+# Larger values would overflow the projections. NaN becomes another value than the largest one, so that both
+# differ.
 _LARGEST = 1e6
 
 
@@ -18,9 +19,9 @@ class Digest:
     """A summary of a tensor: shape, dtype, and random projections of its slices along each dim.
 
     ``rows[dim]`` has shape ``[size of dim, probes]``: the projections of each slice on ``probes`` random
-    vectors. The projections preserve the ratio of two norms on average, unless a slice is antisymmetric in two
-    dims of equal size, which share their vectors. ``rows[0]`` of a 1-D real tensor is ``[size, 1]``, the tensor
-    itself. A 0-D tensor counts as one slice.
+    vectors. The projections preserve the ratio of two norms on average, unless a slice is antisymmetric in
+    two dims of equal size, which share their vectors. ``rows[0]`` of a 1-D real tensor is ``[size, 1]``, the
+    tensor itself. A 0-D tensor counts as one slice.
     """
 
     shape: tuple[int, ...]
@@ -64,7 +65,7 @@ def _project_slices(x: Tensor, dim: int) -> Tensor:
 
 def _noise(size: int, like: Tensor) -> Tensor:
     """Return the random vectors ``[size, probes]`` along a dim of this size, with the dtype and device of ``like``."""
-    # The size is the seed, so that a rank's part and the whole tensor, which differ in one dim, are projected on
-    # the same vectors along all others.
+    # The size is the seed, so that a rank's part and the whole tensor, which differ in one dim, are projected
+    # on the same vectors along all others.
     generator = torch.Generator().manual_seed(size)
     return torch.randn(size, _PROBES, generator=generator).to(like)

@@ -163,8 +163,9 @@ class _NotingMode(UnifiedAttnMode):
     """A :class:`UnifiedAttnMode` that notes in ``result`` the tensors that it has sharded and the segments
     that it knows.
 
-    It overrides two private methods: the mode calls ``_remember`` for each segment of a tensor that it shards, and
-    ``_trace_safe`` with each layout that it uses. If they were renamed, no segment would be noted.
+    It overrides two private methods: the mode calls ``_remember`` for each segment of a tensor that it
+    shards, and ``_trace_safe`` with each layout that it uses. If they were renamed, no segment would be
+    noted.
     """
 
     def __init__(self, mesh: SequenceMesh, result: RankRun, inputs: ModelInputs) -> None:

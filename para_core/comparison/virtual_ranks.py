@@ -135,7 +135,8 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
     """One rank's process group over threads. It implements the methods that
-    :mod:`para_core.distributed.collectives` calls, under the names by which torch and that module look them up.
+    :mod:`para_core.distributed.collectives` calls, under the names by which torch and that module look them
+    up.
     """
 
     def __init__(self, rank: int, meeting: _Meeting, device_type: str) -> None:
@@ -316,8 +317,8 @@ def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
 
 
 def copy_containers(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``inputs`` with lists, tuples, dicts and dataclasses copied but not tensors, because some models change
-    the containers that they get.
+    """Return ``inputs`` with lists, tuples, dicts and dataclasses copied but not tensors, because some models
+    change the containers that they get.
     """
     copied: dict[str, Any] = map_leaves(lambda x: x, dict(inputs))
     return copied

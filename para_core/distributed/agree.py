@@ -117,12 +117,13 @@ _NOTHING_WRONG = Signature.of({})
 
 @contextmanager
 def together(ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this call") -> Iterator[None]:
-    """Return a context manager that raises an exception of one rank on all ``ranks``, with ``what`` as prefix.
+    """Return a context manager that raises an exception of one rank on all ``ranks``, with ``what`` as
+    prefix.
 
     Collective at its end: every rank must enter the context. Contexts over the same ranks may be nested: an
     exception that an inner context has raised on all ranks is not exchanged again. If a rank fails before it
-    enters an inner context, its exchange at the end of the outer context meets the exchange with which the other
-    ranks end the inner one. ``call`` names the user's call for the log if ranks are late.
+    enters an inner context, its exchange at the end of the outer context meets the exchange with which the
+    other ranks end the inner one. ``call`` names the user's call for the log if ranks are late.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: That of the rank that failed. Other types become a
@@ -140,8 +141,8 @@ def raise_on_all_ranks(
 ) -> NoReturn:
     """Raise ``error``, an exception of this rank, on all ``ranks``, with ``what`` as prefix.
 
-    The other ranks take part by their next :func:`agree` or :func:`together`, which then raises. If they all have
-    raised this error already, it is raised again without an exchange.
+    The other ranks take part by their next :func:`agree` or :func:`together`, which then raises. If they all
+    have raised this error already, it is raised again without an exchange.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: The error. Other types become a RuntimeError.
@@ -160,9 +161,9 @@ def raise_on_all_ranks(
 def exchange(value: Any, ranks: SequenceMesh | GuidedMesh) -> list[Any]:
     """Return the ``value`` of every rank, in rank order. Collective.
 
-    It is no agreement: the values differ by right, such as the shapes of each rank's tiles or its host. They are
-    pickled and of any length, so they do not fit into the numbers of :func:`agree`, and cost two all-gathers per
-    mesh dim. An exception in place of a value raises on all ranks, as in :func:`agree`.
+    It is no agreement: the values differ by right, such as the shapes of each rank's tiles or its host. They
+    are pickled and of any length, so they do not fit into the numbers of :func:`agree`, and cost two
+    all-gathers per mesh dim. An exception in place of a value raises on all ranks, as in :func:`agree`.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one.
@@ -185,7 +186,8 @@ def _record_of_error(error: Exception) -> Record:
 
 
 def _raise_first_error(encoded: list[bytes], lengths: list[int]) -> None:
-    """Raise the first error among the ``encoded`` records of all ranks, if any, with the rank's index in the mesh.
+    """Raise the first error among the ``encoded`` records of all ranks, if any, with the rank's index in the
+    mesh.
 
     A negative length marks an error.
     """

@@ -18,8 +18,8 @@ class AgreesOnInputs(Protocol):
 
 @contextmanager
 def assume_agreed(hooks: Iterable[AgreesOnInputs | None]) -> Iterator[None]:
-    """Set ``inputs_agreed`` of the ``hooks`` that are not None to True inside the ``with`` block, then restore
-    it.
+    """Set ``inputs_agreed`` of the ``hooks`` that are not None to True inside the ``with`` block, then
+    restore it.
 
     Use this if the caller has agreed on the arguments with all ranks.
     """

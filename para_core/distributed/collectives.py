@@ -1,7 +1,7 @@
 """All-to-all and all-gather with uneven sizes, in eager code and as operators in graphs.
 
-Attention, plans and sharded rows of images use no other operators, because every backend has these two for every
-device (gloo has no point-to-point for CUDA tensors).
+Attention, plans and sharded rows of images use no other operators, because every backend has these two for
+every device (gloo has no point-to-point for CUDA tensors).
 
 **Order in a graph.** A compiler may reorder independent operators, for example to save memory. Ranks whose
 parts differ in size would then run their collectives in different orders, and hang. Therefore every
@@ -28,8 +28,8 @@ from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, sche
 
 # Sleep 0.05 s at exit. The sleep releases the GIL, which gloo's threads need to free the tensors of a
 # collective shortly after it ends. A script that exits right after a collective otherwise aborts in some runs
-# ("terminate called without an active exception", pytorch/pytorch#190489), because these threads can no longer
-# get the GIL when the interpreter has finished.
+# ("terminate called without an active exception", pytorch/pytorch#190489), because these threads can no
+# longer get the GIL when the interpreter has finished.
 atexit.register(time.sleep, 0.05)
 
 
@@ -43,8 +43,9 @@ class Travelling(NamedTuple):
 def swap_evenly(x: Tensor, dim: MeshDim) -> Tensor:
     """Return the result of an all-to-all of equal parts of the contiguous ``x``, split along its first dim.
 
-    The result has the shape of ``x``. Only for eager code without gradients, where all ranks know that all parts are
-    equal: the backend gets no sizes, and nothing is looked up, which is faster than :func:`start_all_to_all`.
+    The result has the shape of ``x``. Only for eager code without gradients, where all ranks know that all
+    parts are equal: the backend gets no sizes, and nothing is looked up, which is faster than
+    :func:`start_all_to_all`.
     """
     received = torch.empty_like(x)
     group_of(dim).alltoall_base(received, x, [], [], _ALL_TO_ALL).wait()
@@ -84,8 +85,8 @@ _SENT_AS_BYTES = frozenset(
         torch.float8_e5m2,
     }
 )
-# Pass these options to ProcessGroup.alltoall_base. This method is called in place of dist.all_to_all_single, because
-# the host would spend more time in the Python code of that function.
+# Pass these options to ProcessGroup.alltoall_base. This method is called in place of dist.all_to_all_single,
+# because the host would spend more time in the Python code of that function.
 _ALL_TO_ALL = dist.AllToAllOptions()
 
 
@@ -308,8 +309,8 @@ def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
-    """Return the concatenation of ``x``, of length ``sizes[i]`` on rank i, along ``tensor_dim``. Collective, and
-    differentiable.
+    """Return the concatenation of ``x``, of length ``sizes[i]`` on rank i, along ``tensor_dim``. Collective,
+    and differentiable.
     """
     if dim.size == 1:
         return x
@@ -335,7 +336,8 @@ class HostGroups:
 def all_gather_bytes(
     x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None, *, call: str = "this call"
 ) -> Tensor:
-    """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only. Collective.
+    """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only.
+    Collective.
 
     ``x`` is a uint8 CPU tensor of the same length on all ranks. The host waits for the other ranks, but not
     for the device, because the group of :func:`~para_core.distributed.groups.host_group` sends the bytes

@@ -13,8 +13,8 @@ _WORD_BYTES = 8
 # Process at most this number of 64-bit words at a time (128 MiB, and as much again for intermediate results),
 # unless a single tensor has more.
 _MAX_WORDS = 1 << 24
-# A fingerprint of many tensors is computed in chunks of this number of 64-bit words: few enough to stay in the
-# cache of a CPU, many enough that a GPU computes longer than it takes to launch the kernels (32 MiB).
+# A fingerprint of many tensors is computed in chunks of this number of 64-bit words: few enough to stay in
+# the cache of a CPU, many enough that a GPU computes longer than it takes to launch the kernels (32 MiB).
 _CHUNK_WORDS_CPU, _CHUNK_WORDS_GPU = 1 << 16, 1 << 22
 # Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step
 # between positions, and the shifts and factors of its output function, which is Stafford's variant 13 of the
@@ -79,8 +79,8 @@ def joint_fingerprint(tensors: Sequence[Tensor]) -> Tensor:
 
     It depends on the bytes of the tensors and on their order, but not on their devices: like
     :func:`fingerprints`, with positions that count the words of all tensors. It is much cheaper than a
-    fingerprint for each of many small tensors, which share a launch. If all tensors are on one device, so is the
-    result, and the host does not wait.
+    fingerprint for each of many small tensors, which share a launch. If all tensors are on one device, so is
+    the result, and the host does not wait.
     """
     start = 0
     sums: dict[torch.device, list[Tensor]] = {}

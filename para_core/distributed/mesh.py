@@ -99,8 +99,8 @@ class SequenceMesh:
     ring: MeshDim
     ulysses: MeshDim
     device_type: str
-    # The JSON forms of this mesh and of :meth:`single_rank`, from which read_mesh restores the meshes. They are
-    # created in advance, because Dynamo treats strings as constants, but may treat numbers as variables.
+    # The JSON forms of this mesh and of :meth:`single_rank`, from which read_mesh restores the meshes. They
+    # are created in advance, because Dynamo treats strings as constants, but may treat numbers as variables.
     text: str = ""
     single_rank_text: str = ""
 
@@ -133,7 +133,8 @@ class SequenceMesh:
 
 @dataclass(frozen=True)
 class MeshRecord:
-    """The content of :attr:`SequenceMesh.text`. The dims have the names of their process groups, not the groups.
+    """The content of :attr:`SequenceMesh.text`. The dims have the names of their process groups, not the
+    groups.
 
     ``ranks`` is the number of ranks that share the sequence, even for the mesh of one rank
     (:meth:`SequenceMesh.single_rank`).
@@ -202,7 +203,9 @@ class GuidedMesh:
 
     @property
     def dims(self) -> tuple[MeshDim, ...]:
-        """The mesh dims, innermost first. Ranks that gather along one after the other get the order of :attr:`rank`."""
+        """The mesh dims, innermost first.
+        Ranks that gather along one after the other get the order of :attr:`rank`.
+        """
         return (self.tensor, *self.sequence.dims, self.batch, self.pipe)
 
     def check_alive(self) -> None:

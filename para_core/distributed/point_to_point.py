@@ -72,9 +72,10 @@ class _Transfer(NamedTuple):
 class Links:
     """Point-to-point connections between ranks of ``dim``, along ``edges`` (sender, receiver).
 
-    Every rank of ``dim`` creates an object with the same edges, which is a collective call. Tensors that are sent
-    along one edge arrive in order. On NCCL each edge has its own communicator, and therefore its own stream: on a
-    common stream, a transfer that waits for one neighbour would delay transfers to another neighbour.
+    Every rank of ``dim`` creates an object with the same edges, which is a collective call. Tensors that are
+    sent along one edge arrive in order. On NCCL each edge has its own communicator, and therefore its own
+    stream: on a common stream, a transfer that waits for one neighbour would delay transfers to another
+    neighbour.
 
     **After a failure** there may be sends that were never received, and receives that were never sent.
     :meth:`mark_broken` records the failure on this rank. :meth:`begin`, which every rank calls before the

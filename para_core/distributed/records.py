@@ -19,7 +19,9 @@ class Signature:
 
     @classmethod
     def of(cls, record: Record) -> Self:
-        """Return the signature of ``record``, a dict of JSON values. Keep the result to compare it repeatedly."""
+        """Return the signature of ``record``, a dict of JSON values.
+        Keep the result to compare it repeatedly.
+        """
         encoded = json.dumps(record).encode()
         return cls(encoded, blake2b(encoded, digest_size=16).digest())
 

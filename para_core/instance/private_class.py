@@ -25,7 +25,8 @@ import torch
 
 from para_core.torch_internals import COMPILED_CALL, TracingContext
 
-# The key of the record (:class:`~para_core.instance.record.InstanceRecord`) in the ``__dict__`` of an instance.
+# The key of the record (:class:`~para_core.instance.record.InstanceRecord`) in the ``__dict__`` of an
+# instance.
 RECORD = "_para_core_record"
 
 # The private class of each original class, by the original's id: a class may equal another one. A private

@@ -71,8 +71,8 @@ class InstanceRecord:
         # A sort is stable, so among fillings of one slot the last one is outermost.
         innermost_first = sorted(self.fillings, key=lambda key: -key[0])
         chains: dict[str, Wrapper] = {}
-        # The same functions, around the call of a module that was compiled in place. It is only used if all of them
-        # run around __call__.
+        # The same functions, around the call of a module that was compiled in place. It is only used if all
+        # of them run around __call__.
         compiled: Wrapper = partial(call_as_original, base)
         for key in innermost_first:
             for method, wrapper in self.fillings[key].methods.items():
@@ -180,9 +180,9 @@ def fill_during(
 ) -> Iterator[None]:
     """Fill ``slot`` inside the ``with`` block, then restore the earlier filling.
 
-    If there was none, or one with equal methods, the slot stays as it is in the block, so that graphs stay valid that
-    were compiled for the class of ``instance``. Its functions then also run after the block, until the caller empties
-    the slot.
+    If there was none, or one with equal methods, the slot stays as it is in the block, so that graphs stay
+    valid that were compiled for the class of ``instance``. Its functions then also run after the block, until
+    the caller empties the slot.
     """
     earlier = filled_slots(instance).get((slot, ""))
     changes = earlier is None or earlier.methods != methods

@@ -8,13 +8,13 @@ from enum import IntEnum, auto
 class Slot(IntEnum):
     """A named place for one feature in the record of an instance, from the outermost to the innermost.
 
-    A feature registers itself by its line here, and uses its slot on every instance that it changes. The order of the
-    lines is the order in which a call passes the features, so a line that moves changes what runs inside what. It holds
-    for the fillings of one method: all of those around ``__call__`` run outside of those around ``forward``
-    (TENSOR_WEIGHTS of a layer, for example), whatever their lines are.
+    A feature registers itself by its line here, and uses its slot on every instance that it changes. The
+    order of the lines is the order in which a call passes the features, so a line that moves changes what
+    runs inside what. It holds for the fillings of one method: all of those around ``__call__`` run outside of
+    those around ``forward`` (TENSOR_WEIGHTS of a layer, for example), whatever their lines are.
 
-    A slot whose feature moves or gathers weights must be named in ``verify/verification.py`` (``_SLOTS_OF_WEIGHTS``),
-    too, because a verification calls the unmodified model with these slots only.
+    A slot whose feature moves or gathers weights must be named in ``verify/verification.py``
+    (``_SLOTS_OF_WEIGHTS``), too, because a verification calls the unmodified model with these slots only.
     """
 
     # An instance whose weights are incomplete raises before anything else runs.
@@ -56,7 +56,8 @@ class Slot(IntEnum):
     # All ranks have the same arguments outside of the plan, so they check the same calls.
     SAME_BITS = auto()
     PLAN = auto()
-    # Inside the plan, the inputs of the plan are this rank's part; tokens that a submodule shards later are not yet.
+    # Inside the plan, the inputs of the plan are this rank's part; tokens that a submodule shards later are
+    # not yet.
     SAME_BITS_PRODUCTS = auto()
     ATTENTION_CHECK = auto()
     # If a submodule returns all tokens, PipeFusion takes its patch of them inside the plan, before the plan

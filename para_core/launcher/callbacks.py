@@ -1,7 +1,8 @@
 """Callbacks of the caller, on both ends: a rank asks the caller to run them, and repeats what they did.
 
-The arguments, with all tensors, travel to the caller. The result, the tensors that the callback changed in place, the
-attributes that it set on the pipeline, and the state of random generators travel back to all ranks.
+The arguments, with all tensors, travel to the caller. The result, the tensors that the callback changed in
+place, the attributes that it set on the pipeline, and the state of random generators travel back to all
+ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def runs_in_caller(name: str, value: Any) -> bool:
 def name_callbacks(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Sequence[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with positional callbacks, and all arguments after them, as keyword arguments.
+    """Return the arguments of a call with positional callbacks, and all arguments after them, as keyword
+    arguments.
 
     ``parameters`` are the names of the positional parameters.
     """
@@ -54,8 +56,8 @@ def name_callbacks(
 def take_out_callbacks(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
     """Return the arguments of a call without the caller's callbacks, and the callbacks by name.
 
-    A callback object names the tensors that it wants (``tensor_inputs``). The :class:`Relay` in its place does not, so
-    the pipeline gets the names as the argument ``…_tensor_inputs``.
+    A callback object names the tensors that it wants (``tensor_inputs``). The :class:`Relay` in its place
+    does not, so the pipeline gets the names as the argument ``…_tensor_inputs``.
     """
     callbacks = {name: value for name, value in kwargs.items() if runs_in_caller(name, value)}
     rest = {name: value for name, value in kwargs.items() if name not in callbacks}
@@ -71,7 +73,8 @@ def take_out_callbacks(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 class Relay:
     """A callback on a rank that lets the caller run its callback ``name``, and repeats its effect here.
 
-    Every rank calls it, with equal arguments. The first one sends them to the caller, which answers all ranks.
+    Every rank calls it, with equal arguments. The first one sends them to the caller, which answers all
+    ranks.
     """
 
     def __init__(self, connection: CallerConnection, pipe: Any, name: str, generators: Sequence[Any]) -> None:
@@ -118,7 +121,8 @@ def _assign(tensor: Any, changed: Any) -> None:
 def _value_on_rank(value: Any, tensors: list[Any]) -> Any:
     """Return the rank's value for a ``value`` that the callback returned.
 
-    A tensor that was an argument is that one of ``tensors``; another tensor goes to the device of the first of them.
+    A tensor that was an argument is that one of ``tensors``; another tensor goes to the device of the first
+    of them.
     """
     if isinstance(value, SentTensor):
         return tensors[value.index]

@@ -29,8 +29,8 @@ class CallerConnection:
         self.channel, self.rank, self.ranks = channel, rank, ranks
         self.jobs = queue.SimpleQueue[tuple[tuple[Any, ...], Body]]()  # messages for the main thread
         self.replies = queue.SimpleQueue[Body]()  # of callbacks that run in the caller
-        # RankGroup of all ranks on the CPU for the launcher's own exchanges; None before there is one, or on one
-        # rank.
+        # RankGroup of all ranks on the CPU for the launcher's own exchanges; None before there is one, or on
+        # one rank.
         self.side_group: Any = None
         self.call_number: int | None = None  # None if no call is running
         self._cancelled: int | None = None  # the number of the call that the caller cancelled last
@@ -64,7 +64,9 @@ class CallerConnection:
         end_process()
 
     def report(self, *message: Any, body: Body | None = None) -> None:
-        """Send a message about the running call, if this is the first rank. Without a running call, send nothing."""
+        """Send a message about the running call, if this is the first rank.
+        Without a running call, send nothing.
+        """
         if self.rank == 0 and self.call_number is not None:
             self.channel.send((message[0], self.call_number, *message[1:]), body)
 
@@ -92,7 +94,9 @@ class CallerConnection:
         return self._bars
 
     def end_step(self, bar: int, done: int, total: int | None) -> None:
-        """Report a finished step. Raise Cancelled on all ranks if the caller has cancelled the call. Collective."""
+        """Report a finished step.
+        Raise Cancelled on all ranks if the caller has cancelled the call. Collective.
+        """
         if self.call_number is None:
             return
         self.report("step", bar, done, total)

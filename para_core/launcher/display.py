@@ -10,8 +10,8 @@ from typing import Any
 class Display:
     """Lines and progress bars on standard error.
 
-    ``progress`` is whether to show them. It may also be a function that is called with the numbers of finished and of
-    all steps; then only :meth:`notice` prints.
+    ``progress`` is whether to show them. It may also be a function that is called with the numbers of
+    finished and of all steps; then only :meth:`notice` prints.
     """
 
     def __init__(self, progress: bool | Callable[[int, int | None], None]) -> None:

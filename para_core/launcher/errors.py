@@ -8,7 +8,8 @@ class Cancelled(RuntimeError):
 
 
 class RankDied(RuntimeError):
-    """The error of a call in which a rank's process ended, or no longer answered. The next call starts all ranks again.
+    """The error of a call in which a rank's process ended, or no longer answered. The next call starts all
+    ranks again.
 
     ``rank`` is the number of the rank that ended, None if it is not known.
     """

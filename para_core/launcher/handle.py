@@ -57,7 +57,8 @@ class Ticket:
 class LaunchState:
     """The ranks and calls of a handle. Calls of several threads run one after another.
 
-    The thread that holds ``turn`` changes the fields; others only read ``group`` and ``current``, and set ``closed``.
+    The thread that holds ``turn`` changes the fields; others only read ``group`` and ``current``, and set
+    ``closed``.
     """
 
     options: LaunchOptions
@@ -123,14 +124,16 @@ class LaunchState:
 
         Args:
             ticket: The call, by which it can be cancelled.
-            function: A function of the pipeline, the name of a method of it, or None to call the pipeline itself.
+            function: A function of the pipeline, the name of a method of it, or None to call the pipeline
+                itself.
             everywhere: Whether to return the results of all ranks, as a list.
             changes: Whether the call may change the pipeline, which a later start of the ranks would undo.
             listener: Called here with each value that the first rank pushes. The function then gets a
                 :class:`~para_core.launcher.link.CallerLink` as ``link``.
 
         Raises:
-            RuntimeError: In a callback of the running call, in a forked process, or after :meth:`Launched.close`.
+            RuntimeError: In a callback of the running call, in a forked process, or after
+                :meth:`Launched.close`.
             Cancelled, RankDied, Exception: As :meth:`RunningCall.wait`.
         """
         self.check_no_callback()
@@ -302,8 +305,8 @@ class Launched:
     def run(self, function: Callable[..., Any], /, *args: Any, all_ranks: bool = False, **kwargs: Any) -> Any:
         """Call ``function(pipe, *args, **kwargs)`` on every rank, and return the first rank's result.
 
-        With ``all_ranks`` it returns a list of the results of all ranks. Results travel by value: tensors come to the
-        CPU.
+        With ``all_ranks`` it returns a list of the results of all ranks. Results travel by value: tensors
+        come to the CPU.
 
         Raises:
             TypeError: ``function`` is not callable, or a value cannot be sent.

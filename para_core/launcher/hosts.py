@@ -1,7 +1,8 @@
-"""Ranks on several hosts of a Ray cluster. Ray starts one agent per host; the ranks connect to the caller by TCP.
+"""Ranks on several hosts of a Ray cluster. Ray starts one agent per host; the ranks connect to the caller by
+TCP.
 
-Messages are pickles and travel in the clear, so the hosts must trust the network. A rank first proves by a secret,
-which its agent got from the caller, that the caller may load its pickles.
+Messages are pickles and travel in the clear, so the hosts must trust the network. A rank first proves by a
+secret, which its agent got from the caller, that the caller may load its pickles.
 """
 
 from __future__ import annotations
@@ -112,11 +113,12 @@ class _HostsGroup(RankGroup):
 
 
 def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[str, str]) -> RankGroup:
-    """Start ``ranks`` processes, as many on each of ``hosts`` hosts of the Ray cluster. ``hosts`` divides ``ranks``.
+    """Start ``ranks`` processes, as many on each of ``hosts`` hosts of the Ray cluster. ``hosts`` divides
+    ``ranks``.
 
     Raises:
-        RuntimeError: There is no cluster, it has no free resources within ``timeout`` seconds, or a rank does not
-            connect within them.
+        RuntimeError: There is no cluster, it has no free resources within ``timeout`` seconds, or a rank does
+            not connect within them.
     """
     ray = connect_to_ray()
     per_host = ranks // hosts

@@ -50,8 +50,8 @@ def launch(
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
-        RuntimeError: If this process is itself a rank, of ``launch`` or of torchrun, or if there is no Ray cluster
-            for ``hosts``.
+        RuntimeError: If this process is itself a rank, of ``launch`` or of torchrun, or if there is no Ray
+            cluster for ``hosts``.
         RankDied: If a rank ends while it loads.
         Exception: What ``load`` raises on a rank.
 

@@ -21,8 +21,8 @@ class CallerLink:
 
     Args:
         push: Sends a value to the caller's listener. On all ranks but the first it does nothing.
-        cancelled: Returns whether the caller has cancelled the call. Ranks may learn it at different steps, so they
-            must agree on the answer of the first rank before they stop.
+        cancelled: Returns whether the caller has cancelled the call. Ranks may learn it at different steps,
+            so they must agree on the answer of the first rank before they stop.
     """
 
     push: Callable[[Any], None] = _ignore

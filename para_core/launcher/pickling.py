@@ -1,5 +1,5 @@
-"""Pickles that travel between the caller and its ranks: tensors and images by their memory, the user's functions by
-value.
+"""Pickles that travel between the caller and its ranks: tensors and images by their memory, the user's
+functions by value.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def join_process_group(
 def accept_repeated_init(timeout: timedelta) -> Iterator[None]:
     """Inside this context, let ``dist.init_process_group()`` pass if it asks for the group that there is.
 
-    Scripts that torchrun starts begin with this call. The function of torch is replaced for the whole process, so only
-    a process that this package started enters this context.
+    Scripts that torchrun starts begin with this call. The function of torch is replaced for the whole
+    process, so only a process that this package started enters this context.
     """
     original = dist.init_process_group
 

@@ -49,7 +49,9 @@ class RankProcess(Protocol):
 
 
 class LocalProcess:
-    """A rank's process on this host. ``output`` is the file with its output, None if it writes to the caller's."""
+    """A rank's process on this host.
+    ``output`` is the file with its output, None if it writes to the caller's.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes] | None) -> None:
         self._process, self._output = process, output
@@ -98,8 +100,8 @@ class LocalProcess:
 class RankGroup:
     """The ranks of one start: their processes, their channels, and the messages that came from them.
 
-    It has no reference to the handle: the finalizer of the handle refers to this object, and ends the ranks when the
-    handle is garbage.
+    It has no reference to the handle: the finalizer of the handle refers to this object, and ends the ranks
+    when the handle is garbage.
     """
 
     def __init__(
@@ -166,8 +168,8 @@ def _receive_messages(
 def rank_environment(
     rank: int, ranks: int, local_rank: int, local_ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a rank: this process's without the variables of other launchers, with ``RANK``,
-    ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and with ``env``.
+    """Return the environment of a rank: this process's without the variables of other launchers, with
+    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and with ``env``.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     launcher = {

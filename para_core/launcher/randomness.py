@@ -18,15 +18,16 @@ class CallerSeeds:
     """The random state of the caller, before and after calls."""
 
     def __init__(self) -> None:
-        # The seeding of CUDA that the ranks know, and that of the last state: objects that torch makes anew at each
-        # seeding.
+        # The seeding of CUDA that the ranks know, and that of the last state: objects that torch makes anew
+        # at each seeding.
         self._known: Any = None
         self._offered: Any = None
 
     def state_for_call(self, generators: Sequence[Any] = ()) -> RandomState:
         """Return the random state of this process for the ranks, with the states of ``generators``.
 
-        It is empty if torch is not imported here. A seed of CUDA is part of it until :meth:`note_sent` is called.
+        It is empty if torch is not imported here. A seed of CUDA is part of it until :meth:`note_sent` is
+        called.
         """
         torch = sys.modules.get("torch")
         if torch is None or not hasattr(torch, "get_rng_state"):

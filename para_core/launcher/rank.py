@@ -33,8 +33,8 @@ def main(channel: Channel, rank: int, ranks: int) -> None:
             pipe = _load_pipe(connection)
         except BaseException as error:
             connection.send_error(error, 0, RandomState())
-            # The caller ends this process when all ranks have answered, or some seconds after the first error. This
-            # rank waits for that, because its end would be reported in place of the error.
+            # The caller ends this process when all ranks have answered, or some seconds after the first
+            # error. This rank waits for that, because its end would be reported in place of the error.
             time.sleep(60)
             end_process()
         else:

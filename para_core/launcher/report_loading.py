@@ -27,8 +27,8 @@ _CHATTY = ("torch", "torchao", "accelerate", "peft", "huggingface_hub")
 
 
 class _LoadingHandler(logging.Handler):
-    """A handler that sends a line to the caller for each component of a pipeline that diffusers has loaded, and for
-    each record of :mod:`para_core.progress`.
+    """A handler that sends a line to the caller for each component of a pipeline that diffusers has loaded,
+    and for each record of :mod:`para_core.progress`.
     """
 
     def __init__(self, connection: CallerConnection) -> None:

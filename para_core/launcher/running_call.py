@@ -36,8 +36,8 @@ class RunningCall:
         callbacks: The callbacks among the call's arguments, by name, which run in this process.
         listener: Called with each value that the first rank pushes.
         finishes_step: Whether Ctrl-C first lets the ranks finish their step.
-        randomness: The random state of this process, and the generators among the arguments, with which callbacks
-            run.
+        randomness: The random state of this process, and the generators among the arguments, with which
+            callbacks run.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class RunningCall:
         return first_interrupt_calls(note)
 
     def _collect(self) -> None:
-        """Handle messages until all ranks have answered, or until one has failed and the others had time to answer.
+        """Handle messages until all ranks have answered, or until one has failed and the others had time to
+        answer.
 
         Raises:
             RankDied: A rank ended, or no message came in time.
@@ -141,7 +142,9 @@ class RunningCall:
         return max(0.0, deadline - time.monotonic())
 
     def _handle_message(self, head: tuple[Any, ...], body: Body) -> None:
-        """Do what one message asks for. Its ``head`` is the kind of the message, and what follows depends on that."""
+        """Do what one message asks for.
+        Its ``head`` is the kind of the message, and what follows depends on that.
+        """
         kind = head[0]
         if kind in ("result", "ready"):
             self._outcomes[head[1]] = _load_outcome(body, head[1])
@@ -153,7 +156,8 @@ class RunningCall:
         elif kind == "died":
             raise RankDied(f"rank {head[1]} {self._group.members[head[1]].describe_end()}", head[1])
         elif kind == "interrupt":
-            # A message of an earlier call came after its last answer, and _conclude has raised KeyboardInterrupt then.
+            # A message of an earlier call came after its last answer, and _conclude has raised
+            # KeyboardInterrupt then.
             if head[1] == self.number:
                 self._interrupt(KeyboardInterrupt())
         elif kind == "callback":
@@ -166,7 +170,9 @@ class RunningCall:
             self._show(kind, head[1:])
 
     def _show(self, kind: str, content: tuple[Any, ...]) -> None:
-        """Show progress that the first rank reports. The content of a message about a bar begins with the call."""
+        """Show progress that the first rank reports.
+        The content of a message about a bar begins with the call.
+        """
         try:
             if kind == "line":
                 self._display.line(*content)
@@ -207,7 +213,9 @@ class RunningCall:
             )
 
     def _answer_callback(self, name: str, body: Body) -> None:
-        """Run a callback, and send its effect to all ranks, which wait for it. If it raises, they end the call."""
+        """Run a callback, and send its effect to all ranks, which wait for it.
+        If it raises, they end the call.
+        """
         reply = Body.of(CallbackReply(raised=True))
         if self._raised is None:
             try:

@@ -1,5 +1,5 @@
-"""The steps of a pipeline's call, which its progress bar shows: each is reported to the caller, and then the call can
-be cancelled.
+"""The steps of a pipeline's call, which its progress bar shows: each is reported to the caller, and then the
+call can be cancelled.
 
 All but a few pipelines of diffusers have a ``progress_bar``, also those without a callback. Modular pipelines
 have it on their blocks.
@@ -46,8 +46,8 @@ class _BarMaker:
 class Bar(tqdm):  # type: ignore[misc]
     """A progress bar that the caller draws.
 
-    Each update is a step, after which the call may end as cancelled. It is a collective call, so all ranks must show
-    the same bars.
+    Each update is a step, after which the call may end as cancelled. It is a collective call, so all ranks
+    must show the same bars.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class Body:
         )
 
     def load(self) -> Any:
-        """Return the value. Its arrays can be written to. Neither other processes nor later calls of this method see
-        what is written.
+        """Return the value. Its arrays can be written to. Neither other processes nor later calls of this
+        method see what is written.
         """
         if self.storage is None:
             return pickle.loads(self.data)
@@ -84,7 +84,8 @@ def _aligned_size(size: int) -> int:
 def _write_to_shared_memory(buffers: Sequence[memoryview]) -> int:
     """Return a file descriptor of memory that holds ``buffers``, each at a multiple of ``_ALIGNMENT``.
 
-    The memory has no name, so nothing is left if a process dies. It is no file in /dev/shm, whose size is limited.
+    The memory has no name, so nothing is left if a process dies. It is no file in /dev/shm, whose size is
+    limited.
     """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("para_core")

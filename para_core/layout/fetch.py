@@ -38,7 +38,8 @@ class FetchPlan(NamedTuple):
     """The tokens that this rank sends and receives in the all-to-all of one fetch. Lengths may be symbolic.
 
     Args:
-        sends: For each receiving rank, the runs (start, length) of offsets in this rank's tensor that are sent.
+        sends: For each receiving rank, the runs (start, length) of offsets in this rank's tensor that are
+            sent.
         receives: For each sending rank, the number of tokens that this rank receives.
         runs: For each run that this rank fetches, the parts of which it consists.
         is_local: Whether every rank already holds all that it fetches, so that nothing is exchanged.
@@ -68,7 +69,8 @@ def plan_spans(spans_of_ranks: Sequence[Sequence[Sequence[Span]]], rank: int) ->
 
 @lru_cache(maxsize=4096)
 def plan_fetch(layout: Layout, wanted: Wanted, rank: int) -> FetchPlan:
-    """Return the plan by which ``rank`` of ``layout`` gets its runs in ``wanted``. Lengths must be plain numbers.
+    """Return the plan by which ``rank`` of ``layout`` gets its runs in ``wanted``. Lengths must be plain
+    numbers.
 
     >>> plan = plan_fetch(Layout.consecutive((3, 2)), (((-1, 5),), ((2, 3),)), 0)
     >>> plan.sends, plan.receives
@@ -112,14 +114,15 @@ def _pieces_by_position(layout: Layout, receiver: int) -> list[tuple[int, int, i
 
 
 def plan_halo(sizes: Sequence[int], size: int, rank: int, *, wraps: bool = False) -> FetchPlan:
-    """Return the plan that fetches the last ``size`` tokens of the rank before, and the first of the rank after.
+    """Return the plan that fetches the last ``size`` tokens of the rank before, and the first of the rank
+    after.
 
     ``sizes`` are the numbers of tokens of consecutive ranks; each must be at least ``size``. They may be
     symbolic, as this function compares no sizes.
 
     Args:
-        wraps: Whether the last rank comes before the first. Otherwise the first rank gets nothing from before,
-            and the last rank nothing from after.
+        wraps: Whether the last rank comes before the first. Otherwise the first rank gets nothing from
+            before, and the last rank nothing from after.
 
     >>> [tuple(span) for run in plan_halo((3, 4, 2), 1, 1).runs for span in run]
     [(0, 2, 1), (2, 0, 1)]
@@ -137,11 +140,12 @@ def plan_halo(sizes: Sequence[int], size: int, rank: int, *, wraps: bool = False
 def start_exchange(
     x: Tensor, dim: int, plan: FetchPlan, ranks: MeshDim, *, fill: float = 0.0
 ) -> Callable[[], list[Tensor]]:
-    """Start the all-to-all of ``plan``, unless it is local. Return a function that waits for it, and returns one
-    tensor for each run that this rank fetches.
+    """Start the all-to-all of ``plan``, unless it is local. Return a function that waits for it, and returns
+    one tensor for each run that this rank fetches.
 
-    Collective, unless the plan is local, which it is on all ranks or on none. ``x`` must not change before the returned
-    function has been called, because parts may be sent from its memory, and this rank's own parts are taken then.
+    Collective, unless the plan is local, which it is on all ranks or on none. ``x`` must not change before
+    the returned function has been called, because parts may be sent from its memory, and this rank's own
+    parts are taken then.
 
     Args:
         x: This rank's tokens, along ``dim``.
@@ -180,7 +184,8 @@ def start_exchange(
                     part = received[span.sender].narrow(0, start * size, span.length * size)
                     parts.append(part.view(span.length, *rest))
             if not fetched and needs_gradient and not _receives(plan, ranks.index):
-                # Without this part the result would not depend on the exchange, and the backward would skip it.
+                # Without this part the result would not depend on the exchange, and the backward would skip
+                # it.
                 parts.append(received[0].view(0, *rest))
             fetched.append(_concatenate(parts, tokens, dim))
         return fetched
@@ -213,7 +218,9 @@ def _concatenate(parts: Sequence[Tensor], tokens: Tensor, dim: int) -> Tensor:
 def fetch(
     x: Tensor, dim: int, layout: Layout, wanted: Sequence[Run], ranks: MeshDim, *, fill: float = 0.0
 ) -> Tensor:
-    """Return this rank's run ``wanted[rank]`` of the sequence of which ``x`` is the part in ``layout``. Collective."""
+    """Return this rank's run ``wanted[rank]`` of the sequence of which ``x`` is the part in ``layout``.
+    Collective.
+    """
     plan = plan_fetch(layout, tuple([(run,) for run in wanted]), ranks.index)
     (part,) = start_exchange(x, dim, plan, ranks, fill=fill)()
     return part

@@ -69,10 +69,11 @@ def gather(x: Tensor, dim: int, layout: Layout, ranks: MeshDim) -> Tensor:
 
 
 def gather_gradient(grad: Tensor, dim: int, layout: Layout, ranks: MeshDim) -> Tensor:
-    """Return the gradient of this rank's part, from that of the tokens of all ranks: the transpose of :func:`gather`.
+    """Return the gradient of this rank's part, from that of the tokens of all ranks: the transpose of
+    :func:`gather`.
 
-    The gradients of a sharded token are summed over the ranks. Those of a replicated one are not: each rank has a copy
-    of its own, whose gradients the caller sums where it made the copies. Collective.
+    The gradients of a sharded token are summed over the ranks. Those of a replicated one are not: each rank
+    has a copy of its own, whose gradients the caller sums where it made the copies. Collective.
     """
     sizes, rank = layout.sizes(replicated=False), ranks.index
     grad = _order_of(layout).restore(grad, dim)

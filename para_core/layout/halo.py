@@ -12,7 +12,8 @@ from para_core.layout.fetch import FetchPlan, Span, plan_halo, plan_spans, start
 
 
 def fetch_halo(x: Tensor, dim: int, size: int, sizes: Sequence[int], mesh: SequenceMesh) -> Tensor:
-    """Return ``x``, this rank's tokens along ``dim``, between ``size`` tokens of the previous and of the next rank.
+    """Return ``x``, this rank's tokens along ``dim``, between ``size`` tokens of the previous and of the next
+    rank.
 
     The first and the last rank of the sequence get tokens on one side only. Collective: one all-to-all, and a
     second one for the ends of Ulysses groups if there are several groups. Differentiable, in graphs as well.
@@ -22,8 +23,8 @@ def fetch_halo(x: Tensor, dim: int, size: int, sizes: Sequence[int], mesh: Seque
     """
     width, has_groups = mesh.ulysses.size, mesh.ring.size > 1
     first = mesh.ring.index * width
-    # With several groups, the first and the last rank of a group get the other end of their own group, to pass it
-    # on to the next (previous) group.
+    # With several groups, the first and the last rank of a group get the other end of their own group, to
+    # pass it on to the next (previous) group.
     plan = plan_halo(sizes[first : first + width], size, mesh.ulysses.index, wraps=has_groups)
     before, after = start_exchange(x, dim, plan, mesh.ulysses)()
     is_first, is_last = mesh.ulysses.index == 0, mesh.ulysses.index == width - 1
@@ -40,8 +41,9 @@ def fetch_halo(x: Tensor, dim: int, size: int, sizes: Sequence[int], mesh: Seque
 def _plan_ends(size: int, mesh: SequenceMesh, *, is_first: bool = False, is_last: bool = False) -> FetchPlan:
     """Return the plan by which groups exchange their ends, of ``size`` tokens each.
 
-    The first rank of each group has the last tokens of its group, and fetches those of the group before. The last
-    rank has the first tokens, and fetches those of the group after. A group of one rank has both, in this order.
+    The first rank of each group has the last tokens of its group, and fetches those of the group before. The
+    last rank has the first tokens, and fetches those of the group after. A group of one rank has both, in
+    this order.
     """
     spans = []
     for group in range(mesh.ring.size):

@@ -26,8 +26,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces that each of some ranks holds, in the order in which they lie in its tensor. All ranks hold equally
-    many pieces, which :meth:`group_ranks` relies on: piece i of each rank is a part of the same segment.
+    """The pieces that each of some ranks holds, in the order in which they lie in its tensor. All ranks hold
+    equally many pieces, which :meth:`group_ranks` relies on: piece i of each rank is a part of the same
+    segment.
 
     Lengths may be symbolic: this class only adds them.
 
@@ -60,7 +61,8 @@ class Layout:
     @staticmethod
     @lru_cache(maxsize=4096)
     def consecutive(sizes: tuple[int, ...]) -> Layout:
-        """Return the layout in which each rank holds ``sizes[rank]`` positions, after those of the rank before it.
+        """Return the layout in which each rank holds ``sizes[rank]`` positions, after those of the rank
+        before it.
 
         >>> Layout.consecutive((3, 0, 2)).runs(2)
         [(3, 2)]

@@ -1,12 +1,13 @@
 """Layouts: which tokens of a sequence each rank holds. They are plain values, without tensors or
 torch.distributed.
 
-Under ``torch.compile`` lengths are symbolic. This file therefore only adds, subtracts, multiplies and floor-divides
-lengths, and never branches on ``total``, which would specialize the graph. The exceptions are ``together``, which is
-compared with 1, and its check, which takes a remainder of ``total``: a graph may be specialized for ``together``.
+Under ``torch.compile`` lengths are symbolic. This file therefore only adds, subtracts, multiplies and
+floor-divides lengths, and never branches on ``total``, which would specialize the graph. The exceptions are
+``together``, which is compared with 1, and its check, which takes a remainder of ``total``: a graph may be
+specialized for ``together``.
 
-Tuples are made of lists, ``tuple([...])``, because Dynamo traces a list comprehension more simply than a generator
-expression, which is an object with a frame.
+Tuples are made of lists, ``tuple([...])``, because Dynamo traces a list comprehension more simply than a
+generator expression, which is an object with a frame.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Segment:
     >>> Segment("video", 8, balanced=True).runs(rank=0, ranks=2)
     ((0, 2), (6, 2))
 
-    Groups of ``together`` consecutive tokens, such as those of a video frame, are not split between ranks. A replicated
-    segment may have ``together``, which has no effect.
+    Groups of ``together`` consecutive tokens, such as those of a video frame, are not split between ranks. A
+    replicated segment may have ``together``, which has no effect.
 
     >>> Segment("video", 15, together=5).sizes(ranks=2)
     (10, 5)
@@ -70,8 +71,8 @@ class Segment:
             return (self.total,) * ranks
         if self.together != 1:
             return tuple([self.size(rank, ranks) for rank in range(ranks)])
-        # This repeats _part_size and the choice of parts in size() and runs(), because Dynamo takes time to trace each
-        # Python call. tests/layout/test_sequence.py compares the three.
+        # This repeats _part_size and the choice of parts in size() and runs(), because Dynamo takes time to
+        # trace each Python call. tests/layout/test_sequence.py compares the three.
         parts = ranks * (1 + self.balanced)
         sizes = [(self.total + parts - 1 - part) // parts for part in range(parts)]
         if self.balanced:
@@ -118,8 +119,8 @@ def _part_size(total: int, part: int, num_parts: int) -> int:
 
 
 def _part_start(total: int, part: int, num_parts: int) -> int:
-    """Return the index of the first token of ``part``: ``part * quotient + min(part, remainder)``, where ``quotient``
-    and ``remainder`` are those of ``total`` divided by ``num_parts``.
+    """Return the index of the first token of ``part``: ``part * quotient + min(part, remainder)``, where
+    ``quotient`` and ``remainder`` are those of ``total`` divided by ``num_parts``.
     """
     quotient = total // num_parts
     # This computes min(part, remainder) without a branch: the floor division gives 1 if part >= remainder,

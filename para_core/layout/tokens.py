@@ -3,8 +3,8 @@
 These functions work over a whole mesh, may be traced by Dynamo, and are differentiable. Those of
 :mod:`~para_core.layout.gather` work over one mesh dim and for layouts of groups of ranks, in eager code.
 
-A layout here has as many ranks as its mesh. A wrong number of tokens raises on the rank that has it, while the others
-wait in the collective, so callers that cannot trust a length must compare it on all ranks first.
+A layout here has as many ranks as its mesh. A wrong number of tokens raises on the rank that has it, while
+the others wait in the collective, so callers that cannot trust a length must compare it on all ranks first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from para_core.layout.sequence import Run, SequenceLayout
 
 
 def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
-    """Return a copy of this rank's tokens of ``x``, which contains the whole sequence of ``layout`` along ``dim``.
+    """Return a copy of this rank's tokens of ``x``, which contains the whole sequence of ``layout`` along
+    ``dim``.
 
     Its dims lie in memory in the order of those of ``x``.
     """
@@ -30,11 +31,11 @@ def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh
 def copy_runs(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
     """Return a copy of the ``runs`` of ``x`` along ``dim``, one after the other, as its dims lie in memory.
 
-    A model may compute other bits for another order of dims in memory: a linear layer with a bias in 16 bits rounds
-    once if its input is contiguous, and twice if it is not.
+    A model may compute other bits for another order of dims in memory: a linear layer with a bias in 16 bits
+    rounds once if its input is contiguous, and twice if it is not.
     """
-    # Copy the tokens, because a view would keep the whole sequence in memory, and a graph would be specialized for
-    # the shape of the whole sequence, too.
+    # Copy the tokens, because a view would keep the whole sequence in memory, and a graph would be
+    # specialized for the shape of the whole sequence, too.
     if len(runs) == 1:
         start, length = runs[0]
         return x.narrow(dim, start, length).clone()
@@ -48,7 +49,8 @@ def copy_runs(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
 
 
 def gather_parts(x: Tensor, dim: int, sizes: Sequence[int], mesh: SequenceMesh) -> Tensor:
-    """Return the parts ``x`` of all sequence ranks, of length ``sizes[rank]`` along ``dim``, rank by rank. Collective.
+    """Return the parts ``x`` of all sequence ranks, of length ``sizes[rank]`` along ``dim``, rank by rank.
+    Collective.
 
     Parts are gathered first over the Ulysses ranks, which are neighbours, then over the ring.
     """
@@ -56,8 +58,8 @@ def gather_parts(x: Tensor, dim: int, sizes: Sequence[int], mesh: SequenceMesh) 
     return all_gather(all_gather(x, ulysses_sizes, dim, mesh.ulysses), ring_sizes, dim, mesh.ring)
 
 
-# For each segment of a layout, the numbers of tokens of the ranks in this rank's Ulysses group, and those of all
-# Ulysses groups along ``ring``. Both lists of a replicated segment are empty.
+# For each segment of a layout, the numbers of tokens of the ranks in this rank's Ulysses group, and those of
+# all Ulysses groups along ``ring``. Both lists of a replicated segment are empty.
 GatherSizes = tuple[tuple[list[int], list[int]], ...]
 
 
@@ -94,15 +96,15 @@ def gather_tokens(
 
     The result is contiguous, with all tokens in the order of the sequence. Tokens are gathered first over the
     Ulysses ranks, whose parts of the sequence are neighbours, then over the ring. ``sizes`` are the
-    :func:`gather_sizes`, if the caller keeps them. Raise ``RuntimeError`` on this rank if ``y`` does not have its
-    number of tokens.
+    :func:`gather_sizes`, if the caller keeps them. Raise ``RuntimeError`` on this rank if ``y`` does not have
+    its number of tokens.
     """
     if sizes is None:
         sizes = gather_sizes(layout, mesh)
     parts: Sequence[Tensor] = (y,)
     first_sizes, _ = sizes[0]
-    # If the layout has one segment and it is sharded, y is this rank's part of it, and need not be split. A graph
-    # must not compare lengths, so it splits always.
+    # If the layout has one segment and it is sharded, y is this rank's part of it, and need not be split. A
+    # graph must not compare lengths, so it splits always.
     is_one_part = len(layout.segments) == 1 and len(first_sizes) > 0 and not torch.compiler.is_compiling()
     if not is_one_part or y.shape[dim] != first_sizes[mesh.ulysses.index]:
         # This raises if ``y`` does not have this rank's number of tokens.

@@ -1,8 +1,8 @@
 """The rows that operators with windows need on each rank, and the numbers of rows that they return.
 
 The *sizes* of an image are the numbers of rows of the ranks, in rank order: those of
-:meth:`Layout.consecutive <para_core.layout.pieces.Layout.consecutive>`. A *run* is ``(start, length)`` in rows of
-the full image; it may reach beyond the image's edge.
+:meth:`Layout.consecutive <para_core.layout.pieces.Layout.consecutive>`. A *run* is ``(start, length)`` in
+rows of the full image; it may reach beyond the image's edge.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def plan_convolution(sizes: Sizes, extent: int, stride: int, padding: int) -> Wi
 def plan_transposed(sizes: Sizes, extent: int, stride: int, padding: int, output_padding: int) -> Windows:
     """Return the output sizes and the input runs of a transposed convolution.
 
-    Input row i adds to ``extent`` output rows, from row ``i · stride − padding`` on. ``output_padding`` is the number
-    of rows added at the end of the output.
+    Input row i adds to ``extent`` output rows, from row ``i · stride − padding`` on. ``output_padding`` is
+    the number of rows added at the end of the output.
 
     >>> plan_transposed((2, 2), extent=4, stride=2, padding=1, output_padding=0)
     Windows(sizes=(4, 4), wanted=((-1, 4), (1, 4)))
@@ -137,7 +137,8 @@ class Overlapped(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def plan_overlap(sizes: Sizes, extent: int, stride: int, padding: int) -> Overlapped | None:
-    """Return the two steps of the convolution of :func:`plan_convolution`; None if two steps are not possible.
+    """Return the two steps of the convolution of :func:`plan_convolution`; None if two steps are not
+    possible.
 
     Two steps are not possible if ``extent`` is even or 1, if some rank has only output rows that need a halo,
     or if the padding is wider than half a window.

@@ -80,8 +80,8 @@ class BatchParallelAttnMode(ShardingMode):
         return call.original()
 
     def _select_samples(self, mask: Tensor, num_samples: int) -> Tensor:
-        """Return the rows of ``mask`` for the ``num_samples`` samples of this rank. Raise ``ValueError`` if the mask
-        is for neither one sample, nor these, nor a batch that was sharded through this mode.
+        """Return the rows of ``mask`` for the ``num_samples`` samples of this rank. Raise ``ValueError`` if
+        the mask is for neither one sample, nor these, nor a batch that was sharded through this mode.
         """
         if mask.shape[0] in (1, num_samples):
             return mask

@@ -29,9 +29,9 @@ class ShardedMaskMod:
     ``flex_attention``.
 
     Args:
-        local_mask_mod: The ``mask_mod(b, h, row, key)`` that the operator uses on this rank. ``row`` is an index
-            into the query that :func:`~para_core.attention.flex_exchange.enter` returns, ``key`` one into all
-            keys.
+        local_mask_mod: The ``mask_mod(b, h, row, key)`` that the operator uses on this rank. ``row`` is an
+            index into the query that :func:`~para_core.attention.flex_exchange.enter` returns, ``key`` one
+            into all keys.
         layout_ids: The :func:`layout_id` of the query layout and of the key layout.
     """
 

@@ -59,8 +59,8 @@ _OPTIONS_TEXT = _OPTIONS.as_text()
 class _FlexCall(NamedTuple):
     """The arguments of the operator of ``flex_attention``, in its order.
 
-    ``mask`` is :meth:`BlockMask.as_tuple`: the lengths of queries and keys, the tensors of blocks, the block sizes
-    of queries and of keys, and the ``mask_mod``.
+    ``mask`` is :meth:`BlockMask.as_tuple`: the lengths of queries and keys, the tensors of blocks, the block
+    sizes of queries and of keys, and the ``mask_mod``.
     """
 
     query: Tensor
@@ -239,8 +239,8 @@ def _has_no_blocks(mask: tuple[Any, ...]) -> bool:
 
 
 def _are_equal_layouts(layout: SequenceLayout, other: SequenceLayout) -> bool:
-    """Whether two layouts place the same tokens on each rank. Names of segments are not compared. Unlike ``==``, Dynamo
-    can trace this with symbolic lengths.
+    """Whether two layouts place the same tokens on each rank. Names of segments are not compared. Unlike
+    ``==``, Dynamo can trace this with symbolic lengths.
     """
     if len(layout.segments) != len(other.segments):
         return False
@@ -252,8 +252,8 @@ def _are_equal_layouts(layout: SequenceLayout, other: SequenceLayout) -> bool:
 
 
 def _compute_over_mesh(operator: Callable[..., Any], call: _FlexCall, plan: AttentionPlan) -> Any:
-    """Return the results of the operator for this rank's queries: exchange tokens for heads, run the operator on this
-    rank's heads, and exchange its results back. A collective.
+    """Return the results of the operator for this rank's queries: exchange tokens for heads, run the operator
+    on this rank's heads, and exchange its results back. A collective.
     """
     query, key, value = enter(call.query, call.key, call.value, plan)
     out, *stats = _run_on_heads(operator, call, plan, query, key, value)

@@ -28,8 +28,8 @@ _SOFTMAX = frozenset(
         *NORMALIZING_FUNCTIONS,
     }
 )
-# Functions of each score, from which a model builds a softmax of its own, exp(scores) / sum(exp(scores)), or weights
-# that are no softmax, sigmoid(scores).
+# Functions of each score, from which a model builds a softmax of its own, exp(scores) / sum(exp(scores)), or
+# weights that are no softmax, sigmoid(scores).
 _EXP = frozenset(
     {
         *(torch.exp, torch.special.expit, torch.sigmoid, torch.exp2, torch.special.exp2),
@@ -74,12 +74,13 @@ class HandwrittenAttention:
     Args:
         known_packages: Packages whose own code is left out, because somebody has read what it does with
             tokens.
-        ignores_graphs: Whether to leave out compiled graphs. They contain the functions of the user's own local
-            attention, which normalizes scores over blocks of keys, and nothing tells them from those of the model.
+        ignores_graphs: Whether to leave out compiled graphs. They contain the functions of the user's own
+            local attention, which normalizes scores over blocks of keys, and nothing tells them from those of
+            the model.
 
     Attributes:
-        places: For each module that computed scores over this rank's tokens, by its id, the module (None for code
-            outside of modules) and the shape of the scores.
+        places: For each module that computed scores over this rank's tokens, by its id, the module (None for
+            code outside of modules) and the shape of the scores.
     """
 
     def __init__(self, known_packages: frozenset[str] = frozenset(), *, ignores_graphs: bool = False) -> None:

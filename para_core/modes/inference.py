@@ -115,7 +115,8 @@ def _check_rival(
         raise _order_error(fitting, kind)
 
 
-# Format a message only when its error is raised: formatting a symbolic length makes it a constant of the graph.
+# Format a message only when its error is raised: formatting a symbolic length makes it a constant of the
+# graph.
 
 
 def _order_error(fitting: SequenceLayout, kind: str) -> ValueError:

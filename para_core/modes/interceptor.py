@@ -44,8 +44,8 @@ SDPA = scaled_dot_product_attention
 # The same function when a model calls the operator by its name in torch.ops.
 SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
 _UNFLATTEN = Tensor.unflatten
-# Functions that compute attention in one piece. A feature may compute them; otherwise they are refused. Disabled hides
-# exactly these, so every function that register_function gets must be one of them.
+# Functions that compute attention in one piece. A feature may compute them; otherwise they are refused.
+# Disabled hides exactly these, so every function that register_function gets must be one of them.
 _ATTENTION_FUNCTIONS = (F.multi_head_attention_forward, flex_attention_operator, *FUSED_ATTENTION_FUNCTIONS)
 # Operators whose positional arguments include functions: torch.cond, and the operator to which Dynamo lowers
 # torch.utils.checkpoint.
@@ -187,8 +187,8 @@ def without_interception(attn_func: Callable[..., Any] | None) -> Callable[..., 
 def run_functions(
     mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequence[Any], kwargs: Any
 ) -> Any:
-    """Return the result of ``func``, one of ``RUN_FUNCTIONS``, with ``mode`` entered inside each function among its
-    arguments.
+    """Return the result of ``func``, one of ``RUN_FUNCTIONS``, with ``mode`` entered inside each function
+    among its arguments.
 
     This is necessary because modes see the operator itself but are off inside the functions that it runs.
     """
@@ -231,8 +231,9 @@ def run_in_branch(function: Callable[..., Any], *args: Any) -> Any:
 
 
 # The rest of this file intercepts attention at the dispatcher, for eager code without gradients. A mode would
-# cost host time in every torch function. A dispatch key that no other kernel uses intercepts only the operators
-# that are registered for the key, and only in threads that include the key; all others fall through it.
+# cost host time in every torch function. A dispatch key that no other kernel uses intercepts only the
+# operators that are registered for the key, and only in threads that include the key; all others fall through
+# it.
 
 
 class _DispatcherContexts(threading.local):
@@ -259,7 +260,9 @@ def outer_attention(call: SdpaCall) -> Tensor:
 
 
 def _handle_dispatched(call: SdpaCall) -> Tensor:
-    """Return the output of an SDPA call that the dispatcher intercepted. Raise ``RuntimeError`` while tracing."""
+    """Return the output of an SDPA call that the dispatcher intercepted.
+    Raise ``RuntimeError`` while tracing.
+    """
     # Check the tracing context too, because in torch 2.11 is_compiling() is False while a compiler backend
     # traces.
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:

@@ -129,7 +129,9 @@ class LayoutMode(ShardingMode):
         sequence: SequenceLayout | None,
         key_sequence: SequenceLayout | None,
     ) -> BlockMask:
-        """Return this rank's part of ``mask``. In eager code the ranks compare it, unless ``assume_equal`` is set."""
+        """Return this rank's part of ``mask``.
+        In eager code the ranks compare it, unless ``assume_equal`` is set.
+        """
         if self._mesh.ranks == 1:
             return mask
         exchanges = not (self._assume_equal or torch.compiler.is_compiling())
@@ -185,8 +187,8 @@ class LayoutMode(ShardingMode):
         return x
 
     def local_mask(self, mask: Tensor, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """Return a mask over all keys of the sequence, gathered from each rank's ``mask`` over its own keys, a
-        collective.
+        """Return a mask over all keys of the sequence, gathered from each rank's ``mask`` over its own keys,
+        a collective.
 
         This happens automatically in SDPA calls with a mask whose length shows that it covers this rank's
         keys only.
@@ -259,8 +261,8 @@ class LayoutMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, num_tokens: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of a query or key with ``num_tokens`` tokens on this rank: the explicit layout of the
-        mode, else that of the sharded sequences that fit, else equal parts. Raise ``ValueError`` if none
+        """Return the layout of a query or key with ``num_tokens`` tokens on this rank: the explicit layout of
+        the mode, else that of the sharded sequences that fit, else equal parts. Raise ``ValueError`` if none
         fits, or several do.
         """
         mesh = self._mesh

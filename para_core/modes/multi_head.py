@@ -116,12 +116,13 @@ def multi_head_attention(
 def _merge_masks(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int, query: Tensor, fail: Fail
 ) -> Tensor | None:
-    """Return both masks as one mask for SDPA, bool or additive in the dtype of ``query``; None if both are None.
+    """Return both masks as one mask for SDPA, bool or additive in the dtype of ``query``; None if both are
+    None.
 
     In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]``
-    or ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, or ``[B * H, S_q, S_k]`` (``[H, S_q, S_k]`` without a batch).
-    The result is marked like ``attn_mask`` if ``cp.shard`` made its rows. Raise ``ValueError`` by ``fail`` if the
-    masks are for different numbers of keys.
+    or ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, or ``[B * H, S_q, S_k]`` (``[H, S_q, S_k]`` without a
+    batch). The result is marked like ``attn_mask`` if ``cp.shard`` made its rows. Raise ``ValueError`` by
+    ``fail`` if the masks are for different numbers of keys.
     """
     if (
         attn_mask is not None

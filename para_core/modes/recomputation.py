@@ -11,8 +11,8 @@ later call that a mode does see:
   found on the Python stack.
 - ``use_reentrant=False``: at an attention call. The function is found through the hooks on saved tensors that
   the checkpoint registered.
-- In a diffusers model under a plan: at the model's own checkpoint function, which :func:`bind_model_checkpoints`
-  replaces.
+- In a diffusers model under a plan: at the model's own checkpoint function, which
+  :func:`bind_model_checkpoints` replaces.
 
 Written for torch 2.13 (``torch/utils/checkpoint.py``). If another version renames the variables of the
 reentrant checkpoint, an error tells the user to bind the function with ``cp.bound``.
@@ -80,9 +80,9 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
 def bind_checkpoint(owner: object, bind: Bind) -> None:
     """Bind the functions of all ``checkpoint(..., use_reentrant=False)`` calls whose forward is running.
 
-    A mode or plan, the ``owner``, calls this at an attention call in eager code inside hooks on saved tensors, also
-    with gradients disabled, because the backward recomputes the whole function. A function that is already bound
-    to ``owner`` is not bound again.
+    A mode or plan, the ``owner``, calls this at an attention call in eager code inside hooks on saved
+    tensors, also with gradients disabled, because the backward recomputes the whole function. A function that
+    is already bound to ``owner`` is not bound again.
     """
     innermost = top_saved_tensors_hooks(True)
     if innermost is None:

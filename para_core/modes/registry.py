@@ -105,7 +105,8 @@ _FUNCTIONS: list[tuple[Callable[..., Any], Route]] = []
 _OPERATORS: list[tuple[Callable[[Any], bool], Route]] = []
 _NEEDS_MODE: list[Callable[[nn.Module], bool]] = []
 _EXPLANATIONS: list[Callable[[BaseException | None], None]] = []
-# UnifiedAttnMode and the plans loop over this list themselves, which saves a Python call in each attention call.
+# UnifiedAttnMode and the plans loop over this list themselves, which saves a Python call in each attention
+# call.
 RECOMPUTATION: list[Recomputation] = []
 _MASK_SHARDERS: list[tuple[type, ShardMask]] = []
 
@@ -190,8 +191,8 @@ def explain(error: BaseException | None) -> None:
 
 @contextmanager
 def bind_recomputation(bind: Bind | None, module: nn.Module) -> Iterator[None]:
-    """Bind by ``bind`` what the backward of ``module`` runs again after the ``with`` block. Does nothing if ``bind`` is
-    None.
+    """Bind by ``bind`` what the backward of ``module`` runs again after the ``with`` block. Does nothing if
+    ``bind`` is None.
     """
     with ExitStack() as stack:
         if bind is not None:

@@ -1,5 +1,5 @@
-"""The base class of the modes that a user enters for attention: it shards and gathers tensors, and keeps the layouts
-of sharded sequences.
+"""The base class of the modes that a user enters for attention: it shards and gathers tensors, and keeps the
+layouts of sharded sequences.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class ShardingMode(TorchFunctionMode):
         return layout
 
     def _only_sequence(self, num_tokens: int) -> SequenceLayout:
-        """Return the layout of the only sequence that was sharded through this mode; if there is none, equal parts, of
-        which this rank has ``num_tokens`` tokens. Raise ``ValueError`` if there are several.
+        """Return the layout of the only sequence that was sharded through this mode; if there is none, equal
+        parts, of which this rank has ``num_tokens`` tokens. Raise ``ValueError`` if there are several.
         """
         sequences = [segment for segment in segments_of(self._known) if not segment.replicated]
         if len(sequences) == 1:
@@ -179,8 +179,9 @@ class ShardingMode(TorchFunctionMode):
                 "cp.shard(x, dim, sequence=tokens)."
             )
         layout = self._agree_on_layout(x, dim, sequence, is_whole=True, balance=balance)
-        # Remember the segments of a concatenation too: attention would otherwise take this rank's tokens for one of
-        # equal parts. If their order matters, or one is replicated, it raises and asks for cp.using(...).
+        # Remember the segments of a concatenation too: attention would otherwise take this rank's tokens for
+        # one of equal parts. If their order matters, or one is replicated, it raises and asks for
+        # cp.using(...).
         for segment in layout.segments:
             self._remember(segment)
         if self._mesh.ranks == 1:
@@ -191,7 +192,8 @@ class ShardingMode(TorchFunctionMode):
         return part
 
     def gather(self, y: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """Return the whole tensor on every rank, gathered along ``dim``, a collective. Each rank passes its part.
+        """Return the whole tensor on every rank, gathered along ``dim``, a collective. Each rank passes its
+        part.
 
         Args:
             y (`Tensor`): This rank's part.
@@ -228,7 +230,8 @@ class ShardingMode(TorchFunctionMode):
         is_whole: bool,
         balance: Literal["causal"] | None = None,
     ) -> SequenceLayout:
-        """Return the layout of ``x`` along ``dim`` (:meth:`_require_layout`), which is valid and equal on all ranks.
+        """Return the layout of ``x`` along ``dim`` (:meth:`_require_layout`), which is valid and equal on all
+        ranks.
 
         In eager code the ranks compare their layouts, unless ``assume_equal`` is True. If the layout is
         invalid on any rank or differs between ranks, all ranks raise.
@@ -256,9 +259,9 @@ class ShardingMode(TorchFunctionMode):
         is_whole: bool,
         balance: Literal["causal"] | None,
     ) -> SequenceLayout:
-        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` (``is_whole``,
-        with ``balance``) or :meth:`gather` (for this rank's part). Raise ``TypeError`` or ``ValueError`` if the
-        arguments do not fit.
+        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard`
+        (``is_whole``, with ``balance``) or :meth:`gather` (for this rank's part). Raise ``TypeError`` or
+        ``ValueError`` if the arguments do not fit.
         """
         if sequence is not None and balance is not None:
             raise ValueError(

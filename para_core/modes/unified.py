@@ -123,7 +123,8 @@ class UnifiedAttnMode(LayoutMode):
             mesh = guided.sequence
             self._batch = guided.batch
         super().__init__(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
-        # Public. Not a property, because Dynamo cannot read one of a mode while it traces an operator under it.
+        # Public. Not a property, because Dynamo cannot read one of a mode while it traces an operator under
+        # it.
         self.ranks = self._mesh.ranks
         self._options = AttnOptions.of(**options)
         check_library(self._options.backend)
@@ -153,7 +154,8 @@ class UnifiedAttnMode(LayoutMode):
         self._is_resumed = False
 
     def _note_state(self) -> None:
-        # All that LayoutMode._layouts reads must be part of this state, by which the plans of calls are cached.
+        # All that LayoutMode._layouts reads must be part of this state, by which the plans of calls are
+        # cached.
         layouts: Sequence[TraceSafeLayout | None] = ()
         if self._explicit is not None:
             layouts = self._explicit
@@ -244,7 +246,8 @@ class UnifiedAttnMode(LayoutMode):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal state
-            # A backward inside the mode recomputes a call that may have had other layouts than the current ones.
+            # A backward inside the mode recomputes a call that may have had other layouts than the current
+            # ones.
             if self._depth > 0 and (self._is_resumed or not is_in_backward()):
                 state = self._known, self._explicit
                 with self:

@@ -41,8 +41,8 @@ def apply_plan(
 
     On a mesh of one rank nothing is applied, unless ``options.backend``, ``attn_func``, ``cross_backend`` or
     ``on_one_rank`` is given, or ``batch`` splits samples. Inside
-    :func:`~para_core.distributed.agreed_inputs.assume_agreed`, neither ``agree_on_inputs`` nor ``call_context``
-    is called.
+    :func:`~para_core.distributed.agreed_inputs.assume_agreed`, neither ``agree_on_inputs`` nor
+    ``call_context`` is called.
 
     Args:
         plan: A :class:`Plan`, or a ``_cp_plan`` of diffusers.
@@ -52,7 +52,8 @@ def apply_plan(
         options, cross_backend: As in :meth:`Region.use`.
         on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other
             options later.
-        call_context: Returns a context manager in which each eager call runs, entered after ``agree_on_inputs``.
+        call_context: Returns a context manager in which each eager call runs, entered after
+            ``agree_on_inputs``.
         written_for: The class of ``module``, or a base class of it, whose code the plan describes. Other code
             inside ``module`` then gets a :class:`ForeignCodeWarning`. None if the plan was written for this
             very module.

@@ -1,7 +1,8 @@
 """Apply the rules of a plan to tensors: shard them, gather them, or record how many tokens they hold.
 
-:mod:`.region` and :mod:`.submodule_calls` call this for the arguments and outputs of a model and its submodules. How a
-tensor is split is in :mod:`.split_rules`, and how outputs are gathered in :mod:`.gathered_outputs`.
+:mod:`.region` and :mod:`.submodule_calls` call this for the arguments and outputs of a model and its
+submodules. How a tensor is split is in :mod:`.split_rules`, and how outputs are gathered in
+:mod:`.gathered_outputs`.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ from para_core.plans.split_rules import SplitRules
 class RuleExecutor(SplitRules, GatheredOutputs):
     """An executor of plan rules on the tensors of one model call at a time.
 
-    Rules apply in the order in which their tensors are met: a rule that refers to a segment needs an earlier one that
-    noted it in :attr:`segments`. Gathering is collective, so every rank must call its modules in the same order.
+    Rules apply in the order in which their tensors are met: a rule that refers to a segment needs an earlier
+    one that noted it in :attr:`segments`. Gathering is collective, so every rank must call its modules in the
+    same order.
     """
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:

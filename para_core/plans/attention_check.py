@@ -44,7 +44,9 @@ def attention_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has_hooks_of_diffusers(module: nn.Module) -> bool:
-    """Whether diffusers has registered hooks of its own on ``module``. Dynamo can trace this, but not _is_perturbed."""
+    """Whether diffusers has registered hooks of its own on ``module``.
+    Dynamo can trace this, but not _is_perturbed.
+    """
     return getattr(module, _HOOKS_OF_DIFFUSERS, None) is not None
 
 
@@ -90,9 +92,9 @@ class AttentionCheck:
     """The check of one planned model: due at its first eager call, and again after code inside it has
     changed.
 
-    While it is due, attention modules that the plan does not name have a filled slot, and the hooks of those that it
-    names (:mod:`.submodule_calls`) call :meth:`run`. A call that passes empties the slots, so later calls cost nothing
-    more. A graph that was traced with them keeps them.
+    While it is due, attention modules that the plan does not name have a filled slot, and the hooks of those
+    that it names (:mod:`.submodule_calls`) call :meth:`run`. A call that passes empties the slots, so later
+    calls cost nothing more. A graph that was traced with them keeps them.
 
     Args:
         ranks: Number of ranks that share a sequence. Nothing is checked on one.
@@ -125,8 +127,8 @@ class AttentionCheck:
         self._is_traced = [False]
 
     def new_code(self) -> int:
-        """Return how often the code inside the model has changed: submodules, processors, hooks, ``forward``. A change
-        since the last call makes the check due.
+        """Return how often the code inside the model has changed: submodules, processors, hooks, ``forward``.
+        A change since the last call makes the check due.
         """
         if self._code is not None and not self._code.is_unchanged():
             self.reset()
@@ -208,7 +210,8 @@ class AttentionCheck:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run an attention module whose calls ``attention`` computes. Raise ``RuntimeError`` if the module
-        had to make a call that could be intercepted, and made none. All ranks run the same code, so all raise.
+        had to make a call that could be intercepted, and made none. All ranks run the same code, so all
+        raise.
         """
         if not attention.needs_other_ranks():
             return call(module, *args, **kwargs)

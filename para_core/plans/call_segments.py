@@ -55,7 +55,8 @@ class SegmentsOfCall:
         return 1 if name in self._coarse else 2
 
     def _note(self, segment: Segment, dim: int, name: str) -> None:
-        """Note ``segment`` for later rules, unless it is known. Raise ``ValueError`` if it then had another length.
+        """Note ``segment`` for later rules, unless it is known. Raise ``ValueError`` if it then had another
+        length.
 
         ``name`` and ``dim`` say where its length was read.
         """
@@ -109,7 +110,9 @@ class SegmentsOfCall:
         return min(max(start, 0), number), min(max(start + length, 0), number)
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``. Collective."""
+        """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``.
+        Collective.
+        """
         if torch.compiler.is_compiling():
             return gather_tokens(part, dim, layout, self.mesh)
         sizes = self._known_sizes.get(layout)

@@ -49,7 +49,8 @@ def allow_skipped_attention(module: nn.Module) -> None:
 def allow_skipped_attention_of(region: Region | None) -> None:
     """Do what :func:`allow_skipped_attention` does, for a model with this ``region``; None without a plan.
 
-    Modes that a user has entered around the model are told, too, because they raise if no attention was called.
+    Modes that a user has entered around the model are told, too, because they raise if no attention was
+    called.
     """
     if region is not None and region.interceptions:
         planned = region.interceptions[-1].planned

@@ -8,8 +8,8 @@ keys.
 - A call whose tokens are sharded appends only this rank's tokens to a key-value cache. The tokens of all
   ranks are gathered after the call, because a single new token in a later call, which no plan shards, must
   attend to all tokens on every rank: :class:`CachesOfCall`. The ``DynamicCache`` of transformers is
-  recognised by its attributes (``get_seq_length``, ``layers``, ``keys``, ``values``, ``cumulative_length``), without
-  importing transformers.
+  recognised by its attributes (``get_seq_length``, ``layers``, ``keys``, ``values``, ``cumulative_length``),
+  without importing transformers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from para_core.modes.interceptor import SDPA, SDPA_OPERATOR, call_original
 from para_core.plans.plan import AttentionByHeads, Halo, LinearAttention
 from para_core.torch_internals import no_frame_of_its_own, pytree
 
-# Name of the segment of keys that earlier calls cached, which precede the keys of the current call. Region notes it
-# with length 0; planned_layouts infers its length from the number of keys.
+# Name of the segment of keys that earlier calls cached, which precede the keys of the current call. Region
+# notes it with length 0; planned_layouts infers its length from the number of keys.
 PAST = "past of a key-value cache"
 
 
@@ -42,8 +42,8 @@ class HeadExchange:
 
     Args:
         attention: The rule of the module.
-        segment: The segment of the tokens, sharded in consecutive parts, or replicated: each rank then takes its
-            heads from its own copy of the tokens.
+        segment: The segment of the tokens, sharded in consecutive parts, or replicated: each rank then takes
+            its heads from its own copy of the tokens.
         mesh: The ranks.
         module: The module.
         heads: The number of heads of all ranks, which the attribute of the module may not say now.
@@ -157,8 +157,8 @@ class HeadExchange:
     def run(self, call: Callable[..., Any], parameters: Sequence[str], args: Any, kwargs: Any) -> Any:
         """Return ``call(module, *args, **kwargs)``, in which the module has this rank's number of heads, and
         its key-value caches are narrowed to these heads: as views, so that what the module writes reaches the
-        caller. ``parameters`` are the names of the module's positional parameters. Collective, because the call runs
-        the projections, around which :meth:`enter` and :meth:`leave` run.
+        caller. ``parameters`` are the names of the module's positional parameters. Collective, because the
+        call runs the projections, around which :meth:`enter` and :meth:`leave` run.
         """
 
         def narrow_heads(cache: Any, dim: int) -> Any:
@@ -198,7 +198,8 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
     The first and the last rank of the sequence get rows on one side only. Collective.
 
     Raises:
-        ValueError: A rank has fewer than ``halo.size`` rows. All ranks raise, because all know the number of rows.
+        ValueError: A rank has fewer than ``halo.size`` rows. All ranks raise, because all know the number of
+            rows.
     """
     if segment.total // mesh.ranks < halo.size:
         raise ValueError(
@@ -220,8 +221,8 @@ def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
 class SumsOverRanks(TorchFunctionMode):
     """Mode for one call of a linear attention module, in which the sums over tokens that the plan names are
     added up over all ranks. A call of ``scaled_dot_product_attention``, which would miss the tokens of other
-    ranks, raises ``RuntimeError``. The calls are told apart by the names of torch functions and by their order, so all
-    ranks must make the same calls.
+    ranks, raises ``RuntimeError``. The calls are told apart by the names of torch functions and by their
+    order, so all ranks must make the same calls.
     """
 
     def __init__(self, attention: LinearAttention, mesh: SequenceMesh) -> None:
@@ -271,8 +272,8 @@ def sum_over_ranks(x: Tensor, mesh: SequenceMesh) -> Tensor:
 
 class CachesOfCall:
     """A snapshot of the key-value caches among a call's arguments, taken before the call. ``hold_tokens``
-    says whether any of them already holds tokens. Layers are known by their ids, so the caller must keep the arguments
-    until :meth:`gather`.
+    says whether any of them already holds tokens. Layers are known by their ids, so the caller must keep the
+    arguments until :meth:`gather`.
     """
 
     def __init__(self, arguments: Iterable[Any]) -> None:
@@ -335,8 +336,8 @@ def _caches_in(values: Iterable[Any]) -> list[Any]:
 def _gather_layer(
     cache: Any, layer: Any, before: tuple[Any, Any], segment: Segment, mesh: SequenceMesh
 ) -> None:
-    """Replace the tokens that this rank appended to ``layer``, whose keys and values were ``before``, by those of all
-    ranks. Raise ``ValueError`` if it did not grow by this rank's tokens.
+    """Replace the tokens that this rank appended to ``layer``, whose keys and values were ``before``, by
+    those of all ranks. Raise ``ValueError`` if it did not grow by this rank's tokens.
     """
     past = 0
     if isinstance(before[0], Tensor) and before[0].numel() > 0:

@@ -38,7 +38,8 @@ class GatheredOutputs(SegmentsOfCall):
         self._known_gathers: dict[tuple[int, Segment, int, int], _KnownGather] = {}
 
     def gather_outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
-        """Return a module's output with its i-th tensor gathered by ``gathers[i]``, if that is not None. Collective.
+        """Return a module's output with its i-th tensor gathered by ``gathers[i]``, if that is not None.
+        Collective.
 
         ``output`` is a tensor, a tuple or list, a dataclass, or a ``ModelOutput`` of diffusers, which is
         changed in place.

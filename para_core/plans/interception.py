@@ -63,8 +63,8 @@ class Interception:
     Attributes:
         planned: The attention of modules that the plan does not describe.
         mode: The mode; None at the dispatcher.
-        running: The attention of the modules that run now, nested in each other, the innermost last. The first
-            is ``planned``; in a graph it is the only one.
+        running: The attention of the modules that run now, nested in each other, the innermost last. The
+            first is ``planned``; in a graph it is the only one.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Interception:
 
     @contextmanager
     def attend_to(self, calls: tuple[Attention, ...]) -> Iterator[PlannedAttention]:
-        """Use ``calls[0]``, ``calls[1]``, … for the first, second, … attention call inside the ``with`` block, and the
-        last of them for further ones. Yield the attention function of these calls.
+        """Use ``calls[0]``, ``calls[1]``, … for the first, second, … attention call inside the ``with``
+        block, and the last of them for further ones. Yield the attention function of these calls.
 
         For speed, :mod:`.submodule_calls` repeats what this does at the dispatcher: change both.
         """

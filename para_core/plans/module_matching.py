@@ -17,13 +17,13 @@ from para_core.plans.plan import AttentionByHeads, AttentionRule, Gather, Halo, 
 
 @dataclass(frozen=True)
 class ModuleRules:
-    """The rules of a plan for one submodule, as in :class:`Plan`. Submodules with equal rules share one hook, so a rule
-    must not know its submodule.
+    """The rules of a plan for one submodule, as in :class:`Plan`. Submodules with equal rules share one hook,
+    so a rule must not know its submodule.
 
     Args:
         name: The module name in the plan, which may contain wildcards.
-        shard_rules: Rules for inputs and outputs, with keys as in :attr:`Plan.inner`: an output has an index, or a path
-            that begins with one.
+        shard_rules: Rules for inputs and outputs, with keys as in :attr:`Plan.inner`: an output has an index,
+            or a path that begins with one.
         exchange: For a projection of an :class:`AttentionByHeads`: ``"enter"`` exchanges tokens for heads in
             its output, ``"leave"`` undoes this in its input.
         parts: The number of tensors in the output of such a projection, as in :class:`AttentionByHeads`.
@@ -48,7 +48,9 @@ class ModuleRules:
         return {key: rule for key, rule in self.shard_rules if isinstance(key, int) or key[:1].isdecimal()}
 
     def with_more(self, other: ModuleRules) -> ModuleRules:
-        """Return these rules and those of ``other``, which count only where these have none. Shard rules add up."""
+        """Return these rules and those of ``other``, which count only where these have none.
+        Shard rules add up.
+        """
         return ModuleRules(
             self.name,
             (*self.shard_rules, *other.shard_rules),

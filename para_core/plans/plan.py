@@ -28,8 +28,8 @@ class Split:
             one entry per token, such as position ids.
         ndim (`int`, *optional*): Expected number of dims. A tensor with ``segment`` and another number of
             dims is an error. Without ``segment``, a tensor with fewer dims has no dim for tokens and is
-            replicated, such as a timestep per sample instead of per token. A tensor with ``like`` and more dims
-            is split along ``dim`` all the same.
+            replicated, such as a timestep per sample instead of per token. A tensor with ``like`` and more
+            dims is split along ``dim`` all the same.
         after (`str`, *optional*): Name of a replicated segment whose tokens precede those of ``segment``
             along ``dim``.
         then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by other
@@ -105,9 +105,9 @@ class LastTokens:
 
 @dataclass(frozen=True)
 class CumulativeLengths:
-    """A rule that replaces ``[0, n]``, the cumulative lengths (``cu_seqlens``) of a single sequence of all tokens of
-    ``segment``, by those of the tokens that this rank holds. Several sequences raise, because attention of a
-    plan is over one. n itself is not read: it is taken for the number of tokens.
+    """A rule that replaces ``[0, n]``, the cumulative lengths (``cu_seqlens``) of a single sequence of all
+    tokens of ``segment``, by those of the tokens that this rank holds. Several sequences raise, because
+    attention of a plan is over one. n itself is not read: it is taken for the number of tokens.
     """
 
     segment: str
@@ -245,8 +245,8 @@ class AttentionByHeads:
         output (`str`): Name of the submodule whose input ``[B, S, H * D]`` is exchanged back.
         heads (`str`, defaults to `"heads"`): The attribute of the module with the number of heads.
         caches (`tuple[tuple[str, int], ...]`, defaults to `()`): Pairs (parameter, dim): a parameter of the
-            module that holds cached keys or values of all heads, as a tensor or a dict of tensors, and the dim
-            of the heads.
+            module that holds cached keys or values of all heads, as a tensor or a dict of tensors, and the
+            dim of the heads.
         parts (`int` or `tuple[int, ...]`, *optional*): Number of tensors ``[B, S, H * D]`` that the output of
             a projection holds one after another, for all projections or for each: 3 for a fused ``qkv`` in
             the order (3, heads, D). 1 for an output in which all entries of a head are consecutive, as in the

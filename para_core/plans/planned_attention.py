@@ -30,8 +30,9 @@ from para_core.torch_internals import top_saved_tensors_hooks
 # Maximum number of MeshAttention objects that are cached per model. A full cache is emptied.
 _MOST_KNOWN = 64
 
-# Segments that no call shards count as replicated. mesh.single_rank() needs such segments, in a layout of all ranks: it
-# keeps this rank's index in the full mesh, and a layout of one rank has no tokens for the indices from 1 on.
+# Segments that no call shards count as replicated. mesh.single_rank() needs such segments, in a layout of all
+# ranks: it keeps this rank's index in the full mesh, and a layout of one rank has no tokens for the indices
+# from 1 on.
 _UNKNOWN_SEGMENTS = Attention(("queries",), ("keys",))
 
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
@@ -46,14 +47,16 @@ class PreparedAttention:
     dict changes.
 
     Attributes:
-        options: The options of self-attention, and of cross-attention to sharded keys unless ``cross`` is set.
-        cross: The options of cross-attention. Without them attention to replicated keys is plain SDPA on one device.
+        options: The options of self-attention, and of cross-attention to sharded keys unless ``cross`` is
+            set.
+        cross: The options of cross-attention. Without them attention to replicated keys is plain SDPA on one
+            device.
         attn_func: Computes local attention in place of SDPA, if it is not None.
         attentions: The :class:`MeshAttention` of each plan entry and the segments of a call.
         segments: In eager code, the segments of the last call, for which the next two hold.
         trace_safe: ``segments`` in a form that Dynamo can trace.
-        computed_by: What computes each plan entry, by the id of the entry, which is cheaper than hashing it; None for
-            SDPA on one device. The values refer to the entries, so that the ids stay valid.
+        computed_by: What computes each plan entry, by the id of the entry, which is cheaper than hashing it;
+            None for SDPA on one device. The values refer to the entries, so that the ids stay valid.
     """
 
     mesh: SequenceMesh
@@ -73,7 +76,8 @@ class PreparedAttention:
 
 
 class PlannedAttention:
-    """The attention function of one call of a model, or of a module in it. Inactive until the plan has sharded tokens.
+    """The attention function of one call of a model, or of a module in it. Inactive until the plan has
+    sharded tokens.
 
     Args:
         prepared: The settings, and what is kept between calls of the model.
@@ -84,7 +88,8 @@ class PlannedAttention:
     Attributes:
         active: Whether attention is intercepted; one for each copy.
         intercepted: Whether a call was intercepted; shared by the copies of a model call.
-        skipped: Whether other code of this package computes or skips attention, so that calls may be missing; shared.
+        skipped: Whether other code of this package computes or skips attention, so that calls may be missing;
+            shared.
     """
 
     def __init__(
@@ -116,7 +121,8 @@ class PlannedAttention:
         self._known_computations = prepared.computed_by
 
     def copy_for_calls(self, calls: tuple[Attention, ...]) -> PlannedAttention:
-        """Return a copy that uses the plan entries ``calls``, one per attention call, and counts calls from 0.
+        """Return a copy that uses the plan entries ``calls``, one per attention call, and counts calls from
+        0.
 
         It is active if this one is now; whether it intercepted a call, both know.
         """
@@ -146,7 +152,8 @@ class PlannedAttention:
     def bind_checkpoint(self) -> None:
         """Make all ``torch.utils.checkpoint`` calls whose forward is running recompute with this attention.
 
-        The caller has found hooks of saved tensors, as a checkpoint sets them, outside of a compiled function.
+        The caller has found hooks of saved tensors, as a checkpoint sets them, outside of a compiled
+        function.
         """
         for recomputation in RECOMPUTATION:
             recomputation.attention_called(self.prepared, partial(self.bind, self))
@@ -156,8 +163,8 @@ class PlannedAttention:
         device if no key is sharded. Collective, unless no key is sharded.
 
         Raises:
-            ValueError: The number of queries or keys does not fit the plan. Ranks compare nothing here; they all raise
-                because they run one plan with equal arguments.
+            ValueError: The number of queries or keys does not fit the plan. Ranks compare nothing here; they
+                all raise because they run one plan with equal arguments.
         """
         if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
             self.bind_checkpoint()
@@ -284,12 +291,12 @@ def planned_layouts(
 def layout_of_segments(
     names: tuple[str, ...], segments: tuple[Segment, ...], mesh: SequenceMesh, num_tokens: int, kind: str
 ) -> SequenceLayout:
-    """Return the layout of a sequence that consists of the segments ``names`` and has ``num_tokens`` tokens on this
-    rank.
+    """Return the layout of a sequence that consists of the segments ``names`` and has ``num_tokens`` tokens
+    on this rank.
 
     One of ``names`` may be missing in ``segments``, those of the current model call. It counts as replicated,
-    with the remaining tokens. ``kind`` is used in error messages. Raise ``ValueError`` if ``num_tokens`` does not
-    fit the segments.
+    with the remaining tokens. ``kind`` is used in error messages. Raise ``ValueError`` if ``num_tokens`` does
+    not fit the segments.
     """
     by_name = {segment.name: segment for segment in segments}
     local = sum([by_name[name].size(mesh.rank, mesh.ranks) for name in names if name in by_name])

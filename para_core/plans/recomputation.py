@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 def bind_to_call(
     region: Region, planned: PlannedAttention, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that, if a backward calls it, runs ``function`` with the segments and attention of now.
+    """Return a function that, if a backward calls it, runs ``function`` with the segments and attention of
+    now.
 
-    Outside of a backward it runs ``function`` in the call that is under way, as it is. All ranks must run their
-    backwards in the same order, because ``function`` has collectives.
+    Outside of a backward it runs ``function`` in the call that is under way, as it is. All ranks must run
+    their backwards in the same order, because ``function`` has collectives.
     """
     planned = planned.copy_for_calls(planned.calls)
     segments = dict(region.executor.segments)

@@ -5,8 +5,8 @@ The region fills a slot of the module and its submodules (:mod:`para_core.instan
 their code, hooks and ``forward`` unchanged. A call passes here in this order:
 
 - :meth:`Region.call_outer` is around ``__call__``, outside of a compiled graph: it checks arguments and code.
-- :meth:`Region.run` is around what ``Module.compile`` compiles: it shards, intercepts and gathers. In a graph it is
-  traced, so it must read nothing that changes from call to call, which would be a guard of the graph.
+- :meth:`Region.run` is around what ``Module.compile`` compiles: it shards, intercepts and gathers. In a graph
+  it is traced, so it must read nothing that changes from call to call, which would be a guard of the graph.
 - The functions of :mod:`.submodule_calls` are around the submodules that the plan names.
 """
 
@@ -72,7 +72,9 @@ from para_core.user_warnings import WarningLog
 
 @dataclass(eq=False)
 class Region:
-    """A plan applied to one module, and the state of its current call. The fields are as in :func:`apply_plan`."""
+    """A plan applied to one module, and the state of its current call.
+    The fields are as in :func:`apply_plan`.
+    """
 
     module: InitVar[nn.Module]
     plan: Plan
@@ -91,14 +93,17 @@ class Region:
             self.batch = None
         self.is_parallel = self.mesh.ranks > 1
         self._warnings = WarningLog()
-        # Whether the caller has verified that all ranks pass equal arguments (agreed_inputs.assume_agreed sets it).
+        # Whether the caller has verified that all ranks pass equal arguments (agreed_inputs.assume_agreed
+        # sets it).
         self.inputs_agreed = False
-        # Kept by (options, cross_backend), so that nothing is compiled again if earlier options are set again.
+        # Kept by (options, cross_backend), so that nothing is compiled again if earlier options are set
+        # again.
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(self.options, self.cross_backend)
         self._read_plan()
         self._read_module(module)
-        # The wrapped submodules by name. attach() looks for replaced ones, because loading a LoRA replaces some.
+        # The wrapped submodules by name. attach() looks for replaced ones, because loading a LoRA replaces
+        # some.
         self.submodules: dict[str, nn.Module] = {}
         self._tree: ModuleTree | None = None
         # Names of the modules whose attention the plan describes.
@@ -115,7 +120,8 @@ class Region:
         self.executor = RuleExecutor(self.mesh, coarse_segments(self.plan))
         # The mesh dim over which the samples of the call are split, if any: for current_call.py.
         self.sharing_samples: list[MeshDim] = []
-        # Whether a key-value cache among the arguments already holds tokens, which precede the keys of the call.
+        # Whether a key-value cache among the arguments already holds tokens, which precede the keys of the
+        # call.
         self._continues = False
         # Binds a function to a call of this region, for the recomputation of activation checkpointing.
         self.bind: BindRecomputation = partial(bind_to_call, self)
@@ -184,7 +190,9 @@ class Region:
         return tuple(self.executor.segments.values())
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this."""
+        """Verify the arguments, and return the result of ``call``.
+        ``Module.compile`` does not compile this.
+        """
         # While tracing, read none of the attributes below: each would be a guard of the graph.
         call_context: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
@@ -208,7 +216,8 @@ class Region:
             return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``call`` with sharded inputs and intercepted attention, and return its gathered outputs. Collective.
+        """Run ``call`` with sharded inputs and intercepted attention, and return its gathered outputs.
+        Collective.
 
         Raises:
             RuntimeError: The module already runs in another thread, or the module made no attention call that
@@ -353,7 +362,9 @@ class Region:
                 return
 
     def attach(self, module: nn.Module) -> None:
-        """Wrap the submodules that the plan names, unless they are wrapped. Raise ``ValueError`` if one is missing."""
+        """Wrap the submodules that the plan names, unless they are wrapped.
+        Raise ``ValueError`` if one is missing.
+        """
         if self._tree is not None and self._tree.is_unchanged():
             return
         matches = match_modules(module, self.plan)

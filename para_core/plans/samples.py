@@ -17,8 +17,8 @@ from para_core.user_warnings import ParallelWarning, WarningLog
 
 def count_samples(value: Any, dim: int | None) -> int | None:
     """Count the samples in ``value``: a tensor, or a dataclass of tensors, with samples along ``dim``, or if
-    ``dim`` is None a list or tuple with an entry for each. Return None if their number is unknown, or the tensors of
-    the entries have different shapes: such samples cannot be gathered.
+    ``dim`` is None a list or tuple with an entry for each. Return None if their number is unknown, or the
+    tensors of the entries have different shapes: such samples cannot be gathered.
     """
     if has_fields(value) and dim is not None:
         value = next((leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)), None)
@@ -70,8 +70,8 @@ def select_arguments(
     rank.
 
     The number is None, and the arguments are unchanged, if it is unknown, not a multiple of the size of
-    ``batch`` (this warns, in eager code), or an argument of ``plan.unshared`` is given. All ranks decide the same,
-    because they get equal arguments.
+    ``batch`` (this warns, in eager code), or an argument of ``plan.unshared`` is given. All ranks decide the
+    same, because they get equal arguments.
 
     Raises:
         ValueError: An argument holds tensors but is not listed in ``batched``, ``common`` or ``unshared`` of

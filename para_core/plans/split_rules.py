@@ -38,8 +38,8 @@ class SplitRules(SegmentsOfCall):
         self._known_cuts: dict[tuple[int, int], _KnownCut] = {}
 
     def split_known(self, value: Tensor, split: Split, name: str) -> Tensor | None:
-        """Return this rank's part of ``value`` if :meth:`_split_eagerly` has split as many tokens by this rule
-        before, and its segment is known or new in this call; else None.
+        """Return this rank's part of ``value`` if :meth:`_split_eagerly` has split as many tokens by this
+        rule before, and its segment is known or new in this call; else None.
 
         It does what :meth:`split` does, with fewer Python calls: change both.
         """
@@ -63,12 +63,12 @@ class SplitRules(SegmentsOfCall):
         return value.narrow(split.dim, start, length).clone()
 
     def split(self, value: Tensor, split: Split, name: str) -> Tensor:
-        """Return this rank's part of ``value``, an argument or output called ``name``, or ``value`` itself if its
-        tokens are replicated. The segment is noted for later rules of this call.
+        """Return this rank's part of ``value``, an argument or output called ``name``, or ``value`` itself if
+        its tokens are replicated. The segment is noted for later rules of this call.
 
         Raises:
-            ValueError: ``value`` has another shape than the rule or an earlier split of its segment says, or the
-                segment was not split before although the rule needs that.
+            ValueError: ``value`` has another shape than the rule or an earlier split of its segment says, or
+                the segment was not split before although the rule needs that.
         """
         if split.ndim is not None and value.ndim != split.ndim:
             if split.segment is None and value.ndim < split.ndim:

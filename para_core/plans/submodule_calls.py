@@ -1,5 +1,5 @@
-"""Run the calls of the submodules that a plan names: shard their inputs, intercept their attention or exchange its
-heads, add up sums of linear attention, exchange halo rows, gather their outputs.
+"""Run the calls of the submodules that a plan names: shard their inputs, intercept their attention or
+exchange its heads, add up sums of linear attention, exchange halo rows, gather their outputs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class SubmoduleCalls:
         mesh: The ranks.
         executor: Applies the rules of the plan, and knows the segments of the current call.
         check: Finds attention that is not intercepted.
-        interceptions: The interception of the region's current call; empty outside of one. It is the region's own list,
-            which :class:`~para_core.plans.region.Region` fills and empties, and recomputation by activation
-            checkpointing, too.
+        interceptions: The interception of the region's current call; empty outside of one. It is the region's
+            own list, which :class:`~para_core.plans.region.Region` fills and empties, and recomputation by
+            activation checkpointing, too.
         intercept_if_sharded: Starts to intercept attention if one of some applied rules has split tokens.
     """
 
@@ -52,8 +52,8 @@ class SubmoduleCalls:
     def hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Wrapper:
         """Return the function that runs around the call of a submodule with ``rules``.
 
-        The rules are local variables of the two functions inside, and not attributes that they read: Dynamo would guard
-        each attribute.
+        The rules are local variables of the two functions inside, and not attributes that they read: Dynamo
+        would guard each attribute.
 
         Args:
             rules: The rules of the plan for the submodule.
@@ -131,7 +131,8 @@ class SubmoduleCalls:
                 self.intercept_if_sharded(of_outputs.values())
             if gathers:
                 output = self.executor.gather_outputs(output, gathers)
-                # All tokens are gathered, so what follows in the model is not sharded, and its attention is plain.
+                # All tokens are gathered, so what follows in the model is not sharded, and its attention is
+                # plain.
                 interception.planned.active[0] = False
             return output
 
@@ -168,8 +169,8 @@ class SubmoduleCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a module on all tokens and this rank's heads. Its projections and output exchange them meanwhile
-        (:meth:`_enter_heads`, :meth:`_leave_heads`), and its attention is on one device.
+        """Run a module on all tokens and this rank's heads. Its projections and output exchange them
+        meanwhile (:meth:`_enter_heads`, :meth:`_leave_heads`), and its attention is on one device.
         """
         self._head_exchanges.append(exchange)
         try:

@@ -23,10 +23,10 @@ class OperatorCount:
 
     Attributes:
         launches: Number of launches. Operators inside attention are left out.
-        moved: Bytes that launches outside of attention read and write, other than matrix products and convolutions:
-            the bytes while ``is_sharded`` was True, and those while it was False.
-        peak: The bytes of tensors of the call when their sum was largest, inside attention too: those made while
-            ``is_sharded`` was True, and the others.
+        moved: Bytes that launches outside of attention read and write, other than matrix products and
+            convolutions: the bytes while ``is_sharded`` was True, and those while it was False.
+        peak: The bytes of tensors of the call when their sum was largest, inside attention too: those made
+            while ``is_sharded`` was True, and the others.
         is_sharded: Whether the operators that follow work on sharded tokens. The caller sets it.
         in_attention: Whether the operators that follow compute an attention call. The caller sets it.
     """

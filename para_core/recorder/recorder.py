@@ -56,15 +56,15 @@ class _RunningModule(NamedTuple):
 class Recorder(TorchFunctionMode):
     """A mode that passes each event of a model call to ``handle``, in order of time.
 
-    Inside ``handle`` functions of torch are neither recorded nor intercepted; with ``operators`` their operators are
-    reported, except while an operator is handled. Attention that a plan or an outer mode computes over several ranks
-    is recorded with this rank's tensors. Nothing inside a compiled function is recorded, so call it under
-    ``torch.compiler.set_stance("force_eager")``.
+    Inside ``handle`` functions of torch are neither recorded nor intercepted; with ``operators`` their
+    operators are reported, except while an operator is handled. Attention that a plan or an outer mode
+    computes over several ranks is recorded with this rank's tensors. Nothing inside a compiled function is
+    recorded, so call it under ``torch.compiler.set_stance("force_eager")``.
 
     Args:
         handle: Called with each event.
-        compute_attention: Computes the recorded SDPA calls, and the attention functions that are computed by one.
-            Defaults to SDPA itself, which outer modes intercept.
+        compute_attention: Computes the recorded SDPA calls, and the attention functions that are computed by
+            one. Defaults to SDPA itself, which outer modes intercept.
 
     Attributes:
         running: Names of the modules that have not returned, the innermost last. After an error, the
@@ -215,8 +215,8 @@ def _route_of(func: Callable[..., Any]) -> Route | None:
 
 
 class _RecordedCall(SdpaOwner):
-    """The owner of one call of ``function`` with ``args``, by which a feature of :mod:`para_core.modes.registry`
-    computes it.
+    """The owner of one call of ``function`` with ``args``, by which a feature of
+    :mod:`para_core.modes.registry` computes it.
     """
 
     def __init__(self, recorder: Recorder, function: Callable[..., Any], args: Sequence[Any]) -> None:

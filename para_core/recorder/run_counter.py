@@ -16,7 +16,8 @@ from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel
 
 # These operators launch nothing: the first only chooses a kernel, and a wait only makes the stream wait.
 _NO_LAUNCH_IN_RUN = {"aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
-# The namespaces of torch's own operators. Others are custom operators, whose inner operators are counted instead.
+# The namespaces of torch's own operators. Others are custom operators, whose inner operators are counted
+# instead.
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # The number of kernels that each of these operators launches on CUDA. The operators inside them are not
 # counted, because there are such operators only on the CPU.
@@ -117,8 +118,8 @@ _KINDS = {
 def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
     """Return the bytes that this rank sends to other ranks in a call of the operator ``func``.
 
-    A broadcast counts on every rank, as if each passed the bytes on. Return None if ``func`` is not a collective, or
-    only exchanges records between CPUs.
+    A broadcast counts on every rank, as if each passed the bytes on. Return None if ``func`` is not a
+    collective, or only exchanges records between CPUs.
     """
     namespace, _, name = schema_of(func).name.partition("::")
     if namespace == "para_core" and name == "all_gather":
@@ -138,7 +139,8 @@ def _bytes_of_c10d(name: str, args: Sequence[Any]) -> int | None:
         return None
     group = dist.ProcessGroup.unbox(boxed)
     if name == "alltoall_base_":
-        # The arguments are the output, the input, the group, and the sizes of the parts of both; none are equal parts.
+        # The arguments are the output, the input, the group, and the sizes of the parts of both; none are
+        # equal parts.
         sizes = args[4] or [len(args[1]) // group.size()] * group.size()
         return _bytes_to_others(args[1], sizes, group)
     # These operators take the output first and the input second; the others take the input first.

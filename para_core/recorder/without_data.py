@@ -15,10 +15,11 @@ from para_core.torch_internals import FakeTensor
 
 
 def attend_without_data(call: SdpaCall) -> Tensor:
-    """Return the output of ``call``, not initialized if its query is a meta or fake tensor; SDPA computes other calls.
+    """Return the output of ``call``, not initialized if its query is a meta or fake tensor; SDPA computes
+    other calls.
 
-    It has the memory layout of a fused kernel, ``[..., S_q, H, D_v]``. On these tensors SDPA itself would make a tensor
-    of all scores, whose size a count of memory would take for the model's.
+    It has the memory layout of a fused kernel, ``[..., S_q, H, D_v]``. On these tensors SDPA itself would
+    make a tensor of all scores, whose size a count of memory would take for the model's.
     """
     query = call.query
     if not query.is_meta and not isinstance(query, FakeTensor):

@@ -55,8 +55,8 @@ class SameBitsCalls:
         """Run a call on all tokens.
 
         Raises:
-            RuntimeError: On every rank: a function gives other bits for the rows of a rank than for those of one
-                process. Or the model is compiled.
+            RuntimeError: On every rank: a function gives other bits for the rows of a rank than for those of
+                one process. Or the model is compiled.
         """
         if is_compiled_code():
             raise RuntimeError(_COMPILED)
@@ -85,10 +85,11 @@ class SameBitsCalls:
             return call(module, *args, **kwargs)
 
     def _check_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise ``ValueError`` on every rank if ranks share samples, and an argument has one row for all of them.
+        """Raise ``ValueError`` on every rank if ranks share samples, and an argument has one row for all of
+        them.
 
-        Products of that row are computed with one row in one process. On a rank with one sample they look like those
-        of the sample.
+        Products of that row are computed with one row in one process. On a rank with one sample they look
+        like those of the sample.
         """
         region = region_of(self.module)
         if region is None or region.batch is None:

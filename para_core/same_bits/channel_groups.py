@@ -29,9 +29,9 @@ def group_norm_of_rows(
 ) -> Tensor:
     """Return this rank's rows of ``F.group_norm``, with the bits of one process. Collective: two all-to-alls.
 
-    Of ``x`` with ``n`` bytes on a rank, each rank sends ``n · (ranks − 1) / ranks`` bytes in each, where statistics of
-    the default norm have a few bytes per group. Groups need not divide by the ranks: some ranks get one more, and with
-    more ranks than groups some get none.
+    Of ``x`` with ``n`` bytes on a rank, each rank sends ``n · (ranks − 1) / ranks`` bytes in each, where
+    statistics of the default norm have a few bytes per group. Groups need not divide by the ranks: some ranks
+    get one more, and with more ranks than groups some get none.
     """
     groups_of_ranks = divide_evenly(groups, ranks.size)
     channels_per_group = x.shape[1] // groups

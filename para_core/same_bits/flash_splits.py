@@ -1,8 +1,8 @@
 """In how many parts FlashAttention adds up the keys of a call on a GPU.
 
-A call with few heads and queries does not fill a GPU, so FlashAttention-2 computes parts of its keys side by side and
-merges them, which changes the order of the sums. A rank has fewer heads than one process, so it may split where one
-process does not.
+A call with few heads and queries does not fill a GPU, so FlashAttention-2 computes parts of its keys side by
+side and merges them, which changes the order of the sums. A rank has fewer heads than one process, so it may
+split where one process does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class AttentionSizes(NamedTuple):
 
 
 def flash_splits(sizes: AttentionSizes, multiprocessors: int) -> int:
-    """Return the number of parts into which FlashAttention-2 of PyTorch splits the keys of a call without dropout.
+    """Return the number of parts into which FlashAttention-2 of PyTorch splits the keys of a call without
+    dropout.
 
     Source: ``set_params_splitkv`` and ``num_splits_heuristic`` of PyTorch's flash_attn/flash_api.cpp.
 

@@ -3,8 +3,8 @@
 - GroupNorm gets all rows of some groups of channels (:mod:`channel_groups`).
 - Keys and values of attention are gathered, as ever.
 - Functions that add up rows, or resample them, run on gathered rows: in full on each rank.
-- All other functions run on this rank's rows, and at their place in zeros of one process's sizes if bytes differ else
-  (:mod:`placed_rows`).
+- All other functions run on this rank's rows, and at their place in zeros of one process's sizes if bytes
+  differ else (:mod:`placed_rows`).
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ def _run_on_all_rows(mode: SameBitsRows, func: Function, args: Sequence[Any], kw
 
 
 def gather_as_is(ranks: MeshDim, x: Any) -> Any:
-    """Return all rows of a tensor in its order of dims in memory; anything without rows as it is. Collective."""
+    """Return all rows of a tensor in its order of dims in memory; anything without rows as it is.
+    Collective.
+    """
     rows = rows_of(x)
     if rows is None:
         return x
@@ -212,7 +214,9 @@ def _windows(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run a function with windows, or one of this rank's samples without ``call``. Collective with ``call``."""
+    """Run a function with windows, or one of this rank's samples without ``call``.
+    Collective with ``call``.
+    """
     if call is None:
         return _run_on_rows(mode, func, args, kwargs)
     ranks, x, rows = mode.ranks, call.x, call.rows
@@ -290,9 +294,10 @@ def _interpolate(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs
     return _run_on_all_rows(mode, func, args, kwargs)
 
 
-# Functions that move, copy, compare or convert elements, and those that IEEE 754 rounds, have no rule here: they are
-# exact as they are. A function that gets a rule in spatial.rules, and whose bits depend on the number of rows, must be
-# named here too: without it, its rows would be computed with other bits, and nothing would notice.
+# Functions that move, copy, compare or convert elements, and those that IEEE 754 rounds, have no rule here:
+# they are exact as they are. A function that gets a rule in spatial.rules, and whose bits depend on the
+# number of rows, must be named here too: without it, its rows would be computed with other bits, and nothing
+# would notice.
 _BY_RULE: dict[Callable[..., Any], str] = {
     _run_on_rows: """
         rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh sigmoid erf erfc

@@ -61,13 +61,15 @@ class OneProcess:
                 layout = SequenceLayout(self.segments[first:end], self.ranks)
                 size = sum(segment.size(self.rank, self.ranks) for segment in layout.segments)
                 total = sum(segment.total for segment in layout.segments)
-                # Of two sequences with as many tokens on this rank, the shorter one is as good, unless it has few rows.
+                # Of two sequences with as many tokens on this rank, the shorter one is as good, unless it has
+                # few rows.
                 if size not in places or places[size].total < total:
                     places[size] = Place(total, tuple(layout.runs(self.rank)))
         return places
 
     def place_of_tokens(self, x: Tensor) -> tuple[int, Place] | None:
-        """Return the dim of ``x`` that has this rank's tokens, and their place in one process; None if no dim has.
+        """Return the dim of ``x`` that has this rank's tokens, and their place in one process; None if no dim
+        has.
 
         The last dim has features. The first has samples, unless there are two dims.
         """
@@ -94,9 +96,11 @@ def one_process_of(module: nn.Module) -> OneProcess:
 
 
 def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return zeros of the given sizes, with the type of ``x``, its order of dims in memory, and its contiguity.
+    """Return zeros of the given sizes, with the type of ``x``, its order of dims in memory, and its
+    contiguity.
 
-    Kernels are chosen by both: a linear layer with a bias rounds once if its input is contiguous, and twice else.
+    Kernels are chosen by both: a linear layer with a bias rounds once if its input is contiguous, and twice
+    else.
     """
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
@@ -119,9 +123,11 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _gap_between_rows(x: Tensor, order: Sequence[int]) -> int:
-    """Return a number of elements, at least one, with which rows of the innermost dim are aligned as those of ``x``.
+    """Return a number of elements, at least one, with which rows of the innermost dim are aligned as those of
+    ``x``.
 
-    MKL adds up in another order if rows do not begin at a multiple of its vectors, which have 64 bytes at most.
+    MKL adds up in another order if rows do not begin at a multiple of its vectors, which have 64 bytes at
+    most.
     """
     if x.ndim < 2:
         return 1

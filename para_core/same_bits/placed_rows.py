@@ -1,8 +1,9 @@
-"""Compute functions of one row at the place of a rank's rows in zeros of one process's sizes, where bits differ else.
+"""Compute functions of one row at the place of a rank's rows in zeros of one process's sizes, where bits
+differ else.
 
-A CPU computes the last few elements of a tensor by another function than the rest, and chooses the kernel of a product
-or a convolution by sizes. The same function of the same rows at the same place in a tensor of the same sizes has the
-bits of one process, whatever the other rows are.
+A CPU computes the last few elements of a tensor by another function than the rest, and chooses the kernel of
+a product or a convolution by sizes. The same function of the same rows at the same place in a tensor of the
+same sizes has the bits of one process, whatever the other rows are.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from para_core.same_bits.unplaced import have_equal_bytes
 from para_core.spatial.fetch import part_of, put_part
 from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows
 
-# A new kind of function is compared on so many orders of its elements, as few elements may happen to be equal.
+# A new kind of function is compared on so many orders of its elements, as few elements may happen to be
+# equal.
 _ORDERS = 8
 # Tensors of more elements are compared in fewer orders.
 _COMPARED_ELEMENTS = 1 << 17
-# A CPU computes elements in vectors of this number at most, and the rest of a tensor by another function. Results for
-# these few elements are equal for most values, so that a comparison may miss them.
+# A CPU computes elements in vectors of this number at most, and the rest of a tensor by another function.
+# Results for these few elements are equal for most values, so that a comparison may miss them.
 VECTOR = 64
 
 

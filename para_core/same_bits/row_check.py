@@ -1,10 +1,11 @@
 """Find functions whose bits depend on the number of rows, at the first call with each shape.
 
-A rank's tensor is put at its place in zeros of the sizes of one process, the same function computes both, and the bytes
-of the rank's part are compared. That needs no second run of the model and no exchange. On CUDA, the number of parts
-into which FlashAttention splits keys is compared, too. The mode of :mod:`.mode` calls this, and :mod:`.call` compares
-the findings of all ranks. Products of few rows whose place is unknown are tried with each number of rows that one
-process may have; which of these it has follows from all ranks' numbers (:mod:`.unplaced`).
+A rank's tensor is put at its place in zeros of the sizes of one process, the same function computes both, and
+the bytes of the rank's part are compared. That needs no second run of the model and no exchange. On CUDA, the
+number of parts into which FlashAttention splits keys is compared, too. The mode of :mod:`.mode` calls this,
+and :mod:`.call` compares the findings of all ranks. Products of few rows whose place is unknown are tried
+with each number of rows that one process may have; which of these it has follows from all ranks' numbers
+(:mod:`.unplaced`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from para_core.same_bits.unplaced import (
 )
 from para_core.torch_internals import DisableTorchFunctionSubclass
 
-# Functions whose first argument is a tensor with tokens, whose rows do not depend on each other, without randomness.
-# Those that reduce a dim do so for a norm that is composed of them; a reduction over tokens is left out by compare().
+# Functions whose first argument is a tensor with tokens, whose rows do not depend on each other, without
+# randomness. Those that reduce a dim do so for a norm that is composed of them; a reduction over tokens is
+# left out by compare().
 CHECKED: frozenset[Callable[..., Any]] = frozenset(
     {
         F.linear,
@@ -71,8 +73,8 @@ class RowCheck:
 
     Args:
         module: The model, whose submodules findings name.
-        findings: What differed so far, as text: the module, the function, the shape and type of the rank's tensor, and
-            what is different.
+        findings: What differed so far, as text: the module, the function, the shape and type of the rank's
+            tensor, and what is different.
         unplaced: Products of few rows that are of no known sequence, in the order of the calls.
     """
 
@@ -161,7 +163,8 @@ class RowCheck:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Note a finding if FlashAttention adds up the keys of a call in another number of parts than in one process.
+        """Note a finding if FlashAttention adds up the keys of a call in another number of parts than in one
+        process.
 
         The arguments are those of SDPA, with this rank's tokens and all heads. A ring has gathered all keys.
         """
@@ -178,7 +181,8 @@ class RowCheck:
         ring = one_process.ranks // one_process.ulysses
         part = AttentionSizes(batch, -(-heads // one_process.ulysses), -(-queries // ring), keys, width)
         if key_place is None:
-            # Every rank has all keys, such as those of the text, and attends with all heads of its own queries.
+            # Every rank has all keys, such as those of the text, and attends with all heads of its own
+            # queries.
             part = AttentionSizes(batch, heads, query.shape[-2], keys, width)
         multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
         splits, splits_of_rank = (flash_splits(sizes, multiprocessors) for sizes in (whole, part))

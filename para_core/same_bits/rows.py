@@ -1,8 +1,8 @@
 """Matrix products with the rows of one process, where a rank has few.
 
-A row of a product has the same bits for every number of rows from a threshold on. Below, libraries choose kernels that
-add up in another order: on a CPU, MKL below 16 rows in float32, and oneDNN below some 400 rows in bfloat16
-(benchmarks/pipelines/same_bits.py).
+A row of a product has the same bits for every number of rows from a threshold on. Below, libraries choose
+kernels that add up in another order: on a CPU, MKL below 16 rows in float32, and oneDNN below some 400 rows
+in bfloat16 (benchmarks/pipelines/same_bits.py).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _sizes_of_product(one_process: OneProcess, x: Tensor) -> list[int] | None:
     enough = few_rows(x)
     if x.ndim < 2 or rows == 0 or rows >= enough:
         return None
-    # The position of a token does not matter, so a rank's tokens stay in front. That of a sample does: the second of
-    # two rows may be computed by another kernel than the first.
+    # The position of a token does not matter, so a rank's tokens stay in front. That of a sample does: the
+    # second of two rows may be computed by another kernel than the first.
     token_place = one_process.place_of_tokens(x)
     if token_place is not None:
         sizes[token_place[0]] = token_place[1].total

@@ -64,10 +64,12 @@ def _run_samples(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def read_convolution(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> WindowedCall | None:
-    """Return the windows of a call of ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``; None if its samples are sharded.
+    """Return the windows of a call of ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``; None if its samples are
+    sharded.
 
     Raises:
-        MixesRows: Its channels are sharded, its windows would span two frames, or ``padding="same"`` is uneven.
+        MixesRows: Its channels are sharded, its windows would span two frames, or ``padding="same"`` is
+            uneven.
     """
     x, weight, bias, stride, padding, dilation, groups = bind(
         func, args, kwargs, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
@@ -92,8 +94,9 @@ def read_convolution(func: Function, args: Sequence[Any], kwargs: dict[str, Any]
         num_rows = (part.shape[rows.dim] + 2 * padded - extents[axis]) // strides[axis] + 1
         out: Tensor
         if num_rows == 1 and part.dtype == torch.bfloat16 and part.device.type == "cpu":
-            # On a CPU torch 2.13 computes wrong values in bfloat16 for an output of one column (oneDNN, stride 2).
-            # A single device computes more columns than this rank, so convolve in float32, which is right.
+            # On a CPU torch 2.13 computes wrong values in bfloat16 for an output of one column (oneDNN,
+            # stride 2). A single device computes more columns than this rank, so convolve in float32, which
+            # is right.
             wide_bias = None
             if bias is not None:
                 wide_bias = bias.float()

@@ -42,8 +42,8 @@ def run_filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
             args = local_sizes(tuple(args))
         return set_rows(func(*args, **kwargs), RowTag(*sharded))
     if name_of(func) == "empty" and "size" not in kwargs:
-        # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read it. Any
-        # write to an expanded tensor raises.
+        # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read
+        # it. Any write to an expanded tensor raises.
         return torch.empty((), **kwargs).expand(shape)
     out: Tensor = func(*args, **kwargs)
     return out

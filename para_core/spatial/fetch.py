@@ -43,7 +43,8 @@ def start_fetch(
 def fetch_rows(
     x: Tensor, rows: RowTag, wanted: Sequence[Run], ranks: MeshDim, *, fill: float = 0.0
 ) -> Tensor:
-    """Return the rows of this rank's run ``wanted[rank]``; the arguments are as in :func:`start_fetch`. Collective.
+    """Return the rows of this rank's run ``wanted[rank]``; the arguments are as in :func:`start_fetch`.
+    Collective.
 
     Raises:
         RuntimeError: A gradient is needed.
@@ -55,7 +56,8 @@ def fetch_rows(
 
 
 def relayout_rows(x: Tensor, rows: RowTag, sizes: Sizes, ranks: MeshDim) -> Tensor:
-    """Return this rank's rows of ``x`` after an exchange to ``sizes``; ``x`` itself if it has these. Collective.
+    """Return this rank's rows of ``x`` after an exchange to ``sizes``; ``x`` itself if it has these.
+    Collective.
 
     Raises:
         RuntimeError: A gradient is needed.

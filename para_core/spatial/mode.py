@@ -76,7 +76,8 @@ class SpatialShardMode(TorchFunctionMode):
         self._compare_calls = compare_calls
 
     def shard(self, x: Tensor, dim: int = -2, *, unit: int = 1, sizes: Sizes | None = None) -> Tensor:
-        """Return this rank's rows of ``x``. Every rank must pass the same whole tensor, which is not compared.
+        """Return this rank's rows of ``x``. Every rank must pass the same whole tensor, which is not
+        compared.
 
         Args:
             dim (`int`, defaults to `-2`): The dim to shard: -2 for the height of ``[..., H, W]``, -1 for the
@@ -132,8 +133,8 @@ class SpatialShardMode(TorchFunctionMode):
             if name not in RULES:
                 raise unknown(func, tag, "it has no rule, so it may mix rows")
             return RULES[name](self.ranks, func, args, kwargs)
-        # No tensor is sharded, but one of the sizes was read from a sharded tensor. Functions that are no factories
-        # get it as an int, the size of the full tensor.
+        # No tensor is sharded, but one of the sizes was read from a sharded tensor. Functions that are no
+        # factories get it as an int, the size of the full tensor.
         if name in factories.FACTORIES:
             return factories.FACTORIES[name](self.ranks, func, args, kwargs)
         return func(*args, **kwargs)

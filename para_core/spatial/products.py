@@ -164,7 +164,9 @@ def run_attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
 def _gather_keys(
     func: Function, key: Tensor, value: Tensor, rows: RowTag, ranks: MeshDim
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of all ranks. Collective. Raise :class:`MixesRows` if they are sharded differently."""
+    """Return the keys and values of all ranks.
+    Collective. Raise :class:`MixesRows` if they are sharded differently.
+    """
     if rows_of(value) != rows:
         raise unknown(func, rows, f"with values sharded as {rows_of(value)}")
     if key.shape[:-1] != value.shape[:-1]:

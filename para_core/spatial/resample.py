@@ -144,8 +144,8 @@ def _tag_of_repeated_rows(
 def _sizes_and_step(
     rows: RowTag, axis: int, scales: list[Any] | None, sizes: Any, recompute: Any
 ) -> tuple[Sizes, float]:
-    """Return the number of output rows of each rank, and the distance between output rows in input rows, as PyTorch
-    computes it.
+    """Return the number of output rows of each rank, and the distance between output rows in input rows, as
+    PyTorch computes it.
     """
     before = sum(rows.sizes)
     if scales is not None:

@@ -1,5 +1,5 @@
-"""Sharded rows: the tag of a tensor that holds some, the sizes that carry their numbers, and the error for mixing
-them.
+"""Sharded rows: the tag of a tensor that holds some, the sizes that carry their numbers, and the error for
+mixing them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def rows_of(x: Any) -> RowTag | None:
 def set_rows(x: Tensor, rows: RowTag) -> Tensor:
     """Mark ``x`` as this rank's part of a tensor that is sharded as ``rows`` says, and return ``x`` itself.
 
-    The mark is an attribute of this Python object. Views and results do not inherit it: each rule of the mode marks
-    what it returns, and a function that runs where the mode is off returns unmarked tensors.
+    The mark is an attribute of this Python object. Views and results do not inherit it: each rule of the mode
+    marks what it returns, and a function that runs where the mode is off returns unmarked tensors.
     """
     setattr(x, _TAG, rows)
     return x
@@ -66,7 +66,8 @@ def clear_rows(x: Tensor) -> Tensor:
 
 
 class ShardedSize(int):
-    """The size of the full tensor along its sharded dim: an int in ``x.shape`` that also carries those of the ranks.
+    """The size of the full tensor along its sharded dim: an int in ``x.shape`` that also carries those of the
+    ranks.
 
     Model code that reads this size computes and branches as on one device, equally on every rank. If the size
     is an argument of a view, the mode replaces it by this rank's number of rows (:func:`local_sizes`). A

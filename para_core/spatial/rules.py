@@ -1,9 +1,9 @@
 """Rules of :mod:`.mode` for functions of one row, elementwise functions, functions along one dim, reductions,
 meshgrid and dropout, and helpers of the other files of rules.
 
-A rule is called as ``rule(ranks, func, args, kwargs)`` with this rank's rows. ``BY_RULE`` at the end names the
-functions of each rule, as :func:`.row_tag.name_of` does; a later file of ``mode.RULES`` overrides an earlier
-one. :mod:`para_core.same_bits.image_rows` repeats the names whose bits depend on the number of rows.
+A rule is called as ``rule(ranks, func, args, kwargs)`` with this rank's rows. ``BY_RULE`` at the end names
+the functions of each rule, as :func:`.row_tag.name_of` does; a later file of ``mode.RULES`` overrides an
+earlier one. :mod:`para_core.same_bits.image_rows` repeats the names whose bits depend on the number of rows.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ class Tiles(TorchFunctionMode):
         return self._values[number]
 
     def _exchange(self, numbers: range) -> None:
-        """Send the outputs of the calls ``numbers`` that this rank ran to all ranks, and store those of the others.
+        """Send the outputs of the calls ``numbers`` that this rank ran to all ranks, and store those of the
+        others.
 
         Collective. All outputs must have one dtype.
         """

@@ -177,8 +177,8 @@ def _local_index(
             if dim == rows.dim:
                 return (), sizes, None
         else:
-            # A single list, or index tensor with one dim, leaves the order of dims as it is. Refuse others, also a
-            # bool, which adds a dim.
+            # A single list, or index tensor with one dim, leaves the order of dims as it is. Refuse others,
+            # also a bool, which adds a dim.
             num_tensors += 1
             is_vector = isinstance(part, (list, Tensor)) and torch.as_tensor(part).ndim == 1
             if dim == rows.dim or num_tensors > 1 or not is_vector:

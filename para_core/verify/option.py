@@ -1,4 +1,6 @@
-"""The option ``verify=True``: what does not go with it, and its check. Imports no torch before a check is made."""
+"""The option ``verify=True``: what does not go with it, and its check.
+Imports no torch before a check is made.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from para_core.instance.record import Wrapper
 
-# Approximations with which transformer calls still equal those of the unmodified model: a step that a cache skips is
-# not compared, and the unmodified model has the same quantized weights.
+# Approximations with which transformer calls still equal those of the unmodified model: a step that a cache
+# skips is not compared, and the unmodified model has the same quantized weights.
 _COMPARABLE = frozenset({"cache", "quantize"})
 
 

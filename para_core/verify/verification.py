@@ -36,8 +36,8 @@ from para_core.user_warnings import ParallelWarning, warn_user
 
 logger = logging.getLogger(__name__)
 
-# The slots that stay filled for the unmodified model, because their features move or gather weights that it needs. A
-# new slot of that kind must be added, or the unmodified model finds no weights.
+# The slots that stay filled for the unmodified model, because their features move or gather weights that it
+# needs. A new slot of that kind must be added, or the unmodified model finds no weights.
 _SLOTS_OF_WEIGHTS = frozenset(
     {
         Slot.OFFLOADED_BLOCK,
@@ -73,8 +73,9 @@ class Verification:
     """Compares calls of one parallel model with the unmodified model: once for each size of inputs, and again
     if code inside the model has changed.
 
-    A compared call costs one more call of the model, on every rank, and three if it finds a difference. Other calls
-    cost a lookup. All ranks decide from equal arguments whether to compare, because they exchange what they find.
+    A compared call costs one more call of the model, on every rank, and three if it finds a difference. Other
+    calls cost a lookup. All ranks decide from equal arguments whether to compare, because they exchange what
+    they find.
     """
 
     def __init__(self) -> None:
@@ -82,7 +83,8 @@ class Verification:
         self._verified: set[tuple[Any, ...]] = set()
 
     def run(self, call: Callable[..., Any], called: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of a parallel model, or of the module that ``torch.compile`` made of it, and compare its output.
+        """Run a call of a parallel model, or of the module that ``torch.compile`` made of it, and compare its
+        output.
 
         Raises:
             RuntimeError: On every rank: the output differs from that of the unmodified model by more than
@@ -117,8 +119,8 @@ class Verification:
     def _conclude(
         self, module: nn.Module, region: Region, inputs: ModelInputs, comparison: Comparison
     ) -> None:
-        """Exchange the comparisons of all ranks: a collective. Raise ``RuntimeError`` on every rank if one found a
-        difference, else log the result, or warn that nothing was compared.
+        """Exchange the comparisons of all ranks: a collective. Raise ``RuntimeError`` on every rank if one
+        found a difference, else log the result, or warn that nothing was compared.
         """
         mesh, name = region.mesh, original_class(module).__name__
         comparisons = [Comparison(**record) for record in exchange(vars(comparison), mesh)]

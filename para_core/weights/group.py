@@ -59,10 +59,9 @@ def sequence_ranks(mesh: SequenceMesh) -> list[int]:
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
     """Return a mesh with one dim, named ``"weights"``, over the global ranks ``ranks``.
 
-    All of these ranks must call this: its process group, with this ``timeout``, is created at the first call and then
-    reused. Attention does not
-    use this group, because NCCL runs the collectives of one communicator in order: gathering the weights of
-    the next block would wait for the attention of the current block.
+    All of these ranks must call this: its process group, with this ``timeout``, is created at the first call
+    and then reused. Attention does not use this group, because NCCL runs the collectives of one communicator
+    in order: gathering the weights of the next block would wait for the attention of the current block.
     """
     # Pass no backend, because the default backend supports the same devices as the user's groups.
     group = find_or_make_group(f"para_core: weights of ranks {ranks}", ranks)

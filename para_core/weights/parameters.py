@@ -1,5 +1,5 @@
-"""Weights of a module, for all features that shard, offload or quantize them: find them, look inside quantized ones,
-replace them, and stand in for them while code reads their shapes only.
+"""Weights of a module, for all features that shard, offload or quantize them: find them, look inside
+quantized ones, replace them, and stand in for them while code reads their shapes only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from para_core.torch_internals import buffer_slots, parameter_slots
 
 # Parameters outside of the blocks with fewer elements than this stay on every rank. Such small parameters are
-# not worth a collective, and pipelines read some of them directly, such as the last norm of CLIP. The planner counts
-# with the same number.
+# not worth a collective, and pipelines read some of them directly, such as the last norm of CLIP. The planner
+# counts with the same number.
 FEWEST_SHARDED_ELEMENTS = 2**20
 # The dicts of parameters or buffers that hold a weight, each with the name of the weight in that dict.
 Owners = list[tuple[dict[str, Any], str]]
@@ -99,8 +99,8 @@ def stand_ins(
     Use it for code that reads only shapes, dtypes and devices of the weights. On exit, each weight is
     restored, unless its zeros were replaced by another tensor, or were written to. ``writable`` are the
     ``id()`` of weights whose stand-ins may be written to: if they are floats, these hold NaN, so that written
-    zeros are seen; zeros written to integers and 8-bit floats are not. Other zeros are expanded scalars, which
-    take no memory.
+    zeros are seen; zeros written to integers and 8-bit floats are not. Other zeros are expanded scalars,
+    which take no memory.
     """
 
     def zeros(x: Tensor) -> Tensor:

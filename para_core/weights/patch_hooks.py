@@ -169,7 +169,9 @@ class PatchHooks:
         empty_slots(submodules, Slot.PATCH_INPUTS, Slot.PATCH_OUTPUTS)
 
     def _make_hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Wrapper:
-        """Return the wrapper of modules with these ``rules`` and ``parameters``. Modules with equal ones share it."""
+        """Return the wrapper of modules with these ``rules`` and ``parameters``.
+        Modules with equal ones share it.
+        """
         attention: tuple[Attention, ...] = ()
         if isinstance(rules.attention, tuple):
             attention = rules.attention

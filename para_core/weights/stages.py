@@ -133,7 +133,9 @@ class Stages:
         return output
 
     def send_from_owner(self, block: nn.Module, output: Any) -> Any:
-        """Return on every stage the ``output`` of ``block`` on the stage that computes it. All stages must call it."""
+        """Return on every stage the ``output`` of ``block`` on the stage that computes it.
+        All stages must call it.
+        """
         # A cache may skip all blocks of this stage, so allow the call to end without an intercepted attention
         # call.
         allow_skipped_attention(self.module)

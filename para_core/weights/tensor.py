@@ -1,11 +1,11 @@
 """Tensor parallelism: shard linear layers by columns (output channels) or by rows (input channels), as a plan
 says.
 
-As in Megatron-LM (arXiv:1909.08053), each rank holds and computes some heads of each block, and an all-reduce after
-each row-sharded layer sums the results: usually one for the attention and one for the feed-forward of a token stream,
-and one more for each norm over the channels of all heads. The output equals the single-device output up to the order of
-sums. The sequence may also be sharded, over other mesh dims. Nothing gathers the weights for good again: load the model
-once more.
+As in Megatron-LM (arXiv:1909.08053), each rank holds and computes some heads of each block, and an all-reduce
+after each row-sharded layer sums the results: usually one for the attention and one for the feed-forward of a
+token stream, and one more for each norm over the channels of all heads. The output equals the single-device
+output up to the order of sums. The sequence may also be sharded, over other mesh dims. Nothing gathers the
+weights for good again: load the model once more.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _RECORD = "_para_core_tensor"
 
 @dataclass(frozen=True)
 class _Shard:
-    """One parameter that is a DTensor: sharded along ``dim``, or replicated (the bias of a row-sharded layer).
+    """One parameter that is a DTensor: sharded along ``dim``, or replicated (the bias of a row-sharded
+    layer).
 
-    ``parts`` are the sizes of the parts that are concatenated along ``dim``. A replicated parameter has none, so its
-    order does not change, and ``dim`` is not used.
+    ``parts`` are the sizes of the parts that are concatenated along ``dim``. A replicated parameter has none,
+    so its order does not change, and ``dim`` is not used.
     """
 
     owner: nn.Module
@@ -81,9 +82,9 @@ class _ShardRecord:
 def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Shard the linear layers of ``module`` and the norms in ``plan`` in place over the one-dim ``mesh``.
 
-    The rest of ``plan`` is applied, too: numbers of heads and hidden units are divided, and modules of positions return
-    this rank's part. Gradients of all weights are switched off, and all of ``module`` moves to the device of the mesh
-    unless that is a CPU. All ranks must call this function, with equal weights.
+    The rest of ``plan`` is applied, too: numbers of heads and hidden units are divided, and modules of
+    positions return this rank's part. Gradients of all weights are switched off, and all of ``module`` moves
+    to the device of the mesh unless that is a CPU. All ranks must call this function, with equal weights.
 
     Raises:
         ValueError: ``plan`` does not fit the module, which is then unchanged.
@@ -169,7 +170,8 @@ def shard_new_loras(module: nn.Module) -> None:
 
 @contextmanager
 def gathered_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Gather the sharded parameters of ``layers`` inside the ``with`` block, where they may be written to. Collective.
+    """Gather the sharded parameters of ``layers`` inside the ``with`` block, where they may be written to.
+    Collective.
 
     On exit, they are sharded again, with the values that were written to them. ``layers`` are inside
     ``module``.
@@ -208,8 +210,8 @@ def _shard_loras_of(layer: nn.Module, style: Linear, record: _ShardRecord) -> No
 def _shard_linear(linear: Any, style: Linear, record: _ShardRecord) -> None:
     """Shard the weight and the bias of one layer in place, and replace its forward.
 
-    The layer has no forward on the instance, which would hide that of its class and of the slot: check_tensor_plan
-    refuses one.
+    The layer has no forward on the instance, which would hide that of its class and of the slot:
+    check_tensor_plan refuses one.
     """
     parts = part_sizes(linear, style)
     _shard_parameter(linear, "weight", style.dim, parts, record)
@@ -235,8 +237,8 @@ def _shard_parameter(
 
 
 def _order_by_rank(x: Tensor, dim: int, parts: tuple[int, ...], num_ranks: int) -> Tensor:
-    """Return ``x`` reordered along ``dim``, so that chunk r of ``num_ranks`` equal chunks holds rank r's share of each
-    part.
+    """Return ``x`` reordered along ``dim``, so that chunk r of ``num_ranks`` equal chunks holds rank r's
+    share of each part.
 
     ``parts`` are the sizes of the parts along ``dim``; without any, ``x`` is returned unchanged. With the
     parts q and k and two ranks::

@@ -106,8 +106,8 @@ def planned_linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.M
 
 
 def planned_counts(module: nn.Module, plan: TensorPlan) -> list[tuple[str, nn.Module, str]]:
-    """Return the numbers of heads and of hidden units that ``plan`` divides by the number of ranks, each as the name of
-    a module in ``module``, that module, and its attribute.
+    """Return the numbers of heads and of hidden units that ``plan`` divides by the number of ranks, each as
+    the name of a module in ``module``, that module, and its attribute.
     """
     attributes = [(pattern, "heads") for pattern in plan.heads] + list(plan.counts.items())
     return [

@@ -2,12 +2,13 @@
 
 The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): the *vote* of a key is the sum of the
 attention weights that the observed queries give it, and each head keeps the keys with the largest votes.
-SnapKV observes the end of a prompt. The tokens of a diffusion model have no such end, so the observed queries are
-spread evenly over the sequence. Votes are not pooled over neighbouring keys.
+SnapKV observes the end of a prompt. The tokens of a diffusion model have no such end, so the observed queries
+are spread evenly over the sequence. Votes are not pooled over neighbouring keys.
 
-Per call each ring rank sends, for H heads and w observed queries, B · H · w · (D + 1) elements (the observed queries,
-with zeros in place of those that other ranks hold, and their lse), their rows of the mask if it has a row per query,
-and B · H votes for each key that it holds. After that only kept keys and values are sent and computed.
+Per call each ring rank sends, for H heads and w observed queries, B · H · w · (D + 1) elements (the observed
+queries, with zeros in place of those that other ranks hold, and their lse), their rows of the mask if it has
+a row per query, and B · H votes for each key that it holds. After that only kept keys and values are sent and
+computed.
 
 The host waits for the device once per call, to read how many keys of each ring block are kept. It does not
 wait if all keys are sent and a mask hides those that are not kept (see :func:`attend_to_kept_keys`).
@@ -91,7 +92,9 @@ def _positions_of(runs: Sequence[Run], device: torch.device) -> Tensor:
 
 
 def _to_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Tensor:
-    """Return ``rows``, equally long lists of integers, as int64 on ``device``. The host does not wait for it."""
+    """Return ``rows``, equally long lists of integers, as int64 on ``device``.
+    The host does not wait for it.
+    """
     return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
 
 

@@ -21,8 +21,8 @@ class CheckCall(Protocol):
     def __call__(self, name: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None: ...
 
 
-# Called as continue_from(so_far, call, out_dtype). Returns ``out`` in ``out_dtype`` and ``lse`` of the keys of
-# ``call`` and those of ``so_far``, an earlier ``(out, lse)`` of the same queries; None if there is none.
+# Called as continue_from(so_far, call, out_dtype). Returns ``out`` in ``out_dtype`` and ``lse`` of the keys
+# of ``call`` and those of ``so_far``, an earlier ``(out, lse)`` of the same queries; None if there is none.
 ContinueFrom = Callable[
     [tuple[Tensor, Tensor] | None, LocalAttentionCall, torch.dtype], tuple[Tensor, Tensor]
 ]
@@ -43,11 +43,11 @@ class LocalBackend:
         check_installed: Raises ``ImportError`` if a package is missing that the backend needs.
         continue_from: Computes a call and merges it into an earlier result in one launch; None if the backend
             cannot.
-        clears_rows: Whether a row without a key in one block gets 0 and -inf, whatever the mask. Masks then need no
-            change (:mod:`para_core.attention.low_rows`).
+        clears_rows: Whether a row without a key in one block gets 0 and -inf, whatever the mask. Masks then
+            need no change (:mod:`para_core.attention.low_rows`).
         aliases: Names of the same attention in other packages' options.
-        launches: How many kernels each custom operator of the backend launches, by the operator's name, for code that
-            counts launches.
+        launches: How many kernels each custom operator of the backend launches, by the operator's name, for
+            code that counts launches.
     """
 
     attend: Callable[[LocalAttentionCall], tuple[Tensor, Tensor]]

@@ -156,8 +156,8 @@ def check_library_call(
 def library_backend(
     library: Library, make_attn_func: Callable[[], AttnFunc], *, aliases: tuple[str, ...] = ()
 ) -> LocalBackend:
-    """Return the backend that computes each call by ``make_attn_func()``, a function of ``library``. The library is
-    imported at the first call.
+    """Return the backend that computes each call by ``make_attn_func()``, a function of ``library``. The
+    library is imported at the first call.
     """
 
     def attend(call: LocalAttentionCall) -> tuple[Tensor, Tensor]:

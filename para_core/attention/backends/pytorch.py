@@ -120,8 +120,9 @@ def _cudnn(call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     return out, lse.view(call.query.shape[:-1])
 
 
-# Each function returns ``out`` and ``lse`` of a call that :meth:`LocalAttentionCall.fold` returned. In a row without a
-# key they may be anything: :func:`~para_core.attention.local.local_attention_with_lse` overwrites it.
+# Each function returns ``out`` and ``lse`` of a call that :meth:`LocalAttentionCall.fold` returned. In a row
+# without a key they may be anything: :func:`~para_core.attention.local.local_attention_with_lse` overwrites
+# it.
 FORWARD = {MATH: _math, FLASH: _flash, EFFICIENT: _memory_efficient, CUDNN: _cudnn}
 
 

@@ -57,8 +57,8 @@ def local_backward(backend: Backend | None, scale: float | None) -> Backward:
 
 
 def key_heads_backward(block_backward: Backward) -> Backward:
-    """Return the gradient of :func:`~para_core.attention.blocks.expand_key_heads` around attention with the gradient
-    ``block_backward``.
+    """Return the gradient of :func:`~para_core.attention.blocks.expand_key_heads` around attention with the
+    gradient ``block_backward``.
     """
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
@@ -77,8 +77,8 @@ def key_heads_backward(block_backward: Backward) -> Backward:
 
 
 def low_rows_backward(block_backward: Backward) -> Backward:
-    """Return the gradient of :func:`~para_core.attention.low_rows.level_low_rows` around attention with the gradient
-    ``block_backward``.
+    """Return the gradient of :func:`~para_core.attention.low_rows.level_low_rows` around attention with the
+    gradient ``block_backward``.
     """
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:

@@ -1,8 +1,8 @@
 """The contract of gradients: a function that adds the gradients of attention to a block of keys.
 
-With out and lse over *all* keys, the gradient is additive over blocks of keys (FlashAttention, arXiv:2205.14135,
-appendix B). So a function around such a function is such a function again, as in the forward
-(:mod:`para_core.attention.attend`).
+With out and lse over *all* keys, the gradient is additive over blocks of keys (FlashAttention,
+arXiv:2205.14135, appendix B). So a function around such a function is such a function again, as in the
+forward (:mod:`para_core.attention.attend`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from para_core.attention.ring_plan import RingPlan
 from para_core.attention.tiles import Tiling
 from para_core.layout.runs import add_at
 
-# Called as backward(into, key, value, block): returns the gradients of the keys and values of a block in the dtype of
-# lse, in new tensors, to which the caller may add in place; and adds those of queries and mask in place to the
-# QueryGradients ``into``. ``block`` is the number of the block in ``into.tiling``.
+# Called as backward(into, key, value, block): returns the gradients of the keys and values of a block in the
+# dtype of lse, in new tensors, to which the caller may add in place; and adds those of queries and mask in
+# place to the QueryGradients ``into``. ``block`` is the number of the block in ``into.tiling``.
 Backward = Callable[["QueryGradients", Tensor, Tensor, int], Block]
 
 
@@ -58,7 +58,9 @@ class QueryGradients:
         key_heads: Tensor | None,
         mask_gradient: bool,
     ) -> QueryGradients:
-        """Return the gradients before any block: zeros. ``mask_gradient`` asks for the gradient of ``mask``."""
+        """Return the gradients before any block: zeros.
+        ``mask_gradient`` asks for the gradient of ``mask``.
+        """
         grad_mask = None
         if mask_gradient and mask is not None:
             grad_mask = torch.zeros_like(mask, dtype=lse.dtype)

@@ -26,7 +26,8 @@ def direct_ring_backward(block_backward: Backward, ring: DirectRing) -> Backward
 def _gradients_in_direct_ring(
     block_backward: Backward, into: QueryGradients, key: Tensor, value: Tensor, ring: DirectRing
 ) -> Block:
-    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``. Collective.
+    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``.
+    Collective.
 
     Every hop of the forward has its opposite here, also on ranks that send and receive nothing.
     """

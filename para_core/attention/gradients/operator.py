@@ -1,7 +1,8 @@
-"""Attention over the mesh as one differentiable operation: an autograd function in eager code, operators in a graph.
+"""Attention over the mesh as one differentiable operation: an autograd function in eager code, operators in a
+graph.
 
-Both save the same tensors (:func:`_save`) and have the same backward. Every rank must run the backward, because it is
-collective.
+Both save the same tensors (:func:`_save`) and have the same backward. Every rank must run the backward,
+because it is collective.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def _check_no_second_derivative(followed_outside: bool, grad_out: Tensor) -> Non
 
 
 class _EagerAttention(torch.autograd.Function):
-    """The autograd function of attention over the mesh in eager code. Graphs use the operators below instead."""
+    """The autograd function of attention over the mesh in eager code.
+    Graphs use the operators below instead.
+    """
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: AttentionPlan) -> Any:

@@ -1,7 +1,7 @@
 """The gradient of ring attention.
 
-The blocks are passed around again, with R - 1 hops. The gradient of each block follows the block with as many hops, and
-every rank adds its share; gradients are in float32 also for 16-bit input.
+The blocks are passed around again, with R - 1 hops. The gradient of each block follows the block with as many
+hops, and every rank adds its share; gradients are in float32 also for 16-bit input.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def ring_backward(block_backward: Backward, ring: Ring) -> Backward:
 def _gradients_in_ring(
     block_backward: Backward, into: QueryGradients, key: Tensor, value: Tensor, plan: RingPlan
 ) -> Block:
-    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``. Collective.
+    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``.
+    Collective.
 
-    The gradient of a block follows it around the ring, one hop behind, and arrives at the block's owner after the last
-    hop.
+    The gradient of a block follows it around the ring, one hop behind, and arrives at the block's owner after
+    the last hop.
     """
     if not plan.hops:
         return block_backward(into, key, value, 0)

@@ -52,9 +52,9 @@ def usp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` (otherwise None).
 
-    The loss is the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`, and ``plan``
-    was its argument. What the plan says of 8 bits is not used: gradients are sent as they are, and a backend that is
-    not PyTorch's has its gradient computed by PyTorch's. Collective.
+    The loss is the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`, and
+    ``plan`` was its argument. What the plan says of 8 bits is not used: gradients are sent as they are, and a
+    backend that is not PyTorch's has its gradient computed by PyTorch's. Collective.
     """
     if autocasts(grad_out):
         with torch.autocast(grad_out.device.type, enabled=False):
