@@ -81,20 +81,18 @@ class Packing:
 
     def pad(self, buffer: Tensor) -> Tensor:
         """Return ``buffer``, this rank's, with zeros up to the size of the largest buffer, for an all-gather."""
-        missing = max(self._numels) - buffer.numel()
+        missing = self._largest_numel() - buffer.numel()
         if missing == 0:
             return buffer
         return torch.cat([buffer, buffer.new_zeros(missing)])
 
     def unpack_gathered(self, buffers: Tensor, rank: int) -> Block:
         """Return the keys and values of ring rank ``rank``, given the padded buffers of all ranks."""
-        numels = self._numels
-        return self.unpack(buffers.narrow(0, rank * max(numels), numels[rank]), rank)
+        return self.unpack(buffers.narrow(0, rank * self._largest_numel(), self.numel(rank)), rank)
 
-    @property
-    def _numels(self) -> list[int]:
-        """The number of elements of the buffer that each ring rank sends."""
-        return [self.numel(rank) for rank in range(len(self._lengths))]
+    def _largest_numel(self) -> int:
+        """Return the number of elements of the largest buffer. This is asked once per ring rank in each call."""
+        return max(self._lengths) * self._numel_of_token
 
     def _regions(self, length: int) -> list[int]:
         """Return the regions of the keys and of the values of ``length`` tokens in the buffer, as integers."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import para_core
+from benchmarks.attention.large_worlds import call as call_on_a_world
 from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode
 from para_core.recorder.run_counter import RunCounter
@@ -118,6 +119,17 @@ def test_a_mask_costs_a_few_launches_per_call_and_for_rows_some_per_block(device
     of_keys, per_call, per_block = (5, 3, 2) if dtype == torch.bool else (10, 9, 1)
     require_at_most(plain.launches + of_keys, masked(1))
     require_at_most(plain.launches + per_call + per_block * ranks, masked(288))
+
+
+@pytest.mark.parametrize("method", ["alltoall", "allgather"])
+def test_python_calls_of_a_ring_grow_with_its_blocks(method):
+    counts = []
+    for ranks in (8, 64):
+        with fake_group(ranks):
+            cost = call_on_a_world(make_mesh(ranks, 1), {"rotate_method": method})
+        counts.append(cost["call, functions"])
+    # Eight times as many, and not the square of that.
+    assert counts[1] < 10 * counts[0]
 
 
 # -- The path of one eager call from the mode to its result.
