@@ -16,7 +16,7 @@ from PIL import Image
 from torch.overrides import _get_current_function_mode_stack
 
 from para_core import init_context_parallel_mesh
-from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe, unparallelize_transformer
+from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
 from para_core.adapters.agree import arguments
 from para_core.plans.region import mesh_of_plan
 from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
@@ -93,29 +93,6 @@ def test_without_a_process_group_one_process_works_alone(monkeypatch, world_size
     assert type(pipe.transformer) is FluxTransformer2DModel
     assert torch.equal(pipe(**flux_call()).images, alone)
     unparallelize_pipe(pipe)
-
-
-def use_transformer_alone():
-    transformer = flux_transformer()
-    inputs = flux_inputs(63, 13, batch=2)
-    alone = transformer(**inputs).sample
-    mesh = cpu_mesh(1, 2)
-    assert parallelize_transformer(transformer, mesh=mesh) is transformer
-    outs = {
-        "by name": transformer(**inputs).sample,
-        "as a tuple": transformer(**inputs, return_dict=False)[0],
-        "by position": transformer(*inputs.values()).sample,
-        "ids with a batch dim": transformer(
-            **{**inputs, "img_ids": inputs["img_ids"][None], "txt_ids": inputs["txt_ids"][None]}
-        ).sample,
-    }
-    with pytest.raises(ValueError, match=r"img_ids .*62 .*dim -2; .*63"):
-        transformer(**{**inputs, "img_ids": inputs["img_ids"][1:]})
-    outs["after an error"] = transformer(**inputs).sample
-    errors = {name: relative_error(out, alone) for name, out in outs.items()}
-    assert max(errors.values()) < 1e-5, errors
-    assert unparallelize_transformer(transformer) is transformer
-    assert torch.equal(transformer(**inputs).sample, alone)
 
 
 IMAGE = Image.linear_gradient("L").convert("RGB").resize((56, 72))
@@ -223,7 +200,6 @@ def call_with_another_bit():
     [
         live_beside_each_other,
         parallelize_without_mesh,
-        use_transformer_alone,
         share_transformer,
         call_without_comparing,
         call_with_another_bit,

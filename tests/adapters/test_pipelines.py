@@ -88,7 +88,7 @@ def generate(pipe, name, **options):
         # Mochi asks for an autocast that the CPU does not have.
         warnings.filterwarnings("ignore", message="In CPU autocast")
         # Ranks along the batch dim may have nothing to share, which other tests cover.
-        warnings.filterwarnings("ignore", message=r".*guidance: .*'batch'|.* \d+ sample.*'batch'")
+        warnings.filterwarnings("ignore", message=r".*guidance.*: .*'batch'|.* \d+ sample.*'batch'")
         out = pipe(**PIPELINES[name].call(**options))
     assert (type(out) is tuple) == (options.get("return_dict") is False)
     out = out[0]

@@ -128,35 +128,6 @@ def test_each_kernel_gets_its_layout_without_copies(run, backend, mask):
         assert len(backward.copies) == copies, f"{case}: {backward.copies}"
 
 
-# A ring merges partial results in float32 and splits rows into pieces, which gives out, grad_out and lse other strides.
-@pytest.mark.parametrize("backend", ["flash_attention", "efficient_attention", "cudnn_attention"])
-def test_gradient_accepts_any_layout_of_out_and_lse(run, backend):
-    for dtype, memory, out_memory, S in product(DTYPES[backend], MEMORY, (*MEMORY, "float32", "rows"), (64, 37)):
-        query, key = make(memory, H, S, 64, dtype), make(memory, H, 53, 64, dtype)
-        out = make(out_memory, H, S, 64, dtype) if out_memory in MEMORY else make("BSHD", H, S, 64, F32)
-        if out_memory == "rows":  # It is one piece of a longer row.
-            out = make("BHSD", H, S + 3, 64, dtype)[:, :, 3:]
-        lse = torch.empty(B, H, S + 5, device="meta")[..., 5:]
-        # sum() gives the gradient these strides.
-        grad_out = torch.empty(B, 1, S, 1, dtype=dtype, device="meta").expand(out.shape)
-        *_, backward = run(backend, query, key, out=out, lse=lse, grad_out=grad_out)
-        assert len(backward.kernels) == 1
-
-
-@pytest.mark.parametrize("backend", ["efficient_attention", "cudnn_attention"])
-def test_mask_may_be_a_view_or_broadcast(run, backend):
-    query, key = (make("BSHD", H, length, 64, BF16) for length in (37, 48))
-    whole = torch.empty(B, 1, 37, 200, device="meta", dtype=BF16)
-    parts = [whole[..., start : start + 48] for start in (0, 5, 8, 48)]
-    one_column = [whole[..., :1], whole[:1, :, :1, :1].bool(), whole[..., :1].float()]
-    transposed = torch.empty(48, 37, device="meta", dtype=BF16).t()[None, None]
-    for mask in [*parts, *one_column, transposed, *[part.bool() for part in parts], *[part.float() for part in parts]]:
-        _, forward, backward = run(backend, query, key, mask=mask)
-        assert len(forward.kernels) == len(backward.kernels) == 1
-    _, forward, _ = run(backend, query, key, mask=parts[2])
-    assert forward.copies == [], "an aligned part of a mask is passed as it lies"
-
-
 def test_unsupported_backward_uses_another_backend(run):
     def kernels(backend, *head_dims):
         tensors = [make("BSHD", H, 37, head_dim, BF16) for head_dim in head_dims]

@@ -338,20 +338,13 @@ def test_options_may_differ_for_one_of_several_transformers():
 
 
 KNOWN_BEFORE = replace(ADAPTER, blocks=replace(BLOCKS, modulated=lambda block, arguments: arguments["hidden_states"]))
-# tests/test_declared_options.py checks the rules of types and ranges; each range is tried here once.
+# tests/test_declared_options.py checks the rules of types and ranges.
 BAD_OPTIONS = [
     ({"residual_diff_threshold": -0.1}, ValueError, "residual_diff_threshold .*-0.1; .*0"),
-    ({"warmup_steps": -1}, ValueError, "warmup_steps .*-1; .*0"),
-    ({"max_consecutive_hits": -1}, ValueError, "max_consecutive_hits .*-1; .*0"),
-    ({"max_hits": -1}, ValueError, "max_hits .*-1; .*0"),
-    ({"start": -0.1}, ValueError, "start .*-0.1; .*0.0 .*1.0"),
-    ({"end": 1.5}, ValueError, "end .*1.5; .*0.0 .*1.0"),
     ({"start": 0.7, "end": 0.2}, ValueError, "start=0.7 .*end=0.2"),
     ({"always_compute_last": "no"}, TypeError, "always_compute_last .*'no'; .*True .*False"),
     ({"first_blocks": 0}, ValueError, "first_blocks .*0; .*1"),
-    ({"last_blocks": -1}, ValueError, "last_blocks .*-1; .*0"),
     ({"first_blocks": 3, "last_blocks": 2}, ValueError, "5 blocks.*first_blocks=3 .*last_blocks=2"),
-    ({"downsample": 0}, ValueError, "downsample .*0; .*1"),
     ({"forecast_order": 3}, ValueError, "forecast_order .*3; .*0 .*2"),
     ({"forecast": "taylor"}, ValueError, "forecast .*'taylor'; .*'foca'"),
     ({"forecast": MEAN, "forecast_order": 1}, ValueError, "forecast_order=1 .*forecast=mean"),
@@ -360,7 +353,6 @@ BAD_OPTIONS = [
     ({"compute_steps": [0.5]}, TypeError, r"compute_steps .*\[0\.5\]"),
     ({"compute_steps": [1], "warmup_steps": 2}, ValueError, "compute_steps .*warmup_steps"),
     ({"compute_steps": [1], "policy": generous}, ValueError, "compute_steps .*policy"),
-    ({"policy": 3}, TypeError, "policy .*3"),
     ({"rule": "magic"}, ValueError, "rule .*'magic'; .*'first_block', 'modulated_input'"),
     ({"rule": "modulated_input"}, ValueError, r"modulated_input .*Scripted.*CachedBlocks\(modulated="),
     ({"rule": "modulated_input", "residual_diff_threshold": None}, ValueError, "modulated_input .*residual_diff_"),
@@ -431,7 +423,6 @@ BAD_INPUT = [
     (lambda: CachedBlocks(()), ValueError, "at least one BlockGroup"),
     (lambda: CachedBlocks((BlockGroup(("early",)),), conditions="text"), TypeError, r"conditions=\('text',\)"),
     (lambda: BlockGroup("early"), TypeError, r"BlockGroup\(lists='early'\).* lists=\('early',\)"),
-    (lambda: BlockGroup(("early",), "hidden_states"), TypeError, r"streams=\('hidden_states',\)"),
     (lambda: BlockGroup(()), ValueError, "at least one list"),
     (lambda: BlockGroup(("early",), ("x",)), ValueError, r"measured is 'hidden_states'.*\('x',\)"),
     (lambda: with_blocks(BlockGroup(("middle",), STREAMS)), ValueError, "Scripted has no 'middle'"),
@@ -446,8 +437,6 @@ BAD_INPUT = [
     (lambda: cached(compute_steps=[4, 9])([1.0] * 4), ValueError, "compute_steps .*4, 9.* 0 to 3"),
     (lambda: cached(compute_steps=[True, False])([1.0] * 4), ValueError, "compute_steps .*2 .*4 steps"),
     (lambda: Forecast("x", 0, mean_of_two, "a test"), ValueError, "num_residuals is 0"),
-    (lambda: Forecast("x", 1, 5, "a test"), TypeError, "weights is 5"),
-    (lambda: Rule("x", 5, abs, "a test"), TypeError, "sums is 5; expected a function"),
     (lambda: Rule("x", max, abs, "a test", compares="inputs"), ValueError, "compares is 'inputs'; expected 'residual'"),
 ]
 

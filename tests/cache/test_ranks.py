@@ -113,7 +113,6 @@ TWO_PROMPTS = {"prompt": ["a red circle", "a large blue square on black"], "guid
 SHARED = {
     # The mesh (batch, ring, Ulysses), the pipeline, and the options.
     "planned": ((1, 1, 2), "wan", {"compute_steps": [0, 1, 4]}),
-    "limited": ((1, 2, 1), "wan", {"residual_diff_threshold": 1e9, "max_hits": 2, "warmup_steps": 2}),
     "two ranks per branch": ((2, 1, 2), "wan", {"residual_diff_threshold": 0.45, "max_consecutive_hits": 2}),
     # Two prompts are two samples. One prompt with guidance has a sample for each branch.
     "prompts": ((2, 1, 1), "cogvideox", {"call": TWO_PROMPTS}),

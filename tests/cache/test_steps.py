@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,21 +89,14 @@ def mutated(layers):
     return SHARED
 
 
-def closure(value):
-    return lambda: value
-
-
 # Each function returns a setting of the call that says whether the perturbation is on.
 FLAGS = {
     "bool": lambda on: on,
     "list": lambda on: [2] if on else None,
-    "int": lambda on: 2 if on else None,
     "dataclass": lambda on: Perturbation((2,) if on else ()),
     "object, changed in place": lambda on: mutated([2] if on else []),
-    "closure": closure,
     "partial": lambda on: functools.partial(bool, on),
     "mask": lambda on: torch.full((1,), float(on)),
-    "numpy": lambda on: np.full(2, on),
 }
 ORDERS = {
     "perturbed last": lambda step: ("prompt", "none", "perturbed"),

@@ -3,7 +3,6 @@
 import doctest
 import os
 import re
-from datetime import timedelta
 from importlib import import_module
 from math import prod
 from unittest import mock
@@ -309,26 +308,6 @@ def test_launchers_tell_ranks_per_host(environment, ranks):
 )
 def test_ulysses_groups_stay_on_a_host(ranks, on_host, maxima, expected):
     assert choose_mesh_shape(ranks, ranks_per_host=on_host, **maxima) == expected
-
-
-def sum_of_each_pair():
-    """Sum over the pairs of ranks to which this rank belongs. Before the second pair, ranks differ in the number of
-    groups that they created.
-    """
-    rank, sums = dist.get_rank(), {}
-    for pair in ((0, 1), (1, 2), (0, 2)):
-        if rank in pair:
-            group = find_or_make_group(f"the pair {pair}", list(pair), timeout=timedelta(seconds=20))
-            x = torch.tensor(10.0**rank)
-            dist.all_reduce(x, group=group)
-            sums[pair] = x.item()
-    return sums
-
-
-def test_ranks_with_different_group_counts_create_one_together(rank_pool):
-    for rank, sums in enumerate(rank_pool.run(sum_of_each_pair, 3, timeout=60)):
-        expected = {pair: sum(10**member for member in pair) for pair in ((0, 1), (1, 2), (0, 2)) if rank in pair}
-        assert sums == expected
 
 
 def device_types():

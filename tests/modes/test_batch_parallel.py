@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from para_core import BatchParallelAttnMode, UnifiedAttnMode
+from para_core import BatchParallelAttnMode
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.outcomes import outcome
 
@@ -56,26 +56,6 @@ def test_attention_to_own_samples_sends_nothing(rank_pool, world_size):
         assert collectives == 0
         for index, out in enumerate(outs):
             assert relative_error(out, on_one_device(*CASES[index // 2])) < 1e-5, CASES[index // 2]
-
-
-def attend_in_batch_and_sequence():
-    mesh, outs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("batch", "ulysses")), []
-    mask = make_mask(3, "padding", torch.bool)
-    for batch_outside in (True, False):
-        batch, sequence = BatchParallelAttnMode(mesh), UnifiedAttnMode(mesh["ulysses"])
-        first, second = (batch, sequence) if batch_outside else (sequence, batch)
-        with first, second:
-            parts = [sequence.shard(batch.shard(x, dim=0), dim=2) for x in make_qkv(11, 3, 8, B=3)]
-            # With the sequence mode outside, the batch mode receives the mask first and takes it whole.
-            out = F.scaled_dot_product_attention(*parts, batch.shard(mask, dim=0) if batch_outside else mask)
-            outs.append(batch.gather(sequence.gather(out, dim=2), dim=0))
-    return outs
-
-
-def test_samples_and_tokens_may_be_sharded_at_once(rank_pool):
-    for outs in rank_pool.run(attend_in_batch_and_sequence, 4):
-        for out in outs:
-            assert relative_error(out, on_one_device(3, "padding", torch.bool)) < 1e-5
 
 
 def call_wrongly():

@@ -131,13 +131,7 @@ def test_operators_without_a_route_raise_on_every_rank(rank_pool):
 # -- Gradients.
 
 
-def checkpointed(*tensors, reentrant, **options):
-    function = functools.partial(flash.flash_attn_func, **options)
-    return torch.utils.checkpoint.checkpoint(function, *tensors, use_reentrant=reentrant)
-
-
 EXACT = [(flash.flash_attn_func, {"D": 16}), (flash.flash_attn_func, {"D": 8, "H_kv": 2})]
-EXACT += [(functools.partial(checkpointed, reentrant=reentrant), {"D": 16}) for reentrant in (True, False)]
 
 
 def gradients(function, shape, shard=lambda x: x, gather=lambda y: y):

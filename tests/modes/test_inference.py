@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from para_core import Segment, SequenceLayout
-from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
+from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
 
 # Lengths are small, so that sums of different segments coincide.
 SEGMENTS = st.lists(
@@ -72,12 +72,3 @@ def test_verdict_equals_exhaustive_comparison_on_every_rank(infer, data, segment
             assert not (len(layout.segments) > 1 and layout.replicated)
             verdicts.add(layout.segments)
     assert extra or len(verdicts) == 1, "ranks whose parts are of one sequence find the same, or all raise"
-
-
-def test_total_of_a_block_mask_finds_one_sequence():
-    x, y, other = Segment("x", 10), Segment("y", 200), Segment("z", 20)
-    for total in (200, 30):  # A sequence of 30 was not sharded: it has equal parts.
-        assert layout_of_total(total, (x, y), 2, kind="query").total == total
-    for segments, total in (((x, x), 10), ((x, other), 30)):
-        with pytest.raises(ValueError, match=r"cp\.shard\(block_mask, sequence="):
-            layout_of_total(total, segments, 2, kind="query")

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from para_core import Attention, Gather, Halo, LinearAttention, Plan, Split, SplitMask
+from para_core import Attention, Gather, Halo, LinearAttention, Plan, Split
 from para_core.distributed.mesh import sequence_mesh
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.plan import AttentionByHeads
@@ -241,16 +241,13 @@ class Checkpointed(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.way, self.gradient_checkpointing = way, way == "diffusers"
-        self._gradient_checkpointing_func = lambda function, *args: checkpoint(function, *args, use_reentrant=False)
+        self.way = way
         self.blocks, self.last = nn.ModuleList([CrossBlock(), CrossBlock()]), nn.Linear(16, 16)
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
         image.requires_grad_()
         for block in self.blocks:
-            if self.way == "diffusers":
-                image = self._gradient_checkpointing_func(block, image, text)
-            elif self.way == "none":
+            if self.way == "none":
                 image = block(image, text)
             else:
                 image = checkpoint(block, image, text, self.way == "inside", use_reentrant=self.way == "reentrant")
@@ -273,40 +270,7 @@ def checkpointed(way: str) -> Example:
     return Example(lambda: Checkpointed(way), CROSS, calls, lambda: Checkpointed("none"), learns=True)
 
 
-class CausalVideo(nn.Module):
-    """Attention by which each frame of a video sees the text, which comes first, itself and the frames before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(48, 3 * 48)
-
-    def forward(self, text: Tensor, video: Tensor, block_mask: Any) -> Tensor:
-        x = torch.cat([text, video], dim=1)
-        q, k, v = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
-        x = x + flex_attention(q, k, v, block_mask=block_mask).transpose(1, 2).flatten(2)
-        return x[:, text.shape[1] :]
-
-
-CAUSAL = Plan(
-    inputs={
-        "text": Split(dim=1, segment="text"),
-        "video": Split(dim=1, segment="video"),
-        "block_mask": SplitMask(("text", "video")),
-    },
-    outputs={"": Gather(dim=1, segment="video")},
-    joint_order=("text", "video"),
-)
-
-
-def causal_video() -> list[Any]:
-    frame = torch.cat([torch.full((4,), -1), torch.arange(9) // 3])
-    mask = create_block_mask(lambda b, h, q, k: frame[q] >= frame[k], None, None, 13, 13, device="cpu", BLOCK_SIZE=4)
-    return [[noise(2, 4, 48), noise(2, 9, 48), mask]] * 2
-
-
 EXAMPLES = {
-    "flex mask": Example(CausalVideo, CAUSAL, causal_video),
-    "flex mask, replicated text": Example(CausalVideo, CAUSAL.with_replicated("text"), causal_video),
     "cut inside": Example(Model, INSIDE, lambda: [[tokens(num)] for num in (11, 11, 6)]),
     "flux, published": Example(
         flux_transformer,
@@ -320,7 +284,6 @@ EXAMPLES = {
     "fused, parts first": fused(2, 3),
     "fused, heads first": fused(3, 1),
     "checkpoint, reentrant": checkpointed("reentrant"),
-    "checkpoint, diffusers": checkpointed("diffusers"),
     "checkpoint, inside": checkpointed("inside"),
 }
 CASES = [

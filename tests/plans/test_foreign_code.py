@@ -82,7 +82,6 @@ CHANGES = {
         ["FirstTokens at 'single_transformer_blocks.0.attn'"],
     ),
     "hook": (with_hook(observe), ["observe at 'transformer_blocks.0'"]),
-    "partial": (with_hook(functools.partial(observe)), ["observe at 'transformer_blocks.0'"]),
     "forward": (with_forward, ["'transformer_blocks.0.ff'"]),
     "many places": (at_many_places, ["transformer_blocks.0", "transformer_blocks.0"]),
     "hook of torch": (with_hook(torch.compiler.is_compiling), []),

@@ -28,7 +28,7 @@ from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, random_image
 
 ROWS = [name for name in TINY_VAES if name not in BY_TILES]
-DEFAULT = ("KL", "Wan 2.1", "HunyuanVideo15", "KVAE, video", "TemporalDecoder", "LongCatAudioDiT")
+DEFAULT = ("KL", "Wan 2.1", "HunyuanVideo15", "KVAE, video")
 
 
 def shapes_of(name):
@@ -300,24 +300,14 @@ def replace_first_layer(forward):
     return lambda vae, x: setattr(vae.decoder.conv_in, "forward", forward)
 
 
-def decode_nothing_in_slices(vae, x):
-    vae.enable_slicing()
-    if dist.get_rank() == 1:
-        vae.decode(None)
-
-
 # Each row has a change, the rows of latents, of which five leave one of three ranks idle, and what every rank says.
 ERRORS = {
     "other latents": (on_second_rank(lambda vae, x: x.mul_(2)), 9, "AutoencoderKL .*sample"),
     "other settings": (on_second_rank(lambda vae, x: vae.enable_tiling()), 9, "AutoencoderKL .*tiling"),
     "no tensor": (on_second_rank(lambda vae, x: vae.decode(None)), 9, "AutoencoderKL .*NoneType"),
-    "a list": (on_second_rank(lambda vae, x: vae.decode([x])), 9, "AutoencoderKL .*list"),
     "no tensor to encode": (on_second_rank(lambda vae, x: vae.encode(None)), 9, "AutoencoderKL .*NoneType"),
     "no latents": (on_second_rank(lambda vae, x: vae.decode()), 9, "AutoencoderKL .*missing .*'z'"),
-    "no image": (on_second_rank(lambda vae, x: vae.encode()), 9, "AutoencoderKL .*missing .*'x'"),
-    "no sample": (on_second_rank(lambda vae, x: vae()), 9, "AutoencoderKL .*missing .*'sample'"),
     "an unknown argument": (on_second_rank(lambda vae, x: vae.decode(x, tiles=2)), 9, "AutoencoderKL .*'tiles'"),
-    "no tensor to slice": (decode_nothing_in_slices, 9, "AutoencoderKL .*AttributeError.*NoneType"),
     "no dims": (lambda vae, x: x.set_(x.new_ones(())), 9, r"AutoencoderKL .*shape \[\]"),
     "two dims": (on_second_rank(lambda vae, x: vae.decode(x[0, 0])), 9, "AutoencoderKL .*sample"),
     "gradient": (lambda vae, x: x.requires_grad_(), 9, "gradient"),

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -93,12 +92,6 @@ class OfInputs(Model):
         return super().forward(inputs.x * inputs.scale)
 
 
-@dataclass
-class Out:
-    sample: torch.Tensor
-    note: str
-
-
 class Masked(Model):
     def forward(self, x, mask):
         q = self.embed(x)[:, None]
@@ -129,23 +122,6 @@ class MultiHead(nn.Module):
         return self.attn(x, x, x, need_weights=False)[0]
 
 
-def llama(length=12, positions=True):
-    """Return a model of transformers, and its inputs."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
-    for weight in model.parameters():
-        nn.init.normal_(weight, std=0.3)
-    inputs = {"input_ids": torch.randint(64, (1, length), generator=torch.Generator().manual_seed(length))}
-    if positions:
-        inputs["position_ids"] = torch.arange(length)[None]
-    return model.eval(), {**inputs, "use_cache": False}
-
-
-def llama_with_mask(mask):
-    model, inputs = llama()
-    return model, {**inputs, "attention_mask": mask, "dim": {"input_ids": 1, "position_ids": 1}}
-
-
 def pixels(model, **options):
     return model, {"x": torch.randn(1, 12, 4), **options}
 
@@ -170,17 +146,13 @@ EARLY = Plan({"x": Split(1, "image")}, {"blocks.0": Gather(1, "image")}, ("image
 # Each row has a model with its inputs, and the numbers of tokens that are tried.
 EXACT = {
     "own lines": (lambda: pixels(make(), forward=shard_pixels), {12}),
-    "a dataclass": (lambda: of_inputs(1), {12, 11}),
     "fields of a dataclass": (lambda: of_inputs({"inputs.x": 1, "inputs.scale": 1}), {12, 11}),
-    "an output in a dataclass": (lambda: pixels(make(result=lambda y: Out(y, "a note"))), {12, 11}),
     "infinite outputs": (lambda: pixels(make(**FORBID)), {12, 11}),
     "a plan": (lambda: flux(FLUX_PLAN), {35, 34}),
     "an early gather": (lambda: pixels(make(), plan=EARLY), {12, 11}),
     "a mask": (lambda: pixels(Masked(), mask=ROWS, dim={"x": 1, "mask": 2}), {12, 11}),
     "a block mask": (lambda: pixels(Masked(), mask=BLOCKS, forward=shard_both), {12, 11}),
     "multi-head attention": (lambda: layers(MultiHead()), {12, 11}),
-    "a decoder": (llama, {12, 11}),
-    "a decoder with a mask of rows": (lambda: llama_with_mask(ROWS), {12, 11}),
 }
 
 
@@ -236,13 +208,6 @@ DIFFERENCES = {
         lambda: pixels(make(result=lambda y: (y, y.mean(dim=1)) if y.shape[1] > 6 else (y,))),
         "",
         "[1, 1]",
-    ),
-    "a rank with a single token": (lambda: llama(2), "layers.0.self_attn", "is_causal"),
-    "positions counted from zero": (lambda: llama(positions=False), "", "rotary_emb"),
-    "a mask of local length": (
-        lambda: llama_with_mask(torch.ones(1, 12, dtype=torch.long)),
-        "layers.0.self_attn",
-        "[1, 1, 6, 12]",
     ),
 }
 

@@ -1,6 +1,5 @@
 """Blocks in stages along ``pipe`` give the same bits as all blocks on one rank, and each rank holds only its own."""
 
-import itertools
 from contextlib import nullcontext
 from math import prod
 from unittest import mock
@@ -8,8 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness import fake_group
@@ -21,7 +18,6 @@ from para_core.distributed import point_to_point
 from para_core.distributed.mesh import guided_mesh
 from para_core.distributed.point_to_point import Links
 from para_core.torch_internals import is_registered
-from para_core.weights.balance import split_by_cost
 from para_core.weights.stack import StackedBlock, stages_of
 from para_core.weights.stages import Stages, free_other_blocks
 from tests.tiny import flux_pipe
@@ -32,20 +28,6 @@ DIMS = ("pipe", "batch", "ring", "ulysses")
 
 def held(module):
     return sum(x.nbytes for x in module.parameters() if not x.is_meta)
-
-
-@given(costs=st.lists(st.integers(1, 9), min_size=1, max_size=9), num_stages=st.integers(1, 5))
-def test_the_slowest_stage_costs_the_least_that_is_possible(costs, num_stages):
-    if num_stages > len(costs):
-        with pytest.raises(ValueError, match=rf"{len(costs)} blocks, .*{num_stages} stages.*max_pipe_dim_size"):
-            split_by_cost(costs, num_stages)
-        return
-    stages = split_by_cost(costs, num_stages)
-    assert [index for own in stages for index in own] == list(range(len(costs)))
-    assert all(stages)
-    ways = [[0, *inner, len(costs)] for inner in itertools.combinations(range(1, len(costs)), num_stages - 1)]
-    least = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(way)) for way in ways)
-    assert max(sum(costs[index] for index in own) for own in stages) == least
 
 
 def outputs_of(transformer, name, cache):

@@ -5,7 +5,6 @@ import re
 import signal
 import threading
 import time
-from datetime import timedelta
 from unittest import mock
 
 import numpy as np
@@ -30,17 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")
 
 def image_alone(**options):
     return flux_pipe()(**flux_call(**options)).images
-
-
-def draw_without_generator():
-    rank, alone = dist.get_rank(), flux_pipe()
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
-    torch.manual_seed(100 + rank)
-    before = torch.get_rng_state()
-    out, after = pipe(**flux_call(generator=None)).images, torch.get_rng_state()
-    torch.manual_seed(100)
-    assert relative_error(out, alone(**flux_call(generator=None)).images) < 1e-5
-    assert torch.equal(after, before if rank > 0 else torch.get_rng_state())
 
 
 # Keys are the names in the error. Values are the argument of rank 1 and words of the error.
@@ -95,19 +83,14 @@ VIDEOS = [[*random_video(2, 8, 8), image] for image in IMAGES]
     [
         ({"template": "{}", "start": 1}, {"template": "{}", "start": 2}),
         (IMAGES[0], IMAGES[1]),
-        (IMAGES[0], IMAGES[0].resize((4, 16))),
         (VIDEOS[0], VIDEOS[1]),
-        (VIDEOS[0], VIDEOS[0][:-1]),
         (LTXVideoCondition(video=VIDEOS[0], strength=0.8), LTXVideoCondition(video=VIDEOS[1], strength=0.8)),
         (np.arange(6), np.arange(6)[::-1]),
         (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
         (torch.float32, torch.bfloat16),
-        (timedelta(seconds=1), timedelta(seconds=2)),
         ((1, None), (1, "None")),
-        ("a" * 100, "a" * 101),
         (print, 1),
         (torch.arange(6.0).view(2, 3)[:1, :1], torch.ones(1, 1)),
-        (torch.arange(6.0).view(2, 3).T, torch.arange(6.0).view(3, 2)),
         ((torch.ones(2, dtype=torch.complex64) * 1j).conj(), torch.ones(2, dtype=torch.complex64) * 1j),
         (torch.tensor([True, False]), torch.tensor([1, 0])),
         (torch.zeros(0, 3), torch.zeros(3, 0)),
@@ -209,7 +192,7 @@ def call_from_two_threads():
     assert max(relative_error(x, expected) for x in (out, transformer(**inputs).sample)) < 1e-5
 
 
-@pytest.mark.parametrize("job", [draw_without_generator, call_differently, leave_in_the_middle, call_from_two_threads])
+@pytest.mark.parametrize("job", [call_differently, leave_in_the_middle, call_from_two_threads])
 def test_on_two_ranks(rank_pool, job):
     rank_pool.run(job, 2)
 

@@ -10,13 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core import init_context_parallel_mesh
 from para_core.adapters import (
     AttentionSchedule,
     apply_cache_on_pipe,
     parallelize_pipe,
-    parallelize_transformer,
-    parallelize_vae,
     unparallelize_pipe,
 )
 from para_core.adapters.parallel.session import ParallelSession
@@ -157,23 +154,9 @@ def fail_in_cache(rank, parallel=True):
         )
 
 
-def fail_in_models(rank):
-    mesh, stages = cpu_mesh(1, 2), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
-    pipe = flux_pipe(shared_parts=False)
-    parallelize_transformer(pipe.transformer, mesh=mesh)
-    parallelize_vae(pipe.vae, mesh=mesh)
-    on_mesh, in_stages = (partial(parallelize_transformer, pipe.transformer, mesh=x) for x in (mesh, stages))
-    steps = [f"{WEIGHTS}.staged_transformer.{name}" for name in ("stack_of", "fill_slot")]
-    require_same_after(pipe, rank, in_stages, steps)
-    require_same_after(pipe, rank, on_mesh, (f"{PARALLEL}.transformer.apply_plan",))
-    rows = partial(parallelize_vae, pipe.vae, mesh=mesh)
-    require_same_after(pipe, rank, rows, ("para_core.adapters.vae.run.fill_slot",), after=1)
-
-
 FAILING = {
     "parallelize_pipe": fail_in_pipe,
     "apply_cache_on_pipe": fail_in_cache,
-    "parallelize_transformer and parallelize_vae": fail_in_models,
 }
 
 
