@@ -212,10 +212,6 @@ class RankPool:
         ordered = [reports[index] for index in range(world_size)]
         return [report.value if report.error is None else report.error for report in ordered]
 
-    def pids(self, world_size: int) -> list[int | None]:
-        """Return the process ids of the ranks of this world size in rank order; an empty list if none are running."""
-        return [rank.process.pid for rank in self._groups[world_size].ranks] if world_size in self._groups else []
-
     def close(self) -> None:
         """End all processes. The pool can be used again, and then starts new ones."""
         while self._groups:
@@ -507,7 +503,7 @@ def _watch(limit: float, job: _JobClock) -> None:
 def _is_compiling() -> bool:
     callbacks = sys.modules.get("torch._dynamo.callback")
     # This name is private, but neither a callback (torch.compiler.reset() drops those) nor the main thread's frames
-    # work as well. tests/test_rank_pool.py fails if a torch release renames it.
+    # work as well. If a torch release renames it, a long compilation counts as a hang.
     counter = "_CompilationCallbackHandler__pending_callbacks_counter"
     # It is None while the module is still being imported, which this thread may see.
     handler = getattr(callbacks, "callback_handler", None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from para_core.adapters.models import FAMILIES
-from tests.lift_out import FEATURES, OF_MODELS, ROOT, Feature, imports_of, module_files, public_names, remove
+from tests.lift_out import FEATURES, OF_MODELS, ROOT, imports_of, module_files, public_names
 from tests.test_layers import FILES, imported_by
 
 # Runs in a process of its own, because a fork of this one would have imported para_core already.
@@ -64,36 +64,3 @@ def test_no_other_module_imports_a_feature(name):
     assert [f"{path}:{line}" for path in others for target, line in imported_by(path) if target in own] == []
     public = public_names({module for module, path in FILES.items() if path in own})
     assert [str(path) for path in others if imports_of(ROOT / path) & public] == []
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "para_core" / "room").mkdir(parents=True)
-    (tmp_path / "adapters").mkdir()
-    (tmp_path / "para_core" / "room" / "part.py").touch()
-    lines = "from para_core.room.part import b as b\nfrom para_core.other import c as c\n"
-    for name in ("para_core", "adapters"):
-        (tmp_path / name / "api.py").write_text(lines)
-    (tmp_path / "table.py").write_text("x\n    y\nz\nz\n")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("feature", "message"),
-    [
-        (Feature("adapters/absent.py"), "adapters/absent.py does not exist"),
-        (Feature("", ("table.py", "absent")), "0 lines .* 'absent'"),
-        (Feature("", ("table.py", "z")), "2 lines .* 'z'"),
-    ],
-)
-def test_table_that_is_wrong_is_an_error(folder, feature, message):
-    with pytest.raises(ValueError, match=message):
-        remove(feature, folder)
-
-
-def test_files_lines_and_names_are_deleted(folder):
-    remove(Feature("para_core/room", ("table.py", "y")), folder)
-    assert not (folder / "para_core" / "room").exists()
-    assert (folder / "table.py").read_text() == "x\nz\nz\n"
-    for name in ("para_core", "adapters"):
-        assert (folder / name / "api.py").read_text() == "from para_core.other import c as c\n"

@@ -1,10 +1,9 @@
-"""``para_core generate`` in this process and on ranks: results, bad lines, continuing, files and signals."""
+"""``para_core generate`` in this process and on ranks: results, bad lines, continuing and files."""
 
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -396,21 +395,3 @@ def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, stand_in, capsy
     assert stand_in == []
     assert run(arguments) == 0
     assert sorted(file.name for file in out.iterdir()) == [".mine", "00001.json", "00001.png"]
-
-
-def test_sigterm_ends_with_a_sentence(tmp_path, prompts, stand_in, monkeypatch, capsys):
-    generate, before = para_core.fleet.rank.generate_request, signal.getsignal(signal.SIGTERM)
-
-    def terminated(*args, **kwargs):
-        if stand_in:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return generate(*args, **kwargs)
-
-    monkeypatch.setattr(para_core.fleet.rank, "generate_request", terminated)
-    command = ["generate", "--prompts", prompts({"prompt": "a"}, {"prompt": "b"}), "--out", str(tmp_path / "out")]
-    assert run(command) == 143
-    assert re.search("^ended by SIGTERM: .*\n1 generated in .* \\(00001\\)\n\\Z", capsys.readouterr().err, re.M)
-    assert signal.getsignal(signal.SIGTERM) is before
-    monkeypatch.setattr(para_core.fleet.rank, "generate_request", generate)
-    assert run(command) == 0
-    assert stand_in == ["a", "b"]

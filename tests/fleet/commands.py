@@ -29,12 +29,12 @@ class Command:
                 return line
         raise AssertionError(f"ended without {text!r}:\n{''.join(self.lines)}")
 
-    def end(self, silent=True):
-        """Send SIGTERM, and return all lines. The command must succeed, and if ``silent``, write nothing to stdout."""
+    def end(self):
+        """Send SIGTERM, and return all lines. The command must succeed, and write nothing to stdout."""
         self.process.send_signal(signal.SIGTERM)
         self.lines += self.process.stderr.readlines()
         assert self.process.wait(120) == 0
-        assert self.process.stdout.read() == "" or not silent
+        assert self.process.stdout.read() == ""
         return self.lines
 
 

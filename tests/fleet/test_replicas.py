@@ -6,8 +6,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -151,19 +149,6 @@ def test_replica_gives_the_results_of_one_process(monkeypatch, caplog, address, 
     assert sum("ready again" in message for message in messages) == dies
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_replica_that_cannot_load_says_why(monkeypatch, ranks, tmp_path):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-    async def start():
-        (replica,) = make_replicas(Recipe(str(tmp_path)), ReplicaOptions(ranks), 1)
-        with pytest.raises(RuntimeError, match="model_index"):
-            await replica.start()
-        assert not await replica.alive()
-
-    asyncio.run(start())
-
-
 def test_gpus_are_enough_and_those_of_replicas_are_disjoint(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
@@ -175,9 +160,3 @@ def test_gpus_are_enough_and_those_of_replicas_are_disjoint(monkeypatch):
     monkeypatch.setattr("para_core.fleet.replicas.LocalReplica", lambda *_, **options: made.append(options))
     make_replicas(RECIPE, ReplicaOptions(2), 2)
     assert [list(options["devices"]) for options in made] == [[0, 1], [2, 3]]
-
-
-def test_one_host_imports_no_ray():
-    program = "import sys, para_core.fleet.replicas, para_core.cli.generation; print('ray' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout == "False\n"

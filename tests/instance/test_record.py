@@ -12,7 +12,7 @@ from torch import nn
 
 from para_core.instance.modules import ModuleTree
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slot, fill_slot, is_filled, slot_owner
+from para_core.instance.record import empty_slot, fill_slot, is_filled
 from para_core.instance.slots import Slot
 
 
@@ -91,17 +91,6 @@ def test_slots_run_in_the_order_of_the_table_and_the_last_removal_restores_the_c
         empty_slot(one, slots[0])  # Nothing is left to remove.
         assert type(one) is Greeter
         assert vars(one) == vars(Greeter())
-
-
-def test_fillings_with_names_share_a_slot():
-    one = Greeter()
-    fill_slot(one, Slot.CACHE, {"__call__": twice}, owner="first", name="1")
-    fill_slot(one, Slot.CACHE, {"__call__": twice}, owner="second", name="2")
-    assert one("hi") == 4 * "hi x!"
-    assert slot_owner(one, Slot.CACHE, str, "2") == "second"
-    assert slot_owner(one, Slot.CACHE, int, "2") is slot_owner(one, Slot.CACHE, str) is None
-    empty_slot(one, Slot.CACHE, "1")
-    assert one("hi") == 2 * "hi x!"
 
 
 def test_instances_run_their_own_slots_of_each_method():

@@ -11,7 +11,7 @@ from itertools import groupby
 import pytest
 
 from para_core import Cancelled
-from tests.launcher.loads import alive, pids
+from tests.launcher.loads import pids
 
 
 def when_called(function, seconds=0.3):
@@ -93,7 +93,7 @@ def test_ctrl_c_ends_the_call_after_its_step(steps, call):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_second_ctrl_c_ends_the_ranks(steps):
+def test_second_ctrl_c_ends_the_ranks_as_a_line_says(steps, capsys):
     before = pids(steps)
     when_called(interrupt)
     when_called(interrupt, 0.6)
@@ -101,55 +101,6 @@ def test_second_ctrl_c_ends_the_ranks(steps):
     with pytest.raises(KeyboardInterrupt):
         steps(1, before=60.0)
     assert time.monotonic() - begun < 30
+    assert "Ctrl-C again ends them" in capsys.readouterr().err
     assert steps(1) == {}
     assert set(pids(steps)).isdisjoint(before)
-
-
-PROGRAM = """
-import os, signal, threading, time
-from para_core import launch
-from tests.launcher.loads import Steps, load_steps
-
-def load():
-    time.sleep(2)
-    return load_steps()
-
-def interrupt(*seconds):
-    for each in seconds:
-        # As a terminal and Jupyter do, to all processes of the group.
-        threading.Timer(each, os.killpg, (0, signal.SIGINT)).start()
-
-os.setsid()
-# A shell that starts pytest in the background lets it ignore SIGINT, and its children too.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-pipe = None
-interrupt(1.0)
-try:
-    pipe = launch(load, ranks=2)
-except KeyboardInterrupt:
-    print("interrupted", pipe)
-pipe = launch(load_steps, ranks=2, progress=False)
-ranks = {*pipe.run(Steps.process, all_ranks=True)}
-interrupt(*(0.3 + 0.003 * index for index in range(5)), *(1.5 + 0.03 * index for index in range(5)))
-end = time.monotonic() + 2.5
-while time.monotonic() < end:
-    try:
-        pipe(1, before=1.5)
-    except KeyboardInterrupt:
-        pass
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-pipe(1)
-ranks.update(pipe.run(Steps.process, all_ranks=True))
-pipe.close()
-print(*ranks)
-"""
-
-
-def test_ctrl_c_while_ranks_load_says_so_and_many_leave_no_rank(run):
-    out, err = run(PROGRAM)
-    interrupted, ranks = out.splitlines()
-    assert interrupted == "interrupted None"
-    assert "Ctrl-C again ends them" in err
-    ranks = [int(pid) for pid in ranks.split()]
-    assert len(ranks) >= 2
-    assert alive(ranks) == []

@@ -33,7 +33,7 @@ APPROXIMATE = {
     "PipeFusion, 8 steps": 0.5,
 }
 # These differ from other cases in numbers alone, so the long run has them.
-LONG = {"ring, bfloat16", "CFG", "cache, no hits", "8-bit exchange"}
+LONG = {"ring, bfloat16", "CFG", "cache, no hits", "8-bit exchange", "offload of the VAE"}
 LONG |= {"ring 4", "ring 4 in 2-D", "ring 2, gathered first", "ring 2, gradients", "ring 2, finite mask"}
 LONG |= {f"ring 2 × Ulysses 2, {name}" for name in ("float32", "causal", "float32 mask", "grouped heads")}
 LONG |= {f"Ulysses 2, {name}" for name in ("bfloat16", "causal", "3 heads", "one token", "key padding")}

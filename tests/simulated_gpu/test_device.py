@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.rank_pool import RankPoolError
-from tests.simulated_gpu.record import measured, record
+from tests.simulated_gpu.record import record
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
@@ -108,42 +108,6 @@ def test_device_refuses_what_a_gpu_refuses_and_nothing_else(gpu_ranks):
     for name, faults in gpu_ranks.run(faults_of_rules, 1)[0].items():
         words = RULES[name][1]
         assert words in faults if words else not faults, (name, faults)
-
-
-# -- Waits, copies, launches and kernels of one line.
-
-
-WAIT, THERE, BACK, LAUNCH = "waits", "copies to the device", "copies to the host", "launches"
-QKV: list[Tensor] = []
-COUNTED: dict[str, tuple[Callable[[Tensor], Any], dict[str, int]]] = {
-    "item": (lambda x: x.item(), {WAIT: 1}),
-    "to the host": (lambda x: x.cpu(), {WAIT: 1, BACK: 1}),
-    "to the host, not waiting": (lambda x: x.to("cpu", non_blocking=True), {BACK: 1}),
-    "to the device": (lambda x: torch.ones(4).to("cuda"), {WAIT: 1, THERE: 1}),
-    "pinned to the device": (lambda x: torch.ones(4).pin_memory().to("cuda", non_blocking=True), {THERE: 1}),
-    "nonzero": (lambda x: x.nonzero(), {WAIT: 1, LAUNCH: 1}),
-    "indexed by a mask": (lambda x: x[x.bool()], {WAIT: 1, LAUNCH: 3}),
-    "repeated": (lambda x: x.repeat_interleave(2, 0), {LAUNCH: 1}),
-    "a view": (lambda x: x.view(-1)[None].expand(3, -1), {}),
-    "synchronize": (lambda x: torch.cuda.synchronize(), {WAIT: 1}),
-    "flash": (lambda x: sdpa(*QKV), {LAUNCH: 1, "kernel: flash": 1}),
-    "efficient": (lambda x: sdpa(*QKV, x.bfloat16().expand(1, 2, 16, 16)), {LAUNCH: 4, "kernel: efficient": 1}),
-}
-
-
-def count_lines() -> dict[str, dict[str, int]]:
-    counted = {}
-    QKV[:] = qkv()
-    for name, (call, _) in COUNTED.items():
-        x = torch.ones(1, device="cuda")
-        with measured() as counts:
-            call(x)
-        counted[name] = dict(counts.counts)
-    return counted
-
-
-def test_waits_copies_and_launches_are_counted(gpu_ranks):
-    assert gpu_ranks.run(count_lines, 1)[0] == {name: counts for name, (_, counts) in COUNTED.items()}
 
 
 # -- Collectives.
