@@ -14,6 +14,7 @@ from PIL import Image
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.build import build, dtype_of, find_model
 from para_core.fleet.memory import foresee_mesh, predict_memory
+from para_core.fleet.outputs import encode
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, describe_class, find_tiny_flux
 from para_core.fleet.recipe import Recipe, check_options_of_model, read_lora
 from para_core.fleet.request import Delivery, Request, make_request
@@ -144,3 +145,9 @@ def test_results_of_one_request_are_those_of_their_own_seeds(plain):
             assert output.pixels_sha256 == hashlib.sha256(image.tobytes()).hexdigest()
             assert np.abs(pixels(output.data) - pixels(draw(seed=seed))).max() <= 1
         assert np.abs(pixels(together.outputs[0].data) - pixels(together.outputs[1].data)).max() > 1
+
+
+def test_webp_loses_no_pixel():
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
+    (output,) = encode([image], Delivery("webp"))
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(output.data))), np.asarray(image))

@@ -111,6 +111,7 @@ def test_what_a_handle_refuses_is_named(steps, name):
         ({"ranks": 1.5}, TypeError, "expected an integer"),
         ({"ranks": 2, "devices": [0]}, ValueError, "one device for each rank"),
         ({"devices": "0,1"}, TypeError, "expected a list"),
+        ({"ranks": True}, TypeError, "ranks=True; expected an integer"),
         ({"devices": [0, 1.0]}, TypeError, "devices has 1.0; expected numbers"),
         ({"devices": [0, -1]}, ValueError, "devices has -1; expected numbers of at least 0"),
         ({"timeout": 0}, ValueError, "positive"),
