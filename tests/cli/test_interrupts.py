@@ -84,7 +84,7 @@ UNFINISHED = "1 requests were not finished"
 # Each row has a command, its ranks, the text and seconds until the signal, the signal, the exit code, and what is said.
 ROWS = [
     ("generate", 1, "importing torch", 0.7, "SIGINT", 130, "interrupted$"),
-    ("generate", 2, "starting 2 ranks", 1.0, "SIGINT", 130, INTERRUPTED),
+    pytest.param("generate", 2, "starting 2 ranks", 1.0, "SIGINT", 130, INTERRUPTED, marks=pytest.mark.long),
     ("request", 2, "is the first", 0.5, "SIGTERM", 0, rf"[^\n]*ended by SIGTERM[^\n]*{UNFINISHED}"),
 ]
 
