@@ -4,6 +4,7 @@ traces.
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
@@ -77,7 +78,11 @@ def _generate_reference(job: MeasurementJob, ranks: int) -> Reference:
     load = partial(_ReferenceRank, job)
     single_rank: LaunchedRanks | OwnRank = OwnRank(load)
     if isinstance(open_ranks(load, ranks, timeout=job.recipe.timeout), LaunchedRanks):
-        single_rank = LaunchedRanks(load, 1, timeout=job.recipe.timeout, debug=job.debug)
+        env: dict[str, str] = {}
+        if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+            # As the ranks will have: a CPU adds up in another order with another number of threads.
+            env["OMP_NUM_THREADS"] = "1"
+        single_rank = LaunchedRanks(load, 1, timeout=job.recipe.timeout, debug=job.debug, env=env)
     with closing(single_rank), showing_phases():
         report("generating on one rank, for the comparison")
         single_rank.start()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from para_core.cli import measurement
 from para_core.cli.bench import describe_check
 from para_core.cli.comparison import compare, digest_pixels, make_reference
 from para_core.fleet.build import build
@@ -52,3 +53,22 @@ def test_a_record_has_the_digest_pixels_the_pixels_of_a_png(tmp_path, size):
         file = Image.open(io.BytesIO((tmp_path / name).read_bytes()))
         assert hashlib.sha256(file.tobytes()).hexdigest() == digest
         assert json.loads(file.info["para_core"])["pixels sha256"] == record["pixels sha256"]
+
+
+def test_the_reference_has_as_many_threads_as_the_ranks(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    started = []
+
+    class Started:
+        def __init__(self, *_, env, **__):
+            started.append(env)
+            raise RuntimeError("started")
+
+    monkeypatch.setattr(measurement, "LaunchedRanks", Started)
+    monkeypatch.setattr(measurement, "open_ranks", lambda *_, **__: object.__new__(Started))
+    for threads in ("", "2"):
+        if threads:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        with pytest.raises(RuntimeError, match="started"):
+            measurement._generate_reference(measurement.MeasurementJob(RECIPE, REQUEST, 0, 1), 2)
+    assert started == [{"OMP_NUM_THREADS": "1"}, {}]
