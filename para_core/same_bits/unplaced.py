@@ -96,11 +96,11 @@ def find_differences(of_ranks: Sequence[Sequence[UnplacedProduct]]) -> list[str]
         return [f"{text}: few rows, of no known sequence; other ranks have others" for text in texts]
     found = []
     for products in zip(*of_ranks, strict=True):
-        sizes: dict[int, dict[str, int]] = {}
         for product in products:
-            sizes.setdefault(product.samples, {})[product.digest] = product.size
-        for product in products:
-            total = sum(sizes[product.samples].values())
+            others = [other for other in products if other.samples == product.samples]
+            total = product.size
+            if any(other.digest != product.digest for other in others):
+                total = sum(other.size for other in others)
             if not product.has_bits_of(total):
                 found.append(
                     f"{product.text}: few rows, of no known sequence, {total} of them in one process, among which "
