@@ -1,10 +1,10 @@
 """Products of few rows whose place in one process is unknown, such as those of tokens that are joined with
 samples.
 
-Their rows are parts of those of one process, or all of them: ranks that have other rows share them, and ranks
-that have the same rows have all. Only all ranks together know which, and how many one process has, and that
-is after the call, when the weights may be gone again. So each rank tries, when the product is computed, every
-number of rows that one process may have, and :func:`find_differences` looks up the right one.
+Their rows are parts of those of one process, or all of them: if all ranks have the same rows, each has all, and
+otherwise they share them. Only all ranks together know which, and how many one process has, and that is after
+the call, when the weights may be gone again. So each rank tries, when the product is computed, the numbers of
+rows that one process may have, and :func:`find_differences` looks up the right one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnplacedProduct:
         text: The module, the function, and the shape and type of the rank's tensor.
         samples: The index of the rank's samples. Ranks with other samples share no rows: these are padded.
         size: The number of rows, in the last dim but one.
-        digest: The digest of the rows. Ranks with equal digests have the same rows.
+        digest: The digest of the rows. If it is equal on all ranks, each has all rows.
         equal_for: The numbers of rows of one process for which the rank's rows have the same bits, of those
             tried.
         enough: The number of rows from which every number gives the bits of this one; it was tried if larger
