@@ -39,7 +39,7 @@ class Tile(NamedTuple):
         warps: Number of warps.
         stages: Number of blocks in shared memory: one in use, the others being loaded.
         dot: Whether blocks are multiplied by the GPU's matrix instructions, which compute all rows of a tile
-            alike.
+            in one order.
     """
 
     rows: int
@@ -120,7 +120,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.dtype not in DTYPES or any(y.dtype != x.dtype for y in tensors):
         names = ", ".join(str(y.dtype).removeprefix("torch.") for y in tensors)
         raise TypeError(
-            f"the product is of {names}; expected float16, bfloat16 or float32 for x, weight and bias alike. "
+            f"the product is of {names}; expected float16, bfloat16 or float32, the same for x, weight and bias. "
             "torch.nn.functional.linear takes other types."
         )
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:

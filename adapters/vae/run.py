@@ -54,7 +54,7 @@ _NO_TILES_IN_GRAPHS = (
 
 
 def _gather_if_sharded(x: Any, ranks: MeshDim) -> Any:
-    """Return all rows of ``x`` if it is a tensor of which this rank holds some; ``x`` itself otherwise.
+    """Return all rows of ``x`` if it is a tensor whose rows are sharded; ``x`` itself otherwise.
     Collective.
     """
     rows = rows_of(x)

@@ -121,10 +121,10 @@ class Swap:
                 # numbers of tokens. Only the last tensor, the value, may have another width.
                 first = tensors[0]
                 key = (key, first.device, first.dtype, first.shape, tensors[-1].shape)
-            known = self._steps.get(key)
-            if known is None:
-                known = self._steps[key] = self._plan(tensors)
-            steps = known
+            cached_steps = self._steps.get(key)
+            if cached_steps is None:
+                cached_steps = self._steps[key] = self._plan(tensors)
+            steps = cached_steps
         buffer = steps.pack(tensors)
         if self._is_even and not (buffer.requires_grad and torch.is_grad_enabled()):
             received = swap_evenly(buffer, self.dim)

@@ -80,9 +80,9 @@ class GatheredOutputs(SegmentsOfCall):
         if segment is None:
             segment = self.segment(gather.segment)
         if not torch.compiler.is_compiling():
-            known = self._known_gathers.get((id(gather), segment, value.shape[gather.dim], value.ndim))
-            if known is not None and known.gather is gather:
-                return self.put_together(value, known.dim, known.layout)
+            known_gather = self._known_gathers.get((id(gather), segment, value.shape[gather.dim], value.ndim))
+            if known_gather is not None and known_gather.gather is gather:
+                return self.put_together(value, known_gather.dim, known_gather.layout)
         noted_segment = segment
         if gather.after_replicated or gather.then_replicated:
             tokens = segment.size(self.mesh.rank, self.mesh.ranks)

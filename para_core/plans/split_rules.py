@@ -45,21 +45,25 @@ class SplitRules(SegmentsOfCall):
         """
         if split.ndim is not None and value.ndim != split.ndim:
             return None
-        known = self._known_cuts.get((id(split), value.shape[split.dim]))
-        if known is None or known.split is not split or known.name != (split.segment or split.like or name):
+        known_cut = self._known_cuts.get((id(split), value.shape[split.dim]))
+        if (
+            known_cut is None
+            or known_cut.split is not split
+            or known_cut.name != (split.segment or split.like or name)
+        ):
             return None
-        segment = known.segment
-        noted = self.segments.get(known.name)
+        segment = known_cut.segment
+        noted = self.segments.get(known_cut.name)
         if noted is None and (split.segment is not None or not segment.replicated):
-            self.segments[known.name] = segment
+            self.segments[known_cut.name] = segment
         elif noted is not None and noted != segment:
             return None
         if segment.replicated:
             return value
-        if len(known.runs) > 1:
-            return copy_runs(value, split.dim, known.runs)
+        if len(known_cut.runs) > 1:
+            return copy_runs(value, split.dim, known_cut.runs)
         # This is what copy_runs does for one run, with a Python call less for each input of each step.
-        start, length = known.runs[0]
+        start, length = known_cut.runs[0]
         return value.narrow(split.dim, start, length).clone()
 
     def split(self, value: Tensor, split: Split, name: str) -> Tensor:
@@ -121,12 +125,12 @@ class SplitRules(SegmentsOfCall):
     def _split_tokens(self, value: Tensor, split: Split, name: str) -> Tensor:
         """Split a dim with one entry per token of the segment, perhaps after the tokens of ``split.after``."""
         segment_name = split.segment or split.like or name
-        known = self.segments.get(segment_name)
-        if known is not None and split.after is None:
-            if known.together != 1:
-                return self._shard_known(value, split.dim, known)
+        noted = self.segments.get(segment_name)
+        if noted is not None and split.after is None:
+            if noted.together != 1:
+                return self._shard_known(value, split.dim, noted)
             # A segment of few frames is replicated, even if it has enough tokens.
-            if known.replicated and known.total == value.shape[split.dim]:
+            if noted.replicated and noted.total == value.shape[split.dim]:
                 return value
         if split.after is None and not torch.compiler.is_compiling():
             return self._split_eagerly(value, split, name, segment_name)
@@ -148,17 +152,17 @@ class SplitRules(SegmentsOfCall):
         What the plan says about a number of tokens is looked up from the second call on.
         """
         total = value.shape[split.dim]
-        known = self._known_cuts.get((id(split), total))
-        if known is None or known.split is not split or known.name != segment_name:
+        known_cut = self._known_cuts.get((id(split), total))
+        if known_cut is None or known_cut.split is not split or known_cut.name != segment_name:
             segment = self.new_segment(segment_name, total)
             runs = SequenceLayout((segment,), self.mesh.ranks).runs(self.mesh.rank)
             if len(self._known_cuts) >= _MOST_KNOWN:
                 self._known_cuts.clear()
-            known = self._known_cuts[id(split), total] = _KnownCut(split, segment_name, segment, runs)
-        segment = known.segment
+            known_cut = self._known_cuts[id(split), total] = _KnownCut(split, segment_name, segment, runs)
+        segment = known_cut.segment
         noted = self.segments.get(segment_name)
         if (noted is None or noted.total != total) and (split.segment is not None or not segment.replicated):
             self._note(segment, split.dim, name)
         if segment.replicated:
             return value
-        return copy_runs(value, split.dim, known.runs)
+        return copy_runs(value, split.dim, known_cut.runs)
