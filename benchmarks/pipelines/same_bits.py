@@ -102,7 +102,7 @@ def measure(names: list[str], ways: list[str], dtype: str, threads: int = 1) -> 
     }
     cells: dict[str, dict[str, str]] = {}
     for name in names:
-        expected = generate(_build(name, dtype), name, bfloat16=dtype == "bfloat16")
+        expected = _generate_on_first_rank(name, dtype)
         cells[name] = {}
         for way in ways:
             # Sharded weights cannot be restored, so each way gets its own.
@@ -119,6 +119,15 @@ def measure(names: list[str], ways: list[str], dtype: str, threads: int = 1) -> 
         if dist.get_rank() == 0:
             print(dtype, name, cells[name], flush=True)
     return cells
+
+
+def _generate_on_first_rank(name: str, dtype: str) -> Tensor:
+    """Return the latents of the unmodified pipeline, computed by one process. Collective."""
+    expected: list[Any] = [None]
+    if dist.get_rank() == 0:
+        expected[0] = generate(_build(name, dtype), name, bfloat16=dtype == "bfloat16")
+    dist.broadcast_object_list(expected)
+    return expected[0]
 
 
 def _build(name: str, dtype: str) -> Any:

@@ -81,7 +81,7 @@ class GatheredKeys(RingStyle):
         """Whether queries are computed in the blocks of one process. Lengths in a graph may be symbolic, and
         have no known blocks.
         """
-        return x.is_cpu and self.plan.rotates and not torch.compiler.is_compiling()
+        return x.is_cpu and not torch.compiler.is_compiling()
 
     @cached_property
     def _blocks(self) -> QueryBlocks:

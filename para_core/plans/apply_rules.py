@@ -140,6 +140,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         if isinstance(rule, Replicate):
             total = prod([value.shape[dim] for dim in (rule.dim, *rule.together)])
             self._note(Segment(rule.segment, total, replicated=True), rule.dim, name)
+            self.report_replicated(value, rule.segment)
             return value
         return self.split(value, rule, name)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +18,10 @@ from para_core.plans.plan import Split
 
 # Maximum number of known cuts of one plan. A full table is emptied.
 _MOST_KNOWN = 256
+
+
+# Called with a tensor, and the names of the segments whose tokens it holds.
+OnTokens = Callable[[Tensor, tuple[str, ...]], None]
 
 
 class _KnownCut(NamedTuple):
@@ -36,6 +41,23 @@ class SplitRules(SegmentsOfCall):
         super().__init__(mesh, coarse)
         # In eager code, the sharding of tensors that a plain Split cuts, by rule and number of tokens.
         self._known_cuts: dict[tuple[int, int], _KnownCut] = {}
+        self._on_tokens: OnTokens | None = None
+
+    @contextmanager
+    def report_tokens(self, on_tokens: OnTokens) -> Iterator[None]:
+        """Call ``on_tokens`` with each tensor that holds tokens of this rank after a rule, and the segments,
+        which are empty if the tensor also holds something else. In eager code, inside the ``with`` block.
+        """
+        self._on_tokens = on_tokens
+        try:
+            yield
+        finally:
+            self._on_tokens = None
+
+    def report_replicated(self, value: Tensor, segment_name: str) -> None:
+        """Report ``value``, which holds all tokens of a segment: :meth:`report_tokens`."""
+        if not torch.compiler.is_compiling() and self._on_tokens is not None:
+            self._on_tokens(value, (segment_name,))
 
     def split_known(self, value: Tensor, split: Split, name: str) -> Tensor | None:
         """Return this rank's part of ``value`` if :meth:`_split_eagerly` has split as many tokens by this
@@ -43,7 +65,7 @@ class SplitRules(SegmentsOfCall):
 
         It does what :meth:`split` does, with fewer Python calls: change both.
         """
-        if split.ndim is not None and value.ndim != split.ndim:
+        if self._on_tokens is not None or (split.ndim is not None and value.ndim != split.ndim):
             return None
         known_cut = self._known_cuts.get((id(split), value.shape[split.dim]))
         if (
@@ -74,6 +96,21 @@ class SplitRules(SegmentsOfCall):
             ValueError: ``value`` has another shape than the rule or an earlier split of its segment says, or
                 the segment was not split before although the rule needs that.
         """
+        part = self._split(value, split, name)
+        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
+        if torch.compiler.is_compiling() or self._on_tokens is None:
+            return part
+        segment_name = split.segment or split.like or name
+        segment = self.segments.get(segment_name)
+        if part is not value or (segment is not None and segment.replicated):
+            has_more = (
+                split.then_replicated or split.after_replicated or split.after or split.runs or split.per != 1
+            )
+            self._on_tokens(part, () if has_more else (segment_name,))
+        return part
+
+    def _split(self, value: Tensor, split: Split, name: str) -> Tensor:
+        """Do what :meth:`split` does, without a report."""
         if split.ndim is not None and value.ndim != split.ndim:
             if split.segment is None and value.ndim < split.ndim:
                 return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +16,15 @@ from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
 from para_core.plans.region import region_of
 from para_core.plans.samples import count_samples
+from para_core.recorder.events import AttentionStart, Event
+from para_core.recorder.recorder import Recorder
 from para_core.same_bits.device_settings import deterministic_products
+from para_core.same_bits.found import Found
 from para_core.same_bits.mode import SameBits
+from para_core.same_bits.one_process import one_process_of
+from para_core.same_bits.products import find_differences
 from para_core.same_bits.row_check import RowCheck
-from para_core.same_bits.unplaced import find_differences
+from para_core.same_bits.token_tags import TokenTags
 from para_core.torch_internals import is_compiled_code, tree_leaves
 
 _COMPILED = (
@@ -37,9 +43,10 @@ class SameBitsCalls:
 
     def __init__(self, module: nn.Module, mesh: GuidedMesh) -> None:
         self.module, self._mesh = module, mesh
-        # Sizes of inputs for which ranks were found to have the bits of one process.
-        self._checked: set[tuple[Any, ...]] = set()
+        # What was found for each sizes of the inputs with which ranks have the bits of one process.
+        self._checked: dict[tuple[Any, ...], Found] = {}
         self._check: RowCheck | None = None
+        self._found = Found()
 
     def install(self) -> None:
         """Fill the slots of the model."""
@@ -65,7 +72,10 @@ class SameBitsCalls:
         is_new = self._mesh.ranks > 1 and sizes not in self._checked
         if is_new and has_compiled_parts(module):
             raise RuntimeError(_COMPILED)
-        self._check = RowCheck(module) if is_new else None
+        self._found = self._checked.get(sizes, Found())
+        self._check = None
+        if is_new:
+            self._check = RowCheck(self._found, TokenTags(lambda: one_process_of(module)))
         try:
             with deterministic_products():
                 output = call(module, *args, **kwargs)
@@ -73,18 +83,51 @@ class SameBitsCalls:
                 self._conclude(self._check)
         finally:
             self._check = None
-        self._checked.add(sizes)
+        self._checked[sizes] = self._found
         return output
 
     def _run_part(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call, whose tokens and samples the plan then shards."""
         if self._mesh.ranks == 1:
             return call(module, *args, **kwargs)
-        self._check_samples(args, kwargs)
-        with SameBits(module, self._check):
+        samples = self._count_samples(args, kwargs)
+        self._check_samples(samples)
+        most = max(samples.values(), default=1)
+        with SameBits(module, most, self._found, self._check), self._watch(module, most):
             return call(module, *args, **kwargs)
 
-    def _check_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @contextmanager
+    def _watch(self, module: nn.Module, samples: int) -> Iterator[None]:
+        """During a check, follow the tokens of this rank through the call, and compare its attention."""
+        check, region = self._check, region_of(module)
+        if check is None or region is None:
+            yield
+            return
+
+        def handle(event: Event) -> None:
+            check.tags.follow(event)
+            if isinstance(event, AttentionStart) and event.is_sdpa:
+                check.compare_splits(one_process_of(module, samples), *event.call[:4])
+
+        recorder = Recorder(handle)
+        check.running = lambda: recorder.running[-1] if recorder.running else ""
+        with region.executor.report_tokens(check.tags.add), recorder.watch(module):
+            yield
+
+    def _count_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+        """Return the number of samples in each argument that has samples."""
+        region = region_of(self.module)
+        if region is None:
+            return {}
+        arguments = {**dict(zip(region.parameters, args, strict=False)), **kwargs}
+        samples: dict[str, int] = {}
+        for name, dim in region.plan.batched.items():
+            number = count_samples(arguments.get(name), dim)
+            if number is not None:
+                samples[name] = number
+        return samples
+
+    def _check_samples(self, samples: dict[str, int]) -> None:
         """Raise ``ValueError`` on every rank if ranks share samples, and an argument has one row for all of
         them.
 
@@ -94,12 +137,6 @@ class SameBitsCalls:
         region = region_of(self.module)
         if region is None or region.batch is None:
             return
-        arguments = {**dict(zip(region.parameters, args, strict=False)), **kwargs}
-        samples: dict[str, int] = {}
-        for name, dim in region.plan.batched.items():
-            number = count_samples(arguments.get(name), dim)
-            if number is not None:
-                samples[name] = number
         single = [name for name, number in samples.items() if number == 1]
         most = max(samples.values(), default=1)
         if single and most > 1:
@@ -110,11 +147,16 @@ class SameBitsCalls:
             )
 
     def _conclude(self, check: RowCheck) -> None:
+        for kind in self._found.unclear:
+            name, shape = getattr(kind[0], "__name__", kind[0]), " × ".join(map(str, kind[1]))
+            check.findings.append(
+                f"{name} of {shape}: of tokens it differs, and it also gets all rows of others"
+            )
         # Ranks along "batch" share the samples of this call, or each makes calls of its own.
         calling = self._mesh if check.shares_samples else self._mesh.sequence
-        of_ranks = exchange((check.findings, check.unplaced), calling)
+        of_ranks = exchange((check.findings, check.products), calling)
         found = [line for findings, _ in of_ranks for line in findings]
-        found += find_differences([unplaced for _, unplaced in of_ranks])
+        found += find_differences([products for _, products in of_ranks])
         if not found:
             return
         lines = "\n".join(f"  {line}" for line in dict.fromkeys(found))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,17 @@ class Place:
     runs: tuple[Run, ...]
 
 
+# The sequences whose tokens a tensor holds, in order, or UNKNOWN: the name of each, or the number of its tokens
+# if every rank has them all and the plan does not name it.
+Names = tuple[str | int, ...]
+UNKNOWN: Names = ()
+# None if the tensor holds no tokens.
+Sequences = Names | None
+
+# The dim of a tensor that has this rank's tokens, and their place in one process; None if none has.
+Tokens = tuple[int, Place] | None
+
+
 @dataclass(frozen=True)
 class OneProcess:
     """The call of one process, whose part this rank computes.
@@ -38,6 +50,7 @@ class OneProcess:
         rank, ranks: This rank and the number of ranks that share tokens.
         ulysses: The number of ranks that share the heads of attention.
         batch_index, batch_size: The part of the samples that this rank has; ``(0, 1)`` if it has all.
+        samples: The number of samples that this rank has.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -46,11 +59,45 @@ class OneProcess:
     batch_index: int = 0
     batch_size: int = 1
     ulysses: int = 1
+    samples: int = 1
 
     @property
     def is_this_process(self) -> bool:
         """Whether this rank has all tokens and all samples."""
         return self.batch_size == 1 and all(segment.replicated for segment in self.segments)
+
+    def place_in_one_process(self, x: Tensor, sequences: Sequences) -> Tokens:
+        """Return the dim of ``x`` that has this rank's tokens of ``sequences``, and their place in one process;
+        None if no dim has.
+
+        The last dim has features. The first has samples, unless there are two dims: such rows are samples if
+        there are as many, and tokens, or tokens of each sample, otherwise. The place of UNKNOWN sequences is
+        a guess by sizes, which all ranks together check
+        (:func:`~para_core.same_bits.products.find_differences`).
+        """
+        if self.ranks == 1 or sequences is None:
+            return None
+        places = self._places
+        if sequences != UNKNOWN and self.count_tokens(sequences) in x.shape:
+            size, place = _place_of(self._segments_of(sequences), self.rank, self.ranks)
+            places = {size: place}
+        if x.ndim == 2:
+            return self._place_of_rows(x.shape[0], places)
+        for dim in range(x.ndim - 2, 0, -1):
+            if x.shape[dim] in places:
+                return dim, places[x.shape[dim]]
+        return None
+
+    def count_tokens(self, sequences: Names) -> int:
+        """Return how many tokens of ``sequences`` this rank has."""
+        return sum(segment.size(self.rank, self.ranks) for segment in self._segments_of(sequences))
+
+    def _segments_of(self, sequences: Names) -> tuple[Segment, ...]:
+        by_name: dict[str | int, Segment] = {segment.name: segment for segment in self.segments}
+        for name in sequences:
+            if isinstance(name, int):
+                by_name[name] = Segment("", name, replicated=True)
+        return tuple([by_name[name] for name in sequences if name in by_name])
 
     @cached_property
     def _places(self) -> dict[int, Place]:
@@ -58,41 +105,56 @@ class OneProcess:
         places: dict[int, Place] = {}
         for first in range(len(self.segments)):
             for end in range(first + 1, len(self.segments) + 1):
-                layout = SequenceLayout(self.segments[first:end], self.ranks)
-                size = sum(segment.size(self.rank, self.ranks) for segment in layout.segments)
-                total = sum(segment.total for segment in layout.segments)
+                size, place = _place_of(self.segments[first:end], self.rank, self.ranks)
                 # Of two sequences with as many tokens on this rank, the shorter one is as good, unless it has
                 # few rows.
-                if size not in places or places[size].total < total:
-                    places[size] = Place(total, tuple(layout.runs(self.rank)))
+                if size not in places or places[size].total < place.total:
+                    places[size] = place
         return places
 
-    def place_of_tokens(self, x: Tensor) -> tuple[int, Place] | None:
-        """Return the dim of ``x`` that has this rank's tokens, and their place in one process; None if no dim
-        has.
-
-        The last dim has features. The first has samples, unless there are two dims.
-        """
-        if self.ranks == 1:
+    def _place_of_rows(self, rows: int, places: dict[int, Place]) -> Tokens:
+        """Return dim 0, and the place of ``rows`` rows of a matrix; None if these are samples, or unknown."""
+        if rows == self.samples:
             return None
-        for dim in range(x.ndim - 2, 0 if x.ndim > 2 else -1, -1):
-            place = self._places.get(x.shape[dim])
-            if place is not None:
-                return dim, place
-        return None
+        if rows in places:
+            return 0, places[rows]
+        place = places.get(rows // self.samples)
+        if place is None or rows % self.samples:
+            return None
+        first = self.batch_index * self.samples
+        starts = [sample * place.total for sample in range(first, first + self.samples)]
+        runs = tuple([(start + position, length) for start in starts for position, length in place.runs])
+        return 0, Place(place.total * self.samples * self.batch_size, runs)
 
 
-def one_process_of(module: nn.Module) -> OneProcess:
-    """Return what one process would compute in place of the current call of ``module``."""
+@lru_cache(maxsize=256)
+def _place_of(segments: tuple[Segment, ...], rank: int, ranks: int) -> tuple[int, Place]:
+    """Return how many tokens of consecutive ``segments`` a rank has, and their place in one process."""
+    layout = SequenceLayout(segments, ranks)
+    size = sum(segment.size(rank, ranks) for segment in layout.segments)
+    total = sum(segment.total for segment in layout.segments)
+    return size, Place(total, tuple(layout.runs(rank)))
+
+
+# A call asks for each product. The places of its tokens are computed once.
+_known_call = lru_cache(maxsize=64)(OneProcess)
+
+
+def one_process_of(module: nn.Module, samples: int = 1) -> OneProcess:
+    """Return what one process would compute in place of the current call of ``module``.
+
+    ``samples`` is the number of samples of the call on all ranks.
+    """
     current = segments_under_way(module)
     batch = ranks_sharing_samples(module)
     index, size = 0, 1
     if batch is not None:
         index, size = batch.index, batch.size
+    of_rank = max(1, samples // size)
     if current is None:
-        return OneProcess(batch_index=index, batch_size=size)
+        return _known_call(batch_index=index, batch_size=size, samples=of_rank)
     mesh, segments = current
-    return OneProcess(segments, mesh.rank, mesh.ranks, index, size, mesh.ulysses.size)
+    return _known_call(segments, mesh.rank, mesh.ranks, index, size, mesh.ulysses.size, of_rank)
 
 
 def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -154,17 +216,13 @@ def _is_dense(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> bool:
     return True
 
 
-def put_at_place(
-    x: Tensor, into: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, samples: bool
-) -> None:
+def put_at_place(x: Tensor, into: Tensor, one_process: OneProcess, tokens: Tokens, samples: bool) -> None:
     """Copy this rank's part ``x`` to its place in ``into``, which has the sizes of one process."""
     for target, part in _pair_parts(into, x, one_process, tokens, samples):
         target.copy_(part)
 
 
-def take_from_place(
-    y: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, samples: bool
-) -> Tensor:
+def take_from_place(y: Tensor, one_process: OneProcess, tokens: Tokens, samples: bool) -> Tensor:
     """Return this rank's part of a result ``y`` with the sizes of one process."""
     if samples:
         size = y.shape[0] // one_process.batch_size
@@ -176,7 +234,7 @@ def take_from_place(
 
 
 def _pair_parts(
-    whole: Tensor, x: Tensor, one_process: OneProcess, tokens: tuple[int, Place] | None, samples: bool
+    whole: Tensor, x: Tensor, one_process: OneProcess, tokens: Tokens, samples: bool
 ) -> list[tuple[Tensor, Tensor]]:
     """Return views of ``whole``, each with the part of this rank's ``x`` that belongs there."""
     if samples:
@@ -190,3 +248,31 @@ def _pair_parts(
         (whole.narrow(dim, start, length), part)
         for (start, length), part in zip(place.runs, parts, strict=True)
     ]
+
+
+def compute_at_place(
+    func: Callable[..., Tensor],
+    one_process: OneProcess,
+    tokens: Tokens,
+    x: Tensor,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Return this rank's part of ``func(x, ...)``, a function of one row, computed with the sizes of one process.
+
+    Other rows are zeros. Without ``tokens``, ``x`` has samples only.
+    """
+    samples = one_process.batch_size > 1 and (tokens is None or tokens[0] > 0)
+    whole = resize(x, sizes_in_one_process(x, one_process, tokens))
+    put_at_place(x, whole, one_process, tokens, samples)
+    return take_from_place(func(whole, *args, **kwargs), one_process, tokens, samples)
+
+
+def sizes_in_one_process(x: Tensor, one_process: OneProcess, tokens: Tokens) -> list[int]:
+    """Return the sizes that this rank's tensor ``x`` has in one process."""
+    sizes = list(x.shape)
+    if tokens is not None:
+        sizes[tokens[0]] = tokens[1].total
+    if tokens is None or tokens[0] > 0:
+        sizes[0] *= one_process.batch_size
+    return sizes

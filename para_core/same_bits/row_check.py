@@ -1,36 +1,35 @@
 """Find functions whose bits depend on the number of rows, at the first call with each shape.
 
 A rank's tensor is put at its place in zeros of the sizes of one process, the same function computes both, and
-the bytes of the rank's part are compared. That needs no second run of the model and no exchange. On CUDA, the
-number of parts into which FlashAttention splits keys is compared, too. The mode of :mod:`.mode` calls this,
-and :mod:`.call` compares the findings of all ranks. Products of few rows whose place is unknown are tried
-with each number of rows that one process may have; which of these it has follows from all ranks' numbers
-(:mod:`.unplaced`).
+the bytes of the rank's part are compared. That needs no second run of the model and no exchange. A function
+that differs by rounding is computed at its place from then on (:mod:`.found`); what differs by more is no
+function of one row, and a finding. On CUDA, the number of parts into which FlashAttention splits keys is
+compared, too. The mode of :mod:`.mode` calls this, and :mod:`.call` compares the findings of all ranks, and
+their products (:mod:`.products`), because the place of a tensor is a guess by its sizes.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
-from para_core.same_bits.one_process import OneProcess, put_at_place, resize, take_from_place
-from para_core.same_bits.rows import CONVOLUTIONS, few_rows
-from para_core.same_bits.unplaced import (
-    UnplacedProduct,
-    digest_of,
-    enough_rows,
+from para_core.same_bits.found import Found, Kind, kind_of
+from para_core.same_bits.one_process import OneProcess, Tokens, compute_at_place, sizes_in_one_process
+from para_core.same_bits.products import (
+    LinearProduct,
+    describe_product,
     have_equal_bytes,
     try_numbers_of_rows,
 )
+from para_core.same_bits.rows import CONVOLUTIONS, few_rows
+from para_core.same_bits.token_tags import TokenTags
 from para_core.torch_internals import DisableTorchFunctionSubclass
 
 # Functions whose first argument is a tensor with tokens, whose rows do not depend on each other, without
@@ -67,90 +66,110 @@ CHECKED: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+# Sums in another order differ by this part of the largest element at most.
+_ROUNDING = 2.0**-14
+
+
 @dataclass(eq=False)
 class RowCheck:
     """Compares each new function, shape and type with what one process would compute.
 
     Args:
-        module: The model, whose submodules findings name.
+        found: What later calls need, which the check fills in.
         findings: What differed so far, as text: the module, the function, the shape and type of the rank's
             tensor, and what is different.
-        unplaced: Products of few rows that are of no known sequence, in the order of the calls.
+        products: The linear products so far, in the order of the calls.
     """
 
-    module: nn.Module
+    found: Found
+    # The sequences whose tokens tensors hold.
+    tags: TokenTags
+    # The name of the innermost module that runs.
+    running: Callable[[], str] = str
     # Whether the ranks along "batch" share the samples of the call.
     shares_samples: bool = False
     findings: list[str] = field(default_factory=list)
-    unplaced: list[UnplacedProduct] = field(default_factory=list)
-    _seen: set[tuple[Any, ...]] = field(default_factory=set)
-    # The numbers of rows with the same bits, by the function, shapes and types of an unplaced product.
-    _tried: dict[tuple[Any, ...], frozenset[int]] = field(default_factory=dict)
+    products: list[LinearProduct] = field(default_factory=list)
+    _seen: set[Kind] = field(default_factory=set)
+    # The numbers of rows with the same bits, by the kind of a product of few rows.
+    _tried: dict[Kind, frozenset[int]] = field(default_factory=dict)
 
     def compare(
         self,
         func: Callable[..., Any],
         one_process: OneProcess,
+        tokens: Tokens,
         x: Tensor,
         output: Tensor,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-    ) -> None:
-        """Note a finding if ``func`` gives other bits for ``x``, whose ``output`` is given, inside one process."""
+    ) -> Tensor:
+        """Return ``func(x, ...)``, which is ``output``, with the bits of one process; or note a finding.
+
+        ``tokens`` is the dim of ``x`` that has this rank's tokens, and their place; None if none has.
+        """
         # For a known shape, too: the ranks that compare findings are chosen by it.
         self.shares_samples = self.shares_samples or one_process.batch_size > 1
-        others = [*args, *[value for _, value in sorted(kwargs.items())]]
-        # Another dim or stride of a convolution is another function.
-        key = (func, x.shape, x.stride(), x.dtype, tuple(kwargs), *map(_as_key, others))
-        tokens = None if func in CONVOLUTIONS else one_process.place_of_tokens(x)
-        if func is F.linear and tokens is None and prod(x.shape[:-1]) < few_rows(x):
-            self._note_unplaced(key, one_process, x, output, args, kwargs)
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        samples = one_process.batch_size > 1 and (tokens is None or tokens[0] > 0)
-        if tokens is None and not samples:
-            return
-        sizes = list(x.shape)
-        if tokens is not None:
-            sizes[tokens[0]] = tokens[1].total
-        if samples:
-            sizes[0] *= one_process.batch_size
-        whole = resize(x, sizes)
-        put_at_place(x, whole, one_process, tokens, samples)
-        if (
-            tokens is not None
-            and output.shape[tokens[0] : tokens[0] + 1] != x.shape[tokens[0] : tokens[0] + 1]
-        ):
-            # A reduction over tokens is no function of one row.
-            return
-        with torch.no_grad(), DisableTorchFunctionSubclass():
-            expected = take_from_place(func(whole, *args, **kwargs), one_process, tokens, samples)
-        if expected.shape != output.shape or not have_equal_bytes(expected, output):
-            self.findings.append(f"{self._describe(func, x)}: differs from {_as_text(sizes)} in one process")
+        kind = kind_of(func, x, args, kwargs)
+        seen = (*kind, tokens)
+        if seen not in self._seen:
+            self._seen.add(seen)
+            output = self._compare_at_place(kind, one_process, tokens, x, output, args, kwargs)
+        if func is F.linear and x.ndim > 1:
+            self._note_product(kind, one_process, tokens, x, output, args, kwargs)
+        return output
 
-    def _note_unplaced(
+    def _compare_at_place(
         self,
-        key: tuple[Any, ...],
+        kind: Kind,
         one_process: OneProcess,
+        tokens: Tokens,
+        x: Tensor,
+        output: Tensor,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Return ``output`` as computed at the place of ``x`` in one process, if that is the same but for rounding."""
+        func = kind[0]
+        if tokens is None and one_process.batch_size == 1:
+            return output
+        if tokens is not None and output.shape[tokens[0] :][:1] != x.shape[tokens[0] :][:1]:
+            # A reduction over tokens is no function of one row.
+            return output
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            expected = compute_at_place(func, one_process, tokens, x, args, kwargs)
+        if expected.shape == output.shape and have_equal_bytes(expected, output):
+            return output
+        if _differ_by_rounding(expected, output):
+            self.found.at_place.add(kind)
+            return compute_at_place(func, one_process, tokens, x, args, kwargs)
+        sizes = _as_text(sizes_in_one_process(x, one_process, tokens))
+        self.findings.append(f"{self._name(func)} of {_describe(x)}: differs from {sizes} in one process")
+        return output
+
+    def _note_product(
+        self,
+        kind: Kind,
+        one_process: OneProcess,
+        tokens: Tokens,
         x: Tensor,
         output: Tensor,
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
-        """Note a product of few rows of no known sequence, of every layer: ranks compare these lists.
-
-        Equal sizes are tried once, because kernels are chosen by sizes.
-        """
-        if key not in self._tried:
-            with torch.no_grad(), DisableTorchFunctionSubclass():
-                self._tried[key] = try_numbers_of_rows(one_process, x, output, *args, **kwargs)
-        size = 1
-        if x.ndim > 1:
-            size = x.shape[-2]
-        text, samples = self._describe(F.linear, x), one_process.batch_index
-        self.unplaced.append(
-            UnplacedProduct(text, samples, size, digest_of(x), self._tried[key], enough_rows(x))
+        """Note a linear product: ranks compare these lists."""
+        equal_for = None
+        if prod(x.shape[:-1]) < few_rows(x):
+            # Equal sizes are tried once, because kernels are chosen by sizes.
+            seen = (*kind, tokens)
+            if seen not in self._tried:
+                with torch.no_grad(), DisableTorchFunctionSubclass():
+                    self._tried[seen] = try_numbers_of_rows(one_process, tokens, x, output, *args, **kwargs)
+            equal_for = self._tried[seen]
+        self.products.append(
+            describe_product(
+                self._name(F.linear), _describe(x), one_process.batch_index, tokens, x, equal_for
+            )
         )
 
     def compare_splits(
@@ -170,7 +189,9 @@ class RowCheck:
         """
         if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or attn_mask is not None:
             return
-        key_place, query_place = one_process.place_of_tokens(key), one_process.place_of_tokens(query)
+        key_place, query_place = (
+            one_process.place_in_one_process(x, self.tags.sequences_of(x)) for x in (key, query)
+        )
         keys, queries = key.shape[-2], query.shape[-2]
         if key_place is not None:
             keys = key_place[1].total
@@ -187,38 +208,31 @@ class RowCheck:
         multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
         splits, splits_of_rank = (flash_splits(sizes, multiprocessors) for sizes in (whole, part))
         if splits != splits_of_rank:
+            name = self._name(F.scaled_dot_product_attention)
             self.findings.append(
-                f"{self._describe(F.scaled_dot_product_attention, query)}: FlashAttention adds up the keys in "
-                f"{splits_of_rank} parts for {part.heads} heads of {part.queries} queries, and in {splits} for "
-                f"{heads} heads of {queries} in one process"
+                f"{name} of {_describe(query)}: FlashAttention adds up the keys in {splits_of_rank} parts for "
+                f"{part.heads} heads of {part.queries} queries, and in {splits} for {heads} heads of {queries} in one "
+                "process"
             )
 
-    def _describe(self, func: Callable[..., Any], x: Tensor) -> str:
-        """Return the module that calls ``func``, its name, and the shape and type of ``x``, as text."""
-        module = _calling_module(self.module)
+    def _name(self, func: Callable[..., Any]) -> str:
+        """Return the module that calls ``func``, and the name of ``func``, as text."""
+        module = self.running()
         name = getattr(func, "__name__", str(func))
-        place = f"{module}, " if module else ""
-        return f"{place}{name} of {_as_text(x.shape)} in {str(x.dtype).removeprefix('torch.')}"
+        return f"{module}, {name}" if module else name
 
 
-def _as_key(argument: Any) -> Any:
-    """Return the shape of a tensor, or the text of another argument."""
-    if isinstance(argument, Tensor):
-        return argument.shape
-    return repr(argument)
+def _differ_by_rounding(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one shape and type differ by no more than sums in another order do."""
+    if x.shape != y.shape or x.dtype != y.dtype or not x.is_floating_point():
+        return False
+    largest = y.detach().abs().max()
+    return bool((x - y).detach().abs().max() <= max(_ROUNDING, 4 * torch.finfo(x.dtype).eps) * largest)
+
+
+def _describe(x: Tensor) -> str:
+    return f"{_as_text(x.shape)} in {str(x.dtype).removeprefix('torch.')}"
 
 
 def _as_text(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape))
-
-
-def _calling_module(model: nn.Module) -> str:
-    """Return the name of the innermost submodule of ``model`` whose method is running; empty if there is none."""
-    names = {id(module): name for name, module in model.named_modules()}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name: str | None = names.get(id(frame.f_locals.get("self")))
-        if name is not None:
-            return name
-        frame = frame.f_back
-    return ""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.same_bits.one_process import OneProcess, resize
+from para_core.same_bits.one_process import OneProcess, Tokens, resize, sizes_in_one_process
 
 # The number of rows from which a row of a matrix product has the same bits for every number of rows.
 _ROWS_IN_32_BITS = 16
@@ -31,9 +31,11 @@ def few_rows(x: Tensor) -> int:
     return _ROWS_IN_16_BITS
 
 
-def linear(one_process: OneProcess, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return ``F.linear(x, ...)``, computed with the rows of one process if ``x`` has few."""
-    sizes = _sizes_of_product(one_process, x)
+def linear(one_process: OneProcess, tokens: Tokens, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return ``F.linear(x, ...)``, computed with the rows of one process if ``x`` has few.
+    ``tokens`` says which of them these are.
+    """
+    sizes = _sizes_of_product(one_process, tokens, x)
     if sizes is None:
         return F.linear(x, *args, **kwargs)
     padded = resize(x, sizes)
@@ -53,23 +55,18 @@ def _part(padded: Tensor, x: Tensor, first: int) -> Tensor:
     return padded
 
 
-def _sizes_of_product(one_process: OneProcess, x: Tensor) -> list[int] | None:
+def _sizes_of_product(one_process: OneProcess, tokens: Tokens, x: Tensor) -> list[int] | None:
     """Return the sizes of ``x`` with enough rows to have the bits of one process; None if it has enough."""
-    sizes = list(x.shape)
-    rows = prod(sizes[:-1])
+    rows = prod(x.shape[:-1])
     enough = few_rows(x)
     if x.ndim < 2 or rows == 0 or rows >= enough:
         return None
     # The position of a token does not matter, so a rank's tokens stay in front. That of a sample does: the
     # second of two rows may be computed by another kernel than the first.
-    token_place = one_process.place_of_tokens(x)
-    if token_place is not None:
-        sizes[token_place[0]] = token_place[1].total
-    if token_place is None or token_place[0] > 0:
-        sizes[0] *= one_process.batch_size
-    if token_place is not None and prod(sizes[:-1]) > enough:
-        rest = prod(sizes[:-1]) // sizes[token_place[0]]
-        sizes[token_place[0]] = max(-(-enough // rest), x.shape[token_place[0]])
+    sizes = sizes_in_one_process(x, one_process, tokens)
+    if tokens is not None and prod(sizes[:-1]) > enough:
+        rest = prod(sizes[:-1]) // sizes[tokens[0]]
+        sizes[tokens[0]] = max(-(-enough // rest), x.shape[tokens[0]])
     return sizes if prod(sizes[:-1]) > rows else None
 
 

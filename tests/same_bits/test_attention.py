@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from para_core import Segment
 from para_core.attention.query_blocks import place_in_blocks
 from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
-from para_core.same_bits.one_process import OneProcess
+from para_core.same_bits.found import Found
+from para_core.same_bits.one_process import UNKNOWN, OneProcess
 from para_core.same_bits.row_check import RowCheck
 
 
@@ -64,7 +64,7 @@ def test_parts_of_keys_on_a_gpu(sizes, splits):
 def test_a_rank_that_splits_keys_otherwise_is_found(heads, found):
     query = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=torch.Size((1, heads, 550, 128)), ndim=4)
     one = OneProcess((Segment("", 4400),), 0, 8, ulysses=8)
-    check = RowCheck(nn.Identity())
+    check = RowCheck(Found(), mock.Mock(sequences_of=lambda _: UNKNOWN))
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=132)):
         check.compare_splits(one, query, query, query)
     assert bool(check.findings) == found
@@ -76,7 +76,7 @@ def test_a_rank_attends_to_text_with_all_heads(heads, queries, found):
     query = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=torch.Size((1, heads, queries, 128)), ndim=4)
     key = mock.Mock(shape=torch.Size((1, heads, 512, 128)), ndim=4)
     one = OneProcess((Segment("", 8 * queries),), 0, 8, ulysses=8)
-    check = RowCheck(nn.Identity())
+    check = RowCheck(Found(), mock.Mock(sequences_of=lambda _: UNKNOWN))
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=132)):
         check.compare_splits(one, query, key, key)
     assert bool(check.findings) == found

@@ -1,6 +1,7 @@
 """``same_bits=True``: pipelines on several ranks have the bytes of one process, or raise and say why not."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from benchmarks.pipelines.latents import generate
 from para_core import PipeFusion
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, unparallelize_pipe
+from para_core.same_bits.row_check import RowCheck
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer
 from zoo.tiny.pipelines import PIPELINES
 
@@ -42,6 +44,28 @@ def flux_on(mesh_sizes, dtype, options):
 def test_flux_has_the_bytes_of_one_process(rank_pool, mesh, dtype, options):
     for results in rank_pool.run(flux_on, mesh[0] * mesh[1] * mesh[2], mesh, dtype, options):
         assert results == (True, True)
+
+
+# Cross-attention of few queries; a text that every rank has, and one that ranks share, with as many tokens as a rank
+# has of the image; a mean over features.
+OF_FEW_TOKENS = ["pixart", "hunyuan, image", "qwen-image", "ace-step"]
+
+
+def on_four_ranks():
+    equal, attention_calls = {}, {}
+    for name in OF_FEW_TOKENS:
+        expected = generate(PIPELINES[name].build(), name)
+        pipe = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 4), same_bits=True)
+        with mock.patch.object(RowCheck, "compare_splits") as compare_splits:
+            equal[name] = torch.equal(generate(pipe, name), expected)
+        attention_calls[name] = compare_splits.call_count
+    return equal, attention_calls
+
+
+def test_few_tokens_on_a_rank_have_the_bytes_of_one_process(rank_pool):
+    for equal, attention_calls in rank_pool.run(on_four_ranks, 4):
+        assert all(equal.values())
+        assert all(attention_calls.values())
 
 
 def cached_flux_on(mesh_sizes, options):

@@ -6,25 +6,27 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from para_core import Segment
+from para_core.layout.sequence import SequenceLayout
+from para_core.recorder.recorder import Recorder
 from para_core.same_bits import row_check
-from para_core.same_bits.one_process import OneProcess
+from para_core.same_bits.found import Found, kind_of
+from para_core.same_bits.one_process import UNKNOWN, OneProcess, Place
+from para_core.same_bits.products import LinearProduct, find_differences
 from para_core.same_bits.row_check import RowCheck
 from para_core.same_bits.rows import convolution, linear
-from para_core.same_bits.unplaced import UnplacedProduct, find_differences
+from para_core.same_bits.token_tags import TokenTags
 
 # With fewer features a CPU adds up every number of rows alike.
 WIDTH = 512
 
 
 def rank_part(x, one):
-    """Return the rank's part of ``x`` ``[B, S, C]`` or ``[B, C]``, whose tokens are those of all segments."""
+    """Return the rank's part of ``x`` ``[B, S, C]``, whose tokens are those of all segments."""
     size = len(x) // one.batch_size
     x = x[one.batch_index * size :][:size]
-    if x.ndim == 2:
-        return x
     starts = [sum(segment.total for segment in one.segments[:index]) for index in range(len(one.segments))]
     parts = [
         x[:, start + first : start + first + length]
@@ -59,9 +61,32 @@ def test_few_rows_have_the_bits_of_one_process(dtype, text, image, ranks, rank, 
             x, part = x.chunk(2, dim=-1)[1], part.chunk(2, dim=-1)[1]
         else:
             x, part = (y[..., :WIDTH].clone(memory_format=torch.contiguous_format) for y in (x, part))
-        out = linear(one, part, *arguments)
+        runs = SequenceLayout(one_call.segments, one.ranks).runs(one.rank)
+        out = linear(one, (1, Place(total, tuple(runs))), part, *arguments)
         assert torch.equal(out, rank_part(F.linear(x, *arguments), one_call))
         assert out.is_contiguous()
+
+
+def test_rows_of_a_matrix_are_samples_or_tokens():
+    # The second of two ranks has the samples 4 to 7 of 8, and 7 of the tokens 8 to 14 of 15.
+    one = OneProcess((Segment("", 15),), 1, 2, 1, 2, samples=4)
+
+    def place_of(rows):
+        return one.place_in_one_process(torch.empty(rows, 9), UNKNOWN)
+
+    assert place_of(4) is place_of(27) is None
+    assert place_of(7) == (0, Place(15, ((8, 7),)))
+    starts = [sample * 15 + 8 for sample in range(4, 8)]
+    assert place_of(28) == (0, Place(8 * 15, tuple((start, 7) for start in starts)))
+
+
+def test_sequences_of_equal_sizes_have_places_of_their_own():
+    one = OneProcess((Segment("text", 5, replicated=True), Segment("a", 9), Segment("b", 10)), 1, 2)
+    x, joint = torch.empty(1, 5, 8), torch.empty(1, 10, 8)
+    assert one.place_in_one_process(x, ("text",)) == (1, Place(5, ((0, 5),)))
+    assert one.place_in_one_process(x, ("b",)) == (1, Place(10, ((5, 5),)))
+    assert one.place_in_one_process(joint, (5, "b")) == (1, Place(15, ((0, 5), (10, 5))))
+    assert one.place_in_one_process(x, None) is None
 
 
 def test_convolutions_see_the_samples_of_one_process():
@@ -74,52 +99,108 @@ def test_convolutions_see_the_samples_of_one_process():
             assert torch.equal(convolution(function, one, x[index : index + 1], weight, stride=2), expected[[index]])
 
 
+def new_check(**fields):
+    return RowCheck(Found(), TokenTags(OneProcess), **fields)
+
+
+def compare(check, one, function, x, *args, tokens=True, **kwargs):
+    place = one.place_in_one_process(x, UNKNOWN if tokens else None)
+    return check.compare(function, one, place, x, function(x, *args, **kwargs), args, kwargs)
+
+
 def test_check_names_what_depends_on_rows():
-    check, one = RowCheck(nn.Identity()), OneProcess((Segment("image", 13),), 1, 2)
+    check, one = new_check(), OneProcess((Segment("image", 13),), 1, 2)
     x = torch.randn(2, 6, 96, generator=torch.Generator().manual_seed(0))
 
     def add_up(y):
         return y + y.mean(dim=1, keepdim=True)
 
     def mean_over(dim):
-        # Other sizes give other bits, as for some sums of a CPU. Over tokens they are not compared.
+        # Other sizes give other values. Over tokens they are not compared.
         return lambda y: y.mean(dim, keepdim=True) * y.shape[1]
 
     for function in (F.silu, mean_over(1)):
-        check.compare(function, one, x, function(x), (), {})
+        compare(check, one, function, x)
     assert check.findings == []
     of_features = mean_over(-1)
     for function in (add_up, add_up, of_features):  # The second time it is known.
-        check.compare(function, one, x, function(x), (), {})
+        compare(check, one, function, x)
     first, second = check.findings
     assert first == "add_up of 2 × 6 × 96 in float32: differs from 2 × 13 × 96 in one process"
     assert second.startswith("<lambda> of ")
+    assert not check.found.at_place
+
+
+def test_what_differs_by_rounding_is_computed_at_its_place():
+    check, one = new_check(), OneProcess((Segment("image", 13),), 1, 2)
+
+    def round_by_size(y):
+        return y * (1 + y.shape[1] * 1e-6)
+
+    x = torch.randn(1, 6, 96, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = compare(check, one, round_by_size, x)
+    assert torch.equal(out, x * (1 + 13e-6)) and not torch.equal(out, round_by_size(x))
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 1 + 13e-6))
+    assert check.findings == []
+    assert check.found.at_place == {kind_of(round_by_size, x, (), {})}
+
+
+def test_tokens_are_followed_to_what_is_computed_from_them():
+    one = OneProcess((Segment("a", 9), Segment("b", 10)), 1, 2)
+    tags, a, b, text = TokenTags(lambda: one), torch.ones(1, 4, 16), torch.ones(1, 5, 16), torch.ones(1, 4, 16)
+    tags.add(a, ("a",))
+    tags.add(b, ("b",))
+    with Recorder(tags.follow):
+        joint = torch.cat([text, a * 2, b], dim=1)
+        out = F.scaled_dot_product_attention(*[joint.unflatten(2, (2, 8)).transpose(1, 2)] * 3)
+        out = out.transpose(1, 2).flatten(2)
+        features, _ = out.chunk(2, dim=2)
+        parts = [*features.split([4, 4, 5], dim=1), features[:, 4:], features[:, 1:5]]
+        added, pooled, modulation = a + parts[1].repeat(1, 1, 2), out.mean(1), text.mean(1)
+        learned = F.scaled_dot_product_attention(text, a, a)
+    assert tags.sequences_of(joint) == tags.sequences_of(out) == tags.sequences_of(features) == (4, "a", "b")
+    assert [*map(tags.sequences_of, parts)] == [None, ("a",), ("b",), ("a", "b"), UNKNOWN]
+    assert [*map(tags.sequences_of, (added, pooled, modulation, learned))] == [("a",), UNKNOWN, None, UNKNOWN]
+
+
+def test_equal_sizes_are_told_apart_by_the_weight():
+    found, x, weights = Found(), torch.ones(1, 6, 8), [torch.ones(4, 8) for _ in range(3)]
+    kind, other = kind_of(F.linear, x, weights[:1], {}), kind_of(F.silu, x, (), {})
+    found.note(kind, weights[0], None)
+    assert found.sequences_of(kind, weights[1]) is None and found.sequences_of(other, None) == UNKNOWN
+    found.note(kind, weights[1], ("a",))
+    assert [found.sequences_of(kind, weight) for weight in weights] == [None, ("a",), UNKNOWN]
+    for sequences in (None, ("a",)):
+        found.note(other, None, sequences)
+    found.at_place.update([kind, other])
+    assert found.unclear == [other]
 
 
 def test_other_dims_and_strides_are_other_functions(monkeypatch):
-    check, one = RowCheck(nn.Identity()), OneProcess((Segment("image", 13),), 1, 2)
+    check, one = new_check(), OneProcess((Segment("image", 13),), 1, 2)
     compared = []
     monkeypatch.setattr(row_check, "have_equal_bytes", lambda *_: compared.append(1) or True)
     x = torch.randn(2, 6, 96, generator=torch.Generator().manual_seed(0))
     for dim in (1, -1, -1):  # A mean over tokens is not compared.
-        check.compare(Tensor.mean, one, x, x.mean(dim, keepdim=True), (dim,), {"keepdim": True})
+        compare(check, one, Tensor.mean, x, dim, keepdim=True)
     for eps in (1e-5, 1e-2):
-        check.compare(F.layer_norm, one, x, F.layer_norm(x, (96,), eps=eps), ((96,),), {"eps": eps})
+        compare(check, one, F.layer_norm, x, (96,), eps=eps)
     assert len(compared) == 3
 
 
-def test_products_of_few_rows_of_no_sequence_are_noted():
-    check, one = RowCheck(nn.Identity()), OneProcess((Segment("image", 130),), 1, 2)
+def test_products_of_few_rows_are_tried():
+    check, one = new_check(running=lambda: "proj"), OneProcess((Segment("image", 130),), 1, 2)
     weight = torch.ones(4, 8)
     # These are 65 of 130 tokens, few rows, and many.
     for rows in (65, 3, 3, 500):
-        x = torch.ones(rows, 8)
-        check.compare(F.linear, one, x, F.linear(x, weight), (weight,), {})
-    product, again = check.unplaced
+        compare(check, one, F.linear, torch.ones(rows, 8), weight)
+    tokens, product, again, many = check.products
     assert product == again
-    assert product.text == "linear of 3 × 8 in float32"
-    # Two ranks with 2 to 4 rows each.
-    assert product.equal_for == {4, 5, 6, 7, 8}
+    assert (product.name, product.sizes) == ("proj, linear", "3 × 8 in float32")
+    # Any number up to the one from which bits do not depend on it.
+    assert product.equal_for == {*range(3, 17)}
+    assert tokens.digest is None and many.digest is None
     assert check.findings == []
 
 
@@ -129,9 +210,9 @@ def products_of(rows, width, total):
     weight = torch.randn(48, width, generator=torch.Generator().manual_seed(1))
     of_ranks = []
     for rank, part in enumerate((x[:rows], x[rows:])):
-        check = RowCheck(nn.Identity())
-        check.compare(F.linear, OneProcess((), rank, 2), part, F.linear(part, weight), (weight,), {})
-        of_ranks.append(check.unplaced)
+        check = new_check()
+        compare(check, OneProcess((), rank, 2), F.linear, part, weight)
+        of_ranks.append(check.products)
     equal = torch.equal(torch.cat([F.linear(part, weight) for part in (x[:rows], x[rows:])]), F.linear(x, weight))
     return of_ranks, equal
 
@@ -142,14 +223,14 @@ def test_rows_of_no_sequence_have_the_bits_of_one_process_or_are_named(rows, wid
     assert equal or find_differences(of_ranks)
     # Ranks with the same rows have all.
     assert find_differences([of_ranks[0], of_ranks[0]]) == []
-    assert "other ranks have others" in find_differences([of_ranks[0], []])[0]
+    assert find_differences([of_ranks[0], []]) == ["linear: ranks call it 1 and 0 times"]
 
 
 def test_many_rows_of_no_sequence_are_not_named():
     of_ranks, equal = products_of(40, 512, 80)
-    assert equal and of_ranks == [[], []]
+    assert equal and find_differences(of_ranks) == []
     # Few rows in 16 bits, whose bits do not depend on their number with so few features.
-    product = UnplacedProduct("linear of 40 × 64 in bfloat16", 0, 40, "a", frozenset({79, 80, 81}), 512)
+    product = LinearProduct("linear", "", 0, 40, digest="a", equal_for=frozenset({40, 79, 80, 81}), enough=512)
     others = [replace(product, digest="b"), replace(product, digest="c", size=42)]
     assert find_differences([[product], others[:1]]) == []
     assert len(find_differences([[product], others[1:]])) == 2
@@ -158,6 +239,12 @@ def test_many_rows_of_no_sequence_are_not_named():
     assert find_differences([[each] for each in of_three]) == []
     # A rank without rows has no bits to differ.
     assert find_differences([[product], [replace(product, digest="d", size=0, equal_for=frozenset())]]) == []
+    # Ranks that took their rows for those of one sequence have its tokens, some of which each may have.
+    of_sequence = [replace(product, digest=digest, total=60, equal_for=frozenset({60})) for digest in "ab"]
+    assert find_differences([[each] for each in of_sequence]) == []
+    # A router gives each rank another number of tokens, and others at the next step.
+    routed = [replace(product, digest=None, size=size, is_routed=True) for size in (20, 60)]
+    assert "rows that the model chooses, 80 in one process" in find_differences([[each] for each in routed])[0]
 
 
 def test_a_row_of_a_view_has_the_bits_of_one_process():
@@ -165,5 +252,7 @@ def test_a_row_of_a_view_has_the_bits_of_one_process():
     x = torch.randn(2, 17, 128, generator=torch.Generator().manual_seed(0))[:, 0]
     weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
     for index in range(2):
-        out = linear(OneProcess(batch_index=index, batch_size=2), x[[index]].as_strided((1, 128), (2176, 1)), weight)
+        out = linear(
+            OneProcess(batch_index=index, batch_size=2), None, x[[index]].as_strided((1, 128), (2176, 1)), weight
+        )
         assert torch.equal(out, F.linear(x, weight)[[index]])
