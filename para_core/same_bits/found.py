@@ -1,38 +1,20 @@
-"""What the check of a call finds out about its functions, for later calls of the same sizes."""
+"""The findings of the check of a call about its functions, for later calls of the same sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from para_core.same_bits.at_place import Kind
 from para_core.same_bits.one_process import UNKNOWN, Sequences
-
-# A function, with what its bits may depend on.
-Kind = tuple[Any, ...]
-
-
-def kind_of(func: Callable[..., Any], x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:
-    """Return what the bits of ``func(x, *args, **kwargs)`` may depend on, besides the elements of the tensors."""
-    others = [*args, *[value for _, value in sorted(kwargs.items())]]
-    # Another dim or stride of a convolution is another function.
-    return (func, x.shape, x.stride(), x.dtype, tuple(sorted(kwargs)), *map(_as_key, others))
-
-
-def _as_key(argument: Any) -> Any:
-    """Return the shape of a tensor, or the text of another argument."""
-    if isinstance(argument, Tensor):
-        return argument.shape
-    return repr(argument)
 
 
 @dataclass(eq=False)
 class Found:
-    """What the check found about the functions of a call, with certain sizes of its inputs.
+    """The findings of one check, for calls with these sizes of the inputs.
 
     Args:
         at_place: The kinds of functions that have other bits on this rank, and are computed at the place of its

@@ -18,9 +18,9 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.sequence import Run
 from para_core.layout.windows import Sizes, plan_convolution
+from para_core.same_bits.at_place import resize
 from para_core.same_bits.channel_groups import group_norm_of_rows
 from para_core.same_bits.device_settings import check_workspaces, deterministic_products
-from para_core.same_bits.one_process import resize
 from para_core.same_bits.placed_rows import PlacedRows, bits_key, copy_part, run_rows
 from para_core.spatial.convolution import WindowedCall, read_convolution, read_pool, require_rows
 from para_core.spatial.fetch import fetch_rows, gather_rows

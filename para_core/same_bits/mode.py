@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from para_core.same_bits.found import Found, kind_of
-from para_core.same_bits.one_process import OneProcess, Tokens, compute_at_place, one_process_of
+from para_core.same_bits.at_place import TorchCall, compute_at_place
+from para_core.same_bits.found import Found
+from para_core.same_bits.one_process import OneProcess, Tokens, one_process_of
 from para_core.same_bits.row_check import CHECKED, RowCheck
 from para_core.same_bits.rows import CONVOLUTIONS, convolution, few_rows, linear
 
@@ -38,48 +39,40 @@ class SameBits(TorchFunctionMode):
         if func is F.linear or func in CONVOLUTIONS or (self._sees_all and func in CHECKED):
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and x.is_floating_point():
-                return self._run(
-                    func, x, args[1:], {name: y for name, y in kwargs.items() if name != "input"}
-                )
+                others = {name: value for name, value in kwargs.items() if name != "input"}
+                return self._run(TorchCall(func, x, args[1:], others))
         return func(*args, **kwargs)
 
-    def _run(self, func: Callable[..., Any], x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run(self, call: TorchCall) -> Any:
+        func, x = call.func, call.x
         if func is F.linear and not self._sees_all and prod(x.shape[:-1]) >= few_rows(x):
-            return func(x, *args, **kwargs)
+            return call.on(x)
         one_process = one_process_of(self._module, self._samples)
         if one_process.is_this_process:
-            return func(x, *args, **kwargs)
-        tokens = self._place_of_tokens(func, one_process, x, args, kwargs)
-        if self._found.at_place and kind_of(func, x, args, kwargs) in self._found.at_place:
-            output = compute_at_place(func, one_process, tokens, x, args, kwargs)
+            return call.on(x)
+        tokens = self._place_of_tokens(call, one_process)
+        if self._found.at_place and call.kind in self._found.at_place:
+            output = compute_at_place(call, one_process, tokens)
         elif func is F.linear:
-            output = linear(one_process, tokens, x, *args, **kwargs)
+            output = linear(one_process, tokens, x, *call.args, **call.kwargs)
         elif func in CONVOLUTIONS:
-            output = convolution(func, one_process, x, *args, **kwargs)
+            output = convolution(func, one_process, x, *call.args, **call.kwargs)
         else:
-            output = func(x, *args, **kwargs)
+            output = call.on(x)
         if self._check is not None and isinstance(output, Tensor):
-            return self._check.compare(func, one_process, tokens, x, output, args, kwargs)
+            return self._check.compare(call, one_process, tokens, output)
         return output
 
-    def _place_of_tokens(
-        self,
-        func: Callable[..., Any],
-        one_process: OneProcess,
-        x: Tensor,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Tokens:
-        """Return the dim of ``x`` that has this rank's tokens, and their place; None if none has."""
-        if func in CONVOLUTIONS:
+    def _place_of_tokens(self, call: TorchCall, one_process: OneProcess) -> Tokens:
+        """Return the dim of the tensor that has this rank's tokens, and their place; None if none has."""
+        if call.func in CONVOLUTIONS:
             return None
-        kind = kind_of(func, x, args, kwargs)
         weight = None
-        if func is F.linear:
-            weight = args[0] if args else kwargs["weight"]
+        if call.func is F.linear:
+            weight = call.args[0] if call.args else call.kwargs["weight"]
         if self._check is None:
-            sequences = self._found.sequences_of(kind, weight)
+            sequences = self._found.sequences_of(call.kind, weight)
         else:
-            sequences = self._check.tags.sequences_of(x)
-            self._found.note(kind, weight, sequences)
-        return one_process.place_in_one_process(x, sequences)
+            sequences = self._check.tags.sequences_of(call.x)
+            self._found.note(call.kind, weight, sequences)
+        return one_process.place_in_one_process(call.x, sequences)

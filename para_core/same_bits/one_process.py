@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from para_core.layout.sequence import Run, Segment, SequenceLayout
 from para_core.plans.current_call import ranks_sharing_samples, segments_under_way
-
-# Elements in a vector of a CPU's registers, at least.
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -155,124 +149,3 @@ def one_process_of(module: nn.Module, samples: int = 1) -> OneProcess:
         return _known_call(batch_index=index, batch_size=size, samples=of_rank)
     mesh, segments = current
     return _known_call(segments, mesh.rank, mesh.ranks, index, size, mesh.ulysses.size, of_rank)
-
-
-def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return zeros of the given sizes, with the type of ``x``, its order of dims in memory, and its
-    contiguity.
-
-    Kernels are chosen by both: a linear layer with a bias rounds once if its input is contiguous, and twice
-    else.
-    """
-    strides = x.stride()
-    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
-    in_memory = [sizes[dim] for dim in order]
-    if _is_dense(x, order, sizes):
-        zeros = x.new_zeros(in_memory)
-    else:
-        # More elements in each row keep the tensor from being contiguous.
-        gap = _gap_between_rows(x, order)
-        zeros = x.new_zeros([*in_memory[:-1], in_memory[-1] + gap]).narrow(-1, 0, in_memory[-1])
-    zeros = zeros.permute([order.index(dim) for dim in range(x.ndim)])
-    # Kernels read the stride of a dim of one element, too, which a view may have from another tensor.
-    new_strides = [*zeros.stride()]
-    stride = 1
-    for dim in reversed(order):
-        if x.shape[dim] == sizes[dim] == 1 and strides[dim] != stride:
-            new_strides[dim] = strides[dim]
-        stride *= x.shape[dim]
-    return zeros.as_strided(zeros.shape, new_strides)
-
-
-def _gap_between_rows(x: Tensor, order: Sequence[int]) -> int:
-    """Return a number of elements, at least one, with which rows of the innermost dim are aligned as those of
-    ``x``.
-
-    MKL adds up in another order if rows do not begin at a multiple of its vectors, which have 64 bytes at
-    most.
-    """
-    if x.ndim < 2:
-        return 1
-    return (x.stride(order[-2]) - x.shape[order[-1]]) % _ALIGNMENT or _ALIGNMENT
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether the elements of ``x`` follow each other in memory, in any order of dims."""
-    strides = x.stride()
-    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
-    return _is_dense(x, order, x.shape)
-
-
-def _is_dense(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether the elements of ``x`` follow each other in memory, and would if it had these sizes.
-
-    A dim of size 1, such as that of a single token, has the stride of the tensor that it was cut from.
-    """
-    stride = 1
-    for dim in reversed(order):
-        if sizes[dim] > 1 and x.stride(dim) != stride:
-            return False
-        stride *= x.shape[dim]
-    return True
-
-
-def put_at_place(x: Tensor, into: Tensor, one_process: OneProcess, tokens: Tokens, samples: bool) -> None:
-    """Copy this rank's part ``x`` to its place in ``into``, which has the sizes of one process."""
-    for target, part in _pair_parts(into, x, one_process, tokens, samples):
-        target.copy_(part)
-
-
-def take_from_place(y: Tensor, one_process: OneProcess, tokens: Tokens, samples: bool) -> Tensor:
-    """Return this rank's part of a result ``y`` with the sizes of one process."""
-    if samples:
-        size = y.shape[0] // one_process.batch_size
-        y = y.narrow(0, one_process.batch_index * size, size)
-    if tokens is None:
-        return y
-    dim, place = tokens
-    return torch.cat([y.narrow(dim, start, length) for start, length in place.runs], dim)
-
-
-def _pair_parts(
-    whole: Tensor, x: Tensor, one_process: OneProcess, tokens: Tokens, samples: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """Return views of ``whole``, each with the part of this rank's ``x`` that belongs there."""
-    if samples:
-        size = whole.shape[0] // one_process.batch_size
-        whole = whole.narrow(0, one_process.batch_index * size, size)
-    if tokens is None:
-        return [(whole, x)]
-    dim, place = tokens
-    parts = x.split([length for _, length in place.runs], dim)
-    return [
-        (whole.narrow(dim, start, length), part)
-        for (start, length), part in zip(place.runs, parts, strict=True)
-    ]
-
-
-def compute_at_place(
-    func: Callable[..., Tensor],
-    one_process: OneProcess,
-    tokens: Tokens,
-    x: Tensor,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Return this rank's part of ``func(x, ...)``, a function of one row, computed with the sizes of one process.
-
-    Other rows are zeros. Without ``tokens``, ``x`` has samples only.
-    """
-    samples = one_process.batch_size > 1 and (tokens is None or tokens[0] > 0)
-    whole = resize(x, sizes_in_one_process(x, one_process, tokens))
-    put_at_place(x, whole, one_process, tokens, samples)
-    return take_from_place(func(whole, *args, **kwargs), one_process, tokens, samples)
-
-
-def sizes_in_one_process(x: Tensor, one_process: OneProcess, tokens: Tokens) -> list[int]:
-    """Return the sizes that this rank's tensor ``x`` has in one process."""
-    sizes = list(x.shape)
-    if tokens is not None:
-        sizes[tokens[0]] = tokens[1].total
-    if tokens is None or tokens[0] > 0:
-        sizes[0] *= one_process.batch_size
-    return sizes

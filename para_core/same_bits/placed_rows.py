@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.same_bits.one_process import is_dense, resize
+from para_core.same_bits.at_place import is_dense, resize
 from para_core.same_bits.products import have_equal_bytes
 from para_core.spatial.fetch import part_of, put_part
 from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows

@@ -12,13 +12,12 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.same_bits.one_process import OneProcess, Tokens, resize
+from para_core.same_bits.at_place import TorchCall, resize
+from para_core.same_bits.one_process import OneProcess, Tokens
 from para_core.same_bits.rows import few_rows
 
 # Every number of rows is tried up to the one from which bits do not depend on it, if these are as few.
@@ -81,12 +80,13 @@ def describe_product(
 
 
 def try_numbers_of_rows(
-    one_process: OneProcess, tokens: Tokens, x: Tensor, output: Tensor, *args: Any, **kwargs: Any
+    call: TorchCall, one_process: OneProcess, tokens: Tokens, output: Tensor
 ) -> frozenset[int]:
-    """Return the numbers of rows of one process with which ``F.linear(x, ...)`` has the bits of ``output``.
+    """Return the numbers of rows of one process with which ``call``, a linear product, has the bits of ``output``.
 
     The numbers of :func:`_numbers_of_rows` are tried.
     """
+    x = call.x
     if not x.numel():
         return frozenset()
     dim, total = _rows_of(x, tokens)
@@ -101,7 +101,7 @@ def try_numbers_of_rows(
             first = one_process.batch_index * (sizes[0] // one_process.batch_size)
         rows = resize(x, sizes)
         _part(rows, x, dim, first).copy_(x)
-        if have_equal_bytes(_part(F.linear(rows, *args, **kwargs), output, dim, first), output):
+        if have_equal_bytes(_part(call.on(rows), output, dim, first), output):
             equal_for.append(number)
     return frozenset(equal_for)
 

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from para_core.same_bits.at_place import Kind, TorchCall, compute_at_place, sizes_in_one_process
 from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
-from para_core.same_bits.found import Found, Kind, kind_of
-from para_core.same_bits.one_process import OneProcess, Tokens, compute_at_place, sizes_in_one_process
+from para_core.same_bits.found import Found
+from para_core.same_bits.one_process import OneProcess, Tokens
 from para_core.same_bits.products import (
     LinearProduct,
     describe_product,
@@ -94,83 +95,55 @@ class RowCheck:
     # The numbers of rows with the same bits, by the kind of a product of few rows.
     _tried: dict[Kind, frozenset[int]] = field(default_factory=dict)
 
-    def compare(
-        self,
-        func: Callable[..., Any],
-        one_process: OneProcess,
-        tokens: Tokens,
-        x: Tensor,
-        output: Tensor,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Return ``func(x, ...)``, which is ``output``, with the bits of one process; or note a finding.
+    def compare(self, call: TorchCall, one_process: OneProcess, tokens: Tokens, output: Tensor) -> Tensor:
+        """Return ``output``, the result of ``call``, with the bits of one process; or note a finding.
 
-        ``tokens`` is the dim of ``x`` that has this rank's tokens, and their place; None if none has.
+        ``tokens`` is the dim of the tensor that has this rank's tokens, and their place; None if none has.
         """
-        # For a known shape, too: the ranks that compare findings are chosen by it.
+        # For a known kind, too: the ranks that compare findings are chosen by it.
         self.shares_samples = self.shares_samples or one_process.batch_size > 1
-        kind = kind_of(func, x, args, kwargs)
-        seen = (*kind, tokens)
-        if seen not in self._seen:
-            self._seen.add(seen)
-            output = self._compare_at_place(kind, one_process, tokens, x, output, args, kwargs)
-        if func is F.linear and x.ndim > 1:
-            self._note_product(kind, one_process, tokens, x, output, args, kwargs)
+        kind = (*call.kind, tokens)
+        if kind not in self._seen:
+            self._seen.add(kind)
+            output = self._compare_at_place(call, one_process, tokens, output)
+        if call.func is F.linear and call.x.ndim > 1:
+            self._note_product(call, one_process, tokens, output)
         return output
 
     def _compare_at_place(
-        self,
-        kind: Kind,
-        one_process: OneProcess,
-        tokens: Tokens,
-        x: Tensor,
-        output: Tensor,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        self, call: TorchCall, one_process: OneProcess, tokens: Tokens, output: Tensor
     ) -> Tensor:
-        """Return ``output`` as computed at the place of ``x`` in one process, if that is the same but for rounding."""
-        func = kind[0]
+        """Return ``output`` as computed at its place in one process, if that is the same but for rounding."""
         if tokens is None and one_process.batch_size == 1:
             return output
-        if tokens is not None and output.shape[tokens[0] :][:1] != x.shape[tokens[0] :][:1]:
+        if tokens is not None and output.shape[tokens[0] :][:1] != call.x.shape[tokens[0] :][:1]:
             # A reduction over tokens is no function of one row.
             return output
         with torch.no_grad(), DisableTorchFunctionSubclass():
-            expected = compute_at_place(func, one_process, tokens, x, args, kwargs)
+            expected = compute_at_place(call, one_process, tokens)
         if expected.shape == output.shape and have_equal_bytes(expected, output):
             return output
         if _differ_by_rounding(expected, output):
-            self.found.at_place.add(kind)
-            return compute_at_place(func, one_process, tokens, x, args, kwargs)
-        sizes = _as_text(sizes_in_one_process(x, one_process, tokens))
-        self.findings.append(f"{self._name(func)} of {_describe(x)}: differs from {sizes} in one process")
+            self.found.at_place.add(call.kind)
+            return compute_at_place(call, one_process, tokens)
+        sizes = _as_text(sizes_in_one_process(call.x, one_process, tokens))
+        self.findings.append(
+            f"{self._name(call.func)} of {_describe(call.x)}: differs from {sizes} in one process"
+        )
         return output
 
-    def _note_product(
-        self,
-        kind: Kind,
-        one_process: OneProcess,
-        tokens: Tokens,
-        x: Tensor,
-        output: Tensor,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> None:
+    def _note_product(self, call: TorchCall, one_process: OneProcess, tokens: Tokens, output: Tensor) -> None:
         """Note a linear product: ranks compare these lists."""
-        equal_for = None
+        x, equal_for = call.x, None
         if prod(x.shape[:-1]) < few_rows(x):
             # Equal sizes are tried once, because kernels are chosen by sizes.
-            seen = (*kind, tokens)
-            if seen not in self._tried:
+            kind = (*call.kind, tokens)
+            if kind not in self._tried:
                 with torch.no_grad(), DisableTorchFunctionSubclass():
-                    self._tried[seen] = try_numbers_of_rows(one_process, tokens, x, output, *args, **kwargs)
-            equal_for = self._tried[seen]
-        self.products.append(
-            describe_product(
-                self._name(F.linear), _describe(x), one_process.batch_index, tokens, x, equal_for
-            )
-        )
+                    self._tried[kind] = try_numbers_of_rows(call, one_process, tokens, output)
+            equal_for = self._tried[kind]
+        name, sizes = self._name(call.func), _describe(x)
+        self.products.append(describe_product(name, sizes, one_process.batch_index, tokens, x, equal_for))
 
     def compare_splits(
         self,

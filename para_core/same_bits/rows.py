@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.same_bits.one_process import OneProcess, Tokens, resize, sizes_in_one_process
+from para_core.same_bits.at_place import resize, sizes_in_one_process
+from para_core.same_bits.one_process import OneProcess, Tokens
 
 # The number of rows from which a row of a matrix product has the same bits for every number of rows.
 _ROWS_IN_32_BITS = 16

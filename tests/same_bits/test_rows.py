@@ -12,7 +12,8 @@ from para_core import Segment
 from para_core.layout.sequence import SequenceLayout
 from para_core.recorder.recorder import Recorder
 from para_core.same_bits import row_check
-from para_core.same_bits.found import Found, kind_of
+from para_core.same_bits.at_place import TorchCall
+from para_core.same_bits.found import Found
 from para_core.same_bits.one_process import UNKNOWN, OneProcess, Place
 from para_core.same_bits.products import LinearProduct, find_differences
 from para_core.same_bits.row_check import RowCheck
@@ -105,7 +106,7 @@ def new_check(**fields):
 
 def compare(check, one, function, x, *args, tokens=True, **kwargs):
     place = one.place_in_one_process(x, UNKNOWN if tokens else None)
-    return check.compare(function, one, place, x, function(x, *args, **kwargs), args, kwargs)
+    return check.compare(TorchCall(function, x, args, kwargs), one, place, function(x, *args, **kwargs))
 
 
 def test_check_names_what_depends_on_rows():
@@ -143,7 +144,7 @@ def test_what_differs_by_rounding_is_computed_at_its_place():
     out.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 1 + 13e-6))
     assert check.findings == []
-    assert check.found.at_place == {kind_of(round_by_size, x, (), {})}
+    assert check.found.at_place == {TorchCall(round_by_size, x, (), {}).kind}
 
 
 def test_tokens_are_followed_to_what_is_computed_from_them():
@@ -166,7 +167,7 @@ def test_tokens_are_followed_to_what_is_computed_from_them():
 
 def test_equal_sizes_are_told_apart_by_the_weight():
     found, x, weights = Found(), torch.ones(1, 6, 8), [torch.ones(4, 8) for _ in range(3)]
-    kind, other = kind_of(F.linear, x, weights[:1], {}), kind_of(F.silu, x, (), {})
+    kind, other = TorchCall(F.linear, x, weights[:1], {}).kind, TorchCall(F.silu, x, (), {}).kind
     found.note(kind, weights[0], None)
     assert found.sequences_of(kind, weights[1]) is None and found.sequences_of(other, None) == UNKNOWN
     found.note(kind, weights[1], ("a",))
