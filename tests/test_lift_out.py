@@ -9,6 +9,7 @@ import pytest
 from para_core.adapters.models import FAMILIES
 from tests.lift_out import FEATURES, OF_MODELS, ROOT, imports_of, module_files, public_names
 from tests.test_layers import FILES, imported_by
+from tests.touching import add_notes
 
 # Runs in a process of its own, because a fork of this one would have imported para_core already.
 # An editable installation would find a deleted module whose folder is para_core itself.
@@ -64,3 +65,13 @@ def test_no_other_module_imports_a_feature(name):
     assert [f"{path}:{line}" for path in others for target, line in imported_by(path) if target in own] == []
     public = public_names({module for module, path in FILES.items() if path in own})
     assert [str(path) for path in others if imports_of(ROOT / path) & public] == []
+
+
+def test_functions_note_that_they_were_called(tmp_path, monkeypatch):
+    for name in ("calls", "tests"):
+        (tmp_path / name).write_text("")
+    monkeypatch.setenv("PARA_CORE_TOUCHING", str(tmp_path))
+    names = {}
+    exec(add_notes('def f():\n    """A docstring."""\n    def g():\n        return 1\n    return g() + g()\n'), names)
+    assert names["f"]() == 2
+    assert (tmp_path / "calls").read_text().split() == ["f", "g"]
