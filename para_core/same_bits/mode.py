@@ -14,7 +14,7 @@ from para_core.same_bits.at_place import TorchCall, compute_at_place
 from para_core.same_bits.found import Found
 from para_core.same_bits.one_process import OneProcess, Tokens, one_process_of
 from para_core.same_bits.row_check import CHECKED, RowCheck
-from para_core.same_bits.rows import CONVOLUTIONS, convolution, few_rows, linear
+from para_core.same_bits.rows import CONVOLUTIONS, convolution, enough_rows, linear
 
 
 class SameBits(TorchFunctionMode):
@@ -45,7 +45,7 @@ class SameBits(TorchFunctionMode):
 
     def _run(self, call: TorchCall) -> Any:
         func, x = call.func, call.x
-        if func is F.linear and not self._sees_all and prod(x.shape[:-1]) >= few_rows(x):
+        if func is F.linear and not self._sees_all and prod(x.shape[:-1]) >= enough_rows(x):
             return call.on(x)
         one_process = one_process_of(self._module, self._samples)
         if one_process.is_this_process:

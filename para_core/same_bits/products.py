@@ -18,7 +18,7 @@ from torch import Tensor
 
 from para_core.same_bits.at_place import TorchCall, resize
 from para_core.same_bits.one_process import OneProcess, Tokens
-from para_core.same_bits.rows import few_rows
+from para_core.same_bits.rows import enough_rows
 
 # Every number of rows is tried up to the one from which bits do not depend on it, if these are as few.
 _MOST_TRIED = 16
@@ -76,7 +76,7 @@ def describe_product(
     product = LinearProduct(name, sizes, samples, size, is_routed=x.ndim == 2 and tokens is None)
     if equal_for is None:
         return product
-    return replace(product, digest=_digest(x), total=total, equal_for=equal_for, enough=_enough_rows(x, dim))
+    return replace(product, digest=_digest(x), total=total, equal_for=equal_for, enough=_enough_along(x, dim))
 
 
 def try_numbers_of_rows(
@@ -91,7 +91,7 @@ def try_numbers_of_rows(
         return frozenset()
     dim, total = _rows_of(x, tokens)
     equal_for = []
-    for number in _numbers_of_rows(one_process.ranks, x.shape[dim], _enough_rows(x, dim), total):
+    for number in _numbers_of_rows(one_process.ranks, x.shape[dim], _enough_along(x, dim), total):
         sizes = [*x.shape]
         sizes[dim] = number
         first = 0
@@ -118,10 +118,10 @@ def _rows_of(x: Tensor, tokens: Tokens) -> tuple[int, int | None]:
     return tokens[0], tokens[1].total
 
 
-def _enough_rows(x: Tensor, dim: int) -> int:
+def _enough_along(x: Tensor, dim: int) -> int:
     """Return from which size of ``dim`` a product of ``x`` has the same bits for every number of rows."""
     others = prod(x.shape[:-1]) // max(1, x.shape[dim])
-    return -(-few_rows(x) // max(1, others))
+    return -(-enough_rows(x) // max(1, others))
 
 
 def _numbers_of_rows(ranks: int, size: int, enough: int, total: int | None) -> set[int]:

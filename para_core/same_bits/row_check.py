@@ -29,7 +29,7 @@ from para_core.same_bits.products import (
     have_equal_bytes,
     try_numbers_of_rows,
 )
-from para_core.same_bits.rows import CONVOLUTIONS, few_rows
+from para_core.same_bits.rows import CONVOLUTIONS, enough_rows
 from para_core.same_bits.token_tags import TokenTags
 from para_core.torch_internals import DisableTorchFunctionSubclass
 
@@ -135,7 +135,7 @@ class RowCheck:
     def _note_product(self, call: TorchCall, one_process: OneProcess, tokens: Tokens, output: Tensor) -> None:
         """Note a linear product: ranks compare these lists."""
         x, equal_for = call.x, None
-        if prod(x.shape[:-1]) < few_rows(x):
+        if prod(x.shape[:-1]) < enough_rows(x):
             # Equal sizes are tried once, because kernels are chosen by sizes.
             kind = (*call.kind, tokens)
             if kind not in self._tried:
