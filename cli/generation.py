@@ -253,7 +253,7 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     from para_core.fleet.replicas import generate_lines
 
     options = ReplicaOptions(task.ranks)
-    text = f"starting {task.replicas} replicas of {task.ranks} ranks"
+    text = f"starting {min(task.replicas, len(task.lines))} replicas of {task.ranks} ranks"
     if uses_ray(spread=options.spread):
         text += " on Ray"
     Console(stderr=True, highlight=False).print(text)
