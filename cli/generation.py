@@ -82,7 +82,7 @@ def make_task(
     prompts, folder, replicas = files.prompts, files.out, group.replicas
     ranks = count_ranks(group.ranks, replicas)
     chosen = choose_format(model, files.format_)
-    mesh_sizes(ranks, dict(recipe.mesh))  # raises if the mesh is too small
+    mesh_sizes(ranks, dict(recipe.mesh))  # raises if the mesh does not fit
     check_ranks(model, ranks)
     common = {**common, **{name: _make_absolute(common[name]) for name in model.images if name in common}}
     if prompts is None and "prompt" in model.fields and "prompt" not in common:
