@@ -63,7 +63,7 @@ def test_each_dim_is_largest_divisor_left_or_the_error_names_sizes_that_fit(num_
     if left == 1:
         assert shape(num_ranks, batch, ring, ulysses) == tuple(expected)
         return
-    with pytest.raises(ValueError, match=rf"^mesh .* {num_ranks} ranks: batch .*ring .*ulysses ") as error:
+    with pytest.raises(ValueError, match=rf"^mesh is .* {num_ranks} ranks: batch .*ring .*ulysses ") as error:
         shape(num_ranks, batch, ring, ulysses)
     named = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", str(error.value))}
     assert set(named) == {"batch", "ring", "ulysses"}
