@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,23 @@ class MeshChoice:
     tensor: int = 1
 
 
+class ChooseDefaultMesh(Protocol):
+    """The signature of the feature ``choose_default_mesh``, which predicts a mesh.
+
+    The arguments and errors are those of
+    :func:`~para_core.adapters.planner.default_mesh.choose_default_mesh`.
+    """
+
+    def __call__(
+        self,
+        owner: Any,
+        ranks: int,
+        device_type: str,
+        on_host: int | None = None,
+        weights: str | None = None,
+    ) -> MeshChoice: ...
+
+
 def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None) -> GuidedMesh:
     """Return the dims of ``mesh`` and the position of this rank on them. None stands for the default mesh of
     all ranks.
@@ -47,7 +64,8 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | N
 
     Raises:
         TypeError, ValueError: ``mesh`` is not a mesh of para_core.
-        RuntimeError: There are several ranks but no process group, or two NCCL ranks use the same GPU.
+        RuntimeError: There are several ranks but no process group, two NCCL ranks use the same GPU, or rank 0
+            could not choose a mesh.
     """
     return mesh_and_method(mesh, owner, weights)[0]
 
@@ -65,7 +83,7 @@ def mesh_and_method(
             if world_size != "1":
                 raise RuntimeError(
                     f"WORLD_SIZE is {world_size}, but no process group is initialised. Call "
-                    "torch.distributed.init_process_group() before parallelize_pipe(pipe)."
+                    "torch.distributed.init_process_group() first."
                 )
             return one_guided_rank(device_type), "alltoall"
         choice = _choose_default_mesh(device_type, owner, weights)
@@ -83,24 +101,31 @@ def mesh_and_method(
 
 def _choose_default_mesh(device_type: str, owner: Any, weights: str | None) -> MeshChoice:
     """Return the sizes of the default mesh. A collective call."""
-    choose, ranks = feature("choose_default_mesh"), dist.get_world_size()
+    choose: ChooseDefaultMesh | None = feature("choose_default_mesh")
+    ranks = dist.get_world_size()
     if choose is None:
         return MeshChoice(1, 1, ranks, "nothing predicts another mesh: all ranks are on ulysses")
-    on_host, shares = _ranks_per_host(), device_type == "cuda" and dist.get_backend() != "fake"
-    chosen: list[Any] = [None]
-    if dist.get_rank() == 0 or not shares:
+    on_host = _ranks_per_host()
+    # Ranks may have different GPUs, and would predict differently. On other devices the choice follows from the
+    # arguments alone, so each rank makes it by itself, and ``choose`` must be deterministic.
+    rank_0_chooses = device_type == "cuda" and dist.get_backend() != "fake"
+    if not rank_0_chooses:
+        return choose(owner, ranks, device_type, on_host, weights)
+    # The choice, and the error in words: an exception of a user's class may not pickle.
+    message: list[Any] = [None, ""]
+    cause: Exception | None = None
+    if dist.get_rank() == 0:
         try:
-            chosen = [choose(owner, ranks, device_type, on_host, weights)]
+            message[0] = choose(owner, ranks, device_type, on_host, weights)
         except Exception as error:
-            # The pipeline's class may be the user's own. The error is raised on all ranks.
-            chosen = [error]
-    if shares:
-        # All ranks use the choice of rank 0, because other ranks may have other devices and would predict
-        # differently.
-        dist.broadcast_object_list(chosen, src=0, group=_cpu_group())
-    choice: MeshChoice | Exception = chosen[0]
-    if isinstance(choice, Exception):
-        raise choice
+            cause = error
+            message[1] = f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(message, src=0, group=_cpu_group())
+    choice: MeshChoice | None = message[0]
+    if choice is None:
+        raise RuntimeError(
+            f"rank 0 could not choose a mesh: {message[1]}. Pass one: mesh=init_context_parallel_mesh()."
+        ) from cause
     return choice
 
 
@@ -114,16 +139,19 @@ def _cpu_group() -> ProcessGroup:
 def _ranks_per_host() -> int | None:
     """Return a group size n: ranks i * n … i * n + n - 1 are on one host, for every i. None if it is unknown.
 
-    Without a launcher that tells it (Ray, or processes started by hand) this is a collective call.
+    A collective call: a launcher may tell it to some ranks only. Then and without a launcher that tells it (Ray,
+    or processes started by hand) the host names count.
     """
-    on_host = ranks_per_host()
+    told = ranks_per_host()
     ranks = dist.get_world_size()
-    if on_host is not None or ranks == 1 or dist.get_backend() == "fake":
-        return on_host
-    names: list[Any] = [None] * ranks
-    dist.all_gather_object(names, socket.gethostname(), group=_cpu_group())
+    if ranks == 1 or dist.get_backend() == "fake":
+        return told
+    records: list[Any] = [None] * ranks
+    dist.all_gather_object(records, (told, socket.gethostname()), group=_cpu_group())
+    if told is not None and all(of_rank == told for of_rank, _ in records):
+        return told
     # Groups whose size divides the number of ranks of every host never span two hosts.
-    return gcd(*[len(list(run)) for _, run in groupby(names)])
+    return gcd(*[len(list(run)) for _, run in groupby(name for _, name in records)])
 
 
 def _create_mesh_of(device_type: str, choice: MeshChoice) -> DeviceMesh:
@@ -136,8 +164,7 @@ def _create_mesh_of(device_type: str, choice: MeshChoice) -> DeviceMesh:
         method = f", rotate_method={choice.rotate_method!r}"
     if dist.get_rank() == 0:
         logger.info(
-            "parallelize_pipe: no mesh given, using %s = %s%s (%s); mesh=init_context_parallel_mesh(%r, %s) overrides "
-            "it.",
+            "no mesh given, using %s = %s%s (%s); mesh=init_context_parallel_mesh(%r, %s) overrides it.",
             " × ".join(sizes),
             " × ".join(map(str, sizes.values())),
             method,

@@ -70,7 +70,7 @@ def bench(
     recipe = checked.recipe
     pipeline = checks.describe_model(model, checked)
     num_ranks = count_ranks(ranks, 1)
-    mesh_sizes(num_ranks, dict(recipe.mesh))  # raises if the mesh is too small
+    mesh_sizes(num_ranks, dict(recipe.mesh))  # raises if the mesh does not fit
     check_ranks(pipeline, num_ranks)
     if profile is not None and stated is None:
         require_new_traces(profile, num_ranks)

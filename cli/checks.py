@@ -88,7 +88,7 @@ class Checked:
         """Check the number of ranks, unless it depends on the GPUs, which only torch can count.
 
         Raises:
-            ValueError: The mesh is too small for the ranks.
+            ValueError: The mesh does not fit the ranks.
             typer.BadParameter: A number is below 1, or torchrun has started another number of ranks.
         """
         ranks = read_stated_ranks(requested, replicas)

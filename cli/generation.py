@@ -82,7 +82,7 @@ def make_task(
     prompts, folder, replicas = files.prompts, files.out, group.replicas
     ranks = count_ranks(group.ranks, replicas)
     chosen = choose_format(model, files.format_)
-    mesh_sizes(ranks, dict(recipe.mesh))  # raises if the mesh is too small
+    mesh_sizes(ranks, dict(recipe.mesh))  # raises if the mesh does not fit
     check_ranks(model, ranks)
     common = {**common, **{name: _make_absolute(common[name]) for name in model.images if name in common}}
     if prompts is None and "prompt" in model.fields and "prompt" not in common:
@@ -253,7 +253,7 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     from para_core.fleet.replicas import generate_lines
 
     options = ReplicaOptions(task.ranks)
-    text = f"starting {task.replicas} replicas of {task.ranks} ranks"
+    text = f"starting {min(task.replicas, len(task.lines))} replicas of {task.ranks} ranks"
     if uses_ray(spread=options.spread):
         text += " on Ray"
     Console(stderr=True, highlight=False).print(text)

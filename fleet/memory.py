@@ -113,7 +113,7 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
     ``pipe`` may lack weights. It is not used if the recipe states a mesh or ``ranks`` is 1.
 
     Raises:
-        ValueError: ``ranks`` exceeds the product of the sizes that the recipe states.
+        ValueError: The sizes that the recipe states leave ranks over.
     """
     if recipe.mesh and ranks > 1:
         return mesh_sizes(ranks, dict(recipe.mesh))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from para_core.call_checks import can_check, check_comparable
 from para_core.declared_options import Command, Option, check_values, declarations
+from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.model_files import GGUF
 from para_core.fleet.pipeline_info import Model
 from para_core.option_values import Quantize, TextEncoders, check_quantize_fits
@@ -89,14 +90,18 @@ class Recipe(PipelineChoices):
     ] = False
 
     def __post_init__(self) -> None:
+        # Each value is checked by itself first, because the checks of several options rely on valid values.
+        # The cache comes before check_values, which knows only the name "default" and no thresholds.
         is_threshold = isinstance(self.cache, (int, float)) and 0 <= self.cache < inf
         if self.cache not in (None, "default") and not is_threshold:
             raise ValueError(f"cache is {self.cache!r}; expected a threshold of at least 0, or 'default'.")
         check_values(self)
-        if not 0 < self.timeout < _LONGEST_TIMEOUT:
+        if not 0 < self.timeout <= _LONGEST_TIMEOUT:
             raise ValueError(
                 f"timeout is {self.timeout:g} s; expected a positive number of seconds, at most a year."
             )
+        # Called for its errors.
+        parse_mesh_sizes(",".join(f"{name}={size}" for name, size in self.mesh))
         if self.weights == "tensor" and "tensor" not in dict(self.mesh):
             raise ValueError(
                 "weights are 'tensor', but the mesh has no tensor dim; expected a size, such as --mesh tensor=2."
@@ -161,18 +166,23 @@ class Recipe(PipelineChoices):
 
         :func:`~para_core.fleet.outputs.choose_names` finds finished files by it. So a new option that changes
         results must be added, and only if it is set, or files of earlier versions would be generated again.
+        tests/fleet/test_recipe.py lists the options that change results, and those that do not.
         """
+        # A threshold of 0 skips no step, as no cache does.
+        cache = self.cache or None
         backend: Any = self.backend
         if self.schedule:
             backend = asdict(self.schedule)
-        decisive: tuple[Any, ...] = (self.model, self.dtype, self.cache, self.lora, backend, self.comm_dtype)
+        decisive: tuple[Any, ...] = (self.model, self.dtype, cache, self.lora, backend, self.comm_dtype)
         other_classes = {"pipeline": self.pipeline, "config": self.config, "controlnet": self.controlnet}
         if any(other_classes.values()):
             decisive = (*decisive, other_classes)
         if self.cross_backend is not None:
             decisive = (*decisive, "cross_backend", self.cross_backend)
         if self.pipefusion is not None:
-            decisive = (*decisive, "PipeFusion", self.pipefusion, dict(self.mesh).get("pipe"))
+            # The number of stages changes no bit. None stands where earlier versions had it, so that files of
+            # one stage are found again.
+            decisive = (*decisive, "PipeFusion", self.pipefusion, None)
         if self.quantize is not None:
             # With fsdp, torchao quantizes weights differently, so results differ by more than rounding.
             decisive = (*decisive, self.quantize, self.weights == "fsdp")
@@ -257,7 +267,10 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
 
 
 def on_one_rank(recipe: Recipe) -> Recipe:
-    """Return ``recipe`` without the options that do something on several ranks only."""
+    """Return ``recipe`` without the options that do something on several ranks only.
+
+    ``pipefusion`` stays, because one rank computes the same approximation (docs/stages.md).
+    """
     defaults = {each.name: each.default for each in declarations(Recipe) if each.option.needs_ranks}
     return replace(recipe, mesh=(), **defaults)
 

@@ -1,4 +1,10 @@
-"""Replicas, on this host or on Ray, and lines on several of them."""
+"""Make replicas, on this host or on Ray, and generate the lines of a prompt file on several of them.
+
+A *line* is one request of ``para_core generate``, with the name of its files. The command calls
+:func:`generate_lines` with ``--replicas 2`` and more; a single group of ranks runs in cli/generation.py. The
+server takes only :func:`make_replicas` and :func:`cluster_connection`, and has a queue of its own
+(fleet/http/pool.py).
+"""
 
 from __future__ import annotations
 
@@ -23,6 +29,9 @@ from para_core.launcher.errors import RankDied
 def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequence[Replica]:
     """Return ``count`` replicas, which are not started.
     On Ray, they start inside :func:`cluster_connection`.
+
+    On this host, a single replica of one rank runs in a thread of this process, which holds the weights
+    then. The ranks of others are processes.
     """
     names = [f"replica {number}" for number in range(count)]
     if uses_ray(spread=options.spread):
@@ -93,7 +102,7 @@ def generate_lines(
     result.
 
     ``write`` is called in this process with each line and its result. A replica that dies is restarted, and
-    tries its current line once more.
+    tries its current line once more. No more replicas are started than there are lines.
 
     Raises what :func:`cluster_connection` and ``write`` raise, and:
 
@@ -109,23 +118,37 @@ def generate_lines(
         try:
             for line in waiting:
                 try:
-                    try:
-                        result = await replica.generate(line.request)
-                    except RankDied:
-                        await replica.start()
-                        result = await replica.generate(line.request)
-                    write(line, result)
+                    result = await _generate_with_retry(replica, line)
                 except (RequestFailed, RankDied) as error:
                     problems.append(Problem(line.number, str(error)))
-                    if not replica.running:
-                        await replica.start()
+                else:
+                    write(line, result)
         finally:
             await replica.stop()
 
+    count = min(replicas, len(lines))
+
     async def generate_all() -> None:
-        all_replicas = make_replicas(recipe, options, min(replicas, len(lines)))
+        all_replicas = make_replicas(recipe, options, count)
         await asyncio.gather(*[generate_waiting(replica) for replica in all_replicas])
 
-    with cluster_connection(options, replicas, debug=debug):
+    with cluster_connection(options, count, debug=debug):
         asyncio.run(generate_all())
     return sorted(problems, key=lambda problem: problem.number)
+
+
+async def _generate_with_retry(replica: Replica, line: Line) -> Result:
+    """Return the result of ``line``. Start ``replica`` if it does not run, and try once more if a rank dies.
+
+    Raises:
+        RequestFailed: The pipeline raised on all ranks. The replica goes on running.
+        RankDied: Ranks died twice. The replica is then stopped, and starts again for the next line only.
+        RuntimeError: The replica cannot start.
+    """
+    if not replica.running:
+        await replica.start()
+    try:
+        return await replica.generate(line.request)
+    except RankDied:
+        await replica.start()
+        return await replica.generate(line.request)

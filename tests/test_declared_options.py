@@ -104,8 +104,7 @@ def test_fields_are_the_keyword_arguments_of_a_function():
 
 
 @pytest.mark.parametrize(
-    ("function", "options"),
-    [(parallelize_pipe, ParallelOptions), (parallelize_transformer, TransformerOptions)],
+    ("function", "options"), [(parallelize_pipe, ParallelOptions), (parallelize_transformer, TransformerOptions)]
 )
 def test_every_option_of_a_public_function_is_explained(function, options):
     declared = declarations(options)

@@ -1,4 +1,10 @@
-"""Adapters of models like FLUX.1: Chroma, Ovis-Image, LongCat-Image, Bria 3.2 and FIBO. Written for diffusers 0.42."""
+"""Adapters of models like FLUX.1: Chroma, Ovis-Image, LongCat-Image, Bria 3.2 and FIBO. Written for diffusers 0.42.
+
+The pipelines of Bria 3.2 and FIBO guide by one call of twice the samples, so only their plans say which
+arguments hold samples (``batched``, ``common``). The others make one call for each branch.
+
+tests/adapters/test_transformers.py runs every adapter of this folder on a tiny model.
+"""
 
 from dataclasses import replace
 
@@ -40,17 +46,14 @@ def _joint_tensor_plan(gated: bool = False) -> TensorPlan:
             **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
             **linears(single, columns=heads),
             f"{single}.proj_mlp": hidden,
-            # proj_out reads attention output, then hidden units, four times as wide. Each part is sharded
-            # separately.
+            # proj_out reads attention output, then hidden units, which are mlp_ratio = 4.0 times as wide: the
+            # default of the single blocks, which no model here changes. Each part is sharded separately.
             f"{single}.proj_out": Linear("rowwise", (1, 4)),
         },
         heads=(f"{double}.attn", f"{single}.attn"),
         counts=counts,
     )
 
-
-WITH_SAMPLES, IDS = ("pooled_projections", "guidance"), ("img_ids", "txt_ids")
-RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 CHROMA = Adapter(
     transformer="ChromaTransformer2DModel",
@@ -88,14 +91,23 @@ BRIA = Adapter(
     pipelines="Bria",
     plan=replace(
         FLUX_PLAN,
-        batched=samples_in_dim_0(*WITH_SAMPLES, "attention_kwargs", *RESIDUALS),
-        common=IDS,
+        batched=samples_in_dim_0(
+            "pooled_projections",
+            "guidance",
+            "attention_kwargs",
+            "controlnet_block_samples",
+            "controlnet_single_block_samples",
+        ),
+        common=("img_ids", "txt_ids"),
         # diffusers adds these residuals to hidden_states[:, number of text tokens:], although hidden_states
         # holds only image tokens here, so the call fails on one device too.
-        refused={RESIDUALS[1]: "the model itself fails with them"},
+        refused={"controlnet_single_block_samples": "the model itself fails with them"},
     ),
     blocks=chained(
-        "transformer_blocks", "single_transformer_blocks", streams=TEXT_FIRST, between=RESIDUALS[:1]
+        "transformer_blocks",
+        "single_transformer_blocks",
+        streams=TEXT_FIRST,
+        between=("controlnet_block_samples",),
     ),
     tensor=_joint_tensor_plan(),
 )
@@ -107,9 +119,12 @@ BRIA_FIBO = Adapter(
         FLUX_PLAN,
         # One tensor [B, S, C] per block, which replaces half of the channels of the text tokens.
         inputs={**FLUX_PLAN.inputs, "text_encoder_layers": Split(dim=1, like="text")},
-        batched=samples_in_dim_0(*WITH_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"),
-        common=IDS,
+        batched=samples_in_dim_0(
+            "pooled_projections", "guidance", "text_encoder_layers", "joint_attention_kwargs"
+        ),
+        common=("img_ids", "txt_ids"),
     ),
+    # Not chained: between two blocks, the model replaces half of the channels of the text tokens.
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), TEXT_FIRST), BlockGroup(("single_transformer_blocks",)))
     ),

@@ -37,8 +37,6 @@ from para_core.recorder.without_data import attend_without_data
 from para_core.torch_internals import FakeTensorMode
 from para_core.weights.parameters import FEWEST_SHARDED_ELEMENTS
 
-_PRODUCTS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
-
 
 class UnknownModelError(TypeError):
     """Error for a model whose plan, or whose inputs for a given image size, the planner does not know."""
@@ -116,7 +114,7 @@ class _CallCount:
         # The number of attention calls, by their sizes.
         self._attention: dict[AttentionWork, int] = {}
         # As in CallWork.
-        self._products, self._split, self._summed = [0.0, 0.0], 0.0, 0.0
+        self._split, self._summed = 0.0, 0.0
 
     def run(self, inputs: dict[str, Any]) -> CallWork:
         """Call the model, and return the work of the call."""
@@ -125,7 +123,7 @@ class _CallCount:
             output = self._model(**inputs, return_dict=False)
         return CallWork(
             attention=tuple(replace(call, calls=number) for call, number in self._attention.items()),
-            products=(self._products[0], self._products[1]),
+            products=(self._operators.products[0], self._operators.products[1]),
             moved=(self._operators.moved[0], self._operators.moved[1]),
             peak=(self._operators.peak[0], self._operators.peak[1]),
             split=self._split,
@@ -152,8 +150,8 @@ class _CallCount:
                 self._operators.in_attention = True
             case AttentionEnd():
                 self._operators.in_attention = False
-            case FunctionCall() if event.function in _PRODUCTS:
-                self._note_product(event)
+            case FunctionCall() if event.function is F.linear:
+                self._note_linear(event)
             case OperatorCall():
                 self._operators.note(event)
 
@@ -174,16 +172,15 @@ class _CallCount:
         self._attention[call] = self._attention.get(call, 0) + 1
         self._operators.launches += 1
 
-    def _note_product(self, event: FunctionCall) -> None:
+    def _note_linear(self, event: FunctionCall) -> None:
+        """Note which work of a linear layer tensor ranks share. Its operators are counted as those of others are."""
         if len(event.args) > 1:
             weight = event.args[1]
         else:
             weight = event.kwargs["weight"]
-        operations = 2.0 * event.output.numel() * weight[0].numel()
-        self._products[int(not self._operators.is_sharded)] += operations
         split = self._tensor_splits.get(id(weight))
         if split is not None:
-            self._split += operations
+            self._split += 2.0 * event.output.numel() * weight.shape[1]
         if split == "rowwise":
             self._summed += event.output.numel() * event.output.element_size()
 

@@ -103,7 +103,7 @@ class CallWork:
     """The work of one transformer call on one device: while its tokens are sharded over ranks, and otherwise.
 
     Args:
-        products (`tuple[float, float]`): Floating-point operations of linear layers and convolutions.
+        products (`tuple[float, float]`): Floating-point operations of matrix products and convolutions.
         moved (`tuple[float, float]`): Bytes that other operators read and write.
         peak (`tuple[float, float]`): Bytes of activations when they are largest.
         split (`float`): Operations of ``products`` that tensor ranks share.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from para_core.cache.forecast_rule import REPEATED, Forecast
 from para_core.cache.registry import FORECASTS, forecast_of_order, order_on_schedule
-from para_core.cache.rules import Observation, Policy, Rule, look_up, rule_of
+from para_core.cache.rules import Observation, Policy, Rule, check_rule_name, look_up, rule_of
 from para_core.declared_options import Option, check_options, describe_options
 
 # These options need the schedule of a pipeline, so apply_cache refuses them. An option that is added and
@@ -147,7 +147,9 @@ class CacheOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rule", rule_of(self.rule))
+        rule = rule_of(self.rule)
+        check_rule_name(rule)
+        object.__setattr__(self, "rule", rule)
         check_options(self)
         if self.forecast is not None:
             chosen = look_up("forecast", self.forecast, Forecast, FORECASTS, ", or None: forecast_order=1")

@@ -18,15 +18,22 @@ Number = float | Tensor
 class Rule:
     """A rule that measures how much a step differs from the last computed step.
 
-    Each rank computes sums over its own tokens of the two steps, ``now`` and ``before``. The sums are added
-    over ranks, and the difference is computed from the totals.
+    Each rank computes sums over its own tokens of the two steps, ``now`` and ``before``. Every rank adds the
+    sums of all ranks in the order of the ranks, and computes the difference from the totals. So all ranks get
+    the same bits, and decide alike.
+
+    Both functions must be traceable by ``torch.compile``, because a compiled model decides in its graph: no
+    ``.item()``, and no branch on a value.
 
     Args:
-        name (`str`): The name of the rule in reports and messages.
+        name (`str`): The name of the rule in reports and messages. Ranks compare their options by it, so give
+            rules of your own different names, and none that is in ``RULES``.
         sums (`Callable`): ``sums(now, before)`` takes the flattened values of this rank, ``[B, n]``, and
-            returns k sums for each sample, ``[B, k]`` in float32.
+            returns k sums for each sample, ``[B, k]`` in float32. They must be additive over tokens: the sums
+            of all tokens are those of the ranks, added up. A mean or a norm is not. n may differ between
+            ranks, and may be 0.
         difference (`Callable`): ``difference(totals)`` takes the sums over all ranks, ``[B, k]``, and returns
-            the difference of each sample, ``[B]``.
+            the difference of each sample, ``[B]``. If one is not finite, the step is computed.
         source (`str`): The publication of the rule.
         compares (`"residual"` or `"input"`, defaults to `"residual"`): Whether the first-block residual is
             compared, or the modulated input of the first block (``CachedBlocks.modulated``). The input is
@@ -84,6 +91,13 @@ def look_up(
 ) -> Value:
     """Return ``value`` if it is a ``kind``, else the one with this name in ``by_name``.
 
+    Args:
+        option: The name of the option whose value this is, for messages.
+        value: A ``kind``, or the name of one.
+        kind: The class, :class:`Rule` or :class:`Forecast`.
+        by_name: The instances that have a name which users may write.
+        otherwise: What else the option accepts, which ends the messages, such as ``", or None"``.
+
     Raises:
         TypeError, ValueError: ``value`` is neither a string nor a ``kind``, or it is an unknown name.
     """
@@ -106,6 +120,14 @@ def rule_of(rule: str | Rule) -> Rule:
     return look_up("rule", rule, Rule, RULES)
 
 
+def check_rule_name(rule: Rule) -> None:
+    """Raise ``ValueError`` if ``rule`` has the name of another rule in ``RULES``: ranks would take them for equal."""
+    if RULES.get(rule.name, rule) != rule:
+        raise ValueError(
+            f"a rule of your own has the name {rule.name!r}; expected a name other than {', '.join(map(repr, RULES))}."
+        )
+
+
 @dataclass(frozen=True)
 class Observation:
     """The inputs of a policy: numbers in eager code, 0-dim tensors in a compiled graph.
@@ -126,5 +148,6 @@ class Observation:
     hits_in_a_row: Number
 
 
-# A policy is a user's function that returns whether a step may be skipped.
+# A policy is a user's function that returns whether a step may be skipped. It must return the same on all ranks
+# that share a sequence, which get equal observations; otherwise they wait for each other.
 Policy = Callable[[Observation], bool | Tensor]

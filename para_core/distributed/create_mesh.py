@@ -25,7 +25,7 @@ from para_core.distributed.mesh import (
     check_process_group,
     guided_mesh,
 )
-from para_core.distributed.mesh_shape import check_maximum, choose_mesh_shape, largest_divisor
+from para_core.distributed.mesh_shape import check_maximum, mesh_sizes
 from para_core.distributed.records import Record, describe_differences
 
 
@@ -103,32 +103,24 @@ def init_context_parallel_mesh(
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = accelerator.type if accelerator is not None else "cpu"
     on_host = ranks_per_host()
-    _agree_on_arguments(
-        device_type=device_type,
-        max_batch_dim_size=max_batch_dim_size,
-        max_ring_dim_size=max_ring_dim_size,
-        max_ulysses_dim_size=max_ulysses_dim_size,
-        max_tensor_dim_size=max_tensor_dim_size,
-        max_pipe_dim_size=max_pipe_dim_size,
-        ranks_per_host=on_host,
-    )
-    check_maximum("max_tensor_dim_size", max_tensor_dim_size)
-    check_maximum("max_pipe_dim_size", max_pipe_dim_size)
-    tensor = largest_divisor(dist.get_world_size(), max_tensor_dim_size or 1)
-    pipe = largest_divisor(dist.get_world_size() // tensor, max_pipe_dim_size or 1)
-    shape: tuple[int, ...] = choose_mesh_shape(
-        dist.get_world_size() // (tensor * pipe),
-        max_batch_dim_size=max_batch_dim_size,
-        max_ring_dim_size=max_ring_dim_size,
-        max_ulysses_dim_size=max_ulysses_dim_size,
-        ranks_per_host=None if on_host is None else max(1, on_host // tensor),
-    )
+    maxima = {
+        "batch": max_batch_dim_size,
+        "ring": max_ring_dim_size,
+        "ulysses": max_ulysses_dim_size,
+        "tensor": max_tensor_dim_size,
+        "pipe": max_pipe_dim_size,
+    }
+    arguments = {f"max_{name}_dim_size": maximum for name, maximum in maxima.items()}
+    _agree_on_arguments(device_type=device_type, **arguments, ranks_per_host=on_host)
+    for name, maximum in arguments.items():
+        check_maximum(name, maximum)
+    sizes = mesh_sizes(dist.get_world_size(), maxima, ranks_per_host=on_host)
     names: tuple[str, ...] = MESH_DIMS
     if max_tensor_dim_size is not None:
-        shape, names = (*shape, tensor), (*MESH_DIMS, TENSOR_DIM)
+        names = (*names, TENSOR_DIM)
     if max_pipe_dim_size is not None:
-        shape, names = (pipe, *shape), (PIPE_DIM, *names)
-    mesh = _mesh_of_shape(device_type, shape, names)
+        names = (PIPE_DIM, *names)
+    mesh = _mesh_of_shape(device_type, tuple(sizes.get(name, 1) for name in names), names)
     # Check this last, because init_device_mesh sets the current GPU of a rank that has not used a GPU before.
     # doctor.py recognises the error by its words.
     check_distinct_gpus(mesh, guided_mesh(mesh))

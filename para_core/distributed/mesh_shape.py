@@ -3,74 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
+from math import gcd, prod
 
 # The dims of a mesh for which a largest size can be given.
 MESH_NAMES = ("pipe", "batch", "ring", "ulysses", "tensor")
 
 
 def largest_divisor(ranks: int, at_most: int) -> int:
-    """Return the largest divisor of ``ranks`` that is at most ``at_most``."""
+    """Return the largest divisor of ``ranks`` that is at most ``at_most``. Raise ValueError if one is below 1."""
+    if ranks < 1 or at_most < 1:
+        raise ValueError(f"{ranks} ranks have no divisor of at most {at_most}; expected at least 1 of both.")
     return next(size for size in range(min(ranks, at_most), 0, -1) if ranks % size == 0)
 
 
-def choose_mesh_shape(
-    num_ranks: int,
-    *,
-    max_batch_dim_size: int | None = None,
-    max_ring_dim_size: int | None = None,
-    max_ulysses_dim_size: int | None = None,
-    ranks_per_host: int | None = None,
-) -> tuple[int, int, int]:
-    """Return the sizes of the mesh dims ``(batch, ring, ulysses)`` for ``num_ranks`` ranks.
+def mesh_sizes(
+    ranks: int, limits: Mapping[str, int | None], *, ranks_per_host: int | None = None
+) -> dict[str, int]:
+    """Return the sizes of the mesh of ``ranks`` ranks by dim, within the largest sizes ``limits``.
 
-    In the order batch, ring, ulysses, each dim with a maximum gets the largest divisor of the remaining ranks
-    that does not exceed the maximum. A batch dim without a maximum has size 1. The remaining ranks go to
-    ulysses, or to ring if only ring has no maximum. If neither of them has a maximum and ``ranks_per_host``
-    is known, a Ulysses group is only as large as fits on one host.
+    In the order tensor, pipe, batch, ring, ulysses, each dim with a limit gets the largest divisor of the
+    remaining ranks that does not exceed the limit. A tensor, pipe or batch dim without a limit has size 1. The
+    remaining ranks go to ulysses, or to ring if only ring has no limit. If neither of them has a limit and
+    ``ranks_per_host`` is known, a Ulysses group is only as large as fits on one host.
 
-    >>> choose_mesh_shape(8)
-    (1, 1, 8)
-    >>> choose_mesh_shape(8, max_batch_dim_size=2)
-    (2, 1, 4)
-    >>> choose_mesh_shape(8, max_ulysses_dim_size=2)
-    (1, 4, 2)
-    >>> choose_mesh_shape(6, max_ring_dim_size=4)
-    (1, 3, 2)
-    >>> choose_mesh_shape(16, ranks_per_host=8)
-    (1, 2, 8)
+    Args:
+        ranks: Number of ranks.
+        limits: The largest sizes, by names of ``MESH_NAMES``. None is no limit.
+        ranks_per_host: Number of consecutive ranks on each host. None if it is unknown, as if all were on one.
+
+    Returns:
+        The sizes of batch, ring and ulysses, and those of tensor and pipe if they are larger than 1.
+
+    >>> mesh_sizes(8, {})
+    {'batch': 1, 'ring': 1, 'ulysses': 8}
+    >>> mesh_sizes(8, {"ulysses": 2})
+    {'batch': 1, 'ring': 4, 'ulysses': 2}
+    >>> mesh_sizes(6, {"ring": 4})
+    {'batch': 1, 'ring': 3, 'ulysses': 2}
+    >>> mesh_sizes(16, {}, ranks_per_host=8)
+    {'batch': 1, 'ring': 2, 'ulysses': 8}
+    >>> mesh_sizes(8, {"tensor": 2, "ring": 4})
+    {'batch': 1, 'ring': 4, 'ulysses': 1, 'tensor': 2}
 
     Raises:
-        TypeError, ValueError: A maximum is not a positive integer, or ranks are left over.
+        TypeError: A limit is not an integer.
+        ValueError: A limit is below 1 or has another name, or ranks are left over: ring and ulysses both have
+            a limit, and the sizes that divide the number of ranks do not multiply to it.
     """
-    maxima = {
-        "max_batch_dim_size": max_batch_dim_size,
-        "max_ring_dim_size": max_ring_dim_size,
-        "max_ulysses_dim_size": max_ulysses_dim_size,
-    }
-    for name, maximum in maxima.items():
-        check_maximum(name, maximum)
-
-    batch = largest_divisor(num_ranks, max_batch_dim_size or 1)
-    remaining = num_ranks // batch
-    if max_ring_dim_size is None and max_ulysses_dim_size is None and ranks_per_host is not None:
-        # Choose a divisor of ranks_per_host, so that no Ulysses group, whose ranks are consecutive, spans two
-        # hosts.
-        max_ulysses_dim_size = gcd(remaining, ranks_per_host)
-    ring = largest_divisor(remaining, max_ring_dim_size or 1)
+    for name, limit in limits.items():
+        if name not in MESH_NAMES:
+            raise ValueError(f"mesh has a dim {name!r}; expected {', '.join(MESH_NAMES)}.")
+        check_maximum(name, limit)
+    remaining = ranks
+    sizes: dict[str, int] = {}
+    for name in ("tensor", "pipe", "batch"):
+        sizes[name] = largest_divisor(remaining, limits.get(name) or 1)
+        remaining //= sizes[name]
+    max_ring, max_ulysses = limits.get("ring"), limits.get("ulysses")
+    if max_ring is None and max_ulysses is None and ranks_per_host is not None:
+        # Choose a divisor of the ranks of a host, so that no Ulysses group, whose ranks are consecutive, spans
+        # two hosts. Tensor ranks are neighbours inside of a Ulysses group.
+        max_ulysses = gcd(remaining, max(1, ranks_per_host // sizes["tensor"]))
+    ring = largest_divisor(remaining, max_ring or 1)
     remaining //= ring
-    ulysses = largest_divisor(remaining, max_ulysses_dim_size or remaining)
+    ulysses = largest_divisor(remaining, max_ulysses or remaining)
     remaining //= ulysses
-    if max_ring_dim_size is None:
-        ring, remaining = ring * remaining, 1
+    if max_ring is None:
+        ring *= remaining
+        remaining = 1
+    outer = {name: sizes[name] for name in ("tensor", "pipe") if sizes[name] > 1}
+    sizes = {"batch": sizes["batch"], "ring": ring, "ulysses": ulysses, **outer}
     if remaining > 1:
+        given = ", ".join(f"{name}={limit}" for name, limit in limits.items() if limit is not None)
+        used = " × ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(
-            f"{num_ranks} ranks do not fit: batch {batch} × ring {ring} × ulysses {ulysses} uses "
-            f"{batch * ring * ulysses} of them. max_ring_dim_size={ring * remaining}, "
-            f"max_ulysses_dim_size={ulysses * remaining} or max_batch_dim_size={batch * remaining} would fit; or leave "
-            "one of ring and ulysses open (None): it takes what remains."
+            f"mesh is {given}, which does not fit {ranks} ranks: {used} uses {prod(sizes.values())} of them. The "
+            f"largest sizes ring={ring * remaining}, ulysses={ulysses * remaining} or "
+            f"batch={sizes['batch'] * remaining} would fit; or leave one of ring and ulysses open: it takes what "
+            "remains."
         )
-    return batch, ring, ulysses
+    return sizes
 
 
 def check_maximum(name: str, maximum: int | None) -> None:
@@ -79,31 +91,6 @@ def check_maximum(name: str, maximum: int | None) -> None:
         raise TypeError(f"{name} is {maximum!r}; expected a positive integer, or None to leave it open.")
     if maximum is not None and maximum < 1:
         raise ValueError(f"{name} is {maximum}; expected at least 1, or None to leave it open.")
-
-
-def mesh_sizes(ranks: int, limits: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of a mesh of ``ranks`` ranks by dim, within the largest sizes that ``limits`` states.
-
-    The dims are those of :func:`~para_core.distributed.create_mesh.init_context_parallel_mesh`. Raise
-    ValueError if ``ranks`` exceeds the product of these sizes.
-
-    >>> mesh_sizes(8, {"tensor": 2, "ring": 4})
-    {'batch': 1, 'ring': 4, 'ulysses': 1, 'tensor': 2}
-    """
-    ranks_left, open_limits = ranks, dict(limits)
-    outer: dict[str, int] = {}
-    for name in ("tensor", "pipe"):
-        size = largest_divisor(ranks_left, open_limits.pop(name, 1))
-        ranks_left //= size
-        if size > 1:
-            outer[name] = size
-    try:
-        sizes = choose_mesh_shape(
-            ranks_left, **{f"max_{name}_dim_size": size for name, size in open_limits.items()}
-        )
-    except ValueError as error:
-        raise ValueError(f"mesh is too small: {error}") from None
-    return {**dict(zip(("batch", "ring", "ulysses"), sizes, strict=True)), **outer}
 
 
 def parse_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:

@@ -24,6 +24,7 @@ from para_core.torch_internals import group_timeout, is_registered, set_group_ti
 class _Overrides:
     """The timeouts set on one group and not undone yet (the latest last), and the timeout before all of them."""
 
+    # It changes only if the group was made during another override, which is undone first.
     initial: timedelta
     # Each key stands for one call that set a timeout.
     active: dict[object, timedelta] = field(default_factory=dict)
@@ -44,15 +45,24 @@ def as_timedelta(timeout: timedelta | float) -> timedelta:
 
     Raises:
         TypeError: ``timeout`` is neither a number nor a timedelta.
-        ValueError: ``timeout`` is not positive, or too large for a timedelta, such as ``inf``.
+        ValueError: ``timeout`` is less than a millisecond, or too large for a timedelta, such as ``inf``.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"timeout is {timeout!r}; expected a positive number of seconds, or a timedelta.")
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    # Negate the comparison, so that NaN is refused as well.
-    if not 0 < seconds <= timedelta.max.total_seconds():
-        raise ValueError(f"timeout is {seconds} s; expected a positive number of seconds, or a timedelta.")
-    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if isinstance(timeout, timedelta):
+        converted = timeout
+    else:
+        try:
+            converted = timedelta(seconds=timeout)
+        except (OverflowError, ValueError):  # ValueError for NaN.
+            converted = timedelta(0)
+    # torch rounds down to milliseconds, and with 0 every collective fails.
+    if converted < timedelta(milliseconds=1):
+        raise ValueError(
+            f"timeout is {timeout} (in seconds if a number); expected at least a millisecond, and a finite time that a "
+            "timedelta can hold."
+        )
+    return converted
 
 
 def override_timeouts(
@@ -61,9 +71,11 @@ def override_timeouts(
     """Set the timeout of ``groups``, and return a function that restores the timeouts. See the module's
     docstring.
 
-    ``ranks`` are the global ranks of the mesh. Groups that this package creates among them before the call is
-    undone inherit the timeout. Undoing the call sets the timeout of these groups to the restored one of the
-    first of ``groups``.
+    ``ranks`` are the global ranks of the mesh. ``groups`` must contain all groups that this package has
+    already created among them. Groups that it creates there before the call is undone inherit the timeout.
+    Undoing the call sets the timeout of these groups to the restored one of the first of ``groups``. They are
+    recognised by having the timeout: a group that was created meanwhile for another mesh of the same ranks,
+    and has an equal timeout of its own, is taken for one of them.
     """
     override = object()
     changed: list[ProcessGroup] = []
@@ -71,8 +83,8 @@ def override_timeouts(
     def undo() -> None:
         alive = [group for group in changed if dist.is_initialized() and is_registered(group)]
         for group in alive:
-            overrides = _OVERRIDES.get(group, _Overrides(timeout))
-            if override not in overrides.active:
+            overrides = _OVERRIDES.get(group)
+            if overrides is None or override not in overrides.active:
                 # An earlier call of undo() has restored this group, but failed at a later group.
                 continue
             others = {other: value for other, value in overrides.active.items() if other is not override}
@@ -85,16 +97,22 @@ def override_timeouts(
                 del _OVERRIDES[group]
         if not alive:
             return
+        first = _OVERRIDES.get(alive[0], _Overrides(group_timeout(alive[0])))
         for group in groups_among(ranks):
-            if group not in _OVERRIDES and group_timeout(group) == timeout:
+            overrides = _OVERRIDES.get(group)
+            if overrides is None and group_timeout(group) == timeout:
                 set_group_timeout(group, group_timeout(alive[0]))
+            elif overrides is not None and group not in changed and overrides.initial == timeout:
+                # Created during this call, and overridden by a later call that is still active.
+                overrides.initial = first.initial
 
     try:
         for group in groups:
-            initial = group_timeout(group)
-            set_group_timeout(group, timeout)
+            # Record the override before it is set, so that undo() restores the group if setting it fails.
+            overrides = _OVERRIDES.setdefault(group, _Overrides(group_timeout(group)))
+            overrides.active[override] = timeout
             changed.append(group)
-            _OVERRIDES.setdefault(group, _Overrides(initial)).active[override] = timeout
+            set_group_timeout(group, timeout)
     except BaseException:
         undo()
         raise

@@ -31,7 +31,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
-from para_core.modes.registry import RECOMPUTATION, Bind, Recomputation
+from para_core.modes.registry import PLANNED_CALLS, RECOMPUTATION, Bind, Recomputation
 from para_core.torch_internals import (
     CheckpointFrame,
     all_saved_tensors_hooks,
@@ -48,8 +48,9 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
     """Bind the function of the ``checkpoint(..., use_reentrant=True)`` whose forward is entering ``no_grad``.
 
     Also bind the ``ctx.run_function`` of any other ``autograd.Function`` whose forward is entering
-    ``no_grad``. A mode calls this whenever gradients are being disabled. If no such forward is on the stack,
-    nothing happens.
+    ``no_grad``. A mode calls this whenever gradients are being disabled. If no such forward is on the stack
+    inside the innermost call of a model with a plan, nothing happens: a checkpoint around that call runs all
+    of it again.
 
     Raises:
         RuntimeError: torch's checkpoint does not store its function under that name, so it cannot be
@@ -60,6 +61,8 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
     while frame.f_back is not None and depth < _MAX_FRAMES:
         frame = frame.f_back
         depth += 1
+        if frame.f_code in PLANNED_CALLS:
+            return
         context: Any = None
         # Reading f_locals copies all local variables of a frame, so do it only if one of them is called ctx.
         if "ctx" in frame.f_code.co_varnames:
@@ -77,12 +80,13 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
             )
 
 
-def bind_checkpoint(owner: object, bind: Bind) -> None:
+def bind_checkpoint(owner: object, bind: Bind, hooks_outside: int = 0) -> None:
     """Bind the functions of all ``checkpoint(..., use_reentrant=False)`` calls whose forward is running.
 
     A mode or plan, the ``owner``, calls this at an attention call in eager code inside hooks on saved
     tensors, also with gradients disabled, because the backward recomputes the whole function. A function that
-    is already bound to ``owner`` is not bound again.
+    is already bound to ``owner`` is not bound again, nor one of the checkpoints that set the outermost
+    ``hooks_outside`` hooks: they began before the plan's call, and run all of it again.
     """
     innermost = top_saved_tensors_hooks(True)
     if innermost is None:
@@ -92,7 +96,8 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
         # If the innermost checkpoint is already bound to this mode, the call that bound it has bound the
         # outer checkpoints too. Hooks of others, such as save_on_cpu, may be entered inside a checkpoint.
         return
-    for hooks in all_saved_tensors_hooks():
+    all_hooks = all_saved_tensors_hooks()
+    for hooks in all_hooks[: len(all_hooks) - hooks_outside]:
         frame = _frame_of(hooks)
         if frame is not None and getattr(frame.recompute_fn, "bound_to", None) is not owner:
             bound: Any = bind(frame.recompute_fn)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from types import CodeType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -88,14 +89,15 @@ class Recomputation:
 
     Args:
         gradients_disabled: Called with a binding when code inside a mode disables gradients.
-        attention_called: Called with a mode or plan and a binding when code inside it calls attention.
+        attention_called: Called with a mode or plan and a binding when code inside it calls attention, and
+            with the number of ``saved_tensors_hooks`` that were set before a plan's call.
         during_call: Returns a context for one call of a model with a plan, given a binding and the model.
         check_exchanges: Raises ``RuntimeError`` if a backward would run parts of a model without their
             exchanges.
     """
 
     gradients_disabled: Callable[[Bind], None]
-    attention_called: Callable[[object, Bind], None]
+    attention_called: Callable[[object, Bind, int], None]
     during_call: Callable[[Bind, nn.Module], AbstractContextManager[None]]
     check_exchanges: Callable[[nn.Module], None]
 
@@ -108,6 +110,8 @@ _EXPLANATIONS: list[Callable[[BaseException | None], None]] = []
 # UnifiedAttnMode and the plans loop over this list themselves, which saves a Python call in each attention
 # call.
 RECOMPUTATION: list[Recomputation] = []
+# The code of the functions that run a whole call of a model with a plan. A stack is searched up to them.
+PLANNED_CALLS: set[CodeType] = set()
 _MASK_SHARDERS: list[tuple[type, ShardMask]] = []
 
 

@@ -288,7 +288,7 @@ class UnifiedAttnMode(LayoutMode):
             # A compiled graph is running. It contains an operator of this package in place of the SDPA call,
             # so only here can the mode notice attention inside a checkpoint.
             for recomputation in RECOMPUTATION:
-                recomputation.attention_called(self, self.bound)
+                recomputation.attention_called(self, self.bound, 0)
         output = intercept(self, self, func, args, kwargs or {})
         # Test this first: every attribute that is read while tracing becomes a guard of the graph.
         if is_traced:
@@ -329,7 +329,7 @@ class UnifiedAttnMode(LayoutMode):
         # Most calls are not inside a checkpoint. Test it here to save the time of a function call.
         if not is_traced and top_saved_tensors_hooks(True) is not None:
             for recomputation in RECOMPUTATION:
-                recomputation.attention_called(self, self.bound)
+                recomputation.attention_called(self, self.bound, 0)
         return self._attention(call)
 
     def split_branches(self, x: Tensor, dim: int = 0) -> Tensor:

@@ -17,7 +17,12 @@ from para_core.modes.interceptor import at_the_dispatcher, call_original, interc
 from para_core.modes.registry import RECOMPUTATION
 from para_core.plans.plan import Attention
 from para_core.plans.planned_attention import PlannedAttention
-from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled
+from para_core.torch_internals import (
+    all_saved_tensors_hooks,
+    no_frame_of_its_own,
+    set_grad_enabled,
+    top_saved_tensors_hooks,
+)
 
 
 class PlannedAttnMode(TorchFunctionMode):
@@ -65,6 +70,8 @@ class Interception:
         mode: The mode; None at the dispatcher.
         running: The attention of the modules that run now, nested in each other, the innermost last. The
             first is ``planned``; in a graph it is the only one.
+        continues: Whether a key-value cache among the arguments already holds tokens, which precede the keys
+            of the call.
     """
 
     def __init__(
@@ -76,6 +83,9 @@ class Interception:
         if not at_dispatcher:
             self.mode = PlannedAttnMode(planned, by_hand)
         self.running = [planned]
+        self.continues = False
+        if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+            planned.hooks_outside = len(all_saved_tensors_hooks())
 
     @property
     def current(self) -> PlannedAttention:

@@ -330,7 +330,8 @@ class Plan:
         halos (`Mapping[str, Halo]`, *optional*): Submodules that need rows of neighbouring ranks, by module
             name.
         refused (`Mapping[str, str]`, *optional*): Parameters of the model's ``forward`` that raise if given,
-            because they are not supported in parallel, each with the reason.
+            because they are not supported in parallel, each with the reason. A name that the model lacks is
+            ignored, so that a plan fits several versions of a model.
         batched (`Mapping[str, int | None]`, *optional*): Parameters that can be split along a ``batch`` mesh
             dim, because they hold all samples or all CFG branches, each with its dim of samples (None for a
             list with one entry per sample). The number of samples is read from the first of these parameters.

@@ -90,6 +90,8 @@ class PlannedAttention:
         intercepted: Whether a call was intercepted; shared by the copies of a model call.
         skipped: Whether other code of this package computes or skips attention, so that calls may be missing;
             shared.
+        hooks_outside: The number of ``saved_tensors_hooks`` around the call of the model. A checkpoint that
+            set some of them runs the whole call again, which shards and intercepts by itself.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class PlannedAttention:
         self.active = [False]
         self.intercepted = [False]
         self.skipped = [False]
+        self.hooks_outside = 0
         self._num_calls = 0
         # In eager code, PreparedAttention.computed_by for the current segments.
         self._known_computations: dict[int, tuple[Attention, MeshAttention | None]] = {}
@@ -132,6 +135,7 @@ class PlannedAttention:
         inner._known_computations = self._known_computations
         inner.intercepted = self.intercepted
         inner.skipped = self.skipped
+        inner.hooks_outside = self.hooks_outside
         return inner
 
     def needs_other_ranks(self) -> bool:
@@ -150,13 +154,14 @@ class PlannedAttention:
         return numbers
 
     def bind_checkpoint(self) -> None:
-        """Make all ``torch.utils.checkpoint`` calls whose forward is running recompute with this attention.
+        """Make all ``torch.utils.checkpoint`` calls of the model whose forward is running recompute with this
+        attention.
 
         The caller has found hooks of saved tensors, as a checkpoint sets them, outside of a compiled
         function.
         """
         for recomputation in RECOMPUTATION:
-            recomputation.attention_called(self.prepared, partial(self.bind, self))
+            recomputation.attention_called(self.prepared, partial(self.bind, self), self.hooks_outside)
 
     def __call__(self, call: SdpaCall) -> Tensor:
         """Return the attention output for this rank's queries, over all keys of the mesh, or by SDPA on one

@@ -25,12 +25,14 @@ def bind_to_call(
     """
     planned = planned.copy_for_calls(planned.calls)
     segments = dict(region.executor.segments)
+    continues = region.interceptions[-1].continues
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not is_in_backward():
             return function(*args, **kwargs)
         before = region.executor.segments
         interception = Interception(planned.copy_for_calls(planned.calls), at_dispatcher=False)
+        interception.continues = continues
         region.interceptions.append(interception)
         region.executor.segments = dict(segments)
         try:

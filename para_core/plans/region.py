@@ -35,7 +35,13 @@ from para_core.modes import fused_encoder
 from para_core.modes.foreign_operators import has_other_builds
 from para_core.modes.handwritten import HandwrittenAttention
 from para_core.modes.interceptor import dispatcher_is_available, without_interception
-from para_core.modes.registry import bind_recomputation, check_exchanges, explain, needs_mode
+from para_core.modes.registry import (
+    PLANNED_CALLS,
+    bind_recomputation,
+    check_exchanges,
+    explain,
+    needs_mode,
+)
 from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention_check import AttentionCheck
@@ -73,7 +79,9 @@ from para_core.user_warnings import WarningLog
 @dataclass(eq=False)
 class Region:
     """A plan applied to one module, and the state of its current call.
-    The fields are as in :func:`apply_plan`.
+
+    The fields are as in :func:`apply_plan`, but ``batch`` becomes None if no samples are split: the dim has one
+    rank, or ``plan.batched`` is empty.
     """
 
     module: InitVar[nn.Module]
@@ -88,22 +96,23 @@ class Region:
     written_for: type | None = None
 
     def __post_init__(self, module: nn.Module) -> None:
+        # -- Settings, which use() and assume_agreed() change between calls.
         self.attn_func = without_interception(self.attn_func)
         if self.batch is not None and (self.batch.size == 1 or not self.plan.batched):
             self.batch = None
-        self.is_parallel = self.mesh.ranks > 1
-        self._warnings = WarningLog()
-        # Whether the caller has verified that all ranks pass equal arguments (agreed_inputs.assume_agreed
-        # sets it).
-        self.inputs_agreed = False
         # Kept by (options, cross_backend), so that nothing is compiled again if earlier options are set
         # again.
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(self.options, self.cross_backend)
+        # Whether the caller has verified that all ranks pass equal arguments (agreed_inputs.assume_agreed
+        # sets it).
+        self.inputs_agreed = False
+
         self._read_plan()
         self._read_module(module)
-        # The wrapped submodules by name. attach() looks for replaced ones, because loading a LoRA replaces
-        # some.
+
+        # -- The submodules, which attach() reads again once one was replaced: loading a LoRA replaces some.
+        # The wrapped submodules by name.
         self.submodules: dict[str, nn.Module] = {}
         self._tree: ModuleTree | None = None
         # Names of the modules whose attention the plan describes.
@@ -113,16 +122,25 @@ class Region:
         # flex_attention also after the call, because Dynamo 2.13 loses the new value of an attribute that is
         # set before flex_attention and after it.
         self.heads: dict[nn.Module, tuple[str, int]] = {}
+
+        # -- What was seen and said in earlier calls.
         self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention)
-        # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set
-        # before torch.cond (which a cache adds) and again after it.
+        self._warnings = WarningLog()
+
+        # -- The state of the current call: `interceptions`, `executor.segments` and `sharing_samples`.
+        # All three are empty outside of a call. run() owns them: it and what it calls fill them, and it empties
+        # them at the end. A recomputation, which a backward runs, appends an interception and sets other
+        # segments, and puts the former ones back (recomputation.py). Others only read them: current_call.py,
+        # the cache's block_run.py, stale_keys.py, and SubmoduleCalls, which holds the same list
+        # `interceptions`. So the two lists are emptied and never replaced. They are lists and dicts, because
+        # Dynamo 2.13 loses an attribute that is set before torch.cond (which a cache adds) and again after it.
+        #
+        # The last interception counts. There are two if a backward inside of the call recomputes.
         self.interceptions: list[Interception] = []
         self.executor = RuleExecutor(self.mesh, coarse_segments(self.plan))
-        # The mesh dim over which the samples of the call are split, if any: for current_call.py.
+        # The mesh dim over which the samples of the call are split, if any.
         self.sharing_samples: list[MeshDim] = []
-        # Whether a key-value cache among the arguments already holds tokens, which precede the keys of the
-        # call.
-        self._continues = False
+
         # Binds a function to a call of this region, for the recomputation of activation checkpointing.
         self.bind: BindRecomputation = partial(bind_to_call, self)
         calls = SubmoduleCalls(
@@ -132,7 +150,8 @@ class Region:
         self._hook_of = cache(calls.hook)
 
     def _read_plan(self) -> None:
-        """Look up what calls need of the plan, which never changes."""
+        """Look up what calls need of the plan and the mesh, which never change."""
+        self.is_parallel = self.mesh.ranks > 1
         attention_rules = self.plan.attention.values()
         # Parameters that ranks do not compare, because each rank fills in the cached keys of its own heads.
         self._caches_by_heads = {
@@ -150,8 +169,17 @@ class Region:
         self._joint_attention = (Attention(self.plan.joint_order),)
 
     def _read_module(self, module: nn.Module) -> None:
-        """Look up what calls need of the module, which must not change while the plan is applied."""
+        """Look up what calls need of the module: its signature, whether it has encoder layers or operators that
+        only a mode sees, and whether it was compiled before.
+
+        These must not change while the plan is applied. Other submodules may be replaced: see :meth:`attach`.
+        """
         self.parameters = parameters_of(module)
+        # The position of each refused parameter; None for a name that the model lacks.
+        self._refused_positions = {
+            name: self.parameters.index(name) if name in self.parameters else None
+            for name in self.plan.refused
+        }
         encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
         self.has_encoders = any(map(isinstance, submodules_of(module), repeat(encoders)))
         # Only a mode intercepts attention in fused encoder layers, and in operators that run functions:
@@ -220,15 +248,15 @@ class Region:
         Collective.
 
         Raises:
-            RuntimeError: The module already runs in another thread, or the module made no attention call that
-                can be intercepted although its tokens are sharded.
+            RuntimeError: A call of the module already runs, or the module made no attention call that can be
+                intercepted although its tokens are sharded.
             ValueError: An argument is refused by the plan or does not fit it, or a block mask was not
                 sharded.
         """
         if self.interceptions:
             raise RuntimeError(
-                f"this {type(module).__name__} is already running in another thread, on the same ranks: their "
-                "collectives would mix. Use one thread, or a copy of the model with its own mesh."
+                f"this {type(module).__name__} is already running, in another thread or around this call, on the same "
+                "ranks: their collectives would mix. Use one thread, or a copy of the model with its own mesh."
             )
         if torch.compiler.is_compiling():
             self._check_arguments(module, args, kwargs)
@@ -281,7 +309,7 @@ class Region:
             caches = None
             if self.is_parallel and not torch.compiler.is_compiling():
                 caches = CachesOfCall(inputs)
-            self._continues = caches is not None and caches.hold_tokens
+            interception.continues = caches is not None and caches.hold_tokens
             self.intercept_if_sharded(self.plan.inputs.values())
             if interception.mode is None:
                 output = call(module, *args, **kwargs)
@@ -340,8 +368,9 @@ class Region:
 
     def _check_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, reason in self.plan.refused.items():
-            index = self.parameters.index(name)
-            if kwargs.get(name) is not None or (index < len(args) and args[index] is not None):
+            index = self._refused_positions[name]
+            by_position = index is not None and index < len(args) and args[index] is not None
+            if by_position or kwargs.get(name) is not None:
                 raise ValueError(
                     f"{type(module).__name__} was given {name}, which cannot be computed on several ranks: {reason}. "
                     "Leave it out, or undo it: unparallelize_pipe(pipe), unparallelize_transformer(transformer)."
@@ -351,11 +380,12 @@ class Region:
         """Start to intercept attention if one of the applied ``rules`` has split the tokens of a segment."""
         if not self.interceptions:
             return
-        planned = self.interceptions[-1].planned
+        interception = self.interceptions[-1]
+        planned = interception.planned
         for rule in rules:
             if isinstance(rule, Split) and rule.segment in self.executor.segments:
                 segments = [*self.executor.segments.values()]
-                if self._continues:
+                if interception.continues:
                     segments.append(Segment(PAST, 0, replicated=True))
                 planned.set_segments(tuple(segments))
                 planned.active[0] = True
@@ -397,6 +427,9 @@ class Region:
         finally:
             for part, attribute, heads in before:
                 setattr(part, attribute, heads)
+
+
+PLANNED_CALLS.add(Region.run.__code__)
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:

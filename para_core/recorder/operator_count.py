@@ -1,4 +1,4 @@
-"""Count launches, bytes and memory from the operators of a recorded call."""
+"""Count launches, matrix products, bytes and memory from the operators of a recorded call."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from para_core.recorder.events import OperatorCall
 from para_core.torch_internals import OpOverload, pytree, schema_of, storage_id
 
-# These operators launch nothing on a device, although they are not views: allocations and a reshape.
+# These operators launch nothing on a device, although they are not views.
 _ALLOCATIONS = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-_NO_LAUNCH = {f"aten::{name}" for name in ("_unsafe_view", *_ALLOCATIONS)}
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::linear"}
+_NO_LAUNCH = {
+    *(f"aten::{name}" for name in _ALLOCATIONS),
+    "aten::_unsafe_view",
+    "aten::_fused_sdp_choice",  # chooses a kernel
+    "aten::_local_scalar_dense",  # copies a number to the host
+    "_c10d_functional::wait_tensor",  # makes the stream wait
+}
+# Matrix products, each with the position of its first factor ``[..., n, k]``. Linear layers, einsum and matmul
+# become these.
+_MATRIX_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 
 
 class OperatorCount:
@@ -23,16 +32,20 @@ class OperatorCount:
 
     Attributes:
         launches: Number of launches. Operators inside attention are left out.
-        moved: Bytes that launches outside of attention read and write, other than matrix products and
-            convolutions: the bytes while ``is_sharded`` was True, and those while it was False.
-        peak: The bytes of tensors of the call when their sum was largest, inside attention too: those made
-            while ``is_sharded`` was True, and the others.
-        is_sharded: Whether the operators that follow work on sharded tokens. The caller sets it.
+        products: Floating-point operations of matrix products and convolutions outside of attention.
+        moved: Bytes that all other launches outside of attention read and write.
+        peak: The bytes of tensors of the call when their sum was largest, inside attention too. A tensor
+            counts until it is freed, so it counts for too long if the caller keeps its event.
+        is_sharded: Whether the operators that follow work on sharded tokens. The caller sets it before them.
         in_attention: Whether the operators that follow compute an attention call. The caller sets it.
+
+    ``products``, ``moved`` and ``peak`` are pairs, as in the planner's ``CallWork``: first of operators that ran
+    (for ``peak``, of tensors that were made) while ``is_sharded`` was True, then of the others.
     """
 
     def __init__(self) -> None:
         self.launches = 0
+        self.products = [0.0, 0.0]
         self.moved = [0, 0]
         self.peak = [0, 0]
         self.is_sharded = self.in_attention = False
@@ -47,8 +60,11 @@ class OperatorCount:
         if self.in_attention or not is_launch(event.operator):
             return
         self.launches += 1
-        if schema_of(event.operator).name not in _PRODUCTS:
+        operations = operations_of_product(event)
+        if operations is None:
             self.moved[index] += sum(_bytes_in_memory(x) for x in (*operands, *results))
+        else:
+            self.products[index] += operations
 
     def _note_memory(self, results: Sequence[Tensor], operands: set[int], index: int) -> None:
         for x in results:
@@ -67,6 +83,26 @@ class OperatorCount:
         self._in_memory[index] -= size
 
 
+def operations_of_product(event: OperatorCall) -> float | None:
+    """Return the floating-point operations of a matrix product or convolution: two for each multiplication.
+    None for other operators.
+    """
+    name = schema_of(event.operator).name
+    if name in _MATRIX_PRODUCTS:
+        factor: Tensor = event.args[_MATRIX_PRODUCTS[name]]
+        output: Tensor = event.output
+        return 2.0 * output.numel() * factor.shape[-1]
+    if name == "aten::convolution":
+        weight: Tensor = event.args[1]
+        # weight[0] makes one entry of the output, or if transposed, it is multiplied by one entry of the input.
+        entries: Tensor = event.output
+        is_transposed: bool = event.args[6]
+        if is_transposed:
+            entries = event.args[0]
+        return 2.0 * entries.numel() * weight[0].numel()
+    return None
+
+
 def _bytes_in_memory(x: Tensor) -> int:
     # An expanded tensor covers fewer bytes of memory than its ``nbytes``.
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
@@ -78,13 +114,17 @@ def leaf_tensors(values: Any) -> list[Tensor]:
 
 
 def is_launch(operator: OpOverload) -> bool:
-    """Whether ``operator`` launches work on a device: it is neither a view nor an allocation."""
+    """Whether ``operator`` launches a kernel on a device: it is neither a view, an allocation nor a wait."""
     return (
         schema_of(operator).name not in _NO_LAUNCH and operator.namespace != "prim" and not _is_view(operator)
     )
 
 
 def _is_view(operator: OpOverload) -> bool:
-    """Whether ``operator`` returns a view of an argument; False in place, where it returns what it writes."""
+    """Whether ``operator`` returns a view of an argument, or makes its argument one in place, such as ``t_``.
+    False for other operators in place, which return what they write.
+    """
+    if torch.Tag.inplace_view in operator.tags:
+        return True
     aliases = [returned.alias_info for returned in schema_of(operator).returns]
     return any(alias is not None and not alias.is_write for alias in aliases)

@@ -14,8 +14,6 @@ from para_core.attention.backends.added import ADDED
 from para_core.recorder.operator_count import is_launch, leaf_tensors
 from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel, group_named, schema_of
 
-# These operators launch nothing: the first only chooses a kernel, and a wait only makes the stream wait.
-_NO_LAUNCH_IN_RUN = {"aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
 # The namespaces of torch's own operators. Others are custom operators, whose inner operators are counted
 # instead.
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -38,7 +36,7 @@ _KERNELS = {
 class RunCounter(TorchDispatchMode):
     """A mode that counts launches, collectives, and the bytes that this rank sends in collectives.
 
-    A launch is a collective, or an operator that is neither a view nor an allocation. A fused attention
+    A launch is a collective, or an operator for which :func:`is_launch` is True. A fused attention
     kernel counts as one launch; if SDPA decomposes into matrix products, as on meta tensors, each product
     counts. Operators inside a custom operator are counted, unless the custom operator is one of our Triton
     kernels. Triton kernels that Python launches outside of an operator are not counted. Under a dispatch mode
@@ -90,7 +88,7 @@ class RunCounter(TorchDispatchMode):
                     return call_kernel(func, device, args, kwargs)
             finally:
                 self._counted_outside -= sent is not None
-        if name not in _NO_LAUNCH_IN_RUN and is_launch(func):
+        if is_launch(func):
             self.by_operator[name.removeprefix("aten::")] += _KERNELS.get(name, 1)
         return func(*args, **kwargs)
 

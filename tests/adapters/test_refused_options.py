@@ -42,7 +42,10 @@ OPTIONS = [
     ({"vae": "yes"}, TypeError, "vae is 'yes'"),
     ({"attn_func": 5}, TypeError, "attn_func is 5"),
     ({"rotate_method": ""}, ValueError, "rotate_method is ''"),
-    *[({"timeout": value}, ValueError, rf"timeout is .*{re.escape(str(value))}") for value in (0, -1, 1e300)],
+    *[
+        ({"timeout": value}, ValueError, rf"timeout is .*{re.escape(str(value))}")
+        for value in (0, -1, 1e-9, 86400000000000.0, 1e300)
+    ],
     *[({"timeout": float(value)}, ValueError, rf"timeout is .*{value}") for value in ("nan", "inf")],
     ({"timeout": "long"}, TypeError, "timeout is 'long'"),
     ({"text": "cut"}, ValueError, r"text .*'cut'; .*'shard', 'replicate'"),

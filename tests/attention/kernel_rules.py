@@ -73,10 +73,7 @@ def check_flash(query, key, value, dropout_p=0.0, is_causal=False, *_, **__):
     transformers/cuda/sdp_utils.cpp.
     """
     for x in (query, key, value):
-        _require(
-            x.dtype in (F16, BF16) and x.dtype == query.dtype,
-            f"a tensor is {x.dtype}, query {query.dtype}",
-        )
+        _require(x.dtype in (F16, BF16) and x.dtype == query.dtype, f"a tensor is {x.dtype}, query {query.dtype}")
         _require(x.stride(-1) == 1, f"a tensor has strides {x.stride()}")
         _require(
             x.shape[-1] % 8 == 0 and x.shape[-1] == query.shape[-1] <= 256,
@@ -111,10 +108,7 @@ def check_cudnn(query, key, value, bias, *_, **__):
     cudnn/MHA.cpp, build_graph.
     """
     for x in (query, key, value):
-        _require(
-            x.dtype in (F16, BF16) and x.dtype == query.dtype,
-            f"a tensor is {x.dtype}, query {query.dtype}",
-        )
+        _require(x.dtype in (F16, BF16) and x.dtype == query.dtype, f"a tensor is {x.dtype}, query {query.dtype}")
         _require(
             x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256,
             f"a tensor of {list(x.shape)} has strides {x.stride()}",

@@ -68,10 +68,7 @@ def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> No
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "key_heads"),
-    [
-        *product(["FLASH_ATTENTION", "MATH"], TOLERANCE, [6, 2]),
-        ("triton", torch.float32, 2),
-    ],
+    [*product(["FLASH_ATTENTION", "MATH"], TOLERANCE, [6, 2]), ("triton", torch.float32, 2)],
 )
 def test_out_lse_and_gradients_equal_float64(backend, dtype, key_heads):
     with interpreted() if backend == "triton" else sdpa_kernel([getattr(SDPBackend, backend)]):

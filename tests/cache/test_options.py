@@ -438,6 +438,7 @@ BAD_INPUT = [
     (lambda: cached(compute_steps=[True, False])([1.0] * 4), ValueError, "compute_steps .*2 .*4 steps"),
     (lambda: Forecast("x", 0, mean_of_two, "a test"), ValueError, "num_residuals is 0"),
     (lambda: Rule("x", max, abs, "a test", compares="inputs"), ValueError, "compares is 'inputs'; expected 'residual'"),
+    (lambda: cached(rule=Rule("first_block", max, abs, "a test")), ValueError, "rule .* 'first_block'; .*modulated_"),
 ]
 
 

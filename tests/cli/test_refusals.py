@@ -110,7 +110,11 @@ CASES = [
     (["bench", "--out", "README.md"], 1, "README.md exists"),
     (["bench", "--out", "absent/figures.json"], 1, "absent/figures.json cannot be written"),
     *[
-        ([*command, "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, "--mesh is too small")
+        (
+            [*command, "--mesh", "ring=2,ulysses=1", "--ranks", "4"],
+            2,
+            "--mesh is ring=2, ulysses=1, which does not fit 4 ranks",
+        )
         for command in (PROMPT, ["bench"], ["serve"])
     ],
     (["plan", "--model", "/absent/model"], 1, "'/absent/model'"),
@@ -120,7 +124,7 @@ CASES = [
     *[
         (["plan", *options], 2, message)
         for options, message in (
-            (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], "--mesh is too small"),
+            (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], "--mesh is ring=2, ulysses=1, which does not fit 4 ranks"),
             (["--weights", "fsdp", "--offload", "blocks"], "--weights is 'fsdp' with offload 'blocks'"),
             (["--link", "0"], "--link is '0'"),
             (["--dtype", "float32"], "--dtype is 'float32'"),
@@ -168,8 +172,8 @@ def test_ranks_of_torchrun_and_existing_traces_are_checked_before_torch_is_impor
     mesh, ranks = ["--mesh", "ring=2,ulysses=1"], "torchrun started 4 ranks"
     commands = {
         ("bench", "--ranks", "4", "--profile", str(tmp_path)): (1, f"{trace} exists"),
-        (*PROMPT, *mesh): (2, "--mesh is too small: 4 ranks"),
-        ("bench", *mesh): (2, "--mesh is too small: 4 ranks"),
+        (*PROMPT, *mesh): (2, "--mesh is ring=2, ulysses=1, which does not fit 4 ranks"),
+        ("bench", *mesh): (2, "--mesh is ring=2, ulysses=1, which does not fit 4 ranks"),
         (*PROMPT, "--ranks", "3"): (2, ranks),
     }
     answers = answers_to(tmp_path, list(commands), RANK="1", WORLD_SIZE="4")

@@ -28,7 +28,7 @@ from para_core import (
 from para_core.distributed.create_mesh import check_no_shared_gpu, ranks_per_host
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.mesh import sequence_mesh
-from para_core.distributed.mesh_shape import choose_mesh_shape
+from para_core.distributed.mesh_shape import mesh_sizes
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.outcomes import outcome
 from tests.tiny import cpu_mesh, flux_transformer
@@ -37,7 +37,7 @@ MAXIMUM = st.none() | st.integers(1, 12)
 
 
 def shape(num_ranks, batch=None, ring=None, ulysses=None):
-    return choose_mesh_shape(num_ranks, max_batch_dim_size=batch, max_ring_dim_size=ring, max_ulysses_dim_size=ulysses)
+    return tuple(mesh_sizes(num_ranks, {"batch": batch, "ring": ring, "ulysses": ulysses}).values())
 
 
 def divisors(n, at_most):
@@ -45,7 +45,8 @@ def divisors(n, at_most):
 
 
 def test_the_docstrings_are_right():
-    assert doctest.testmod(import_module("para_core.distributed.create_mesh")).failed == 0
+    for name in ("create_mesh", "mesh_shape"):
+        assert doctest.testmod(import_module(f"para_core.distributed.{name}")).failed == 0
 
 
 @given(num_ranks=st.integers(1, 64), batch=MAXIMUM, ring=MAXIMUM, ulysses=MAXIMUM)
@@ -62,9 +63,9 @@ def test_each_dim_is_largest_divisor_left_or_the_error_names_sizes_that_fit(num_
     if left == 1:
         assert shape(num_ranks, batch, ring, ulysses) == tuple(expected)
         return
-    with pytest.raises(ValueError, match=rf"^{num_ranks} ranks .*batch .*ring .*ulysses ") as error:
+    with pytest.raises(ValueError, match=rf"^mesh is .* {num_ranks} ranks: batch .*ring .*ulysses ") as error:
         shape(num_ranks, batch, ring, ulysses)
-    named = {name: int(size) for name, size in re.findall(r"max_(\w+)_dim_size=(\d+)", str(error.value))}
+    named = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", str(error.value))}
     assert set(named) == {"batch", "ring", "ulysses"}
     for name, size in named.items():
         sizes = {"batch": batch, "ring": ring, "ulysses": ulysses, name: size}
@@ -74,11 +75,14 @@ def test_each_dim_is_largest_divisor_left_or_the_error_names_sizes_that_fit(num_
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: shape(4, ring=0), ValueError, r"max_ring_dim_size.* 0;.* 1"),
-        (lambda: shape(4, batch=-1), ValueError, r"max_batch_dim_size.* -1;.* 1"),
-        (lambda: shape(4, ulysses=2.0), TypeError, r"max_ulysses_dim_size.* 2\.0"),
-        (lambda: shape(4, ulysses="2"), TypeError, r"max_ulysses_dim_size.* '2'"),
-        (lambda: shape(4, ulysses=True), TypeError, r"max_ulysses_dim_size.* True"),
+        (lambda: shape(4, ring=0), ValueError, r"ring.* 0;.* 1"),
+        (lambda: shape(4, batch=-1), ValueError, r"batch.* -1;.* 1"),
+        (lambda: shape(4, ulysses=2.0), TypeError, r"ulysses.* 2\.0"),
+        (lambda: shape(4, ulysses="2"), TypeError, r"ulysses.* '2'"),
+        (lambda: shape(4, ulysses=True), TypeError, r"ulysses.* True"),
+        (lambda: mesh_sizes(4, {"rings": 2}), ValueError, r"'rings'.* ring"),
+        (lambda: mesh_sizes(0, {}), ValueError, r"0 ranks.* at least 1"),
+        (lambda: mesh_sizes(9, {"ring": 8, "ulysses": 2}), ValueError, r"not fit 9 ranks.* ring 3 .* 3 of them"),
         (
             lambda: init_context_parallel_mesh("cpu"),
             RuntimeError,
@@ -254,7 +258,7 @@ def wrong_meshes():
         (lambda: UnifiedAttnMode(named), r"ValueError: .*\('dp', 'tp'\).* 'ring'"),
         (lambda: UnifiedAttnMode(unnamed), r"ValueError: mesh .*1 unnamed"),
         (lambda: UnifiedAttnMode(three), r"ValueError: .*\['replica'\].*mesh\['ring', 'ulysses'\]"),
-        (lambda: init_context_parallel_mesh("cpu", max_ring_dim_size=2, **few), r"ValueError: 4 ranks .*ring 2 .*2 "),
+        (lambda: init_context_parallel_mesh("cpu", max_ring_dim_size=2, **few), r"ValueError: .* 4 ranks.*ring 2 .*2 "),
     ]
     if rank > 1:
         wrong += [
@@ -299,15 +303,16 @@ def test_launchers_tell_ranks_per_host(environment, ranks):
     [
         (16, 8, {}, (1, 2, 8)),
         (6, 2, {}, (1, 3, 2)),
-        (4, 2, {"max_batch_dim_size": 2}, (2, 1, 2)),
-        (12, 6, {"max_batch_dim_size": 4}, (4, 1, 3)),
-        (12, 4, {"max_batch_dim_size": 2}, (2, 3, 2)),
-        (16, 8, {"max_ring_dim_size": 1}, (1, 1, 16)),  # This is the requested shape.
+        (4, 2, {"batch": 2}, (2, 1, 2)),
+        (12, 6, {"batch": 4}, (4, 1, 3)),
+        (12, 4, {"batch": 2}, (2, 3, 2)),
+        (16, 8, {"ring": 1}, (1, 1, 16)),  # This is the requested shape.
+        (16, 8, {"tensor": 2}, (1, 2, 4, 2)),
         (8, 8, {}, (1, 1, 8)),
     ],
 )
 def test_ulysses_groups_stay_on_a_host(ranks, on_host, maxima, expected):
-    assert choose_mesh_shape(ranks, ranks_per_host=on_host, **maxima) == expected
+    assert tuple(mesh_sizes(ranks, maxima, ranks_per_host=on_host).values()) == expected
 
 
 def device_types():

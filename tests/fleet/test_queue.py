@@ -1,10 +1,12 @@
-"""The queue and the pool of replicas that are stand-ins: order, batches, cancelling, and replicas that died."""
+"""The queue, the pool and the lines of stand-ins for replicas: order, batches, cancelling, and replicas that died."""
 
 import asyncio
 
 import pytest
 from diffusers import FluxKontextPipeline
 
+from para_core.fleet import replicas
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.http import pool
 from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.http.jobs import Job, Jobs, Metrics
@@ -12,6 +14,7 @@ from para_core.fleet.http.pool import Pool
 from para_core.fleet.http.server import Server
 from para_core.fleet.outputs import Result
 from para_core.fleet.pipeline_info import describe_class
+from para_core.fleet.prompt_file import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
@@ -51,6 +54,36 @@ class StandIn:
             await self.stop()
             raise RankDied("rank 0 died.")
         return [Result((), {"id": id_}) for id_, _ in batch]
+
+
+class Mortal(StandIn):
+    """A replica whose ranks die of the request "deadly", and which cannot run "bad"."""
+
+    async def generate(self, request):
+        prompt = request.fields["prompt"]
+        if prompt == "bad":
+            raise RequestFailed(prompt)
+        self.running = prompt != "deadly"
+        if not self.running:
+            raise RankDied(prompt)
+        return prompt
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "starts", "failed"),
+    [(["deadly"], 8, [2], [1]), (["deadly", "bad", "a", "deadly"], 1, [4], [1, 2, 4]), (["a", "b"], 2, [1, 1], [])],
+)
+def test_replica_starts_for_a_waiting_line_only(monkeypatch, prompts, count, starts, failed):
+    made, written = [], []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(replicas, "make_replicas", lambda *args: made.extend(Mortal() for _ in range(args[2])) or made)
+    lines = [Line(number, Request({"prompt": prompt}, seed=0)) for number, prompt in enumerate(prompts, start=1)]
+    options = Recipe("none"), ReplicaOptions(1), count
+    problems = replicas.generate_lines(lines, *options, write=lambda line, result: written.append(line.number))
+    assert [replica.starts for replica in made] == starts
+    assert [problem.number for problem in problems] == failed
+    assert sorted([*written, *failed]) == [line.number for line in lines]
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ EXCLUDED = [
     ({"resident_blocks": 1}, "resident_blocks is 1 with offload None"),
     ({"resident_blocks": -1, "offload": "blocks"}, "^resident_blocks is -1; expected at least 0"),
     ({"pipefusion": 0}, "^pipefusion is 0; expected at least 1"),
+    ({"mesh": (("foo", 2),)}, "mesh has 'foo=2'"),
+    ({"mesh": (("ring", 0),)}, "mesh has 'ring=0'"),
     ({"weights": "fsdp", "offload": "blocks"}, "weights are 'fsdp' with offload 'blocks'"),
     ({"weights": "tensor"}, "weights are 'tensor', but the mesh"),
     *[({check: True, "comm_dtype": "int8"}, "comm_dtype leaves nothing equal") for check in CHECKS],
@@ -36,7 +38,7 @@ EXCLUDED = [
 def test_options_that_exclude_each_other_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         Recipe(**{"model": "model", **options})
-    Recipe("a.gguf", config="b", offload="blocks", mesh=(("ring", 2),))
+    Recipe("a.gguf", config="b", offload="blocks", mesh=(("ring", 2),), timeout=365 * 24 * 3600)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +77,34 @@ def test_a_recipe_whose_weights_move_can_be_loaded_by_model_offload(options):
     assert not Recipe("model", text_encoders="replicate").moves_weights
 
 
-def test_every_declared_option_is_a_field_of_the_json_form_and_a_class_is_another_result():
+# Options that change results by more than rounding, and options that do not.
+DECISIVE = [
+    *({"model": "other"}, {"pipeline": "FluxImg2ImgPipeline"}, {"config": "a/b"}, {"controlnet": ("a/b",)}),
+    *({"dtype": "float16"}, {"cache": 0.1}, {"lora": ("a/b",)}, {"pipefusion": 4}, {"comm_dtype": "int8"}),
+    *({"quantize": "int8"}, {"quantize": "int8", "weights": "fsdp"}),
+    *({"backend": "flash"}, {"backend": "math"}, {"cross_backend": "flash"}),
+    *({"backend": AttentionSchedule(middle)} for middle in BACKENDS),
+]
+SAME = [
+    *({"mesh": (("pipe", 2),)}, {"weights": "fsdp"}, {"rotate_method": "allgather"}, {"timeout": 3.0}),
+    *({"offload": "blocks", "resident_blocks": 2}, {"text_encoders": "first"}, {"vae_placement": "first"}),
+    *({"vae": True}, {"compile": "whole"}, {"products": "triton"}, {"verify": True}, {"same_bits": True}),
+    *({"trust_remote_code": True}, {"cache": 0.0}),
+]
+
+
+def test_each_option_changes_the_digest_or_no_result():
+    digests = [Recipe(**{"model": "model", **options}).digest for options in [{}, *DECISIVE]]
+    assert len(set(digests)) == len(digests)
+    assert {Recipe("model", **options).digest for options in SAME} == {digests[0]}
+    assert Recipe("model", pipefusion=4, mesh=(("pipe", 2),)).digest == Recipe("model", pipefusion=4).digest
+    assert {name for options in [*DECISIVE, *SAME] for name in options} == {field.name for field in fields(Recipe)}
+
+
+def test_every_declared_option_is_a_field_of_the_json_form():
     recipe = Recipe("model", backend=AttentionSchedule("math"), comm_dtype="int8", timeout=3.0)
     stored = json.loads(json.dumps(asdict(recipe)))
     assert set(stored) == {field.name for field in fields(Recipe)} >= {each.name for each in declarations(Recipe)}
     assert (stored["comm_dtype"], stored["timeout"], stored["backend"]["middle"]) == ("int8", 3.0, "math")
-    others = [{}, {"pipeline": "FluxImg2ImgPipeline"}, {"controlnet": ("a/b",)}, {"config": "a/b"}]
-    others += [{"cross_backend": "flash"}, {"backend": "flash"}, {"backend": "math"}]
-    others += [{"backend": AttentionSchedule(middle)} for middle in BACKENDS]
-    recipes = [Recipe("model", **other) for other in others]
-    assert len({recipe.digest for recipe in recipes}) == len(recipes)
-    of_schedules = [approximations(recipe) for recipe in recipes[-len(BACKENDS) :]]
+    of_schedules = [approximations(Recipe("model", backend=AttentionSchedule(middle))) for middle in BACKENDS]
     assert of_schedules == [("attention_schedule",) if name in EXACT_FORM else () for name in BACKENDS]

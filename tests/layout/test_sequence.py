@@ -116,9 +116,7 @@ def test_what_is_no_layout_is_an_error(make, message):
 
 
 @given(
-    order=st.permutations(range(4)),
-    dim=st.integers(-4, 3),
-    cuts=st.lists(st.integers(0, 6), min_size=2, max_size=6),
+    order=st.permutations(range(4)), dim=st.integers(-4, 3), cuts=st.lists(st.integers(0, 6), min_size=2, max_size=6)
 )
 def test_a_copy_of_runs_lies_in_memory_as_the_tensor_does(order, dim, cuts):
     cuts = sorted(cuts)

@@ -1,5 +1,6 @@
 """The mesh that a pipeline gets if none is given."""
 
+import os
 import re
 from unittest import mock
 
@@ -122,10 +123,13 @@ def test_failed_prediction_is_a_warning():
 def choose_by_other_features():
     """Return the error of a feature that fails, and the choice without the feature."""
 
-    def fail(*_):
-        raise ZeroDivisionError("by 17" if dist.get_rank() == 0 else "another rank chose")
+    class LocalError(Exception):
+        """An error that does not pickle."""
 
-    with mock.patch.object(default_mesh, "feature", lambda name: fail), pytest.raises(ZeroDivisionError) as caught:
+    def fail(*_):
+        raise LocalError("by 17" if dist.get_rank() == 0 else "another rank chose")
+
+    with mock.patch.object(default_mesh, "feature", lambda name: fail), pytest.raises(RuntimeError) as caught:
         default_mesh._choose_default_mesh("cuda", flux_pipe(), None)
     with mock.patch.object(features, "FEATURES", ()):
         return str(caught.value), default_mesh._choose_default_mesh("cuda", flux_pipe(), None)
@@ -133,7 +137,7 @@ def choose_by_other_features():
 
 def test_error_of_the_choice_is_raised_on_every_rank_and_the_planner_is_optional(rank_pool):
     for error, choice in rank_pool.run(choose_by_other_features, 2):
-        assert error == "by 17"
+        assert "LocalError: by 17." in error
         assert (choice.batch, choice.ring, choice.ulysses) == (1, 1, 2)
         assert "ulysses" in choice.reason
 
@@ -167,6 +171,10 @@ def shapes_on_hosts(cases):
         with mock.patch("socket.gethostname", lambda names=names: names[dist.get_rank()]):
             sequence = default_mesh.guided_mesh_for(None, flux_pipe()).sequence
         shapes[names] = sequence.ring.size, sequence.ulysses.size
+    # A launcher that tells some ranks only is an error on all of them.
+    told = {"WORLD_SIZE": str(dist.get_world_size()), "GROUP_WORLD_SIZE": "1"} if dist.get_rank() == 0 else {}
+    with mock.patch.dict(os.environ, told), pytest.raises(ValueError, match="ranks_per_host"):
+        default_mesh.guided_mesh_for(None, flux_pipe())
     return shapes
 
 

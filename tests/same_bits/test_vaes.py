@@ -36,8 +36,7 @@ def equal_ways(name, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "ranks"),
-    [("Wan 2.1", torch.float32, 2), ("KL", torch.float32, 3), ("KL", torch.bfloat16, 2)],
+    ("name", "dtype", "ranks"), [("Wan 2.1", torch.float32, 2), ("KL", torch.float32, 3), ("KL", torch.bfloat16, 2)]
 )
 def test_vae_has_the_bytes_of_one_process(rank_pool, ranks, name, dtype):
     for equal in rank_pool.run(equal_ways, ranks, name, dtype):

@@ -281,8 +281,7 @@ def compile_way(name, way):
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [pytest.param(*case, marks=() if case == ("KL", "decode") else pytest.mark.long) for case in WAYS],
+    ("name", "way"), [pytest.param(*case, marks=() if case == ("KL", "decode") else pytest.mark.long) for case in WAYS]
 )
 def test_compiled_autoencoder_is_one_exact_graph(rank_pool, name, way):
     for errors, graphs in rank_pool.run(compile_way, 2, name, way, timeout=900):

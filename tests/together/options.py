@@ -278,8 +278,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         {"weights": ("fsdp",), "mesh": _RANKS, "compile": ("whole", "in-place")},
     ),
     Exclusion(
-        "a cache over stages of two kinds of blocks",
-        {"mesh": _STAGES, "cache": _CACHED, "pipeline": ("klein",)},
+        "a cache over stages of two kinds of blocks", {"mesh": _STAGES, "cache": _CACHED, "pipeline": ("klein",)}
     ),
     Exclusion("vae=True of a VAE on one rank", {"vae": ("vae",), "vae placement": ("vae-first",)}),
     Exclusion(

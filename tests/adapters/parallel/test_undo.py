@@ -17,6 +17,8 @@ from para_core.adapters import (
     unparallelize_pipe,
 )
 from para_core.adapters.parallel.session import ParallelSession
+from para_core.distributed.groups import find_or_make_group
+from para_core.distributed.timeouts import override_timeouts
 from tests.adapters.parallel.unchanged import changes_since, image_of, state_of, timeouts
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
@@ -39,6 +41,12 @@ def change_timeouts():
     for number, (step, seconds) in enumerate(steps):
         step()
         assert group._timeout.total_seconds() == seconds, number
+    # A group that is created during one override, and overridden by a later one, keeps the time-out of neither.
+    world, ranks = mesh.get_group("ulysses"), [0, 1]
+    undo_first = override_timeouts([world], timedelta(seconds=70), ranks)
+    created = find_or_make_group("para_core: created", ranks, timeout=timedelta(seconds=70))
+    undo_second = override_timeouts([world, created], timedelta(seconds=50), ranks)
+    undo_first(), undo_second()
     image_of(parallelize_pipe(first, mesh=mesh, vae=True, timeout=30))
     unparallelize_pipe(first)
     # Sharded weights stay, and another call restores the time-out.

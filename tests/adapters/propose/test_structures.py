@@ -1,6 +1,7 @@
 """A plan is proposed for models without an adapter, and only if it is exact, or an error or a question says why not."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import transformers
 
 from para_core import check_parallel
 from para_core.adapters import Adapter, parallelize_transformer, propose_plan
+from para_core.adapters.models import ADAPTERS
+from para_core.adapters.propose.proposal import Proposal, source_of
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
 from para_core.plans import plan as rules
@@ -140,6 +143,18 @@ def adapter_of(source):
     names = {}
     exec(source, names)
     return names["ADAPTER"]
+
+
+def test_source_of_each_adapter_defines_it_again():
+    for adapter in ADAPTERS:
+        source = source_of(adapter)
+        assert adapter_of(source) == adapter
+        # Only a long text is longer than the formatter allows.
+        assert all(len(line) <= 110 or line.endswith('",') for line in source.splitlines()), adapter.transformer
+    with pytest.raises(NameError):
+        adapter_of(source_of(replace(ADAPTERS[0], complete=lambda plan, module: plan)))
+    with pytest.raises(ValueError, match="plan and its error"):
+        Proposal("Model", ADAPTERS[0].plan)
 
 
 # The model, its examples and the inputs of the ranks, answers, the mesh as batch × ring × ulysses, and text=.
