@@ -197,7 +197,10 @@ FEATURES: dict[str, Feature] = {
         "adapters/weights/tensor_weights.py para_core/weights/tensor.py para_core/weights/tensor_checks.py",
         (_WEIGHTS, '"tensor":'),
     ),
-    "stages": Feature("adapters/weights/staged_transformer.py para_core/weights/stages.py", (_WEIGHTS, '"stages":')),
+    "stages": Feature(
+        "adapters/weights/staged_transformer.py adapters/weights/staged_loras.py para_core/weights/stages.py",
+        (_WEIGHTS, '"stages":'),
+    ),
     "PipeFusion": Feature(
         (
             "adapters/weights/fused_pipe.py para_core/weights/pipefusion.py para_core/weights/patches.py "

@@ -90,6 +90,13 @@ def test_one_process_is_examined_without_ranks(tmp_path, capsys):
         assert " ".join(arguments[1:]).removesuffix("/doctor.json") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("size", "ring"), [(2, 1), (3, 1), (4, 2), (6, 2)])
+def test_an_even_number_of_ranks_is_examined_with_a_ring_of_two(size, ring):
+    with in_short(), mock.patch.object(doctor, "init_context_parallel_mesh", side_effect=RuntimeError) as make_mesh:
+        examine(ExaminedRanks(0, size, torch.device("cpu"), torch.float32))
+    make_mesh.assert_called_once_with("cpu", max_ring_dim_size=ring)
+
+
 def test_a_slow_link_says_what_is_usual():
     ranks = ExaminedRanks(0, 2, torch.device("cuda", 0), torch.bfloat16)
     report = DoctorReport()

@@ -63,7 +63,17 @@ def apply_cache_on_pipe(
         ``pipe`` itself.
 
     Raises:
-        TypeError, ValueError: The pipeline is not supported, or an option is invalid.
+        TypeError: ``pipe`` is no pipeline, no adapter describes the blocks of its transformers or they cannot
+            be skipped, a transformer is inside a wrapper for training (DistributedDataParallel, FSDP1),
+            ``adapter`` is no `Adapter`, ``per_transformer`` is no dict of dicts, or an option is unknown or
+            has a wrong type.
+        ValueError: An option is out of range, excludes another one, needs a scheduler that the pipeline
+            lacks, or leaves no block to skip; ``rule`` is given without a threshold of its own;
+            ``per_transformer`` names no transformer of the pipeline; a transformer lacks the blocks or
+            arguments that its adapter names, or has another cache already: one of :func:`apply_cache`,
+            :func:`apply_cache_on_transformer` or diffusers.
+        ImportError, RuntimeError: On a parallel pipeline, another rank has failed by such an error, or does
+            not answer.
     """
     check_pipeline_or_model("pipeline", pipe, "apply_cache_on_transformer takes a transformer.")
     mesh = mesh_of(pipe)
@@ -94,6 +104,9 @@ def _resolve(
 ) -> dict[str, BlockCache]:
     """Validate the options and return a cache for each transformer of ``pipe``, by component name.
     Changes nothing.
+
+    Raises:
+        TypeError, ValueError: As :func:`apply_cache_on_pipe`.
     """
     models = models_to_check(pipe, adapter)
     for model in models:
@@ -143,7 +156,12 @@ def apply_cache_on_transformer(
         ``transformer`` itself.
 
     Raises:
-        TypeError, ValueError: The transformer is not supported, or an option is invalid.
+        TypeError: ``transformer`` is no model, no adapter describes its blocks or they cannot be skipped, it
+            is inside a wrapper for training, ``adapter`` is no `Adapter`, or an option is unknown or has a
+            wrong type.
+        ValueError: An option is out of range, excludes another one, needs a schedule, or leaves no block to
+            skip; ``rule`` is given without a threshold of its own; or the transformer lacks the blocks or
+            arguments that its adapter names, or has a cache of diffusers.
     """
     check_pipeline_or_model("model", transformer, "apply_cache_on_pipe takes a pipeline.")
     module = uncompiled(transformer)

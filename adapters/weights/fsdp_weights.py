@@ -25,6 +25,7 @@ from para_core.weights.fsdp import (
     check_shardable,
     gathered_parameters,
     is_sharded,
+    ranks_per_copy,
     shard_blocks,
     shard_mesh,
     sharded_parameters,
@@ -33,6 +34,7 @@ from para_core.weights.group import sequence_ranks, timeout_of, weights_mesh
 
 
 def _check_fsdp_mesh(mesh: GuidedMesh, has_transformer: bool) -> None:
+    """Refuse a mesh with tensor ranks for transformers, and one with a single rank per sequence."""
     if has_transformer and mesh.tensor.size > 1:
         raise ValueError(
             f"the mesh has {mesh.tensor.size} ranks along 'tensor', which share the heads of a transformer, "
@@ -71,7 +73,7 @@ def _replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _fsdp_mesh_of(module: nn.Module) -> DeviceMesh | None:
-    # Test the class first: each call of a model asks this, and shard_mesh looks at all parameters.
+    # Test the class first, because shard_mesh looks at all parameters.
     if not is_sharded(module):
         return None
     return shard_mesh(module)
@@ -97,10 +99,18 @@ def _place_loras(module: nn.Module) -> None:
 
 
 def check_shards_in_sequence(module: nn.Module, name: str) -> None:
-    """Refuse weights sharded over ranks that may run different blocks."""
-    mesh, applied = _fsdp_mesh_of(module), mesh_of_plan(module)
-    num_sharing = 1 if mesh is None else mesh.size()
-    num_in_sequence = 1 if applied is None else applied.ranks
+    """Refuse weights sharded over ranks that may run different blocks.
+
+    Only their numbers are compared: that these ranks are those of the sequence is left to the user.
+    """
+    # Test the class first: each call of a model asks this, and ranks_per_copy looks at all parameters.
+    if not is_sharded(module):
+        return
+    num_sharing = ranks_per_copy(module)
+    applied = mesh_of_plan(module)
+    num_in_sequence = 1
+    if applied is not None:
+        num_in_sequence = applied.ranks
     if num_sharing > num_in_sequence:
         raise refusal(
             RuntimeError,

@@ -1,9 +1,8 @@
 """Pipeline stages of a diffusers transformer: each rank along ``pipe`` holds consecutive blocks and frees the
 others.
 
-:class:`~para_core.weights.stages.Stages` runs the blocks. Here is what diffusers and peft need: methods that
-would move, cast or save all weights raise, and LoRAs can be loaded, fused and unloaded while the blocks of
-other stages are freed.
+:class:`~para_core.weights.stages.Stages` runs the blocks. Here is what diffusers needs: methods that would
+move, cast or save all weights raise. LoRAs are changed by :mod:`.staged_loras`.
 
 Other methods see freed weights as tensors on the meta device. ``state_dict()`` returns them too, and cannot
 raise, because diffusers and peft read its names and shapes while they load a LoRA: to save a model, load it
@@ -12,7 +11,6 @@ again.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,20 +19,17 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.agree.arguments import agree_on_values
-from para_core.adapters.agree.loras import describe_loras_of_model, lora_weights
 from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import stack_of, why_no_stages
 from para_core.adapters.registry import adapter_for, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
-from para_core.adapters.weights.lora import ADDS, CHANGES, agree_on_lora, check_initialization, on_all_ranks
 from para_core.adapters.weights.one_way import load_again, one_way
 from para_core.adapters.weights.sharded_component import is_distributed
+from para_core.adapters.weights.staged_loras import agree_on_loras, wrappers_of_lora_methods
 from para_core.cache.options import CacheOptions
 from para_core.distributed.agree import together
 from para_core.distributed.agreed_inputs import AgreeOnInputs, assume_agreed
 from para_core.distributed.mesh import PIPE_DIM, GuidedMesh
-from para_core.distributed.records import Record, describe_differences
 from para_core.instance.modules import is_compiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import (
@@ -45,7 +40,6 @@ from para_core.instance.record import (
 )
 from para_core.instance.slots import Slot
 from para_core.weights.balance import split_by_cost
-from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.stack import stages_of
 from para_core.weights.stages import Stages, check_freeable, free_other_blocks
 
@@ -112,7 +106,7 @@ class StageChange(FeatureChange):
         # What follows communicates, so a rank that fails before it must tell the others here.
         with together(mesh, "stages could not be made"):
             blocks = stack_of(module, self.adapter)
-        _agree_on_loras(module, mesh)
+        agree_on_loras(module, mesh)
         # If blocks are freed already, keep their ranges: a freed block has no weights to compute with, and
         # the costs by which ranges are balanced may have changed with a LoRA.
         earlier = stages_of(module)
@@ -120,10 +114,7 @@ class StageChange(FeatureChange):
         stages = self._stages = Stages(module, blocks, mesh.pipe, self._agree_on_inputs, ranges)
         stages.install()
         refused = _wrappers_that_raise(_REFUSED_METHODS, module, _raise_on_freed_blocks)
-        changes = {
-            name: partial(_add_lora if name in ADDS else _change_lora, stages, mesh) for name in CHANGES
-        }
-        loras = {name: change for name, change in changes.items() if hasattr(module, name)}
+        loras = wrappers_of_lora_methods(stages, mesh)
         fill_slot(module, Slot.STAGED_WEIGHTS, {**refused, **loras}, owner=self)
         # diffusers' group offload moves single blocks and layers, so each layer must refuse to move.
         freed = [part for block in stages.other_blocks for part in block.modules()]
@@ -221,19 +212,6 @@ def _check_earlier_stages(owner: Any, module: nn.Module, mesh: GuidedMesh) -> No
     )
 
 
-def _agree_on_loras(module: nn.Module, mesh: GuidedMesh) -> None:
-    """Raise ``ValueError`` on all ranks if they have loaded different LoRAs. Collective."""
-
-    def explain(records: list[Record]) -> str:
-        return (
-            "the ranks of one mesh must call parallelize_pipe with equal models. "
-            f"{'; '.join(describe_differences(records))}. Load the same LoRAs on all ranks before it."
-        )
-
-    describe = partial(describe_loras_of_model, "transformer", module)
-    agree_on_values(describe, mesh, "parallelize_pipe", lambda: None, explain)
-
-
 def _raise_on_freed_blocks(
     action: str, call: object, module: nn.Module, /, *args: object, **kwargs: object
 ) -> None:
@@ -256,70 +234,6 @@ def _raise_on_freed_blocks_of_pipe(
     if staged:
         _raise_on_freed_blocks(action, call, staged[0])
     return call(pipe, *args, **kwargs)
-
-
-def _change_lora(
-    stages: Stages,
-    mesh: GuidedMesh,
-    call: Callable[..., Any],
-    module: nn.Module,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Run ``call``, a method of ``module`` that changes loaded LoRAs. Collective.
-
-    Weights of other stages' blocks are on the meta device. Merging a LoRA computes with them there without
-    effect, but peft must not read their values.
-    """
-    layers = [
-        layer
-        for block in stages.other_blocks
-        for layer in block.modules()
-        if hasattr(layer, "adapter_layer_names")
-    ]
-    with on_all_ranks(mesh):
-        try:
-            fill_slots(layers, Slot.STAGED_MERGE, {"merge": _merge_without_check})
-            return call(module, *args, **kwargs)
-        finally:
-            empty_slots(layers, Slot.STAGED_MERGE)
-
-
-def _merge_without_check(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Merge a LoRA into a layer whose weights are freed, without peft's check for NaN, which would read them."""
-    bound = inspect.signature(call).bind(layer, *args, **kwargs)
-    bound.arguments["safe_merge"] = False
-    return call(*bound.args, **bound.kwargs)
-
-
-def _add_lora(
-    stages: Stages,
-    mesh: GuidedMesh,
-    call: Callable[..., Any],
-    module: nn.Module,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Add a LoRA to all blocks, then free its weights in the blocks of other stages. Collective.
-
-    During the call stand-ins on this rank's device replace these blocks' weights, because peft reads their
-    devices and dtypes. They hold zeros, or NaN for the weights of earlier LoRAs, which the call may write to
-    (:func:`~para_core.weights.parameters.stand_ins`). So the LoRA must not be initialized from weights
-    (:func:`check_initialization`).
-    """
-    with on_all_ranks(mesh):
-        check_initialization(module, args, kwargs)
-        agree_on_lora(mesh, args, kwargs)
-        device = next(stages.blocks[stages.block_range.start].block.parameters()).device
-        lora_ids = {id(x) for x in lora_weights(module)}
-        freed = [weight for block in stages.other_blocks for weight in weights_of(block)]
-        try:
-            with stand_ins(freed, device, lora_ids):
-                return call(module, *args, **kwargs)
-        finally:
-            free_other_blocks(stages)
 
 
 def check_chained_blocks(module: nn.Module, name: str, mesh: GuidedMesh, adapter: Adapter | None) -> None:

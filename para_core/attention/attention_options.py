@@ -79,7 +79,9 @@ class AttnOptions:
 
     @property
     def by_position(self) -> bool:
-        """Whether an option lets positions decide which keys a query sees; see :class:`AttentionOption`."""
+        """Whether one of the options lets the positions of tokens decide which keys a query sees.
+        :attr:`AttentionOption.by_position` says what follows from that.
+        """
         return any(other.by_position for other in self.others)
 
     @property

@@ -54,8 +54,13 @@ def apply_cache(
         ``model`` itself.
 
     Raises:
-        TypeError, ValueError: An option is invalid or needs a schedule, the model does not have the blocks
-            that ``blocks`` describes, or one of diffusers' own caches is enabled on it.
+        TypeError: An option is unknown or has a wrong type, the threshold is missing, or ``mesh`` is neither
+            a `DeviceMesh` nor a `ProcessGroup`.
+        ValueError: An option is out of range, excludes another one, needs a schedule, or leaves no block to
+            skip; the model lacks the blocks or arguments that ``blocks`` describes, or has one of diffusers'
+            own caches; ``mesh`` has neither a ``ring`` nor a ``ulysses`` dim, has a dim that is unknown, or
+            does not contain this rank.
+        RuntimeError: The process groups of ``mesh`` were destroyed.
     """
     module: Any = uncompiled(model)
     settings = options_of("apply_cache", options)

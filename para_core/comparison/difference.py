@@ -27,6 +27,14 @@ _REASONS: dict[EntryKind, str] = {
     "attended": "its attention differs, though query, key and value agree: look at the mask",
 }
 
+# A mask has a dim of queries and one of keys at its end.
+_FEWEST_MASK_DIMS = 2
+# A floating-point tensor counts as a mask only in the form that SDPA broadcasts, ``[B, 1, S_q, S_k]``. With
+# fewer dims, or with several heads, it cannot be told from activations.
+_FLOAT_MASK_DIMS, _FLOAT_MASK_HEADS = 4, 1
+# The cumulative lengths of one sequence are two integers, 0 and its length.
+_SHAPE_OF_CUMULATIVE_LENGTHS = (2,)
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -39,8 +47,8 @@ class Difference:
         reason (`str`): A description of the difference.
         facts (`tuple` of `str`, *optional*): Details for debugging: the module's attention calls, its
             settings that depend on lengths, and advice.
-        error (`float`, *optional*): The estimated relative error of the tensors at this point; None if no
-            tensors were compared.
+        error (`float`, *optional*): The relative error of the tensors at this point, estimated from random
+            projections (:class:`~para_core.comparison.digests.Digest`); None if no tensors were compared.
     """
 
     module: str
@@ -203,8 +211,11 @@ def _error_of_entry(entry: RecordEntry, parts: Sequence[RecordEntry], segments: 
     """Return the largest relative error of the tensors of ``entry``, given the same entry of each rank
     (``parts``).
 
-    Tensors whose number or shapes do not fit count as equal: a module may get other tensors on a rank and be
-    right, and if it is wrong, a later output shows it.
+    Three kinds of tensors are not compared, because a module may get others on a rank and be right: all, if
+    their number differs; one whose shape does not fit; and one that may differ by its shape and dtype
+    (:func:`_may_differ_on_ranks`). If one of them is wrong, the first later tensor that depends on it
+    differs. The price is that the report then names the module of that tensor, which may come after the
+    cause.
     """
     if any(len(part.digests) != len(entry.digests) for part in parts):
         return 0.0
@@ -217,20 +228,25 @@ def _error_of_entry(entry: RecordEntry, parts: Sequence[RecordEntry], segments: 
 
 
 def _may_differ_on_ranks(full: Digest) -> bool:
-    """Whether a tensor may be right on a rank although it is no part of ``full``."""
+    """Whether a tensor of this shape and dtype may be right on a rank although it is no part of ``full``.
+
+    Such a tensor may be a mask, which may have other rows or columns on a rank and be correct, or the
+    cumulative lengths of a sequence, which are those of the rank's part. Shape and dtype are all that is
+    known of it, so other tensors of these forms are left out as well: bools with two dims, an image with one
+    channel, a pair of integers.
+    """
     shape, dtype = full.shape, full.dtype
-    # A tensor [..., S_q, S_k] may be a mask. A correct mask may have other numbers of rows or columns on a
-    # rank, and a wrong mask shows in the attention output.
-    if dtype == torch.bool and len(shape) >= 2:
-        return True
-    if len(shape) == 4 and shape[1] == 1 and dtype.is_floating_point:
-        return True
-    # Two integers may be the cumulative lengths of a sequence: those of a rank are others.
-    return shape == (2,) and not dtype.is_floating_point
+    if dtype == torch.bool:
+        return len(shape) >= _FEWEST_MASK_DIMS or shape == _SHAPE_OF_CUMULATIVE_LENGTHS
+    if dtype.is_floating_point:
+        return len(shape) == _FLOAT_MASK_DIMS and shape[1] == _FLOAT_MASK_HEADS
+    return shape == _SHAPE_OF_CUMULATIVE_LENGTHS
 
 
 def _error_of_parts(parts: Sequence[Digest], full: Digest, segments: Sequence[Segment]) -> float:
-    """Return the relative error of a tensor; 0.0 if the parts do not fit, or it has no dims to compare along."""
+    """Return the relative error of a tensor; 0.0 if its parts do not fit: they have another number of dims, or
+    other sizes along more than one dim, or lengths that no segment has.
+    """
     if any(len(part.shape) != len(full.shape) for part in parts):
         return 0.0
     dims = differing_dims([part.shape for part in parts], full.shape)

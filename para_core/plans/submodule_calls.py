@@ -19,7 +19,14 @@ from para_core.plans.attention_check import AttentionCheck
 from para_core.plans.exchange import HeadExchange, SumsOverRanks, add_halo, drop_halo
 from para_core.plans.interception import Interception
 from para_core.plans.module_matching import ModuleRules
-from para_core.plans.plan import AttentionByHeads, LinearAttention, OneForEach, ShardRule
+from para_core.plans.plan import (
+    Attention,
+    AttentionByHeads,
+    AttentionRule,
+    LinearAttention,
+    OneForEach,
+    ShardRule,
+)
 from para_core.plans.plan_queries import attention_calls
 from para_core.torch_internals import top_saved_tensors_hooks
 
@@ -52,8 +59,8 @@ class SubmoduleCalls:
     def hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Wrapper:
         """Return the function that runs around the call of a submodule with ``rules``.
 
-        The rules are local variables of the two functions inside, and not attributes that they read: Dynamo
-        would guard each attribute.
+        What the functions read of the rules are local variables of the methods that make them, and not
+        attributes: Dynamo would guard each attribute.
 
         Args:
             rules: The rules of the plan for the submodule.
@@ -64,39 +71,78 @@ class SubmoduleCalls:
             if rules.exchange == "enter":
                 return partial(self._enter_heads, rules.parts)
             return self._leave_heads
-        name = rules.name
-        attention = rules.attention
-        halo = rules.halo
-        gathers = rules.gathers
-        of_inputs = rules.of_inputs
-        of_outputs = rules.of_outputs
+        attend = self._hook_of_attention(rules.attention, parameters, heads)
+        if rules.shard_rules or rules.gathers or rules.halo is not None:
+            return self._hook_of_rules(rules, parameters, attend)
+        # Return attend itself if nothing else is needed: one Python frame less per call.
+        return attend
+
+    def _hook_of_attention(
+        self, attention: AttentionRule, parameters: tuple[str, ...], heads: int
+    ) -> Wrapper:
+        """Return the function that runs around a submodule with this rule for its attention, which may be
+        none.
+        """
+        if isinstance(attention, AttentionByHeads):
+            return self._hook_of_heads(attention, parameters, heads)
+        if isinstance(attention, LinearAttention):
+            return self._hook_of_sums(attention)
+        if not attention:
+            return _run_without_rules
+        return self._hook_of_calls(attention, parameters)
+
+    def _hook_of_calls(
+        self, attention: tuple[Attention, ...] | OneForEach, parameters: tuple[str, ...]
+    ) -> Wrapper:
+        """Return the function that runs around a submodule whose attention calls are intercepted."""
 
         def attend(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(attention, AttentionByHeads):
-                # A graph with flex_attention may have left this rank's number (Region.heads).
-                setattr(module, attention.heads, heads)
-            if not attention or not self.interceptions:
+            if not self.interceptions:
                 return call(module, *args, **kwargs)
             interception = self.interceptions[-1]
             if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
                 interception.planned.bind_checkpoint()
-            if isinstance(attention, (tuple, OneForEach)):
-                calls = attention
-                if isinstance(calls, OneForEach):
-                    calls = attention_calls(calls, parameters, args, kwargs)
-                if interception.mode is None and not torch.compiler.is_compiling() and not self.check.due:
-                    # This is what attend_to does at the dispatcher, with fewer Python calls.
-                    interception.running.append(interception.planned.copy_for_calls(calls))
-                    try:
-                        return call(module, *args, **kwargs)
-                    finally:
-                        interception.running.pop()
-                with interception.attend_to(calls) as planned:
-                    if not (torch.compiler.is_compiling() or self.check.due):
-                        return call(module, *args, **kwargs)
-                    return self.check.run(planned, call, module, args, kwargs)
-            if isinstance(attention, LinearAttention):
-                return self._sum_over_ranks(attention, interception, call, module, args, kwargs)
+            calls = attention
+            if isinstance(calls, OneForEach):
+                calls = attention_calls(calls, parameters, args, kwargs)
+            if interception.mode is None and not torch.compiler.is_compiling() and not self.check.due:
+                # This is what attend_to does at the dispatcher, with fewer Python calls.
+                interception.running.append(interception.planned.copy_for_calls(calls))
+                try:
+                    return call(module, *args, **kwargs)
+                finally:
+                    interception.running.pop()
+            with interception.attend_to(calls) as planned:
+                if not (torch.compiler.is_compiling() or self.check.due):
+                    return call(module, *args, **kwargs)
+                return self.check.run(planned, call, module, args, kwargs)
+
+        return attend
+
+    def _hook_of_sums(self, attention: LinearAttention) -> Wrapper:
+        """Return the function that runs around a module of linear attention."""
+
+        def attend(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if not self.interceptions:
+                return call(module, *args, **kwargs)
+            interception = self.interceptions[-1]
+            if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+                interception.planned.bind_checkpoint()
+            return self._sum_over_ranks(attention, interception, call, module, args, kwargs)
+
+        return attend
+
+    def _hook_of_heads(self, attention: AttentionByHeads, parameters: tuple[str, ...], heads: int) -> Wrapper:
+        """Return the function that runs around a submodule whose ``heads`` heads the ranks share."""
+
+        def attend(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            # A graph with flex_attention may have left this rank's number (Region.heads).
+            setattr(module, attention.heads, heads)
+            if not self.interceptions:
+                return call(module, *args, **kwargs)
+            interception = self.interceptions[-1]
+            if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+                interception.planned.bind_checkpoint()
             # Share the heads of a short, replicated segment too, because cached keys are those of a rank's
             # heads. With fewer heads than ranks no call shares them, since a sharded one raises.
             shares_heads = self.is_parallel and heads >= self.mesh.ranks
@@ -105,6 +151,18 @@ class SubmoduleCalls:
             segment = self.executor.segment(attention.segment)
             exchange = HeadExchange(attention, segment, self.mesh, module, heads)
             return self._run_with_heads(exchange, interception, call, parameters, args, kwargs)
+
+        return attend
+
+    def _hook_of_rules(self, rules: ModuleRules, parameters: tuple[str, ...], attend: Wrapper) -> Wrapper:
+        """Return the function that shards the inputs of a submodule, exchanges its halo rows, and shards or
+        gathers its outputs. ``attend`` runs in between, around the submodule.
+        """
+        name = rules.name
+        halo = rules.halo
+        gathers = rules.gathers
+        of_inputs = rules.of_inputs
+        of_outputs = rules.of_outputs
 
         def run_by_rules(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not self.interceptions:
@@ -136,10 +194,7 @@ class SubmoduleCalls:
                 interception.planned.active[0] = False
             return output
 
-        if of_inputs or of_outputs or gathers or halo is not None:
-            return run_by_rules
-        # Return attend itself if nothing else is needed: one Python frame less per call.
-        return attend
+        return run_by_rules
 
     def _sum_over_ranks(
         self,
@@ -198,3 +253,7 @@ class SubmoduleCalls:
         if self._head_exchanges:
             x = self._head_exchanges[-1].leave(x)
         return call(projection, x, *args, **kwargs)
+
+
+def _run_without_rules(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return call(module, *args, **kwargs)

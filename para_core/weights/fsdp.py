@@ -155,8 +155,31 @@ def is_sharded(module: nn.Module) -> bool:
 
 def shard_mesh(module: nn.Module) -> DeviceMesh | None:
     """Return the mesh over which FSDP2 shards ``module`` or its blocks; None if no parameter is sharded."""
+    parameter = _sharded_parameter(module)
+    if parameter is None:
+        return None
+    return parameter.device_mesh
+
+
+def _sharded_parameter(module: nn.Module) -> DTensor | None:
+    """Return the first parameter of ``module`` that FSDP2 shards; None if there is none."""
     parameters = (x for part in module.modules() if isinstance(part, FSDPModule) for x in part.parameters())
-    return next((x.device_mesh for x in parameters if isinstance(x, DTensor)), None)
+    return next((x for x in parameters if isinstance(x, DTensor)), None)
+
+
+def ranks_per_copy(module: nn.Module) -> int:
+    """Return the number of ranks among which FSDP2 divides one copy of the weights; 1 if no parameter is sharded.
+
+    Each rank waits for these ranks whenever it gathers a block. With HSDP the ranks along ``replicate``, the
+    first mesh dim, hold other copies, and a forward does not wait for them.
+    """
+    parameter = _sharded_parameter(module)
+    if parameter is None:
+        return 1
+    mesh = parameter.device_mesh
+    if parameter.placements[0].is_replicate():
+        return mesh.size() // mesh.size(0)
+    return mesh.size()
 
 
 # The sharded parameters, by (id of the module, name of the parameter). A separate record is needed, because

@@ -124,6 +124,11 @@ def test_callback_draws_with_another_pipe_of_the_transformer(rank_pool, threshol
         assert max(errors) < 1e-5, errors
 
 
+class Numbered(FluxTransformer2DModel):
+    def forward(self, **inputs):
+        return *super().forward(**inputs, return_dict=False), 7
+
+
 def test_model_unlike_its_config_is_not_predicted():
     model, inputs = flux_transformer(), flux_inputs(4, 3)
     eightbit, wider, patched, hooked = (copy.deepcopy(model) for _ in range(4))
@@ -133,6 +138,7 @@ def test_model_unlike_its_config_is_not_predicted():
     hooked.register_forward_hook(lambda *_: None)
     for changed in (eightbit, wider, patched, hooked, torch.compile(model)):
         assert predict_output(changed, (), inputs) is None
+    assert predict_output(Numbered(**model.config), (), inputs) is None
     with torch.autocast("cpu", torch.bfloat16):
         assert predict_output(model, (), inputs) is None
     assert predict_output(model, (), {**inputs, "joint_attention_kwargs": {"store": object()}}) is None

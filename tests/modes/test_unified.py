@@ -222,13 +222,14 @@ def test_innermost_mode_counts_and_disable_holds_inside_alone(rank_pool):
 
 
 def leave_by_an_exception():
-    mode, fast_path = UnifiedAttnMode(cpu_mesh(1, 2)), torch.backends.mha.get_fastpath_enabled()
+    mode = UnifiedAttnMode(cpu_mesh(1, 2))
     for kind in (ValueError, KeyboardInterrupt):
         with pytest.raises(kind, match="mine"), mode as cp:
             cp.shard(make_qkv(5, 3)[0], dim=2)
             raise kind("mine")
         assert not _get_current_function_mode_stack()
-        assert torch.backends.mha.get_fastpath_enabled() == fast_path
+        # The default of torch: a mode that never restores it would also have changed it in earlier tests.
+        assert torch.backends.mha.get_fastpath_enabled()
         assert mode._known == ()
     alone = F.scaled_dot_product_attention(*make_qkv(6, 2))
     with mode as cp:
@@ -264,10 +265,9 @@ def attend_in_two_threads():
         first_outside.set()
         return outs
 
-    fast_path = torch.backends.mha.get_fastpath_enabled()
     with ThreadPoolExecutor(2) as threads:
         outs = list(threads.map(work, range(2)))
-    return outs, torch.backends.mha.get_fastpath_enabled() == fast_path
+    return outs, torch.backends.mha.get_fastpath_enabled()
 
 
 def test_two_threads_have_modes_and_meshes_of_their_own(rank_pool):

@@ -6,6 +6,7 @@ import torch
 from para_core.adapters.planner.count import count_call, without_data
 from para_core.adapters.planner.inputs import INPUTS, default_sizes
 from zoo.tiny.pipelines import PIPELINES
+from zoo.tiny.transformers.registry import MODELS
 
 
 class FirstCallError(Exception):
@@ -36,6 +37,12 @@ def test_default_sizes_are_those_of_the_pipeline(name):
     inputs = INPUTS[type(pipe.transformer).__name__](pipe.transformer.config, sizes)
     assert inputs["hidden_states"].shape == shape
     assert steps == len(pipe.scheduler.timesteps)
+
+
+def test_default_sizes_of_an_unknown_pipeline_are_those_of_flux():
+    pipe = type("WithoutDefaults", (), {"__call__": lambda self, prompt: prompt})()
+    sizes, steps = default_sizes(pipe, MODELS["flux"].build(), {})
+    assert (sizes.height, sizes.width, sizes.frames, sizes.text, steps) == (1024, 1024, 1, 512, 50)
 
 
 def test_a_call_with_patches_of_frames_is_counted():

@@ -14,6 +14,7 @@ from diffusers import ConfigMixin, DiffusionPipeline, LuminaNextDiT2DModel, Mode
 from diffusers.guiders import SmoothedEnergyGuidance
 from diffusers.hooks import FirstBlockCacheConfig, LayerSkipConfig, apply_layer_skip
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torchao.quantization import Int8Tensor, PerRow
 
@@ -430,6 +431,15 @@ def test_each_check_has_a_case(name):
         with pytest.raises(getattr(builtins, errors_of(check)[0]), match=message) as caught:
             run(phase if options is None else check_cached_call, model, mesh, options)
     assert caught.traceback[-1].name == check.__name__
+
+
+def test_weights_with_copies_for_other_sequences_are_not_refused():
+    with fake_group(4):
+        shards = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        pipe = pipe_with(lambda model: shard_blocks(model, blocks_of(model), shards))
+        sequence = guided_mesh(cpu_mesh(1, 2, batch=2)).sequence
+        apply_plan(pipe.transformer, require_plan(pipe.transformer, pipe.transformer, None), sequence)
+        check_cached_call(models_to_check(pipe)[0], CACHE)
 
 
 def test_untouched_pipelines_are_not_refused():

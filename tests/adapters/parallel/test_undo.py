@@ -10,12 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core.adapters import (
-    AttentionSchedule,
-    apply_cache_on_pipe,
-    parallelize_pipe,
-    unparallelize_pipe,
-)
+from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.timeouts import override_timeouts
