@@ -210,7 +210,9 @@ FEATURES: dict[str, Feature] = {
         words="compiled_pipefusion under_pipefusion",
     ),
     "text encoder offload": Feature(
-        "adapters/weights/text_encoder_offload.py", (_WEIGHTS, '"text_encoder_offload":'), words="text_encoders_offload"
+        "adapters/weights/text_encoder_offload.py",
+        (_WEIGHTS, '"text_encoder_offload":'),
+        words="text_encoders_offload text_encoders_first",
     ),
     "VAE offload": Feature(
         "adapters/weights/vae_offload.py",

@@ -66,11 +66,14 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
         gap = _gap_between_rows(x, order)
         zeros = x.new_zeros([*in_memory[:-1], in_memory[-1] + gap]).narrow(-1, 0, in_memory[-1])
     zeros = zeros.permute([order.index(dim) for dim in range(x.ndim)])
-    # Kernels read the stride of a dim of one element, too, which a view may have from another tensor.
+    # Kernels read the stride of a dim of one element, too, which a view may have from another tensor. If it is
+    # that of the dim around it, they take both dims for one, and the zeros have equal strides there as well.
     new_strides = [*zeros.stride()]
     stride = 1
-    for dim in reversed(order):
-        if x.shape[dim] == sizes[dim] == 1 and strides[dim] != stride:
+    for index in reversed(range(x.ndim)):
+        dim = order[index]
+        is_one_dim = index > 0 and strides[order[index - 1]] == strides[dim]
+        if x.shape[dim] == sizes[dim] == 1 and strides[dim] != stride and not is_one_dim:
             new_strides[dim] = strides[dim]
         stride *= x.shape[dim]
     return zeros.as_strided(zeros.shape, new_strides)

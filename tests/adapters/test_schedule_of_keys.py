@@ -5,11 +5,11 @@ from math import ceil
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
 from para_core.adapters import AttentionSchedule, KeptKeys, parallelize_pipe, unparallelize_pipe
 from tests.adapters.test_attention_options import draw, small_pipe
-from tests.adapters.test_pipelines import build
 from tests.tiny import cpu_mesh, relative_error
 
 
@@ -62,8 +62,16 @@ def test_kept_keys_are_those_of_the_formula(rank_pool, args):
     rank_pool.run(draw_kept, args[0] * args[1], *args)
 
 
+class FlexProcessor:
+    """A processor that attends by flex attention."""
+
+    def __call__(self, *args):
+        return flex_attention(*args)
+
+
 def test_kept_keys_of_flex_attention_are_refused():
-    pipe = build("anyflow far")
+    pipe = small_pipe()
+    pipe.transformer.transformer_blocks[0].attn.processor = FlexProcessor()
     with pytest.raises(ValueError, match=r"KeptKeys\(share=0.5.*transformer"):
         parallelize_pipe(pipe, backend=HALF)
 

@@ -38,9 +38,10 @@ def test_cache_never_asked_warns_with_reason():
     assert cache_report(pipe).rows == []
 
 
-def test_cache_on_blocks_that_store_keys_is_refused():
+@pytest.mark.parametrize("name", [pytest.param(UNCACHED, id="AnyFlowFARTransformer3DModel")])
+def test_cache_on_blocks_that_store_keys_is_refused(name):
     with pytest.raises(TypeError, match=r"store keys"):
-        apply_cache_on_pipe(build(UNCACHED))
+        apply_cache_on_pipe(build(name))
 
 
 @pytest.mark.sample(2)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -47,6 +47,7 @@ def rank_part(x, one):
     bias=st.booleans(),
     strided=st.booleans(),
 )
+@example(torch.float32, Segment("", 1), 0, 1, 0, (0, 2), False, True)
 @settings(max_examples=4 * settings().max_examples)
 def test_few_rows_have_the_bits_of_one_process(dtype, text, image, ranks, rank, batch, bias, strided):
     generator = torch.Generator().manual_seed(image)

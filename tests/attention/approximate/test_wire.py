@@ -8,6 +8,7 @@ import para_core
 from para_core import UnifiedAttnMode
 from para_core.attention.attention_options import AttnOptions
 from para_core.distributed.mesh import one_rank
+from para_core.option_values import ROTATE_METHODS
 from tests.attention.cases import IMAGE_FIRST, TEXT_FIRST, Case, Mask, attend, make_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_traffic import Traffic
@@ -112,7 +113,7 @@ def test_other_dtypes_and_methods_are_refused():
         (TypeError, ValueError), match=r"comm_dtype.* torch\.bfloat16.* torch\.int8 .*torch\.float8_e4m3fn"
     ):
         UnifiedAttnMode(one_rank("cpu"), comm_dtype=torch.bfloat16)
-    for method in ("2d", "gathered"):
+    for method in [name for name in ROTATE_METHODS if name not in ("alltoall", "allgather")]:
         with pytest.raises(ValueError, match=rf"rotate_method='{method}'.* comm_dtype.* torch\.int8"):
             AttnOptions.of(rotate_method=method, comm_dtype=INT8)
 
