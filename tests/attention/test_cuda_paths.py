@@ -1,6 +1,4 @@
-"""Attention on a GPU without a GPU: each backend runs on meta tensors, and every call checks the preconditions of its
-kernels, of which the kernels check few (kernel_rules.py).
-"""
+"""Attention on meta tensors, as on a GPU: every call checks the preconditions of its kernels (kernel_rules.py)."""
 
 from __future__ import annotations
 

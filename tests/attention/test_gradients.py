@@ -1,6 +1,4 @@
-"""Gradients over every mesh and transport, compared with those of unmodified SDPA on one device for the sum of all
-ranks' losses, and what has no gradient.
-"""
+"""Gradients over every mesh and transport equal those of the sum of all losses on one device; what has none raises."""
 
 import pytest
 import torch

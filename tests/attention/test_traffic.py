@@ -18,9 +18,7 @@ TEXT, IMAGE = ("text", 3, True), ("image", 13)
 
 
 class Traffic(TorchDispatchMode):
-    """A counter of all-to-alls, all-gathers and the bytes that this rank sends in them. It lists other collectives by
-    name.
-    """
+    """A recorder of the bytes that this rank sends in all-to-alls and all-gathers, and of other collectives by name."""
 
     def __init__(self):
         super().__init__()
@@ -177,9 +175,7 @@ def test_each_element_moves_once_into_each_buffer(rank_pool, ring, ulysses, expe
 
 
 class Buffers(TorchDispatchMode):
-    """A recorder of the most collective buffers alive at once, sampled when attention is computed or a collective
-    begins.
-    """
+    """A recorder of the most collective buffers alive when attention is computed or a collective begins."""
 
     def __init__(self):
         super().__init__()

@@ -62,8 +62,7 @@ def generate_cached(name="wan", shape=None, **options):
     return latents, rows
 
 
-# Threshold and maximum of consecutive hits of each replica. One skips whenever it may, so the two are never at the same
-# step.
+# The prompt and threshold of each replica. One skips whenever it may, so the two are never at the same step.
 PROMPTS = [("a cat", 0.0), ("a dog on a hill", 0.3)]
 
 

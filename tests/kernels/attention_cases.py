@@ -73,9 +73,7 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 
 def check_lse(actual: Tensor, exact: Tensor, bound: float) -> None:
-    """Raise if an element differs by more than ``bound``, or if -inf is in other rows than those without a key. The
-    bound is absolute because lse is a logarithm.
-    """
+    """Raise if an element of these logarithms differs by more than ``bound``, or if -inf is in other rows."""
     assert actual.dtype == torch.float32
     finite = exact > -torch.inf
     assert torch.equal(actual > -torch.inf, finite)

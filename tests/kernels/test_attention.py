@@ -272,8 +272,7 @@ def test_error_is_that_of_8_bits(function, tensors):
     query, key, value = (x.half() for x in tensors(50, 70, 64, batch=1))
     out, lse = function(query, key, value)
     exact, exact_lse = by_formula(query, key, value)
-    # The error is a 254th of the largest of 64 numbers, which is about 2.5 times their size. That is 0.6 % of a factor
-    # of each score of size 1.
+    # The error is a 254th of the largest of 64 numbers, about 2.5 times their size: 0.6 % of a score of size 1.
     assert relative_l1(out, exact) < 0.02
     check_lse(lse, exact_lse, 0.02)
     if tensors is with_outliers and function is int8_reference.attention:

@@ -30,9 +30,7 @@ def normal(*shape, dtype=torch.float32, seed=0, mean=0.0):
 
 
 def partial_results(shape, dtype=torch.float32, seed=0):
-    """Return two sides. The first row saw no key, the second only keys of a, the third only keys of b, and the fourth
-    keys of very different scores.
-    """
+    """Return two sides. Rows 0 to 3 saw no key, only keys of a, only keys of b, and keys of very different scores."""
     outs = [normal(*shape, dtype=dtype, seed=seed + side) for side in range(2)]
     lses = [3 * normal(*shape[:3], seed=seed + side + 2) for side in range(2)]
     lses[0][:, :, 3:4] *= 1e4

@@ -109,9 +109,7 @@ class SingleStreamBlock(nn.Module):
 
 class EmbedND(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
-        """Return angles ``[B, 1, S, 4]`` of positions ``[B, S, 3]``: one for each coordinate, and a second one for the
-        last.
-        """
+        """Return angles ``[B, 1, S, 4]`` of positions ``[B, S, 3]``: one per coordinate, and a second of the last."""
         return torch.cat([ids, ids[..., -1:] / 10], dim=-1)[:, None]
 
 
@@ -155,9 +153,7 @@ def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, k_lens: Tensor | None = None) -> Tensor:
-    """Attend over ``[B, S, H, D]`` with all samples in one packed sequence, and the keys of each sample up to its
-    length.
-    """
+    """Attend over ``[B, S, H, D]`` with all samples in one sequence, and the keys of each sample up to its length."""
     batch, num_queries, num_keys = len(q), q.shape[1], k.shape[1]
     lengths = [num_keys] * batch if k_lens is None else k_lens.tolist()
     k, v = (torch.cat([sample[:length] for sample, length in zip(x, lengths, strict=True)]) for x in (k, v))
@@ -255,8 +251,7 @@ class WanModel(nn.Module):
         return [u[: math.prod(size)] for u, size in zip(h, grid_sizes.tolist(), strict=True)]
 
 
-# -- HunyuanVideo: the text refiner attends by SDPA before the blocks. Blocks attend by flash_attn, with lengths that
-# the model computes.
+# -- HunyuanVideo: the text refiner attends by SDPA, then blocks attend by flash_attn, with lengths of the model.
 
 
 def attention(
@@ -446,9 +441,7 @@ class AsymmetricJointBlock(nn.Module):
 
 
 def compute_packed_indices(text_mask: Tensor, num_latents: int) -> dict[str, Any]:
-    """Return the indices of the valid tokens of ``[B, num_latents + text]``, and where each sample begins among
-    these.
-    """
+    """Return the indices of the valid tokens of ``[B, num_latents + text]``, and the start of each sample there."""
     mask = F.pad(text_mask, (num_latents, 0), value=True)
     lengths = mask.sum(1)
     return {

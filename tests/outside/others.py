@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from tests.outside.official import HEADS, WIDTH, EmbedND, LastLayer, Mlp, grid, heads, modulate, rotate, sdpa
 
-# -- timm: blocks are in nn.Sequential. The class token and positions are added before them, and the class token is read
-# after them.
+# -- timm: the class token and positions are added before an nn.Sequential of blocks, and the class token is read after.
 
 
 class Attention(nn.Module):
