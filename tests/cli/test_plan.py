@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -198,16 +199,10 @@ def test_a_plan_over_hosts_is_run_by_torchrun(capsys):
     assert "torchrun --nnodes=2 --nproc_per_node=6" in capsys.readouterr().out
 
 
-def test_absent_folder_and_unreachable_hub_are_stated(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        "huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(OSError("no network"))
-    )
+def test_an_unreachable_hub_is_stated(capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", mock.Mock(side_effect=OSError("no network")))
     assert run(["plan", "--model", "black-forest-labs/FLUX.1-dve"]) == 1
     assert re.search(r"did you mean FLUX\.1-dev.*cannot be reached", capsys.readouterr().err)
-    assert run(["plan", "--model", str(tmp_path / "nothing")]) == 1
-    assert "is no folder here" in capsys.readouterr().err
-    assert run(["plan", "--model", str(tmp_path)]) == 1
-    assert "model_index.json" in capsys.readouterr().err
 
 
 def test_doctor_and_lists_print_what_they_know(capsys, tmp_path):
