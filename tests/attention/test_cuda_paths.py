@@ -13,12 +13,12 @@ from para_core.attention import local
 from para_core.attention.local import local_attention_backward, local_attention_with_lse
 from para_core.attention.local_call import LocalAttentionCall
 from tests.attention.kernel_rules import PRECONDITIONS
+from tests.operators import ASK_THE_HOST
 
 B, H = 2, 4
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 aten = torch.ops.aten
 
-ASK_THE_HOST = {aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.nonzero, aten.masked_select}
 COPIES = {aten.copy_, aten._to_copy, aten.clone, aten.constant_pad_nd, aten.contiguous, aten.cat, aten.index_select}
 
 

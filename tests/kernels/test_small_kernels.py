@@ -13,17 +13,13 @@ from para_core.attention.merge import merge_on_gpu, merge_on_gpu_in_place
 from para_core.cache.residual_operators import change_on_gpu, forecast_on_gpu
 from para_core.kernels import merge, merge_reference, norm, norm_reference, residual, residual_reference
 from para_core.spatial.norm import moments_on_gpu, normalized_on_gpu
-from tests.kernels.layouts import laid_out
+from tests.kernels.layouts import laid_out, normal
 from tests.pairwise import long_beyond_pairs
 
 pytestmark = pytest.mark.slow
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = residual.BLOCK * residual.STEPS
-
-
-def normal(*shape, dtype=torch.float32, seed=0, mean=0.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean).to(dtype)
 
 
 # -- One function each: inputs by shape, and the formula.
