@@ -16,13 +16,10 @@ from para_core.adapters import (
     shard_weights,
 )
 from para_core.option_values import BACKENDS, EXACT_FORM, RING_STYLES
+from tests.adapters.agree.test_options import attend
 from tests.adapters.parallel.unchanged import same_pipe
 from tests.tiny import flux_pipe
 from zoo.tiny.transformers.registry import MODELS
-
-
-def attend(*args, **kwargs):
-    raise NotImplementedError
 
 
 @pytest.fixture(scope="module")

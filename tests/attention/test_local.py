@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from para_core.attention.local import local_attention, local_attention_backward, local_attention_with_lse
 from para_core.attention.local_call import LocalAttentionCall
+from tests.kernels.attention_cases import by_formula
 from tests.kernels.interpreted import interpreted
 
 B, H, S_Q, S_K, D = 2, 6, 7, 9, 16
@@ -44,22 +45,6 @@ def make_masks(dtype):
     }
 
 
-def in_float64(qkv, mask=None, is_causal=False, scale=None):
-    """Return leaves, output and lse in float64, from the definition."""
-    leaves = [x.detach().double().requires_grad_() for x in qkv]
-    query, key, value = leaves
-    group = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(group, 1).mT * (D**-0.5 if scale is None else scale)
-    if mask is not None:
-        hidden = ~mask if mask.dtype == torch.bool else mask == -INFINITY
-        bias = 0.0 if mask.dtype == torch.bool else mask.double().masked_fill(hidden, 0.0)
-        scores = (scores + bias).masked_fill(hidden, -INFINITY)
-    if is_causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -INFINITY)
-    weights = torch.softmax(scores, -1).masked_fill((scores == -INFINITY).all(-1, keepdim=True), 0.0)
-    return leaves, weights @ value.repeat_interleave(group, 1), torch.logsumexp(scores, -1)
-
-
 def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
     assert actual.shape == expected.shape, what
     error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-300)
@@ -84,7 +69,8 @@ def test_out_lse_and_gradients_equal_float64(backend, dtype, key_heads):
 
 def check_call(kind, qkv, backend, options):
     dtype, what = qkv[0].dtype, f"mask {kind}, {options}"
-    leaves, exact_out, exact_lse = in_float64(qkv, **options)
+    leaves = [x.double().requires_grad_() for x in qkv]
+    exact_out, exact_lse = by_formula(*leaves, **options)
     call = LocalAttentionCall(*qkv, **options)
     out, lse = local_attention_with_lse(call, backend)
     check(out, exact_out, dtype, what)

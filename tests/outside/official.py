@@ -77,6 +77,9 @@ class DoubleStreamBlock(nn.Module):
         self.img_qkv, self.txt_qkv = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.img_mlp, self.txt_mlp = Mlp(), Mlp()
 
+    def attend(self, *qkv: Tensor) -> Tensor:
+        return sdpa(*qkv)
+
     def forward(self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor) -> tuple[Tensor, Tensor]:
         img_shift, img_scale, img_gate = self.img_mod(vec).chunk(3, dim=-1)
         txt_shift, txt_scale, txt_gate = self.txt_mod(vec).chunk(3, dim=-1)
@@ -84,7 +87,7 @@ class DoubleStreamBlock(nn.Module):
         txt_heads = heads(self.txt_qkv(modulate(self.txt_norm(txt), txt_shift, txt_scale)))
         q, k, v = (torch.cat(pair, dim=1) for pair in zip(txt_heads, img_heads, strict=True))
         cos, sin = pe.cos().transpose(1, 2), pe.sin().transpose(1, 2)
-        attn = sdpa(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        attn = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         txt_attn, img_attn = attn[:, : txt.shape[1]], attn[:, txt.shape[1] :]
         img = img + img_gate[:, None] * self.img_mlp(img + img_attn)
         txt = txt + txt_gate[:, None] * self.txt_mlp(txt + txt_attn)

@@ -150,15 +150,6 @@ def test_on_ranks(rank_pool, check, ranks, arguments):
     rank_pool.run(check, ranks, *arguments)
 
 
-@pytest.mark.parametrize("attempt", [parallelize_pipe, shard_weights])
-@pytest.mark.parametrize("part", ["pipe", "transformer"])
-def test_balanced_pipeline_is_refused_with_way_out(attempt, part):
-    pipe = flux_pipe()
-    {"pipe": pipe, "transformer": pipe.transformer}[part].hf_device_map = {"text_encoder": 0, "transformer": 1}
-    with pytest.raises(ValueError, match=r"\['0', '1'\].*parallelize_pipe\(pipe, mesh=mesh, weights='fsdp'\)"):
-        attempt(pipe)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
