@@ -20,9 +20,6 @@ def test_gradients_equal_those_of_one_device(rank_pool, ring, ulysses, options):
     check_all(rank_pool, calls_of(ring, ulysses, options, learns=True), ring, ulysses, learns=True, **options)
 
 
-# -- Sixteen bits.
-
-
 def cancelling_gradients(inputs, dims, options, compiled):
     """Return the gradients of a sum, whose parts nearly cancel."""
     *qkv, mask = (None if x is None else x.clone().requires_grad_() for x in inputs)

@@ -116,9 +116,6 @@ def test_in_16_bits_the_error_is_not_above_sdpas(dtype, slack, kind):
     check_lse(lse, exact_lse, 1e-5)
 
 
-# -- Continuing.
-
-
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -105,9 +105,6 @@ def test_every_element_gets_to_its_place_and_back(eight, data):
             alike(x, y)
 
 
-# -- Numbers.
-
-
 @BOTH
 def test_every_float8_number_equals_pytorch(by):
     every = torch.arange(256, dtype=torch.uint8)
@@ -151,9 +148,6 @@ def test_nonfinite_value_makes_its_token_nan(by, bad, position, eight):
     (restored,) = by.unpack(buffer, regions, [torch.zeros_like(x)], eight)
     assert restored[0, 1, 2].isnan().all()
     assert int(restored.isnan().sum()) == 16
-
-
-# -- As operators.
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8], ids=str)

@@ -204,9 +204,6 @@ def test_norm_over_ranks_equals_float64(of_values, last, affine):
     assert error < max(bound, 2 * own_error)
 
 
-# -- As operators.
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_form_of_the_gpu_takes_what_a_kernel_refuses(dtype):
     x, y = normal(2, 9).to(dtype), normal(2, 9, seed=1).to(dtype)

@@ -112,9 +112,6 @@ def test_checkpointed_gradient_in_mode_equals_one_device(rank_pool):
             assert relative_error(grad, expected) < 1e-5, (call.__name__, reentrant, inside)
 
 
-# -- State of a mode.
-
-
 def loss_of_two_lengths(mesh, blocks, reentrant):
     losses = []
     for length in (S, S + 2):

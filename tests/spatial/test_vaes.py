@@ -111,9 +111,6 @@ def test_few_rows_use_fewer_ranks(rank_pool):
     rank_pool.run(check_few_rows, 4)
 
 
-# -- Costs.
-
-
 # As docs/vae.md says, the mask of HunyuanVideo has the rows of this rank, and that of HunyuanVideo 1.5 has all rows.
 MASKS = {"HunyuanVideo": 0.5, "HunyuanVideo15": 1.0}
 TOKENS = 3 * 8 * 5
@@ -170,9 +167,6 @@ def test_masks_traffic_and_activations(rank_pool, ranks):
         assert traffic == expected_traffic(rank, ranks)
         # The first rank also gets the image, with 3 channels in addition to the 8 of the last layer.
         assert peak < (0.85 if rank == 0 else 0.65) * alone
-
-
-# -- Settings.
 
 
 @torch.no_grad()
@@ -233,9 +227,6 @@ def check_settings():
     with pytest.raises(RuntimeError, match=r"^getitem .*dim 1 "):
         tiled.decode(vaes[1], random_image(tiled.latents))
     assert max(errors.values()) < 1e-5 < seams, errors
-
-
-# -- Inside compiled functions.
 
 
 # encode() of these autoencoders constructs a distribution.

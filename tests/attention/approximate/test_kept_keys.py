@@ -131,9 +131,6 @@ def test_only_kept_keys_travel_and_the_host_waits_once_at_most(rank_pool):
         assert plain <= 1 and causal == 0
 
 
-# -- Options.
-
-
 def test_options_survive_their_json_and_take_another_share():
     options = AttnOptions.of(kept_keys=KeptKeys(1 / 3, 7), backend="math")
     assert AttnOptions.read(options.as_text()) == options

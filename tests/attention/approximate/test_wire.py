@@ -104,9 +104,6 @@ def test_rounded_calls_with_kernels_launch_few_more(ranks):
     assert half.launches == whole.launches + ranks - 1, str(half)
 
 
-# -- Options.
-
-
 def test_other_dtypes_and_methods_are_refused():
     with pytest.raises(
         (TypeError, ValueError), match=r"comm_dtype.* torch\.bfloat16.* torch\.int8 .*torch\.float8_e4m3fn"
