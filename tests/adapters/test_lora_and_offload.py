@@ -63,10 +63,6 @@ def draw_in_every_order():
             assert relative_error(out, expected[stage]) < 1e-5, (when, stage)
 
 
-def test_lora_is_exact_at_every_stage(rank_pool):
-    rank_pool.run(draw_in_every_order, 2)
-
-
 # Each way to offload has functions of the pipeline that switch it on and off.
 
 
@@ -150,10 +146,6 @@ def draw_with_ip_adapters():
     assert torch.equal(generate(unparallelize_pipe(pipe), "flux", **IMAGES), expected)
 
 
-def test_ip_adapters_are_exact(rank_pool):
-    rank_pool.run(draw_with_ip_adapters, 2)
-
-
 def _skip(model):
     apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn="transformer_blocks"))
 
@@ -220,5 +212,6 @@ def call_with_hooks_of_others():
         pipe(**flux_call())
 
 
-def test_user_hook_stays_and_unknown_diffusers_hook_raises(rank_pool):
-    rank_pool.run(call_with_hooks_of_others, 2)
+@pytest.mark.parametrize("job", [draw_in_every_order, draw_with_ip_adapters, call_with_hooks_of_others])
+def test_loras_ip_adapters_and_user_hooks_are_exact(rank_pool, job):
+    rank_pool.run(job, 2)

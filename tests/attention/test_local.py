@@ -11,18 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from para_core.attention.local import local_attention, local_attention_backward, local_attention_with_lse
 from para_core.attention.local_call import LocalAttentionCall
+from tests.attention.one_device import make_qkv
 from tests.kernels.attention_cases import by_formula
 from tests.kernels.interpreted import interpreted
 
 B, H, S_Q, S_K, D = 2, 6, 7, 9, 16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 INFINITY = float("inf")
-
-
-def make(key_heads=H, dtype=torch.float32, num_keys=S_K):
-    torch.manual_seed(0)
-    sizes = (H, S_Q), (key_heads, num_keys), (key_heads, num_keys)
-    return [torch.randn(B, number, length, D).to(dtype) for number, length in sizes]
 
 
 def make_masks(dtype):
@@ -64,7 +59,7 @@ def test_out_lse_and_gradients_equal_float64(backend, dtype, key_heads):
             if backend != "triton" or (kind in ("none", "bool") and scale):
                 options = {"mask": mask, "is_causal": is_causal, "scale": scale}
                 named = backend if backend == "triton" else None
-                check_call(kind, make(key_heads, dtype), named, options)
+                check_call(kind, make_qkv(S_Q, H, D, S_k=S_K, H_kv=key_heads, dtype=dtype), named, options)
 
 
 def check_call(kind, qkv, backend, options):

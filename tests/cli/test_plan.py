@@ -9,20 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers import FluxPipeline, UNet2DConditionModel
+from diffusers import FluxPipeline
 
 from para_core.adapters import plan_mesh
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.prediction import default_text_encoders
 from para_core.cli.app import run
 from para_core.fleet.pipeline_info import find_tiny_flux
-
-CONFIGS_OF_UNET = {
-    "block_out_channels": (32, 64),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "cross_attention_dim": 32,
-}
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
 
 def test_json_has_every_mesh(capsys):
@@ -112,7 +106,7 @@ def test_printed_command_runs_and_quotes_a_folder_for_the_shell(capsys, tmp_path
 
 
 def test_weights_of_a_unet_are_compared_with_the_card(capsys, tmp_path):
-    unet = UNet2DConditionModel(**CONFIGS_OF_UNET)
+    unet = UNET_PIPELINES["sd"].build().unet
     unet.save_config(tmp_path / "unet")
     index = {"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}
     absent = ("vae", "text_encoder", "tokenizer", "scheduler", "safety_checker", "feature_extractor", "image_encoder")
