@@ -9,12 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core.adapters import (
-    AttentionSchedule,
-    apply_cache_on_pipe,
-    parallelize_pipe,
-    unparallelize_pipe,
-)
+from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe
 from para_core.adapters.parallel.session import ParallelSession
 from tests.adapters.parallel.unchanged import changes_since, image_of, state_of, timeouts
 from tests.rank_pool import heartbeat
