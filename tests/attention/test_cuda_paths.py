@@ -41,22 +41,20 @@ class Watcher(TorchDispatchMode):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Return what runs a call and its gradient by a backend that is given, because torch cannot choose for meta
-    tensors. It returns out, the gradients, and a watcher of each.
-    """
+    """Return a function that runs a call and its gradient by a backend, and returns out and a watcher of each."""
 
-    def attend(backend, query, key, value=None, out=None, lse=None, grad_out=None, mask=None, **options):
+    def attend(backend, query, key, value=None, mask=None, **options):
+        # torch cannot choose for meta tensors.
         monkeypatch.setattr(local, "choose_backend", lambda *_: getattr(SDPBackend, backend.upper()).value)
         call = LocalAttentionCall(query, key, key if value is None else value, mask=mask, **options)
         with Watcher() as forward:
-            result, own_lse = local_attention_with_lse(call)
-        assert own_lse.shape == query.shape[:3] and own_lse.dtype == F32
-        out, lse = result if out is None else out, own_lse if lse is None else lse
+            out, lse = local_attention_with_lse(call)
+        assert lse.shape == query.shape[:3] and lse.dtype == F32
         with Watcher() as backward:
-            grads = local_attention_backward(call, torch.empty_like(out) if grad_out is None else grad_out, out, lse)
+            grads = local_attention_backward(call, torch.empty_like(out), out, lse)
         for grad, x in zip(grads[:3], call[:3], strict=True):
             assert grad.shape == x.shape and grad.dtype == x.dtype
-        return result, forward, backward
+        return out, forward, backward
 
     return attend
 

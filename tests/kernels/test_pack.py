@@ -24,10 +24,8 @@ def spread(shape, dtype, seed=0):
 
 
 def for_ranks(tensors, tokens, heads, eight=None, *, one_table=True, gap=0):
-    """Return the regions of an exchange in which each rank gets some tokens and some heads of each tensor, and the
-    number of elements of the buffer. ``gap`` elements lie between rows of the buffer.
-    """
-    regions, offset = [], gap
+    """Return the regions by which each rank gets some tokens and heads of each tensor, and the size of the buffer."""
+    regions, offset = [], gap  # These elements also lie between rows of the buffer.
     token = head = 0
     for num_tokens, num_heads in zip(tokens, heads, strict=True):
         rows = [num_heads * (x.shape[3] + (SCALE_BYTES if eight else 0)) for x in tensors]

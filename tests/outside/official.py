@@ -257,20 +257,10 @@ class WanModel(nn.Module):
 # -- HunyuanVideo: the text refiner attends by SDPA, then blocks attend by flash_attn, with lengths of the model.
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    batch_size: int = 1,
-) -> Tensor:
-    """Attend over ``[B, S, H, D]``, and return ``[B, S, H * D]``."""
-    rows = (x.flatten(0, 1) for x in (q, k, v))
-    out = flash_attn_varlen_func(*rows, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    return out.view(batch_size, max_seqlen_q, HEADS, HEAD_DIM).flatten(2)
+def attention(q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor | int) -> Tensor:
+    """Attend over ``[B, S, H, D]`` with the lengths of flash_attn, and return ``[B, S, H * D]``."""
+    out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *lengths)
+    return out.view(q.shape).flatten(2)
 
 
 class TokenRefinerBlock(nn.Module):
@@ -319,7 +309,7 @@ class MMDoubleStreamBlock(DoubleStreamBlock):
         k = torch.cat([rotate(img_k, cos, sin), txt_k], dim=1)
         v = torch.cat([img_v, txt_v], dim=1)
         lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        attn = attention(q, k, v, *lengths, batch_size=img.shape[0])
+        attn = attention(q, k, v, *lengths)
         img_attn, txt_attn = attn[:, : img.shape[1]], attn[:, img.shape[1] :]
         img = img + img_gate[:, None] * self.img_mlp(img + img_attn)
         txt = txt + txt_gate[:, None] * self.txt_mlp(txt + txt_attn)
@@ -345,7 +335,7 @@ class MMSingleStreamBlock(SingleStreamBlock):
         q = torch.cat([rotate(q[:, :-txt_len], cos, sin), q[:, -txt_len:]], dim=1)
         k = torch.cat([rotate(k[:, :-txt_len], cos, sin), k[:, -txt_len:]], dim=1)
         lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        attn = attention(q, k, v, *lengths, batch_size=x.shape[0])
+        attn = attention(q, k, v, *lengths)
         return x + gate[:, None] * self.linear2(torch.cat([attn, F.gelu(hidden)], dim=-1))
 
 

@@ -203,7 +203,7 @@ MOCHI_PLAN = Plan(
 )
 
 
-def flash_of_all(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> Tensor:
+def flash_of_all(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
     """Attend to all tokens in place of HunyuanVideo's ``attention``. Without padding, flash_attn needs no lengths."""
     return flash_attn_func(q, k, v).flatten(2)
 

@@ -30,6 +30,7 @@ from para_core.weights.tensor_checks import check_tensor_plan
 from para_core.weights.tensor_plan import Linear, TensorPlan
 from tests.adapters.parallel.unchanged import same_pipe
 from tests.adapters.test_transformers import call
+from tests.instance.test_record import Doubled
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make, mesh_of
 from zoo.tiny.transformers.registry import MODELS
@@ -101,11 +102,6 @@ def generate_over(how, dims):
         cached.append(generate(each, "flux", num_inference_steps=4))
     assert relative_error(*cached) < 1e-5
     assert any(row.hit for row in cache_report(pipe).rows)
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
 
 
 def refusals_on_ranks():
