@@ -302,8 +302,7 @@ def _start(world_size: int, compile_limit: float) -> _Group:
             environment |= {"RANK": str(index), "LOCAL_RANK": str(index)}
             arguments = (index, world_size, store.port, stack_file, environment, compile_limit, theirs, beat)
             process = context.Process(target=_work, args=arguments, daemon=True, name=f"rank {index}")
-            # The first rank starts the process from which ranks are forked. It needs sys.path too, which Python
-            # 3.11 to 3.13 do not pass on.
+            # The first rank starts the process that forks ranks. Python 3.11 to 3.13 do not pass sys.path on to it.
             with mock.patch.dict(os.environ, {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
                 process.start()
             theirs.close()
@@ -439,8 +438,7 @@ def _do(data: bytes, rank: int, world_size: int, store: dist.Store, job: _JobClo
         with warnings.catch_warnings():
             warnings.resetwarnings()
             warnings.filters.extend(filters)
-            # Import before there is a group: a rank that imports longer than the others would meet the group's
-            # time-out.
+            # Import before there is a group, because a rank that imports longer would meet the group's time-out.
             try:
                 job.is_importing = True
                 fn = importlib.import_module(module)

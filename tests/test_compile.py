@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
@@ -14,22 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from para_core import UnifiedAttnMode, ring_attention, ulysses_attention, unified_attention
 from tests.attention.one_device import make_qkv
+from tests.modes.test_unified import Transformer
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh, fill, relative_error
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(12, 36)
-
-    def forward(self, x):
-        q, k, v = self.project(x).unflatten(2, (3, 3, 4)).permute(2, 0, 3, 1, 4)
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
 def make_model():
-    return fill(Model(), seed=1)
+    return fill(Transformer(width=12, heads=3, depth=1), seed=1)
 
 
 def tokens(S, batch=2):

@@ -64,9 +64,6 @@ def test_leaves_are_found_at_any_depth():
     assert paths == {"video.x": 1, "video.inner.x": 2, "video.inner.inner": None, "n": 3}
 
 
-# -- As JSON.
-
-
 @dataclass(frozen=True)
 class Share:
     share: float

@@ -1,7 +1,5 @@
 """The bytes that each rank sends equal the prediction from one run of the unmodified model on one device."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from benchmarks.pipelines.latents import observed
 from benchmarks.pipelines.traffic import sent_in_rounds
 from para_core.adapters import parallelize_transformer
 from para_core.adapters.planner.mesh import MeshShape
+from tests.adapters.test_transformers import call
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh
 from zoo.tiny.transformers.registry import MODELS
@@ -20,13 +19,6 @@ pytestmark = pytest.mark.slow
 SIZES = [(3, 6, 10), (1, 2, 2)]
 # The planner does not count the exchanges of attention by heads.
 COUNTED = [name for name in MODELS if name not in ("anyflow far", "kandinsky 6 sr", "wan animate 2")]
-
-
-def call(transformer, name, size):
-    frames = size[0] * 2 if name == "cogvideox 1.5" else size[0]
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transformer(**MODELS[name].inputs(frames, *size[1:]), return_dict=False)
 
 
 def count_in_models(names, shape):

@@ -1,6 +1,4 @@
-"""Every block of docs/migration.md runs on two ranks, those of a peer if it is installed and runs here. Its image is
-that of one plain pipeline, or the cached one.
-"""
+"""Every block of docs/migration.md, and a peer's if that is installed, gives the image of one pipeline on two ranks."""
 
 import importlib.util
 import re

@@ -14,13 +14,10 @@ from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.kernels.product import product
 from para_core.products import TritonProducts
 from tests.kernels.interpreted import interpreted
+from tests.kernels.layouts import normal
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer
 
 pytestmark = pytest.mark.slow
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}

@@ -88,8 +88,7 @@ def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **componen
         components: components to add or replace.
     """
     if "transformer" not in components:
-        # A control image is as wide as the image. Fill adds the masked image and its mask, 4 × 4 pixels per latent
-        # pixel.
+        # A control image is as wide as the image. Fill adds the masked image and 4 × 4 pixels of its mask.
         beside = FLUX_CHANNELS + 4 * 4 * 4 if cls is FluxFillPipeline else FLUX_CHANNELS if cls in _CONTROL else 0
         components["transformer"] = flux_transformer(in_channels=FLUX_CHANNELS + beside, out_channels=FLUX_CHANNELS)
     if shared_parts:

@@ -224,15 +224,6 @@ def stop(pipe, step, timestep, tensors):
     return tensors
 
 
-def of_two(embeds, mask_name, positive, negative=None, **others):
-    """Return embeddings of two prompts with their masks, which count the tokens of each prompt."""
-    masks = {mask_name: mask(*positive)}
-    if negative is not None:
-        others["negative_prompt_embeds"] = -embeds
-        masks[f"negative_{mask_name}"] = mask(*negative)
-    return {"prompt": None, "prompt_embeds": embeds, **masks, **others}
-
-
 # These calls are of other kinds. Each pipeline has what is special about a call, and its options.
 CALLS = {
     "flux": {
@@ -254,9 +245,12 @@ CALLS = {
     "hunyuan": {
         "two videos of each of two prompts": {**TWO, "num_videos_per_prompt": 2},
         "one token": {"height": 16, "width": 16, "num_frames": 1},
-        "embeddings given": of_two(
-            noise(2, 13, TEXT_WIDTH), "prompt_attention_mask", (13, 5), pooled_prompt_embeds=noise(2, CLIP_WIDTH)
-        ),
+        "embeddings given": {
+            "prompt": None,
+            "prompt_embeds": noise(2, 13, TEXT_WIDTH),
+            "prompt_attention_mask": mask(13, 5),
+            "pooled_prompt_embeds": noise(2, CLIP_WIDTH),
+        },
     },
     "wan": {
         "two videos of each of two prompts": {**TWO, "num_videos_per_prompt": 2},

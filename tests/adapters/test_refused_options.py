@@ -16,13 +16,10 @@ from para_core.adapters import (
     shard_weights,
 )
 from para_core.option_values import BACKENDS, EXACT_FORM, RING_STYLES
+from tests.adapters.agree.test_options import attend
 from tests.adapters.parallel.unchanged import same_pipe
 from tests.tiny import flux_pipe
 from zoo.tiny.transformers.registry import MODELS
-
-
-def attend(*args, **kwargs):
-    raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +56,7 @@ OPTIONS = [
     ({"cross_backend": "fast"}, ValueError, f"cross_backend is 'fast'; .*{', '.join(BACKENDS)}"),
     ({"cross_backend": "math", "attn_func": attend}, ValueError, "cross_backend='math' and attn_func"),
     *[({"cross_backend": name}, ImportError, package) for name, package in LIBRARIES],
-    ({"comm_dtype": torch.bfloat16}, ValueError, r"comm_dtype .*torch\.bfloat16; .*torch\.int8 "),
+    ({"comm_dtype": torch.bfloat16}, ValueError, r"comm_dtype .*torch\.bfloat16; .*torch\.int8 .*torch\.float8_e4m3fn"),
     *[
         ({"comm_dtype": torch.int8, "rotate_method": name}, ValueError, rf"='{name}' .*comm_dtype .*torch\.int8")
         for name, style in RING_STYLES.items()

@@ -135,8 +135,7 @@ def call_compiled(name, way, backend, sizes):
     return tuple(zip(*[(call(called, name, size), counter.frame_count) for size in sizes], strict=True))
 
 
-# Inductor's graphs of these models differ from eager code by up to 3e-4 on one device too, or cannot be lowered for a
-# CPU (torch 2.13).
+# Inductor's graphs of these models differ by up to 3e-4 on one device too, or cannot be lowered for a CPU (torch 2.13).
 NOT_BY_INDUCTOR = ["framepack, one sample", "ideogram 4", "ideogram 4, a time step for each token", "kandinsky 5"]
 NOT_BY_INDUCTOR += ["framepack", "kandinsky 6 sr"]
 FRAMES, *SIZE = SIZES[0]

@@ -26,9 +26,7 @@ BALANCED = (("video", 13, False, True),)
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask, and for ``rows`` and ``columns`` whether a rank gets all of them or its part. Dims of size 1 are
-    broadcast.
-    """
+    """A mask, and whether a rank gets all ``rows`` and ``columns`` or its part. Dims of size 1 are broadcast."""
 
     dims: str = "bhqk"  # These dims are not of size 1. Without b and h the mask has two dims.
     dtype: torch.dtype = torch.bool
@@ -51,9 +49,7 @@ class Mask:
         return mask if set(self.dims) & {"b", "h"} else mask[0, 0]
 
     def local_dims(self, query_layout: SequenceLayout, key_layout: SequenceLayout) -> list[tuple[int, SequenceLayout]]:
-        """Return the dims of which a rank gets its part. A dim in which each rank has one token is omitted, because
-        size 1 would broadcast.
-        """
+        """Return the dims of which a rank gets its part, and more than one token, because size 1 would broadcast."""
         candidates = [(-2, "q", self.rows, query_layout), (-1, "k", self.columns, key_layout)]
         return [
             (dim, layout)
@@ -80,8 +76,7 @@ class Case:
     H_kv: int | None = None
     D_v: int | None = None
     dtype: torch.dtype = torch.float32
-    # Each tuple has name, total, replicated and balanced. S and S_k are then sums of totals. Keys are sharded like
-    # queries unless key_segments is given.
+    # Tuples of name, total, replicated, balanced. S and S_k are then sums. Keys are sharded like queries by default.
     segments: tuple[tuple[Any, ...], ...] | None = None
     key_segments: tuple[tuple[Any, ...], ...] | None = None
     mask: Mask | None = None
@@ -144,9 +139,7 @@ class Case:
 
 
 def _without_low_numbers(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and a mask with which float64 attends as float32 does, whose scores have no effect next to large
-    numbers.
-    """
+    """Return queries and a mask with which float64 ignores the scores next to large numbers, as float32 does."""
     highest = mask.amax(-1, keepdim=True)
     is_low = (highest < -(2.0**24)) & (highest > float("-inf"))
     return torch.where(is_low, 0.0, q), torch.where(is_low, mask - highest, mask)
@@ -218,9 +211,7 @@ def compiled_sdpa(compile_with: str | None) -> Any:
 
 
 def attend(cases, ring, ulysses, learns, compile_with, options):
-    """Return the whole result of each case, and this rank's gradients of its inputs if it learns. Each rank has its
-    own loss.
-    """
+    """Return the whole result of each case, and if it learns, this rank's gradients of a loss of its own."""
     mesh, results = make_mesh(ring, ulysses), []
     for case in cases:
         heartbeat()
@@ -273,8 +264,7 @@ def _check_out(case: Case, out: Tensor, where: str) -> None:
     if out.dtype in (torch.float32, torch.float64):
         assert relative_error(out, expected) < (1e-5 if out.dtype == torch.float32 else 1e-12), where
         return
-    # In 16 bits the result must be as near to the exact one as SDPA's own. The small term allows for SDPA being exact
-    # by chance on few numbers.
+    # In 16 bits the result must be as exact as SDPA's own, which on few numbers may be exact by chance.
     exact = case.on_one_device(double=True)
     bound = 2 * relative_error(expected, exact) + torch.finfo(out.dtype).eps / 4
     assert relative_error(out, exact) <= bound, where

@@ -14,12 +14,9 @@ from para_core.attention.backends import library
 from tests.kernels.attention_cases import by_formula
 
 
-# These are parameters of Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 01afd16. It has more, which
-# no wrapper passes.
+# These parameters, of more, are from Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 01afd16.
 def flash_attn_3(q, k, v, softmax_scale=None, causal=False, return_attn_probs=False):
-    """Attend over ``[B, S, H, D]``. lse is ``[B, H, S_q]``, and the diagonal ends at the last query and the last
-    key.
-    """
+    """Attend over ``[B, S, H, D]``, with lse ``[B, H, S_q]``. The diagonal ends at the last query and key."""
     shift = k.shape[1] - q.shape[1]
     options = {"scale": softmax_scale, "is_causal": causal, "query_offset": shift}
     result, lse = by_formula(*[x.transpose(1, 2) for x in (q, k, v)], **options)
@@ -31,8 +28,7 @@ def earlier_flash_attn_3(q, k, v, softmax_scale=None, causal=False):
     return flash_attn_3(q, k, v, softmax_scale, causal, return_attn_probs=True)
 
 
-# These are parameters of PyPI's flash-attn-4 4.0.0b36, flash_attn/cute/interface.py. It has more, which no wrapper
-# passes.
+# These parameters, of more, are from PyPI's flash-attn-4 4.0.0b36, flash_attn/cute/interface.py.
 def flash_attn_4(q, k, v, softmax_scale=None, causal=False, return_lse=False):
     """Attend as FlashAttention-3 does, but always return a pair, whose lse is None unless it is requested."""
     out, lse = flash_attn_3(q, k, v, softmax_scale, causal, return_attn_probs=True)
@@ -57,9 +53,7 @@ PLACES = {
 
 @contextmanager
 def libraries_installed():
-    """Install the stand-ins for all devices and dtypes. Yield the number of calls of each, by the name of the
-    backend.
-    """
+    """Install the stand-ins for all devices and dtypes. Yield the number of calls of each by its backend."""
     calls = Counter()
     with ExitStack() as stack:
         for backend, (module_name, function_name, function) in PLACES.items():

@@ -68,18 +68,21 @@ def check_efficient_backward(grad_out, query, key, value, bias, out, lse, *_, **
     _require(lse.stride(1) % 8 == 0 and lse.stride(0) % 8 == 0, f"lse has strides {lse.stride()}, not multiples of 8")
 
 
+def _sixteen_bits(query, key, value):
+    """Require one dtype of 16 bits, dense head dims of a multiple of 8 up to 256, and heads in groups."""
+    for x in (query, key, value):
+        _require(x.dtype in (F16, BF16) and x.dtype == query.dtype, f"a tensor is {x.dtype}, query {query.dtype}")
+        _require(x.stride(-1) == 1, f"a tensor has strides {x.stride()}")
+        _require(x.shape[-1] % 8 == 0 and x.shape[-1] <= 256, f"head dim {x.shape[-1]}")
+        _require(query.shape[1] % x.shape[1] == 0, f"{x.shape[1]} key heads for {query.shape[1]} heads")
+
+
 def check_flash(query, key, value, dropout_p=0.0, is_causal=False, *_, **__):
     """Check the conditions of transformers/cuda/flash_attn/flash_api.cpp, mha_fwd, and the causal diagonal of
     transformers/cuda/sdp_utils.cpp.
     """
-    for x in (query, key, value):
-        _require(x.dtype in (F16, BF16) and x.dtype == query.dtype, f"a tensor is {x.dtype}, query {query.dtype}")
-        _require(x.stride(-1) == 1, f"a tensor has strides {x.stride()}")
-        _require(
-            x.shape[-1] % 8 == 0 and x.shape[-1] == query.shape[-1] <= 256,
-            f"head dim {x.shape[-1]}, of query {query.shape[-1]}",
-        )
-        _require(query.shape[1] % x.shape[1] == 0, f"{x.shape[1]} key heads for {query.shape[1]} heads")
+    _sixteen_bits(query, key, value)
+    _require(query.shape[-1] == key.shape[-1] == value.shape[-1], "different head dims")
     _require(not is_causal or query.shape[2] == key.shape[2], "its diagonal ends at the last key")
 
 
@@ -107,13 +110,7 @@ def check_cudnn(query, key, value, bias, *_, **__):
     """Check the conditions of transformers/cuda/sdp_utils.cpp, can_use_cudnn_attention, and the bias by
     cudnn/MHA.cpp, build_graph.
     """
-    for x in (query, key, value):
-        _require(x.dtype in (F16, BF16) and x.dtype == query.dtype, f"a tensor is {x.dtype}, query {query.dtype}")
-        _require(
-            x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256,
-            f"a tensor of {list(x.shape)} has strides {x.stride()}",
-        )
-        _require(query.shape[1] % x.shape[1] == 0, f"{x.shape[1]} key heads for {query.shape[1]} heads")
+    _sixteen_bits(query, key, value)
     _require(key.shape[2] > 1, "a single key")
     if bias is not None:
         _require(bias.dtype == query.dtype, f"bias is {bias.dtype}: it is read as {query.dtype}")

@@ -104,8 +104,6 @@ def test_on_one_rank_it_is_sparse_too():
         assert relative_error(F.scaled_dot_product_attention(*case.qkv()), case.on_one_device()) < 1e-5
 
 
-# -- Traffic.
-
 EYE, ALL = torch.eye(4, dtype=torch.bool), torch.ones(4, 4, dtype=torch.bool)
 COLLECTIVES = {
     "own": (EYE, 0),  # Each rank sees its own block.
@@ -133,8 +131,6 @@ def test_what_no_rank_sees_is_not_sent(rank_pool, backward):
     expected = {name: count * (3 if backward else 1) for name, (_, count) in COLLECTIVES.items()}
     assert rank_pool.run(count_traffic, 4, backward) == [expected] * 4
 
-
-# -- Bad input.
 
 REFUSED = [
     (torch.ones(3, 4, dtype=torch.bool), 4, r"block_mask.* 3 × 4 .* 4 × 4 .* 4 × 4 "),

@@ -1,6 +1,4 @@
-"""Attention on a GPU without a GPU: each backend runs on meta tensors, and every call checks the preconditions of its
-kernels, of which the kernels check few (kernel_rules.py).
-"""
+"""Attention on meta tensors, as on a GPU: every call checks the preconditions of its kernels (kernel_rules.py)."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from para_core.attention import local
 from para_core.attention.local import local_attention_backward, local_attention_with_lse
 from para_core.attention.local_call import LocalAttentionCall
 from tests.attention.kernel_rules import PRECONDITIONS
+from tests.operators import ASK_THE_HOST
 
 B, H = 2, 4
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 aten = torch.ops.aten
 
-ASK_THE_HOST = {aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.nonzero, aten.masked_select}
 COPIES = {aten.copy_, aten._to_copy, aten.clone, aten.constant_pad_nd, aten.contiguous, aten.cat, aten.index_select}
 
 
@@ -43,22 +41,20 @@ class Watcher(TorchDispatchMode):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Return what runs a call and its gradient by a backend that is given, because torch cannot choose for meta
-    tensors. It returns out, the gradients, and a watcher of each.
-    """
+    """Return a function that runs a call and its gradient by a backend, and returns out and a watcher of each."""
 
-    def attend(backend, query, key, value=None, out=None, lse=None, grad_out=None, mask=None, **options):
+    def attend(backend, query, key, value=None, mask=None, **options):
+        # torch cannot choose for meta tensors.
         monkeypatch.setattr(local, "choose_backend", lambda *_: getattr(SDPBackend, backend.upper()).value)
         call = LocalAttentionCall(query, key, key if value is None else value, mask=mask, **options)
         with Watcher() as forward:
-            result, own_lse = local_attention_with_lse(call)
-        assert own_lse.shape == query.shape[:3] and own_lse.dtype == F32
-        out, lse = result if out is None else out, own_lse if lse is None else lse
+            out, lse = local_attention_with_lse(call)
+        assert lse.shape == query.shape[:3] and lse.dtype == F32
         with Watcher() as backward:
-            grads = local_attention_backward(call, torch.empty_like(out) if grad_out is None else grad_out, out, lse)
+            grads = local_attention_backward(call, torch.empty_like(out), out, lse)
         for grad, x in zip(grads[:3], call[:3], strict=True):
             assert grad.shape == x.shape and grad.dtype == x.dtype
-        return result, forward, backward
+        return out, forward, backward
 
     return attend
 

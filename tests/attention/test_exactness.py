@@ -1,6 +1,4 @@
-"""Attention over every mesh and transport, compared with unmodified SDPA on one device: a table of calls, and any
-call.
-"""
+"""Attention over every mesh and transport, for a table of calls and any call, equals SDPA on one device."""
 
 from unittest import mock
 
@@ -92,8 +90,7 @@ CALLS = [
     *[Case(H=4, segments=IMAGE_FIRST, D_v=5, dtype=dtype, mask=Mask("bqk", dtype)) for dtype in (BF16, F16, F64)],
     Case(5, 1, B=1, D_v=5, dtype=BF16, mask=Mask("bqk", F32)),
     Case(13, 3, autocast=True),
-    # Minimal forms of failures that a search found. The math backend, which values of another width need, gets a mask
-    # and is_causal together.
+    # Minimal forms of failures that a search found. Here the math backend gets a mask and is_causal together.
     Case(13, 1, D=1, D_v=2, mask=Mask("k"), options=CAUSAL),
     # The columns of a mask were wrong after Ulysses had moved replicated tokens after the others.
     Case(H=3, segments=TEXT_FIRST, mask=Mask("bhqk", F32, "local")),
@@ -105,9 +102,7 @@ CALLS = [
 
 
 def is_readable_alone(case, ranks):
-    """Return whether a rank can infer the mask extents without an exchange: no local dim has size 1, and no dim is
-    whole on one rank only.
-    """
+    """Return whether ranks infer the mask extents alone: no local dim has size 1 or is whole on one rank only."""
     if case.mask is None:
         return True
     return not any(

@@ -1,6 +1,4 @@
-"""Gradients over every mesh and transport, compared with those of unmodified SDPA on one device for the sum of all
-ranks' losses, and what has no gradient.
-"""
+"""Gradients over every mesh and transport equal those of the sum of all losses on one device; what has none raises."""
 
 import pytest
 import torch
@@ -20,9 +18,6 @@ from tests.attention.test_exactness import calls_of, ways
 @ways
 def test_gradients_equal_those_of_one_device(rank_pool, ring, ulysses, options):
     check_all(rank_pool, calls_of(ring, ulysses, options, learns=True), ring, ulysses, learns=True, **options)
-
-
-# -- Sixteen bits.
 
 
 def cancelling_gradients(inputs, dims, options, compiled):

@@ -1,6 +1,4 @@
-"""Attention2D, in which the ranks of a ring are rows and columns: its traffic, compared with its docstring and with the
-planner. Its results are those of tests/attention/test_exactness.py.
-"""
+"""The traffic of Attention2D, whose ring ranks are rows and columns, equals its docstring and the planner's."""
 
 import pytest
 import torch

@@ -11,17 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from para_core.attention.local import local_attention, local_attention_backward, local_attention_with_lse
 from para_core.attention.local_call import LocalAttentionCall
+from tests.attention.one_device import make_qkv
+from tests.kernels.attention_cases import by_formula
 from tests.kernels.interpreted import interpreted
 
 B, H, S_Q, S_K, D = 2, 6, 7, 9, 16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 INFINITY = float("inf")
-
-
-def make(key_heads=H, dtype=torch.float32, num_keys=S_K):
-    torch.manual_seed(0)
-    sizes = (H, S_Q), (key_heads, num_keys), (key_heads, num_keys)
-    return [torch.randn(B, number, length, D).to(dtype) for number, length in sizes]
 
 
 def make_masks(dtype):
@@ -44,22 +40,6 @@ def make_masks(dtype):
     }
 
 
-def in_float64(qkv, mask=None, is_causal=False, scale=None):
-    """Return leaves, output and lse in float64, from the definition."""
-    leaves = [x.detach().double().requires_grad_() for x in qkv]
-    query, key, value = leaves
-    group = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(group, 1).mT * (D**-0.5 if scale is None else scale)
-    if mask is not None:
-        hidden = ~mask if mask.dtype == torch.bool else mask == -INFINITY
-        bias = 0.0 if mask.dtype == torch.bool else mask.double().masked_fill(hidden, 0.0)
-        scores = (scores + bias).masked_fill(hidden, -INFINITY)
-    if is_causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -INFINITY)
-    weights = torch.softmax(scores, -1).masked_fill((scores == -INFINITY).all(-1, keepdim=True), 0.0)
-    return leaves, weights @ value.repeat_interleave(group, 1), torch.logsumexp(scores, -1)
-
-
 def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
     assert actual.shape == expected.shape, what
     error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-300)
@@ -76,12 +56,13 @@ def test_out_lse_and_gradients_equal_float64(backend, dtype, key_heads):
             if backend != "triton" or (kind in ("none", "bool") and scale):
                 options = {"mask": mask, "is_causal": is_causal, "scale": scale}
                 named = backend if backend == "triton" else None
-                check_call(kind, make(key_heads, dtype), named, options)
+                check_call(kind, make_qkv(S_Q, H, D, S_k=S_K, H_kv=key_heads, dtype=dtype), named, options)
 
 
 def check_call(kind, qkv, backend, options):
     dtype, what = qkv[0].dtype, f"mask {kind}, {options}"
-    leaves, exact_out, exact_lse = in_float64(qkv, **options)
+    leaves = [x.double().requires_grad_() for x in qkv]
+    exact_out, exact_lse = by_formula(*leaves, **options)
     call = LocalAttentionCall(*qkv, **options)
     out, lse = local_attention_with_lse(call, backend)
     check(out, exact_out, dtype, what)

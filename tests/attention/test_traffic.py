@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -12,15 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from tests.attention.cases import CAUSAL, make_mesh
 from tests.attention.one_device import make_qkv
+from tests.operators import Operators
 
 B, H, D = 2, 5, 8
 TEXT, IMAGE = ("text", 3, True), ("image", 13)
 
 
 class Traffic(TorchDispatchMode):
-    """A counter of all-to-alls, all-gathers and the bytes that this rank sends in them. It lists other collectives by
-    name.
-    """
+    """A recorder of the bytes that this rank sends in all-to-alls and all-gathers, and of other collectives by name."""
 
     def __init__(self):
         super().__init__()
@@ -38,23 +38,6 @@ class Traffic(TorchDispatchMode):
         elif func.namespace in {"_c10d_functional", "c10d"} and "wait" not in func.__name__:
             self.others.append(func.__name__)
         return func(*args, **(kwargs or {}))
-
-
-class Copies(TorchDispatchMode):
-    """A counter of the elements that each copying operator wrote."""
-
-    MOVES = ("copy_", "clone", "cat", "_to_copy", "contiguous", "index_select", "repeat", "repeat_interleave", "stack")
-
-    def __init__(self):
-        super().__init__()
-        self.elements = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in self.MOVES:
-            self.elements[name] = self.elements.get(name, 0) + out.numel()
-        return out
 
 
 def sizes(total, ranks):
@@ -150,21 +133,33 @@ def test_eager_call_exchanges_once_per_mesh_dim(rank_pool, ring, ulysses, sent, 
 # -- Copies and buffers.
 
 
+MOVES = ("copy_", "clone", "cat", "_to_copy", "contiguous", "index_select", "repeat", "repeat_interleave", "stack")
+
+
+def copied(operators):
+    """Return the number of elements that each copying operator wrote."""
+    elements = Counter()
+    for func, _, out in operators.calls:
+        if func.overloadpacket.__name__ in MOVES:
+            elements[func.overloadpacket.__name__] += out.numel()
+    return elements
+
+
 def count_copies(ring, ulysses):
     mesh = make_mesh(ring, ulysses)
     # Models pass [B, S, H, D] with heads and tokens swapped.
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(6, 4, D, B=B))
-    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True), Copies() as copies:
+    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True), Operators() as of_call:
         F.scaled_dot_product_attention(q, k, v)
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True) as cp:
         cp.intercepted = True
         part = cp.shard(q, dim=2)
-        with Copies() as of_gather:
+        with Operators() as of_gather:
             whole = cp.gather(part, dim=2)
     assert torch.equal(whole, q) and whole.is_contiguous()
     # Merging computes in 32 bits, which is a copy to another dtype.
-    attention = {name: number / q.numel() for name, number in copies.elements.items() if name != "_to_copy"}
-    return attention, sum(of_gather.elements.values()) / q.numel()
+    attention = {name: number / q.numel() for name, number in copied(of_call).items() if name != "_to_copy"}
+    return attention, copied(of_gather).total() / q.numel()
 
 
 @pytest.mark.parametrize(
@@ -177,9 +172,7 @@ def test_each_element_moves_once_into_each_buffer(rank_pool, ring, ulysses, expe
 
 
 class Buffers(TorchDispatchMode):
-    """A recorder of the most collective buffers alive at once, sampled when attention is computed or a collective
-    begins.
-    """
+    """A recorder of the most collective buffers alive when attention is computed or a collective begins."""
 
     def __init__(self):
         super().__init__()

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from para_core import (
     BlockGroup,
@@ -20,25 +21,11 @@ from para_core.adapters import cache_report, remove_cache_from_pipe
 from para_core.cache.apply import require_cache
 from tests.cache.scripted import BLOCKS, IN_TWO_STAGES, STREAMS, Pipe, Scripted, cached, call_model, verdicts
 from tests.cache.test_steps import TEXT, X, build_video, noise
-from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, relative_error
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*cache ")]
 CHANGING = [1.0, 1.05, 1.09, 1.12, 1.13]
 EXPECTED = ["warmup", "hit", "hit", "miss", "hit"]
-
-
-class Counter:
-    """A backend that records one entry per compilation."""
-
-    def __init__(self, backend="aot_eager"):
-        self.graphs = []
-        self._backend = torch._dynamo.lookup_backend(backend)
-
-    def __call__(self, graph, inputs, **options):
-        heartbeat()
-        self.graphs.append(graph)
-        return self._backend(graph, inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +42,7 @@ def compile_transformer(pipe, counter, in_place):
 
 @pytest.mark.parametrize("order", ["compiled first", "in place, later"])
 def test_cache_has_two_graphs_for_any_threshold(order):
-    pipe, counter = Pipe(), Counter()
+    pipe, counter = Pipe(), CompileCounterWithBackend("aot_eager")
     expected = cached()(CHANGING)
     if order == "compiled first":
         compile_transformer(pipe, counter, in_place=False)
@@ -83,7 +70,8 @@ def test_cache_has_two_graphs_for_any_threshold(order):
 def test_code_between_blocks_runs_as_in_eager():
     eager = apply_cache(Scripted(), IN_TWO_STAGES, residual_diff_threshold=0.1)
     expected = call_model(eager, *CHANGING, between=torch.tensor(0.5))
-    compiled, counter = apply_cache(Scripted(), IN_TWO_STAGES, residual_diff_threshold=0.1), Counter("eager")
+    compiled = apply_cache(Scripted(), IN_TWO_STAGES, residual_diff_threshold=0.1)
+    counter = CompileCounterWithBackend("eager")
     compiled.compile(fullgraph=True, backend=counter)
     for out, wanted in zip(call_model(compiled, *CHANGING, between=torch.tensor(0.5)), expected, strict=True):
         assert relative_error(out, wanted) < 1e-6
@@ -100,7 +88,7 @@ def test_code_between_blocks_runs_as_in_eager():
 
 @pytest.mark.parametrize(("of_a_pipe", "in_place"), [(True, True), (False, False)])
 def test_next_cache_of_a_compiled_model_gives_back_its_classes(of_a_pipe, in_place):
-    pipe, counter, classes = Pipe(), Counter("eager"), []
+    pipe, counter, classes = Pipe(), CompileCounterWithBackend("eager"), []
     model = pipe.transformer
     compile_transformer(pipe, counter, in_place)
     expected = call_model(Scripted(), 1.0, 1.05)
@@ -159,11 +147,11 @@ def test_own_model_under_a_mode_is_cached(rank_pool, compiled):
             assert relative_error(out, wanted) < 1e-5
 
 
-class Replayed(Counter):
+class Replayed(CompileCounterWithBackend):
     """A backend whose graphs return the same memory in each run, as CUDA graphs do, and overwrite it first."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__("aot_eager")
         self.outputs = []
 
     def __call__(self, graph, inputs, **_):

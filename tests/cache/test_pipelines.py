@@ -16,11 +16,10 @@ from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 
 # The second and third of four steps are skipped.
 ALWAYS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 2}
-# The blocks store keys for later calls.
-UNCACHED = "anyflow far"
 # It keeps the keys of the prompt from the first step on, and with these all blocks run.
 NEVER_ASKED = "qwen-image 2.1"
-CACHED = [name for name in PIPELINES if name not in (NEVER_ASKED, UNCACHED)]
+# The blocks of AnyFlow FAR store keys for later calls.
+CACHED = [name for name in PIPELINES if name not in (NEVER_ASKED, "anyflow far")]
 # The default run chooses from the first way to call each model.
 FIRST_WAYS = [name for name in CACHED if "," not in name]
 
@@ -36,12 +35,6 @@ def test_cache_never_asked_warns_with_reason():
     with pytest.warns(UserWarning, match=r"kv_cache, .* use_kv_cache=False"):
         generate(pipe, NEVER_ASKED)
     assert cache_report(pipe).rows == []
-
-
-@pytest.mark.parametrize("name", [pytest.param(UNCACHED, id="AnyFlowFARTransformer3DModel")])
-def test_cache_on_blocks_that_store_keys_is_refused(name):
-    with pytest.raises(TypeError, match=r"store keys"):
-        apply_cache_on_pipe(build(name))
 
 
 @pytest.mark.sample(2)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 
 import pytest
 from PIL import Image
@@ -11,25 +10,18 @@ from para_core import apply_cache, model_cache_report, reset_cache
 from para_core.adapters import cache_report
 from para_core.cache import call_readings
 from tests.cache.scripted import BLOCKS, Scripted, cached, call_model
-
-
-def warnings_of(pipe, first):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        pipe(first)
-    # Warnings point to the line of the user's call.
-    assert {warning.filename for warning in caught} <= {__file__}
-    return [str(warning.message) for warning in caught]
+from tests.modes.outcomes import warnings_of
 
 
 def test_useless_threshold_warns_once_with_range():
     pipe = cached()
     for first, differences in (([1.0, 1.5, 3.0], "from 0.5 to 1"), ([1.0, 1.05, 1.02], "from 0.02 to 0.05")):
-        (message,) = warnings_of(pipe, first)
-        assert re.search(rf"{differences}, .*residual_diff_threshold is 0.1", message)
-        assert warnings_of(pipe, first) == []
-    (message,) = warnings_of(cached(), [1.0, 1.0, 0.0, float("nan"), 1.0, 1.01, 1.5])
-    assert "residual" in message
+        (message,) = warnings_of(lambda: pipe(first))  # noqa: B023
+        # The warning points to the line of the user's call.
+        assert re.search(rf"{__file__}: .*{differences}, .*residual_diff_threshold is 0.1", message)
+        assert warnings_of(lambda: pipe(first)) == []  # noqa: B023
+    (message,) = warnings_of(lambda: cached()([1.0, 1.0, 0.0, float("nan"), 1.0, 1.01, 1.5]))
+    assert re.search(f"{__file__}: .*residual", message)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +34,7 @@ def test_useless_threshold_warns_once_with_range():
     ],
 )
 def test_good_threshold_does_not_warn(options, first):
-    assert warnings_of(cached(**options), first) == []
+    assert warnings_of(lambda: cached(**options)(first)) == []
 
 
 def test_a_report_is_read_written_and_plotted(tmp_path):

@@ -114,9 +114,7 @@ def test_only_options_that_approximate_have_no_bound():
 
 
 def measure_on_ranks(mesh, pixels):
-    """Return the counts of this rank, the traffic of another counter, timed runs, and comparisons with the reference:
-    of an equal pipeline, and of one whose second rank decodes something else.
-    """
+    """Return this rank's counts, another counter's traffic, timed runs, and comparisons, the second with a fault."""
     recipe = Recipe(str(TINY_FLUX), mesh=mesh)
     request = Request({**FIELDS, "true_cfg_scale": 2.0, "negative_prompt": "b"} if dict(mesh).get("batch") else FIELDS)
     pipe = build(recipe)

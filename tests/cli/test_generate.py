@@ -197,19 +197,8 @@ def test_a_dry_run_shows_the_plan_and_the_problems_of_lines(tmp_path, prompts, m
         '{"prompt": "\\ud800"}',
     )
     out = tmp_path / "out"
-    options = [
-        "--mesh",
-        "ring=2",
-        "--rotate-method",
-        "allgather",
-        "--cache",
-        "0.1",
-        "--ranks",
-        "2",
-        "--dry-run",
-        *SMALL,
-    ]
-    options += ["--set", "ip_adapter_image=mine.png", "--out", str(out)]
+    options = ["--mesh", "ring=2", "--rotate-method", "allgather", "--cache", "0.1", "--ranks", "2", "--dry-run"]
+    options += [*SMALL, "--set", "ip_adapter_image=mine.png", "--out", str(out)]
     assert run(["generate", "--prompts", path, *options]) == 1
     shown = capsys.readouterr().out
     for expected in (
@@ -347,9 +336,6 @@ def test_names_of_results_follow_what_is_in_the_folder(tmp_path, prompts, stand_
         assert new_files("--prompt", prompt, "--name", "my cat") == names
     (tmp_path / ".my cat-00001.png.abcd_123").touch()
     assert new_files("--prompt", "a", "--name", "my cat") == []
-    for name in ("../a", "a/b", ".a", ""):
-        assert run(["generate", "--prompt", "a", "--out", str(tmp_path), "--name", name]) != 0
-        assert "name" in capsys.readouterr().err
     ways = [Delivery(format_, fps) for format_ in ("mp4", "gif") for fps in (8, 16)]
     of_videos = {compute_digest(Request({"prompt": "a"}, delivery=way), Recipe("model"), "video") for way in ways}
     assert len(of_videos) == 4

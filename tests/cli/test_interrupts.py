@@ -120,11 +120,18 @@ with terminable(report):
 """
 
 
-def test_process_ends_although_its_report_fails(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "number", "code", "says"),
+    [(FAILING_REPORT, signal.SIGTERM, 143, ""), (STUCK, signal.SIGINT, 130, "interrupted: run")],
+    ids=["its report fails", "its step sees no signal"],
+)
+def test_stuck_process_ends(tmp_path, text, number, code, says):
     program = tmp_path / "program.py"
-    program.write_text(FAILING_REPORT)
-    code, _ = run_until("stuck", 0.2, [str(program)], signal.SIGTERM)
-    assert code == 143
+    program.write_text(text)
+    words = [str(program), "generate", *LONG, "--out", str(tmp_path / "out")]
+    ended, lines = run_until("stuck", 0.5, words, number)
+    assert ended == code
+    assert re.match(says, "\n".join(lines))
 
 
 def test_handler_that_python_cannot_install_again_is_replaced_by_the_default(monkeypatch):
@@ -134,13 +141,3 @@ def test_handler_that_python_cannot_install_again_is_replaced_by_the_default(mon
         with terminable():
             pass
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
-
-
-def test_in_a_step_that_sees_no_signal(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(STUCK)
-    code, lines = run_until(
-        "stuck", 0.5, [str(program), "generate", *LONG, "--out", str(tmp_path / "out")], signal.SIGINT
-    )
-    assert code == 130
-    assert re.match("interrupted: run", lines[0])

@@ -67,7 +67,7 @@ CASES = [
     ([*PROMPT, "--ranks", "0"], 2, "--ranks 0"),
     ([*PROMPT, "--memory", "0"], 2, "--memory 0"),
     ([*PROMPT, "--timeout", "inf"], 2, "--timeout", "inf s"),
-    ([*PROMPT, "--name", "a/b"], 2, "--name is 'a/b'"),
+    *[([*PROMPT, "--name", value], 2, f"--name is '{value}'") for value in ("a/b", "../a", ".a", "")],
     # Arguments of the call.
     ([*PROMPT, "--set", "stepz=3"], 2, "steps?"),
     ([*PROMPT, "--set", "generator=3"], 2, "FluxPipeline has no --set generator"),

@@ -17,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.attention.one_device import relative_error as error
+
 HERE = Path(__file__).parent
 PACK = HERE.parents[1] / "comfyui_para_core"
 LORA = {"diffusion_model.blocks.1.self_attn.q.weight": 0.3 * torch.ones(16, 16)}
@@ -84,10 +86,6 @@ def sampled(comfy, patcher, seed=0, **options):
     generator = torch.Generator().manual_seed(seed)
     noise, context = (torch.randn(shape, generator=generator) for shape in ((1, 4, 3, 6, 10), (1, 5, 6)))
     return comfy.sample.sample(patcher, noise, context, **options)
-
-
-def error(out, expected):
-    return float((out - expected).norm() / expected.norm())
 
 
 def ranks_of_this_process():

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from tests.attention.one_device import relative_error as error
 from tests.fleet.commands import find_free_port
 
 pytestmark = pytest.mark.comfyui
@@ -126,10 +127,6 @@ def comfyui(tmp_path_factory):
     yield server
     server.process.kill()
     server.process.wait()
-
-
-def error(out, expected):
-    return float((out - expected).norm() / expected.norm())
 
 
 def require_equal(comfyui, ranks, **options):

@@ -54,7 +54,10 @@ def by_formula(
     group = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(group, 1).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
+        hidden = ~mask if mask.dtype == torch.bool else mask == -torch.inf
+        bias = 0.0 if mask.dtype == torch.bool else mask.double().masked_fill(hidden, 0.0)
+        # Rows without a key get gradients of 0, and none that are not numbers.
+        scores = (scores + bias).masked_fill(hidden, -torch.inf)
     if is_causal:
         for i in range(query.shape[2]):
             scores[:, :, i, max(0, i + query_offset - key_offset + 1) :] = -torch.inf
@@ -73,9 +76,7 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 
 def check_lse(actual: Tensor, exact: Tensor, bound: float) -> None:
-    """Raise if an element differs by more than ``bound``, or if -inf is in other rows than those without a key. The
-    bound is absolute because lse is a logarithm.
-    """
+    """Raise if an element of these logarithms differs by more than ``bound``, or if -inf is in other rows."""
     assert actual.dtype == torch.float32
     finite = exact > -torch.inf
     assert torch.equal(actual > -torch.inf, finite)

@@ -27,9 +27,8 @@ def interpreted(before_launch: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         if before_launch is not None:
             args = before_launch(self.fn.__name__, args)
-        # Triton's own functions, such as tl.max, see the language as tl.core. Patch them here once, and undo it so that
-        # kernels can be compiled afterwards. InterpretedFunction.__call__ patches in each call, which takes seconds,
-        # and undoes nothing.
+        # Triton's own functions, such as tl.max, see the language as tl.core. Patch them once, and undo it to compile
+        # afterwards. InterpretedFunction.__call__ patches in each call, which takes seconds, and undoes nothing.
         patched = _patch_lang(tl.max.fn)
         try:
             InterpretedFunction(self.fn).run(*args, grid=grid, warmup=warmup, **options)
@@ -58,7 +57,5 @@ _own_dot = InterpreterBuilder.create_dot
 
 
 def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """Multiply bfloat16 matrices as float32, because Triton's interpreter multiplies the integers in which NumPy holds
-    bfloat16.
-    """
+    """Multiply bfloat16 matrices as float32, because NumPy holds bfloat16 in integers, which would be multiplied."""
     return _own_dot(self, *[self.create_fp_ext(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)], *rest)

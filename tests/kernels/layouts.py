@@ -1,10 +1,14 @@
-"""Tensors of any strides, as a strategy of hypothesis."""
+"""Random numbers, and tensors of any strides as a strategy of hypothesis."""
 
 from typing import Any
 
 import hypothesis.strategies as st
 import torch
 from torch import Tensor
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, mean: float = 0.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean).to(dtype)
 
 
 @st.composite

@@ -116,9 +116,6 @@ def test_in_16_bits_the_error_is_not_above_sdpas(dtype, slack, kind):
     check_lse(lse, exact_lse, 1e-5)
 
 
-# -- Continuing.
-
-
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -272,8 +269,7 @@ def test_error_is_that_of_8_bits(function, tensors):
     query, key, value = (x.half() for x in tensors(50, 70, 64, batch=1))
     out, lse = function(query, key, value)
     exact, exact_lse = by_formula(query, key, value)
-    # The error is a 254th of the largest of 64 numbers, which is about 2.5 times their size. That is 0.6 % of a factor
-    # of each score of size 1.
+    # The error is a 254th of the largest of 64 numbers, about 2.5 times their size: 0.6 % of a score of size 1.
     assert relative_l1(out, exact) < 0.02
     check_lse(lse, exact_lse, 0.02)
     if tensors is with_outliers and function is int8_reference.attention:

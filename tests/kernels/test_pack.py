@@ -24,10 +24,8 @@ def spread(shape, dtype, seed=0):
 
 
 def for_ranks(tensors, tokens, heads, eight=None, *, one_table=True, gap=0):
-    """Return the regions of an exchange in which each rank gets some tokens and some heads of each tensor, and the
-    number of elements of the buffer. ``gap`` elements lie between rows of the buffer.
-    """
-    regions, offset = [], gap
+    """Return the regions by which each rank gets some tokens and heads of each tensor, and the size of the buffer."""
+    regions, offset = [], gap  # These elements also lie between rows of the buffer.
     token = head = 0
     for num_tokens, num_heads in zip(tokens, heads, strict=True):
         rows = [num_heads * (x.shape[3] + (SCALE_BYTES if eight else 0)) for x in tensors]
@@ -105,9 +103,6 @@ def test_every_element_gets_to_its_place_and_back(eight, data):
             alike(x, y)
 
 
-# -- Numbers.
-
-
 @BOTH
 def test_every_float8_number_equals_pytorch(by):
     every = torch.arange(256, dtype=torch.uint8)
@@ -151,9 +146,6 @@ def test_nonfinite_value_makes_its_token_nan(by, bad, position, eight):
     (restored,) = by.unpack(buffer, regions, [torch.zeros_like(x)], eight)
     assert restored[0, 1, 2].isnan().all()
     assert int(restored.isnan().sum()) == 16
-
-
-# -- As operators.
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8], ids=str)

@@ -9,17 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from para_core.kernels import product, product_reference
-from tests.kernels.layouts import laid_out
+from tests.kernels.layouts import laid_out, normal
 
 pytestmark = pytest.mark.slow
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # A size less than, equal to and more than a tile, and none at all.
 SIZES = st.sampled_from([0, 1, 3, 16, 33, 70])
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def bound_of(x, weight, bias):

@@ -21,23 +21,30 @@ def when_called(function, seconds=0.3):
     return timer
 
 
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "error", "message"),
     [
-        ({"count": 1000, "seconds": 0.02}, r"cancelled after step \d+ of 1000"),
-        ({"count": 1, "after": 0.6}, "after its last step"),
-        ({"count": 5, "before": 0.6}, "after step 1 of 5"),
+        ({"count": 1000, "seconds": 0.02}, Cancelled, r"cancelled after step \d+ of 1000"),
+        ({"count": 1, "after": 0.6}, Cancelled, "after its last step"),
+        ({"count": 5, "before": 0.6}, Cancelled, "after step 1 of 5"),
+        ({"count": 1000, "seconds": 0.02}, KeyboardInterrupt, None),
+        ({"count": 1, "after": 0.6}, KeyboardInterrupt, None),
     ],
 )
-def test_cancel_ends_the_call_after_its_step_on_the_same_processes(steps, call, message):
+def test_cancel_or_ctrl_c_ends_the_call_after_its_step_on_the_same_processes(steps, call, error, message):
     before, begun = pids(steps), time.monotonic()
-    when_called(steps.cancel)
-    with pytest.raises(Cancelled, match=message):
+    when_called(steps.cancel if error is Cancelled else interrupt)
+    with pytest.raises(error, match=message):
         steps(**call)
     assert time.monotonic() - begun < 5
     assert not steps.cancel()
     assert steps(2) == {}
     assert pids(steps) == before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_cancel_inside_a_callback_ends_that_call(steps):
@@ -76,21 +83,6 @@ def test_awaited_calls_let_other_tasks_run_and_end_with_their_task(steps):
     with pytest.raises(TypeError, match="not callable"):
         asyncio.run(steps.call(callback_on_step_end=3))
     assert steps(1) == {}
-
-
-def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.mark.parametrize("call", [{"count": 1000, "seconds": 0.02}, {"count": 1, "after": 0.6}])
-def test_ctrl_c_ends_the_call_after_its_step(steps, call):
-    before = pids(steps)
-    when_called(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        steps(**call)
-    assert steps(1) == {}
-    assert pids(steps) == before
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_second_ctrl_c_ends_the_ranks_as_a_line_says(steps, capsys):

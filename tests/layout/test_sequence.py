@@ -1,6 +1,4 @@
-"""The tokens of ranks and of groups of ranks, compared with torch.tensor_split and with tokens written out one by
-one.
-"""
+"""The tokens of ranks and groups of ranks, compared with torch.tensor_split and with tokens written out."""
 
 from itertools import chain
 from unittest import mock

@@ -26,9 +26,7 @@ _BACKWARD = (
 
 
 def attention(q, k, v, scale, causal, window=(-1, -1)):
-    """Return out and lse of FlashAttention by its definition: ``[B, S, H, D]``, grouped heads, masks aligned with the
-    last query and key.
-    """
+    """Return out and lse by definition: ``[B, S, H, D]``, grouped heads, masks aligned with the last query and key."""
     repeats = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))

@@ -80,9 +80,6 @@ def test_flash_attention_equals_one_device(rank_pool, ring, ulysses):
             assert relative_error(out, expected) < 1e-5, (name, shape, options)
 
 
-# -- Refused calls.
-
-
 def refuse():
     """Return the errors of calls that cannot be computed over several ranks, some of which only one rank makes."""
     rank, (q, k, v) = dist.get_rank(), make_tensors(S_q=4, S_k=4, D=8, batch=1)
@@ -128,9 +125,6 @@ def test_operators_without_a_route_raise_on_every_rank(rank_pool):
         assert error < 1e-6 and is_called and lse_shape == [1, 4, 4]
 
 
-# -- Gradients.
-
-
 EXACT = [(flash.flash_attn_func, {"D": 16}), (flash.flash_attn_func, {"D": 8, "H_kv": 2})]
 
 
@@ -162,9 +156,6 @@ def test_gradients_are_of_the_mesh_or_raise(rank_pool):
             for grad, expected in zip(grads, gradients(flash.flash_attn_func, shape), strict=True):
                 assert relative_error(grad, expected) < 1e-5, shape
         assert "multiple of 8" in padded
-
-
-# -- Compiled calls.
 
 
 def run_compiled():

@@ -136,9 +136,6 @@ def test_compiled_with_captured_tensors_equals_one_device(rank_pool):
     assert max(rank_pool.run(attend_compiled, 2)) < 1e-5
 
 
-# -- Errors on every rank.
-
-
 MISUSES = {
     "whole": (lambda cp, mask, own: mask, r"cp\.shard\(block_mask\)"),
     "of own length": (lambda cp, mask, own: own, r"cp\.shard\(block_mask\)"),
@@ -171,9 +168,6 @@ def test_unfitting_masks_raise_on_every_rank(rank_pool):
     for errors in rank_pool.run(misuse, 2):
         for name, (_, words) in MISUSES.items():
             assert re.match(f"ValueError: (?s:.*){words}", errors[name]), (name, errors[name])
-
-
-# -- Gradients.
 
 
 def gradients():

@@ -3,12 +3,12 @@
 import re
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from para_core import Segment, SequenceLayout
 from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
+from tests.layout.test_sequence import positions
 
 # Lengths are small, so that sums of different segments coincide.
 SEGMENTS = st.lists(
@@ -18,13 +18,7 @@ INFER = [sequence_of_length, sequence_of_symbolic_length]
 
 
 def sizes_of(segments, ranks):
-    parts = [
-        [segment.total] * ranks
-        if segment.replicated
-        else [len(part) for part in torch.tensor_split(torch.arange(segment.total), ranks)]
-        for segment in segments
-    ]
-    return [sum(column) for column in zip(*parts, strict=True)]
+    return [len(positions(SequenceLayout(tuple(segments), ranks), rank)) for rank in range(ranks)]
 
 
 def all_choices(segments):

@@ -5,31 +5,25 @@ import warnings
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from para_core import UnifiedAttnMode
 from tests.attention.one_device import relative_error
+from tests.modes.test_unified import Attention
 from tests.tiny import cpu_mesh
 
 S = 7
 
 
-class Block(nn.Module):
-    def __init__(self, width=16, heads=2):
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
-
+class Block(Attention):
     def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(out.transpose(1, 2).flatten(2).tanh())
+        return x + super().forward(x).tanh()
 
 
 def make_blocks():
     torch.manual_seed(0)
-    return nn.ModuleList([Block(), Block()])
+    return nn.ModuleList(Block(16, 2, is_causal=True) for _ in range(2))
 
 
 def make_input(length=S):
@@ -116,9 +110,6 @@ def test_checkpointed_gradient_in_mode_equals_one_device(rank_pool):
     for grads in rank_pool.run(learn, 2):
         for (call, reentrant, inside), grad in zip(CALLS, grads, strict=True):
             assert relative_error(grad, expected) < 1e-5, (call.__name__, reentrant, inside)
-
-
-# -- State of a mode.
 
 
 def loss_of_two_lengths(mesh, blocks, reentrant):

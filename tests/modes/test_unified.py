@@ -42,13 +42,14 @@ on_one_device = partial(attend_whole, None)
 
 
 class Attention(nn.Module):
-    def __init__(self, width, heads):
+    def __init__(self, width, heads, **options):
         super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads, self.options = heads, options
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.out(F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2))
 
 
 class Transformer(nn.Module):

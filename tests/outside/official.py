@@ -77,6 +77,9 @@ class DoubleStreamBlock(nn.Module):
         self.img_qkv, self.txt_qkv = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.img_mlp, self.txt_mlp = Mlp(), Mlp()
 
+    def attend(self, *qkv: Tensor) -> Tensor:
+        return sdpa(*qkv)
+
     def forward(self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor) -> tuple[Tensor, Tensor]:
         img_shift, img_scale, img_gate = self.img_mod(vec).chunk(3, dim=-1)
         txt_shift, txt_scale, txt_gate = self.txt_mod(vec).chunk(3, dim=-1)
@@ -84,7 +87,7 @@ class DoubleStreamBlock(nn.Module):
         txt_heads = heads(self.txt_qkv(modulate(self.txt_norm(txt), txt_shift, txt_scale)))
         q, k, v = (torch.cat(pair, dim=1) for pair in zip(txt_heads, img_heads, strict=True))
         cos, sin = pe.cos().transpose(1, 2), pe.sin().transpose(1, 2)
-        attn = sdpa(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        attn = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         txt_attn, img_attn = attn[:, : txt.shape[1]], attn[:, txt.shape[1] :]
         img = img + img_gate[:, None] * self.img_mlp(img + img_attn)
         txt = txt + txt_gate[:, None] * self.txt_mlp(txt + txt_attn)
@@ -109,9 +112,7 @@ class SingleStreamBlock(nn.Module):
 
 class EmbedND(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
-        """Return angles ``[B, 1, S, 4]`` of positions ``[B, S, 3]``: one for each coordinate, and a second one for the
-        last.
-        """
+        """Return angles ``[B, 1, S, 4]`` of positions ``[B, S, 3]``: one per coordinate, and a second of the last."""
         return torch.cat([ids, ids[..., -1:] / 10], dim=-1)[:, None]
 
 
@@ -155,9 +156,7 @@ def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, k_lens: Tensor | None = None) -> Tensor:
-    """Attend over ``[B, S, H, D]`` with all samples in one packed sequence, and the keys of each sample up to its
-    length.
-    """
+    """Attend over ``[B, S, H, D]`` with all samples in one sequence, and the keys of each sample up to its length."""
     batch, num_queries, num_keys = len(q), q.shape[1], k.shape[1]
     lengths = [num_keys] * batch if k_lens is None else k_lens.tolist()
     k, v = (torch.cat([sample[:length] for sample, length in zip(x, lengths, strict=True)]) for x in (k, v))
@@ -255,24 +254,13 @@ class WanModel(nn.Module):
         return [u[: math.prod(size)] for u, size in zip(h, grid_sizes.tolist(), strict=True)]
 
 
-# -- HunyuanVideo: the text refiner attends by SDPA before the blocks. Blocks attend by flash_attn, with lengths that
-# the model computes.
+# -- HunyuanVideo: the text refiner attends by SDPA, then blocks attend by flash_attn, with lengths of the model.
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    batch_size: int = 1,
-) -> Tensor:
-    """Attend over ``[B, S, H, D]``, and return ``[B, S, H * D]``."""
-    rows = (x.flatten(0, 1) for x in (q, k, v))
-    out = flash_attn_varlen_func(*rows, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    return out.view(batch_size, max_seqlen_q, HEADS, HEAD_DIM).flatten(2)
+def attention(q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor | int) -> Tensor:
+    """Attend over ``[B, S, H, D]`` with the lengths of flash_attn, and return ``[B, S, H * D]``."""
+    out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *lengths)
+    return out.view(q.shape).flatten(2)
 
 
 class TokenRefinerBlock(nn.Module):
@@ -321,7 +309,7 @@ class MMDoubleStreamBlock(DoubleStreamBlock):
         k = torch.cat([rotate(img_k, cos, sin), txt_k], dim=1)
         v = torch.cat([img_v, txt_v], dim=1)
         lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        attn = attention(q, k, v, *lengths, batch_size=img.shape[0])
+        attn = attention(q, k, v, *lengths)
         img_attn, txt_attn = attn[:, : img.shape[1]], attn[:, img.shape[1] :]
         img = img + img_gate[:, None] * self.img_mlp(img + img_attn)
         txt = txt + txt_gate[:, None] * self.txt_mlp(txt + txt_attn)
@@ -347,7 +335,7 @@ class MMSingleStreamBlock(SingleStreamBlock):
         q = torch.cat([rotate(q[:, :-txt_len], cos, sin), q[:, -txt_len:]], dim=1)
         k = torch.cat([rotate(k[:, :-txt_len], cos, sin), k[:, -txt_len:]], dim=1)
         lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        attn = attention(q, k, v, *lengths, batch_size=x.shape[0])
+        attn = attention(q, k, v, *lengths)
         return x + gate[:, None] * self.linear2(torch.cat([attn, F.gelu(hidden)], dim=-1))
 
 
@@ -446,9 +434,7 @@ class AsymmetricJointBlock(nn.Module):
 
 
 def compute_packed_indices(text_mask: Tensor, num_latents: int) -> dict[str, Any]:
-    """Return the indices of the valid tokens of ``[B, num_latents + text]``, and where each sample begins among
-    these.
-    """
+    """Return the indices of the valid tokens of ``[B, num_latents + text]``, and the start of each sample there."""
     mask = F.pad(text_mask, (num_latents, 0), value=True)
     lengths = mask.sum(1)
     return {

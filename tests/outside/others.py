@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.outside.official import HEADS, WIDTH, EmbedND, LastLayer, Mlp, grid, heads, modulate, rotate, sdpa
+from tests.outside.official import HEADS, WIDTH, DoubleStreamBlock, EmbedND, LastLayer, Mlp, grid, heads, sdpa
 
-# -- timm: blocks are in nn.Sequential. The class token and positions are added before them, and the class token is read
-# after them.
+# -- timm: the class token and positions are added before an nn.Sequential of blocks, and the class token is read after.
 
 
 class Attention(nn.Module):
@@ -66,25 +65,9 @@ def attention_pytorch(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: Ten
 optimized_attention = attention_pytorch
 
 
-class ComfyDoubleBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.img_mod, self.txt_mod = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.img_qkv, self.txt_qkv = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.img_mlp, self.txt_mlp = Mlp(), Mlp()
-
-    def forward(
-        self, img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, attn_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        txt_heads = heads(self.txt_qkv(modulate(txt, *self.txt_mod(vec).chunk(2, dim=-1))))
-        img_heads = heads(self.img_qkv(modulate(img, *self.img_mod(vec).chunk(2, dim=-1))))
-        q, k, v = (torch.cat(pair, dim=1) for pair in zip(txt_heads, img_heads, strict=True))
-        cos, sin = pe.cos().transpose(1, 2), pe.sin().transpose(1, 2)
-        attn = optimized_attention(
-            rotate(q, cos, sin).flatten(2), rotate(k, cos, sin).flatten(2), v.flatten(2), HEADS, attn_mask
-        )
-        txt_attn, img_attn = attn[:, : txt.shape[1]], attn[:, txt.shape[1] :]
-        return img + self.img_mlp(img + img_attn), txt + self.txt_mlp(txt + txt_attn)
+class ComfyDoubleBlock(DoubleStreamBlock):
+    def attend(self, *qkv: Tensor) -> Tensor:
+        return optimized_attention(*(x.flatten(2) for x in qkv), HEADS)
 
 
 class ComfyFlux(nn.Module):

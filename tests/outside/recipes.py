@@ -154,9 +154,7 @@ def comfy(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 
 def wan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Run Wan with its rotary table sharded, because the rotary function is called inside attention with the whole
-    grid.
-    """
+    """Run Wan with its rotary table sharded, because attention calls the rotary function with the whole grid."""
     rope_apply, length = official.rope_apply, inputs["seq_len"]
     ones = torch.zeros(1, length, 1, official.HEAD_DIM)
     ones[..., 0::2] = 1  # Rotated by rope_apply, 1 + 0i gives the table itself.
@@ -205,15 +203,13 @@ MOCHI_PLAN = Plan(
 )
 
 
-def flash_of_all(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> Tensor:
+def flash_of_all(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
     """Attend to all tokens in place of HunyuanVideo's ``attention``. Without padding, flash_attn needs no lengths."""
     return flash_attn_func(q, k, v).flatten(2)
 
 
 def hunyuan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Run HunyuanVideo with the text of one prompt cut to its valid tokens. No returned token attends to the other
-    ones.
-    """
+    """Run HunyuanVideo with the text cut to its valid tokens. No returned token attends to the other ones."""
     valid = int(inputs["text_mask"].sum())
     inputs["text_states"], inputs["text_mask"] = inputs["text_states"][:, :valid], inputs["text_mask"][:, :valid]
     with mock.patch.object(official, "attention", flash_of_all):
@@ -249,9 +245,7 @@ def proposed(model: str) -> Recipe:
 
 
 def decoded(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Return the logits of four tokens after a prompt. Each rank caches the keys of its part of the prompt and of all
-    answer tokens.
-    """
+    """Return logits of four tokens after a prompt. A rank caches the keys of its part of it and of the answer."""
     ids = inputs["input_ids"]
     prompt, cache = Segment("prompt", ids.shape[1]), DynamicCache(config=model.config)
     positions, rows = torch.arange(prompt.total + 4)[None], []
@@ -276,9 +270,7 @@ def decoded_alone(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def trained(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Return loss and gradients of one training step. Gradients of the loss of gathered logits are averaged over the
-    ranks.
-    """
+    """Return loss and gradients of a training step. Gradients of the loss of gathered logits are averaged."""
     ids = inputs["input_ids"]
     positions = torch.arange(ids.shape[1])[None]
     model.requires_grad_().zero_grad()

@@ -163,9 +163,7 @@ def test_planned_two_dim_ring_runs_and_is_logged(rank_pool):
 
 
 def shapes_on_hosts(cases):
-    """Return ring and Ulysses sizes on ranks whose launcher names no hosts, for each assignment of ranks to hosts, and
-    the tensor size for sharded weights.
-    """
+    """Return ring and Ulysses sizes without a launcher for each assignment of ranks to hosts, and the tensor size."""
     shapes = {"tensor": default_mesh.guided_mesh_for(None, flux_pipe(), "tensor").tensor.size}
     for names in cases:
         with mock.patch("socket.gethostname", lambda names=names: names[dist.get_rank()]):

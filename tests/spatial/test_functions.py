@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.spatial import convolution
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.row_tag import MixesRows
 from para_core.spatial.tiles import Pending
 from tests.attention.one_device import relative_error
+from tests.operators import Operators
 
 HEIGHT, WIDTH = 14, 6
 
@@ -277,20 +277,6 @@ def test_a_pending_tile_may_be_a_keyword_argument():
     assert torch.equal(torch.cat(tensors=[pending, x]).local_value(), torch.ones(6))
 
 
-class Operators(TorchDispatchMode):
-    """A recorder of convolutions: the dtype and the shape of each output."""
-
-    def __init__(self):
-        super().__init__()
-        self.convolutions = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.convolution:
-            self.convolutions.append((out.dtype, tuple(out.shape)))
-        return out
-
-
 @torch.no_grad()
 def convolve_narrowly(columns):
     """Check that no rank convolves a single column, which torch 2.13 computes wrong on CPUs with bfloat16."""
@@ -300,8 +286,9 @@ def convolve_narrowly(columns):
     with SpatialShardMode(dist.group.WORLD) as rows, Operators() as ran:
         out = rows.gather(model(rows.shard(x, -1, unit=2)))
     assert relative_error(out.float(), model.float()(x.float())) < 6e-3
-    assert len(ran.convolutions) == 2
-    assert all(shape[-1] > 1 for dtype, shape in ran.convolutions if dtype == torch.bfloat16)
+    convolved = [y for func, _, y in ran.calls if func.overloadpacket is torch.ops.aten.convolution]
+    assert len(convolved) == 2
+    assert all(y.shape[-1] > 1 for y in convolved if y.dtype == torch.bfloat16)
 
 
 def ask_for_a_gradient(rows):

@@ -12,7 +12,6 @@ from diffusers.models import autoencoders
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import PeakMemory, TrafficCounter
 from para_core.adapters import parallelize_pipe, parallelize_vae, unparallelize_pipe, unparallelize_vae
@@ -22,6 +21,7 @@ from para_core.instance.record import is_filled, slot_owner
 from para_core.instance.slots import Slot
 from tests.adapters.test_pipelines import generate
 from tests.attention.one_device import relative_error
+from tests.operators import Operators
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh
 from zoo.tiny.pipelines import PIPELINES
@@ -111,23 +111,6 @@ def test_few_rows_use_fewer_ranks(rank_pool):
     rank_pool.run(check_few_rows, 4)
 
 
-# -- Costs.
-
-
-class LargestTensor(TorchDispatchMode):
-    """A recorder of the bytes of the largest tensor whose last dim has ``tokens`` elements, such as a mask."""
-
-    def __init__(self, tokens):
-        super().__init__()
-        self.tokens, self.bytes = tokens, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.ndim > 1 and out.shape[-1] == self.tokens:
-            self.bytes = max(self.bytes, out.untyped_storage().nbytes())
-        return out
-
-
 # As docs/vae.md says, the mask of HunyuanVideo has the rows of this rank, and that of HunyuanVideo 1.5 has all rows.
 MASKS = {"HunyuanVideo": 0.5, "HunyuanVideo15": 1.0}
 TOKENS = 3 * 8 * 5
@@ -139,9 +122,10 @@ def costs(parallel):
     masks, tiny = [], TINY_VAES["KL"]
     for name in MASKS:
         vae = parallelize_vae(TINY_VAES[name].make()) if parallel else TINY_VAES[name].make()
-        with LargestTensor(TOKENS) as largest:
+        with Operators() as ran:
             vae.decode(torch.randn(1, vae.config.latent_channels, 3, 8, 5))
-        masks.append(largest.bytes)
+        outs = [x for _, _, x in ran.calls if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[-1] == TOKENS]
+        masks.append(max(x.untyped_storage().nbytes() for x in outs))
     vae = parallelize_vae(tiny.make()) if parallel else tiny.make()
     with TrafficCounter() as traffic:
         tiny.decode(vae, random_image((1, 4, 12, 5)))
@@ -183,9 +167,6 @@ def test_masks_traffic_and_activations(rank_pool, ranks):
         assert traffic == expected_traffic(rank, ranks)
         # The first rank also gets the image, with 3 channels in addition to the 8 of the last layer.
         assert peak < (0.85 if rank == 0 else 0.65) * alone
-
-
-# -- Settings.
 
 
 @torch.no_grad()
@@ -246,9 +227,6 @@ def check_settings():
     with pytest.raises(RuntimeError, match=r"^getitem .*dim 1 "):
         tiled.decode(vaes[1], random_image(tiled.latents))
     assert max(errors.values()) < 1e-5 < seams, errors
-
-
-# -- Inside compiled functions.
 
 
 # encode() of these autoencoders constructs a distribution.

@@ -1,6 +1,4 @@
-"""verify=True reports equal outputs. Other outputs raise on every rank, and the error names the first module that
-differs.
-"""
+"""verify=True reports equal outputs. Others raise on every rank, and the error names the first module that differs."""
 
 import logging
 import warnings

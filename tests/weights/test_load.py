@@ -283,9 +283,6 @@ def test_options_that_do_not_fit_are_refused(options, message):
         from_pretrained_sharded(FluxPipeline, "anywhere", **options)
 
 
-# -- A stand-in for the Hub.
-
-
 def download(endpoint, cache, hosts):
     rank = dist.get_rank()
     with asking(endpoint), mock.patch.object(socket, "gethostname", lambda: hosts[rank]):

@@ -1,6 +1,4 @@
-"""Quantized files as people download them, and pipelines that torchao quantizes while they are loaded, compute the same
-on ranks as alone, or are refused with a reason.
-"""
+"""Quantized files, and pipelines that torchao quantizes at loading, are exact on ranks, or refused with a reason."""
 
 from math import prod
 

@@ -158,8 +158,7 @@ def failing_transfers(nccl):
                     links.receive(torch.empty(size), peer)
                 links.mark_broken()
             if nccl and taken[dim.index] > sent[peer]:
-                # A receive without a sender is a kernel of NCCL that runs for ever. A call that waits for the device
-                # would hang.
+                # A receive without a sender is a kernel of NCCL that runs for ever: waiting for the device would hang.
                 assert not any(is_registered(call.kwargs["group"]) for call in started.call_args_list)
             for number, each in ((2.0, links), (3.0, links), (4.0, others)):
                 each.begin()

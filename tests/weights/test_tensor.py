@@ -1,6 +1,5 @@
 """Heads and hidden units sharded over tensor ranks give the result of one device, also with sharded tokens."""
 
-import warnings
 from dataclasses import replace
 from unittest import mock
 
@@ -30,6 +29,8 @@ from para_core.weights.tensor import shard_tensors
 from para_core.weights.tensor_checks import check_tensor_plan
 from para_core.weights.tensor_plan import Linear, TensorPlan
 from tests.adapters.parallel.unchanged import same_pipe
+from tests.adapters.test_transformers import call
+from tests.instance.test_record import Doubled
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make, mesh_of
 from zoo.tiny.transformers.registry import MODELS
@@ -52,14 +53,6 @@ NAMES += ["qwen-image", "wan", "hunyuan, image by token replacement", "cogvideox
 NAMES += ["skyreels v2", "skyreels v2, causal", "chronoedit", "anyflow", "framepack", "hunyuan 1.5, image", "consisid"]
 NAMES += ["qwen-image 2.1", "chroma", "longcat-image", "bria", "bria fibo"]
 SIZES = [(3, 6, 10), (1, 6, 6)]
-
-
-def call(transformer, name, size):
-    with torch.no_grad(), warnings.catch_warnings():
-        # Mochi asks for an autocast that the CPU does not have.
-        warnings.filterwarnings("ignore", message="In CPU autocast")
-        out = transformer(**MODELS[name].inputs(*size), return_dict=False)
-    return [x for x in tree_leaves(out) if isinstance(x, Tensor)]
 
 
 def build(name):
@@ -109,11 +102,6 @@ def generate_over(how, dims):
         cached.append(generate(each, "flux", num_inference_steps=4))
     assert relative_error(*cached) < 1e-5
     assert any(row.hit for row in cache_report(pipe).rows)
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
 
 
 def refusals_on_ranks():

@@ -85,10 +85,6 @@ def change_on_one_rank():
             mock.patch.stopall()
 
 
-def test_differing_models_raise_on_all_ranks(rank_pool):
-    rank_pool.run(change_on_one_rank, 2)
-
-
 # -- Callbacks.
 
 
@@ -158,5 +154,6 @@ def call_back_on_one_rank_and_equally():
         assert relative_error(call_back(parallel_pipe(), change_equally), expected) < 1e-5
 
 
-def test_differing_callbacks_raise_on_all_ranks_and_equal_ones_are_exact(rank_pool):
-    rank_pool.run(call_back_on_one_rank_and_equally, 2)
+@pytest.mark.parametrize("job", [change_on_one_rank, call_back_on_one_rank_and_equally])
+def test_differing_models_and_callbacks_raise_on_all_ranks(rank_pool, job):
+    rank_pool.run(job, 2)

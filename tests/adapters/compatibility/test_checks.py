@@ -302,6 +302,7 @@ BLOCKS = r".*compile_repeated_blocks\(fullgraph=True\)"
 FSDP1 = r"^transformer .*(FSDP1|FullyShardedDataParallel).*FluxTransformer2DModel.*weights='fsdp'"
 WRAPPED = r"\b.*FluxTransformer2DModel.*transformer = .*transformer\.module"
 BACKEND = r".*pipe\.transformer\.set_attention_backend"
+BALANCED = r"\['0', '1'\].*parallelize_pipe\(pipe, mesh=mesh, weights='fsdp'\)"
 LUMINA = "^LuminaNextDiT2DModel .*processor .*" + SUPPORTED
 OTHER = r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', .*docs/new_model\.md.*" + SUPPORTED
 # Each check has cases that it refuses, and words of the message.
@@ -410,7 +411,11 @@ CASES = {
     "check_cached_model_not_replaced": (lambda _: of_pipe(flux_pipe(), flux_transformer()), "another .*cache"),
     "check_one_device": (
         lambda _: of_pipe(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1})),
-        r"\['0', '1'\] .*weights=",
+        BALANCED,
+    ),
+    "check_one_device, of the model": (
+        lambda _: of_pipe(pipe_with(lambda model: changed(model, hf_device_map={"a": 0, "b": 1}))),
+        BALANCED,
     ),
     "check_unmoved_weights": (lambda _: of_pipe(pipe_with(with_hook)), r"accelerate, .*pipe\.remove_all_hooks\(\)"),
 }

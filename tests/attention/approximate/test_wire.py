@@ -7,8 +7,6 @@ import torch.nn.functional as F
 import para_core
 from para_core import UnifiedAttnMode
 from para_core.attention.attention_options import AttnOptions
-from para_core.distributed.mesh import one_rank
-from para_core.option_values import ROTATE_METHODS
 from tests.attention.cases import IMAGE_FIRST, TEXT_FIRST, Case, Mask, attend, make_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_traffic import Traffic
@@ -103,19 +101,6 @@ def test_rounded_calls_with_kernels_launch_few_more(ranks):
         count_attention(ranks, 1, device="meta", backend="triton", comm_dtype=dtype) for dtype in (None, FLOAT8)
     )
     assert half.launches == whole.launches + ranks - 1, str(half)
-
-
-# -- Options.
-
-
-def test_other_dtypes_and_methods_are_refused():
-    with pytest.raises(
-        (TypeError, ValueError), match=r"comm_dtype.* torch\.bfloat16.* torch\.int8 .*torch\.float8_e4m3fn"
-    ):
-        UnifiedAttnMode(one_rank("cpu"), comm_dtype=torch.bfloat16)
-    for method in [name for name in ROTATE_METHODS if name not in ("alltoall", "allgather")]:
-        with pytest.raises(ValueError, match=rf"rotate_method='{method}'.* comm_dtype.* torch\.int8"):
-            AttnOptions.of(rotate_method=method, comm_dtype=INT8)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT8, INT8])

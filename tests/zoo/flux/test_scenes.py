@@ -5,18 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
+from tests.zoo.test_grammars import rng
 from zoo.flux import scenes as grammar
 from zoo.flux.check import check
 from zoo.flux.scenes import ImageScene, Thing, draw
 
 pytestmark = pytest.mark.slow
-
-
-def rng(*seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
 
 
 def test_checker_accepts_every_true_drawing_of_one_thing():

@@ -1,6 +1,4 @@
-"""Plain diffusers loads the committed pipeline folder offline, and its videos move as the caption says, also on
-ranks.
-"""
+"""Plain diffusers loads the committed pipeline folder offline, and its videos move as the caption says."""
 
 from __future__ import annotations
 

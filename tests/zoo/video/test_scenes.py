@@ -7,14 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.zoo.test_grammars import rng
 from zoo.video import scenes as grammar
 from zoo.video.scenes import FRAMES, VideoScene, check, draw
 
 RED_RIGHT = VideoScene("red", "circle", "right", "white")
-
-
-def rng(*seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
 
 
 @pytest.mark.parametrize("direction", list(grammar.DIRECTIONS)[::4])
