@@ -16,17 +16,7 @@ from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import apply_cache_on_transformer, cache_report, remove_cache_from_pipe
 from para_core.adapters.cache.generation import caching_of
 from para_core.cache.apply import cache_options, require_cache
-from tests.cache.scripted import (
-    ADAPTER,
-    BLOCKS,
-    IN_TWO_STAGES,
-    Pipe,
-    Scripted,
-    Waits,
-    cached,
-    call_model,
-    verdicts,
-)
+from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, Waits, cached, call_model, verdicts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
 ALMOST_SAME = [1.0, 1.01, 1.02, 1.03]
