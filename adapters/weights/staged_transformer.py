@@ -388,7 +388,7 @@ def check_cache_on_stages(module: nn.Module, name: str, called: Any, options: Ca
 FEATURE = Feature(
     mesh_dim=PIPE_DIM,
     changes=changes_for_stages,
-    is_split=has_freed_blocks,
+    has_freed=has_freed_blocks,
     parallelize_checks=(check_chained_blocks, check_moved_weights, check_sharded_weights),
     call_checks=(check_compiled_stages,),
     cached_call_checks=(check_cache_on_stages,),
