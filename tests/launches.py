@@ -96,8 +96,5 @@ def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, given: dic
         # SDPA computes meta tensors by matrix products, and GPU tensors by the single kernel that is called here.
         return local.local_attention_with_lse(call, backend)[0]
 
-    with (
-        mock.patch.object(local, "choose_backend", choose),
-        mock.patch.object(usp, "local_attention", sdpa),
-    ):
+    with mock.patch.object(local, "choose_backend", choose), mock.patch.object(usp, "local_attention", sdpa):
         yield attend

@@ -208,7 +208,8 @@ class UnetRun:
     def _rows_per_unit(self) -> int:
         """Return the number of rows of the sample that are one row at the innermost level."""
         unet: Any = self.unet
-        return 2 ** sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
+        levels = sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
+        return 1 << levels
 
     def _sizes_of_images(
         self, inputs: Mapping[str, Any], dim: int, sizes: Sizes

@@ -24,7 +24,7 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.arguments import agree_on_values
 from para_core.adapters.agree.loras import describe_loras_of_model, lora_weights
 from para_core.adapters.denoisers import kind_of
-from para_core.adapters.inspect.components import stack_of, why_no_stages
+from para_core.adapters.inspect.block_stack import stack_of, why_no_stages
 from para_core.adapters.registry import adapter_for, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.adapters.weights.lora import ADDS, CHANGES, agree_on_lora, check_initialization, on_all_ranks

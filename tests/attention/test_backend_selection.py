@@ -14,11 +14,7 @@ from para_core.attention import local
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.backend_selection import check_backend, check_some_backend
 from para_core.attention.backends import triton_backend
-from para_core.attention.local import (
-    continue_attention,
-    local_attention,
-    local_attention_with_lse,
-)
+from para_core.attention.local import continue_attention, local_attention, local_attention_with_lse
 from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.merge import Merged
 from para_core.distributed.mesh import one_rank

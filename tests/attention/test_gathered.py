@@ -46,10 +46,7 @@ def differing(rank_pool, cases, ring, ulysses, options, compile_with=None):
     return names
 
 
-@pytest.mark.parametrize(
-    ("ring", "ulysses", "dtype"),
-    [(2, 1, F32), (2, 2, torch.bfloat16)],
-)
+@pytest.mark.parametrize(("ring", "ulysses", "dtype"), [(2, 1, F32), (2, 2, torch.bfloat16)])
 def test_calls_have_the_bits_of_one_process(rank_pool, ring, ulysses, dtype):
     cases = {name: replace(case, dtype=dtype) for name, case in CALLS.items() if dtype == F32 or "float" not in name}
     assert differing(rank_pool, cases, ring, ulysses, GATHERED) == set()

@@ -89,10 +89,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("command", "ranks", "text", "seconds", "name", "code", "says"),
-    ROWS,
-)
+@pytest.mark.parametrize(("command", "ranks", "text", "seconds", "name", "code", "says"), ROWS)
 def test_signal_ends_a_command(tmp_path, command, ranks, text, seconds, name, code, says):
     port = find_free_port()
     words = ["-m", "para_core", "serve" if command == "request" else command, "--ranks", str(ranks)]

@@ -24,14 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from para_core.kernels import attention_int8, merge, norm, pack, product, residual
-from para_core.kernels.attention_configs import (
-    FLOAT32,
-    FLOAT32_WIDE,
-    KernelCall,
-    fit_inputs,
-    row_of,
-    row_of_dim,
-)
+from para_core.kernels.attention_configs import FLOAT32, FLOAT32_WIDE, KernelCall, fit_inputs, row_of, row_of_dim
 from para_core.kernels.attention_launch import RoundedKeys, launch_kernel
 from para_core.kernels.pack_reference import CopyRegion
 

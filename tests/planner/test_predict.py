@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from para_core.adapters import plan_mesh
 from para_core.adapters.planner.choose import EQUALLY_FAST, Choices
 from para_core.adapters.planner.mesh import MeshShape, all_shapes
-from para_core.adapters.planner.predict import (
-    RESERVED,
-    Machine,
-    predict,
-    traffic_of,
-)
+from para_core.adapters.planner.predict import RESERVED, Machine, predict, traffic_of
 from para_core.adapters.planner.predictions import PUBLISHED_RATIOS, duration, predict_meshes
 from para_core.adapters.planner.weights import ModuleBytes, Placement, Weights
 from para_core.adapters.planner.work import AttentionWork, CallWork, GenerationSizes, Workload

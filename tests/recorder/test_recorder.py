@@ -7,14 +7,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
-from para_core.recorder.events import (
-    AttentionEnd,
-    AttentionStart,
-    FunctionCall,
-    ModuleEnd,
-    ModuleStart,
-    OperatorCall,
-)
+from para_core.recorder.events import AttentionEnd, AttentionStart, FunctionCall, ModuleEnd, ModuleStart, OperatorCall
 from para_core.recorder.operator_count import OperatorCount
 from para_core.recorder.recorder import Recorder
 from para_core.torch_internals import function_mode_stack

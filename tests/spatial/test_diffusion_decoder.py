@@ -5,12 +5,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, LTX2VideoDiffusionDecodePipeline, LTX2VideoDiffusionDecoderModel
 
 from benchmarks.harness import fake_group
-from para_core.adapters import (
-    apply_cache_on_pipe,
-    parallelize_pipe,
-    parallelize_vae,
-    unparallelize_vae,
-)
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, parallelize_vae, unparallelize_vae
 from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh
 from zoo.tiny.base import fill

@@ -10,12 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core.adapters import (
-    AttentionSchedule,
-    apply_cache_on_pipe,
-    parallelize_pipe,
-    unparallelize_pipe,
-)
+from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe
 from para_core.adapters.parallel.session import ParallelSession
 from tests.adapters.parallel.unchanged import changes_since, image_of, state_of, timeouts
 from tests.rank_pool import heartbeat
@@ -66,7 +61,7 @@ STEPS_OF_PIPE = (
     f"{PARALLEL}.call.fill_slot",
     "para_core.adapters.vae.pipeline.parallelize_vae",
     "para_core.adapters.vae.run.fill_slot",
-    f"{WEIGHTS}.shard.components_of",
+    f"{WEIGHTS}.shard.components_with_blocks",
     f"{WEIGHTS}.shard.check_not_offloaded",
     f"{WEIGHTS}.offloaded_modules.execution_device",
 )
@@ -154,10 +149,7 @@ def fail_in_cache(rank, parallel=True):
         )
 
 
-FAILING = {
-    "parallelize_pipe": fail_in_pipe,
-    "apply_cache_on_pipe": fail_in_cache,
-}
+FAILING = {"parallelize_pipe": fail_in_pipe, "apply_cache_on_pipe": fail_in_cache}
 
 
 def fail(name, rank):
