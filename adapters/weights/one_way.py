@@ -100,7 +100,7 @@ def one_way(owner: Any, modules: Iterable[nn.Module], ranks: Ranks, what: str) -
             fill_slot(instance, Slot.UNUSABLE, {"__call__": partial(_raise_unusable, message)}, owner=message)
         if isinstance(error, Exception):
             # It has no mark that it was raised on all ranks, so an outer together() exchanges it once more. All ranks
-            # raise it, so that only costs an all-gather. replace_session changes weights outside of such a block.
+            # raise it, so that only costs an all-gather. No caller changes weights inside such a block today.
             raise RuntimeError(message) from error
         raise
 
