@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 MaskKind = Literal["none", "bytes", "bits"]
+# Here and not beside the launch, because code that must not import Triton checks it, too.
+LARGEST_HEAD_DIM = 256
 
 
 class KernelCall(NamedTuple):

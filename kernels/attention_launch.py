@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from para_core.kernels.attention_configs import Config, KernelCall
+from para_core.kernels.attention_configs import LARGEST_HEAD_DIM, Config, KernelCall
 from para_core.kernels.attention_kernel import LOG2_E, attention_kernel
 from para_core.kernels.attention_reference import in_float32
 
@@ -24,7 +24,6 @@ _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
     "Tensor? lse_so_far, bool is_causal, SymInt shift, float scale, ScalarType out_dtype) -> (Tensor, Tensor)"
 )
-LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

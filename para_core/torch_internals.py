@@ -449,8 +449,8 @@ def buffer_slots(module: nn.Module) -> dict[str, Any]:
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks of ``module`` that run after its ``forward``."""
-    return list(module._forward_hooks.values())
+    """Return the hooks of ``module`` that run before or after its ``forward``."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 # The names below are those for nested containers, from torch/utils/_pytree.py, because torch has no public

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 FOLDERS = ("para_core", "adapters", "fleet", "cli", "kernels", "cache_examples", "parallel_examples")
 # torch offers no other spelling for these attributes, and they are written as often as read.
 ATTRIBUTE = re.compile(
-    "_(base|buffers|call_impl|cdata|compiled_call_impl|device_types|forward_hooks|get_backend|orig_mod|schema|"
+    "_(base|buffers|call_impl|cdata|compiled_call_impl|device_types|forward_(pre_)?hooks|get_backend|orig_mod|schema|"
     "torchdynamo_orig_callable|version)"
 )
 

@@ -1,8 +1,17 @@
-"""Warn after a generation if the cache skipped no step or every step, or its residuals were not finite."""
+"""Warn after a generation if its cache did nothing useful. Tests: tests/cache/test_options.py.
+
+There are four warnings, by the verdicts (:class:`~para_core.cache.decision.Verdict`) of the steps:
+
+- a difference was not finite: some step has NOT_FINITE;
+- never asked: there are no verdicts, because an argument switched the cache off in each call;
+- no hits: some MISS and no HIT, so the threshold may be too low;
+- only hits: some HIT, and no step that was computed for the difference or a limit (MISS, NOT_FINITE, LIMIT), so the
+  threshold may be too high. Steps that were computed for another reason (WARMUP, SCHEDULE, REPEATED) do not count:
+  no threshold changes them.
+"""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
@@ -13,42 +22,44 @@ from para_core.user_warnings import CacheWarning, ThresholdWarning, WarningLog
 
 
 def warn_of_outcomes(name: str, cache: BlockCache, log: WarningLog) -> None:
-    """Warn if the ended generation skipped no step or every step, or had residuals that are zero or not
-    finite.
+    """Warn if the ended generation skipped no step or every step that it could, was never asked, or compared values
+    whose difference was not finite.
 
-    Each kind of warning appears once until the caches or thresholds change. The host may wait for the device.
+    The host may wait for the device.
 
     Args:
         name: The pipeline, or the transformer of it that has the ``cache``, in messages.
+        log: Gives each kind of warning once. Its owner, :class:`~para_core.adapters.cache.generation.PipelineCache`,
+            clears it when the caches change.
     """
     verdicts = [Verdict(int(outcome.verdict)) for outcome in cache.outcomes]
     if Verdict.NOT_FINITE in verdicts:
         log.warn(
             f"{name}: residual",
-            f"the first-block residual of the {name} was not finite at some steps, which were computed: "
-            "see cache_report(pipe).",
+            f"the difference by which the cache of the {name} decides was not finite at some steps (values that are "
+            "all zero, or NaN), which were computed: see cache_report(pipe).",
             CacheWarning,
         )
+    # The name is that of the last call only, but without verdicts no other call used the cache either.
     if not verdicts and cache.uncached_by is not None:
         log.warn(
             f"{name}: never asked",
-            f"the cache of the {name} was asked at no step: each call was given {cache.uncached_by}, with which "
+            f"the cache of the {name} was asked at no step: the last call was given {cache.uncached_by}, with which "
             "all blocks run. Leave it out (a pipeline may have a switch: use_kv_cache=False), or "
             "remove_cache_from_pipe(pipe).",
             CacheWarning,
         )
-    num_hits = verdicts.count(Verdict.HIT)
-    num_misses = verdicts.count(Verdict.MISS)
-    if num_hits + num_misses == 0 or cache.threshold == 0.0:
+    decided = {Verdict.HIT, Verdict.MISS}.intersection(verdicts)
+    if not decided or cache.threshold == 0.0:
         return
-    if num_hits == 0:
+    if decided == {Verdict.MISS}:
         log.warn(
             f"{name}: no hits",
             f"the cache of the {name} skipped no step: {_describe_differences(cache, verdicts)}, and "
             f"{_describe_decision(cache)}. {_advise_change(cache, 'Raise', 'True')}.",
             ThresholdWarning,
         )
-    elif num_misses == 0 and Verdict.LIMIT not in verdicts:
+    elif not {Verdict.MISS, Verdict.NOT_FINITE, Verdict.LIMIT}.intersection(verdicts):
         log.warn(
             f"{name}: only hits",
             f"the cache of the {name} skipped every step that it could: {_describe_differences(cache, verdicts)}, and "
@@ -58,15 +69,15 @@ def warn_of_outcomes(name: str, cache: BlockCache, log: WarningLog) -> None:
 
 
 def _describe_differences(cache: BlockCache, verdicts: list[Verdict]) -> str:
-    """Return the range of the differences that decided the steps, in words: of each step, the largest."""
-    largest = []
-    for outcome, verdict in zip(cache.outcomes, verdicts, strict=True):
-        if verdict in (Verdict.HIT, Verdict.MISS) and outcome.differences is not None:
-            difference = max(_as_list(outcome.differences))
-            if math.isfinite(difference):
-                largest.append(difference)
-    if not largest:
-        return "no difference was finite"
+    """Return the range of the differences that decided the steps, in words: of each step, the largest.
+
+    At least one of ``verdicts`` is HIT or MISS. Each of these has differences, all of them finite.
+    """
+    largest = [
+        max(_as_list(outcome.differences))
+        for outcome, verdict in zip(cache.outcomes, verdicts, strict=True)
+        if verdict in (Verdict.HIT, Verdict.MISS)
+    ]
     return f"differences ranged from {min(largest):.4g} to {max(largest):.4g}"
 
 

@@ -25,6 +25,7 @@ from para_core.torch_internals import forward_hooks, pytree
 logger = logging.getLogger(__name__)
 
 _COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Types of arguments that a call cannot change, or, as tensors, that are replaced by copies on the meta device.
 _COPYABLE = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
@@ -35,12 +36,20 @@ def predict_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     It cannot be predicted if
 
     - the model reads values of tensors, or one of its blocks depends on the number of blocks;
-    - the model differs from its config (quantized or cast weights, or a ``forward`` set by the user);
-    - the call may change its arguments;
+    - the model differs from its config (quantized or cast weights, a ``forward`` set by the user, or a hook of the
+      model itself);
+    - an argument is or contains something that the call might change, such as an object with state (``_COPYABLE``);
+    - the tensors of the arguments are on several devices or on none; those with one element do not count, because
+      schedulers keep timesteps on the CPU;
     - autocast is on, because the meta device has no autocast;
     - the model is compiled: then all ranks should compile at the same time instead of waiting for each other.
 
-    The model is not changed, and none of its hooks runs.
+    The model is not changed, and none of its hooks runs. Hooks of its submodules are not looked at, because most only
+    observe: if one changes the form of the output, the first generation raises on all ranks, and later ones predict
+    nothing (:mod:`para_core.cfg.guidance`).
+
+    Whether the result is None, and what it is, must depend only on what is equal on all ranks, because those that
+    do not compute a call rely on the same form: see :data:`~para_core.cfg.guidance.PredictOutput`.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     devices = {x.device for x in leaves if isinstance(x, Tensor) and x.numel() > 1}
@@ -54,11 +63,11 @@ def predict_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _is_as_configured(module: Any) -> bool:
-    """Whether ``module`` runs its class's ``forward``, not compiled and without hooks other than FSDP2's."""
+    """Whether ``module`` runs its class's ``forward``, not compiled and without hooks of its own but FSDP2's."""
     if uncompiled(module) is not module or has_compiled_parts(module):
         return False
-    # accelerate and diffusers install hooks by setting ``forward`` on the instance, but these do not change
-    # the output.
+    # accelerate and diffusers install hooks by setting ``forward`` on the instance, and mark it by these
+    # attributes. Theirs move weights and inputs between devices, which does not change the output.
     has_other_forward = "forward" in vars(module) and not (
         hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
     )
@@ -101,7 +110,8 @@ def _make_meta_copy(module: nn.Module) -> nn.Module:
     cls = unwrapped_class(module)
     config, depths = config_and_depths(module)
     copy: nn.Module = cls(**{**config, **dict.fromkeys(depths, 1)}).to("meta").eval()
-    # PEFT renames a layer that has a LoRA from ``name`` to ``name.base_layer``.
+    # PEFT renames a layer that has a LoRA from ``name`` to ``name.base_layer``. With another name,
+    # test_model_unlike_its_config_is_not_predicted (tests/adapters/test_guidance.py) fails.
     weights = {
         name.replace(".base_layer.", "."): x
         for name, x in chain(module.named_parameters(), module.named_buffers())

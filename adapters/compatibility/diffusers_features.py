@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.inspect.components import mesh_of_diffusers
+from para_core.adapters.inspect.diffusers_mesh import mesh_of_diffusers
 from para_core.adapters.refusal import refusal
 from para_core.cache.attachment import find_foreign_cache
 from para_core.instance.modules import has_compiled_parts, submodules_of

@@ -9,20 +9,10 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.registry import (
-    adapter_for,
-    plan_for,
-    require_adapter,
-    require_blocks,
-    transformers_of,
-)
+from para_core.adapters.registry import adapter_for, transformers_of
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class, unwrapped_class
-from para_core.weights.patch_plan import PatchPlan, patch_plan
-from para_core.weights.stack import StackedBlock
 
 # Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but these are
 # small and stay on the device.
@@ -32,14 +22,13 @@ SOUND_VAES = ("audio_vae", "sound_tokenizer")
 
 # Prefixes of the names of components that encode prompts or conditioning images.
 _ENCODERS = ("text_encoder", "image_encoder")
-# Matches the config entries that hold a number of blocks, such as ``num_layers`` and ``depth``.
+# Matches the config entries that hold a number of blocks, such as ``num_layers`` and ``depth``. A model that names
+# them differently costs time only: the copy that predicts the form of its output then has all blocks
+# (adapters/cfg/output_form.py).
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
-# Matches names of layers that process one vector per sample, or only text tokens. They take little time
-# relative to the size of their weights, so the cost of a block leaves them out.
-_CHEAP = re.compile(r"norm|mod|adaln|scale_shift|context|txt|add_[qkv]|add_out|(^|\.)text", re.IGNORECASE)
 
 
-def components_of(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
+def components_with_blocks(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the transformers and encoders of ``pipe`` that have blocks, by name, without compile wrappers.
 
     ``names`` are the components to return; None for all. Raises ``TypeError`` if it is a string, and
@@ -80,7 +69,7 @@ def text_encoders_of(pipe: Any) -> dict[str, nn.Module]:
 
 def encoders_with_blocks(pipe: Any) -> list[str]:
     """Return the names of the text encoders of ``pipe`` that have blocks, which FSDP2 can shard."""
-    return [name for name in components_of(pipe) if name in text_encoders_of(pipe)]
+    return [name for name in components_with_blocks(pipe) if name in text_encoders_of(pipe)]
 
 
 def vaes_of(pipe: Any) -> dict[str, nn.Module]:
@@ -95,6 +84,10 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
     The blocks are the block stack of the adapter and the entries of every other outermost ``ModuleList`` that
     holds several modules of one class with parameters.
+
+    FSDP2 gathers the next block of this list while one computes, and the planner counts what is then gathered at one
+    time, so a wrong order costs time or memory. It changes no result: therefore an adapter that the user passed is
+    not needed here, and its lists, like all others, come in the order of the modules.
     """
     adapter = adapter_for(module)
     stack: list[str] = []
@@ -122,77 +115,9 @@ def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[str]:
         if isinstance(child, nn.ModuleList):
             if (
                 len(child) > 1
-                and len(set(map(type, child))) == 1
+                and len(set(map(original_class, child))) == 1
                 and next(child.parameters(), None) is not None
             ):
                 yield prefix + name
         else:
             yield from _outermost_lists(child, f"{prefix}{name}.")
-
-
-def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | None:
-    """Return why ``module`` cannot run in pipeline stages, as a part of a sentence; None if it can."""
-    adapter = adapter_for(module, adapter)
-    if adapter is None or adapter.blocks is None:
-        return "its block stack is not described (Adapter(..., blocks=CachedBlocks(...)))"
-    if adapter.called_outside:
-        return (
-            f"it calls {', '.join(adapter.called_outside)} outside of the block, which one stage alone holds"
-        )
-    if not all(group.chained for group in adapter.blocks.groups):
-        return (
-            "its adapter does not say that blocks pass only tokens to each other (BlockGroup(chained=True))"
-        )
-    return None
-
-
-def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StackedBlock]:
-    """Return a :class:`StackedBlock` for each block of ``module``, in the order in which the blocks run.
-
-    Raises ``TypeError`` if no adapter describes the blocks.
-    """
-    return [
-        StackedBlock(block, group.streams, cost_of(block))
-        for group in require_blocks(module, adapter).groups
-        for block in chain.from_iterable(module.get_submodule(name).children() for name in group.lists)
-    ]
-
-
-def cost_of(block: nn.Module) -> float:
-    """Return the relative cost of ``block``: the elements of its weight matrices for image or video tokens."""
-    matrices = {name: x.numel() for name, x in block.named_parameters() if x.ndim > 1}
-    return (
-        sum(size for name, size in matrices.items() if not _CHEAP.search(name)) or sum(matrices.values()) or 1
-    )
-
-
-def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan:
-    """Return the plan by which PipeFusion splits ``module`` into patches.
-    Raise ``TypeError`` with why it cannot.
-    """
-    reason = why_no_stages(module, adapter)
-    if reason is not None:
-        raise TypeError(reason)
-    described = require_adapter(module, adapter)
-    text: Text | None = "replicate"
-    if described.empty_text:
-        text = None
-    return patch_plan(plan_for(module, text, adapter), module, described.frames)
-
-
-def why_no_patches(module: nn.Module, adapter: Adapter | None = None) -> str | None:
-    """Return why PipeFusion cannot split ``module`` into patches, as a part of a sentence; None if it can."""
-    try:
-        patch_plan_for(module, adapter)
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def mesh_of_diffusers(module: Any) -> DeviceMesh | None:
-    """Return the mesh over which diffusers sharded ``module`` by a ``TensorParallelConfig``; None if it did not."""
-    config = getattr(getattr(module, "_parallel_config", None), "tensor_parallel_config", None)
-    mesh: DeviceMesh | None = None
-    if config is not None:
-        mesh = config._mesh
-    return mesh

@@ -11,9 +11,12 @@ from para_core.weights.tensor_plan import Linear, TensorPlan
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
 # Text comes last and is replicated, so the masks that the model makes for the full sequence remain correct.
 JOINT = ("video", "text")
-# The number of tokens of the first frame, which image-to-video by token replacement modulates differently.
+# The number of tokens of the first frame, which image-to-video by token replacement modulates differently. Blocks of
+# text-to-video do not have this parameter, and the rule does nothing there.
 FIRST_FRAME: dict[str | int, ShardRule] = {"num_tokens": FirstTokens("video")}
 
+# HunyuanVideo and FramePack have the same blocks. HunyuanVideo 1.5 has no single ones, but the names in its double
+# blocks and in its refiner are the same; patterns that match nothing are ignored.
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
 TENSOR = TensorPlan(
     linears={
@@ -57,6 +60,7 @@ HUNYUAN_VIDEO = Adapter(
     tensor=TENSOR,
     frames=Frames(dim=2, together="patch_size_t"),
     threshold=0.06,
+    # 1324733 is a commit of ParaAttention.
     threshold_source="ParaAttention, doc/fastest_hunyuan_video.md; at 1324733 it was 0.035",
 )
 
@@ -67,6 +71,8 @@ FRAMEPACK = Adapter(
         inputs={},
         inner={
             "transformer_blocks.0": {"hidden_states": VIDEO},
+            # The model calls ``rope`` once for the new frames and once for each resolution of earlier ones, and
+            # concatenates the tables. So the whole table is split where a block receives it.
             "transformer_blocks.*": {"freqs_cis": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
         },
@@ -77,10 +83,12 @@ FRAMEPACK = Adapter(
     ),
     blocks=chained("transformer_blocks", "single_transformer_blocks", streams=TEXT_LAST),
     tensor=TENSOR,
+    # No source has a threshold for FramePack. Its blocks are those of HunyuanVideo.
     threshold=0.06,
     threshold_source="ParaAttention, doc/fastest_hunyuan_video.md; at 1324733 it was 0.035",
 )
 
+# No source has a threshold for HunyuanVideo 1.5, so it gets the default.
 HUNYUAN_VIDEO_15 = Adapter(
     transformer="HunyuanVideo15Transformer3DModel",
     pipelines="HunyuanVideo 1.5",
@@ -89,8 +97,10 @@ HUNYUAN_VIDEO_15 = Adapter(
         inner={"rope": {0: POSITIONS, 1: POSITIONS}, "transformer_blocks.0": {"hidden_states": VIDEO}},
         outputs={"proj_out": Gather(dim=1, segment="video")},
         joint_order=JOINT,
+        # Each attention makes its mask from the tokens that it has: [B, 1, S_local, S_local], True for two valid ones.
         attention={"transformer_blocks.*.attn": (Attention(JOINT, mask="pairs"),)},
     ),
     blocks=chained("transformer_blocks", streams=TEXT_LAST),
     tensor=TENSOR,
+    # Without ``frames``, because PipeFusion refuses masks of pairs.
 )

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
-from para_core.adapters.inspect.components import components_of
+from para_core.adapters.inspect.components import components_with_blocks
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.feature import Method
@@ -162,7 +162,7 @@ def _copy_from_files(pipe: Any) -> None:
     another order. Clones are aligned, so the result has the bits of a pipeline that was loaded in the usual
     way.
     """
-    for part in components_of(pipe).values():
+    for part in components_with_blocks(pipe).values():
         for parameter in part.parameters():
             if not parameter.is_meta and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.clone()

@@ -17,7 +17,7 @@ from para_core.adapters.compatibility.checks import check_parallelize, models_to
 from para_core.adapters.default_mesh import mesh_and_method
 from para_core.adapters.denoisers import denoisers_by_kind
 from para_core.adapters.inspect.components import (
-    components_of,
+    components_with_blocks,
     encoders_with_blocks,
     text_encoders_of,
 )
@@ -99,7 +99,7 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
             )
         session.parts += map(FeaturePart, changes)
         if options.weights == "replicate":
-            check_holds_all(pipe, components_of(pipe).values(), "weights='replicate'")
+            check_holds_all(pipe, components_with_blocks(pipe).values(), "weights='replicate'")
     session.parts += map(ShardPart, _shardings(pipe, transformers, guided, options, ranks))
     return session
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from para_core.adapters.inspect.components import blocks_of, config_and_depths, stack_of, why_no_stages
+from para_core.adapters.inspect.block_stack import stack_of, why_no_stages
+from para_core.adapters.inspect.components import blocks_of, config_and_depths
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.weights import ModuleBytes, Weights
 from para_core.adapters.planner.work import AttentionWork, CallWork, GenerationSizes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.inspect.components import components_of, vaes_of
+from para_core.adapters.inspect.components import components_with_blocks, vaes_of
 from para_core.adapters.inspect.guidance import default_guidance, number_of_heads
 from para_core.adapters.planner import count
 from para_core.adapters.planner.inputs import default_sizes
@@ -69,7 +69,7 @@ def uncounted_workload(pipe: Any, reason: str) -> Workload:
 def pipe_weights(pipe: Any) -> Weights:
     """Return the bytes of the weights of ``pipe``."""
     transformers, vaes = transformers_of(pipe), vaes_of(pipe).values()
-    encoders = [module for name, module in components_of(pipe).items() if name not in transformers]
+    encoders = [module for name, module in components_with_blocks(pipe).items() if name not in transformers]
     counted = {id(x) for x in (*transformers.values(), *encoders, *vaes)}
     modules = {id(x): x for x in map(uncompiled, pipe.components.values()) if isinstance(x, nn.Module)}
     other = sum(count.bytes_of(x) for key, x in modules.items() if key not in counted)

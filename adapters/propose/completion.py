@@ -1,4 +1,7 @@
-"""Complete a proposal whose plan is exact: the block stack, and the dims of samples."""
+"""Complete a proposal whose plan is exact: the block stack, and the dims of samples.
+
+Tests: tests/adapters/propose/test_completion.py and test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +20,43 @@ from para_core.comparison.cached_call import CachedCallError, error_of_cached_ca
 def complete_proposal(
     proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
 ) -> Proposal:
-    """Return ``proposal`` with its block stack, and with ``batched`` and ``common`` in its plan.
+    """Return ``proposal`` with its block stack; with ``batched`` and ``common`` in its plan if ``answers`` have the
+    number of samples; and with questions about what is missing.
 
-    ``region`` is None if answers gave the plan.
+    Args:
+        proposal: Its plan is exact.
+        check: Has the model, and calls of it.
+        answers: The user's, as :func:`~para_core.adapters.propose.propose.propose_plan` describes them;
+            :func:`~para_core.adapters.propose.overrides.require_answers` has checked their types. None as a value
+            says that there is no such thing; a missing answer, that it must be found.
+        region: The observed region from which the plan was guessed; None if answers gave the plan.
     """
     proposal = _add_blocks(proposal, check, answers, region)
-    if "samples" in answers:
-        return _add_given_samples(proposal, check, answers["samples"])
-    samples = None if region is None else region.samples()
-    return _ask_about_samples(proposal, check, samples)
+    return _add_samples(proposal, check, answers, region)
 
 
-def _add_given_samples(proposal: Proposal, check: PlanCheck, samples: int | None) -> Proposal:
-    """Return ``proposal`` with sample dims, or a question if the ``samples`` of an answer depend on each other."""
-    if proposal.plan is None or samples is None:
+def _add_samples(
+    proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
+) -> Proposal:
+    """Return ``proposal`` with sample dims if ``answers`` have the number of samples and these do not depend on each
+    other.
+
+    Otherwise it gets a question: why the answer is wrong; or, without an answer, whether the observed samples are CFG
+    branches, if there are several and they do not depend on each other.
+    """
+    is_answered, samples = "samples" in answers, answers.get("samples")
+    if not is_answered and region is not None:
+        samples = region.samples()
+    if proposal.plan is None or samples is None or (samples < 2 and not is_answered):
         return proposal
     try:
         plan = with_samples(check.module, proposal.plan, check.examples[0], samples, check.tolerance)
     except DependentSamplesError as error:
-        return _with_question(proposal, f"samples: {error}")
-    return replace(proposal, plan=plan)
-
-
-def _ask_about_samples(proposal: Proposal, check: PlanCheck, samples: int | None) -> Proposal:
-    """Return ``proposal`` with a question about its samples, unless these depend on each other."""
-    if proposal.plan is None or samples is None:
+        if is_answered:
+            return _with_question(proposal, f"samples: {error}")
         return proposal
-    try:
-        with_samples(check.module, proposal.plan, check.examples[0], samples, check.tolerance)
-    except DependentSamplesError:
-        return proposal
+    if is_answered:
+        return replace(proposal, plan=plan)
     return _with_question(
         proposal,
         f"samples: does a call compute all CFG branches? Its {samples} samples do not depend on each other: "
@@ -59,27 +69,29 @@ def _add_blocks(
     proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
 ) -> Proposal:
     """Return ``proposal`` with the first block stack with which a call that skips blocks is exact, or a
-    question.
+    question, with what is wrong with the answer or with the likeliest guess.
     """
-    answer, inputs = answers.get("CachedBlocks"), check.examples[0]
-    if answer is None and "CachedBlocks" in answers:
-        return proposal
+    question = "CachedBlocks: which parameters of its blocks do they return updated, in which order?"
+    inputs = check.examples[0]
     guesses: Iterable[StackGuess] = ()
-    if answer is not None:
-        guesses = [StackGuess(answer, inputs)]
+    if "CachedBlocks" in answers:
+        if answers["CachedBlocks"] is None:
+            return proposal
+        question = "CachedBlocks: the answer is not exact, correct it."
+        guesses = [StackGuess(answers["CachedBlocks"], inputs)]
     elif region is not None:
         guesses = guess_stacks(check.module, region, inputs, check.tolerance)
-    problem = "No guess was exact."
+    problem = ""
     for guess in guesses:
         try:
             error = error_of_cached_call(check.module, guess.blocks, guess.inputs, check.tolerance)
         except CachedCallError as failure:
-            problem = f"With the guess {guess.blocks} {failure}."
+            # The likeliest guess comes first.
+            problem = problem or f" With {guess.blocks} {failure}."
             continue
         reasons = (*proposal.reasons, *_describe_groups(guess), *guess.reasons)
         return replace(proposal, blocks=guess.blocks, blocks_error=error, reasons=reasons)
-    question = "CachedBlocks: which parameters of its blocks do they return updated, in which order?"
-    return _with_question(proposal, f"{question} {problem}")
+    return _with_question(proposal, question + problem)
 
 
 def _describe_groups(guess: StackGuess) -> list[str]:

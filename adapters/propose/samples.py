@@ -21,7 +21,7 @@ from para_core.plans.plan import Plan
 
 
 class DependentSamplesError(ValueError):
-    """Error for samples that do not give the same result one by one as in the batch."""
+    """Error for samples that do not give the same result one by one as in the batch, or of which there is only one."""
 
 
 # Samples whose results one by one differ by less than this, relatively, do not depend on each other, in any
@@ -39,8 +39,13 @@ def with_samples(
     error below which results count as equal: kernels round a batch and a single sample differently.
 
     Raises:
-        DependentSamplesError: The samples one by one do not give the same result as in the batch.
+        DependentSamplesError: The samples one by one do not give the same result as in the batch, or ``samples`` is
+            less than 2.
     """
+    if samples < 2:
+        raise DependentSamplesError(
+            f"the number of samples is {samples}; expected at least 2, so that they can be split."
+        )
     batched = _sample_dims(inputs, samples)
     with torch.no_grad():
         expected = _stack([module(**copy_containers(inputs))])
@@ -53,7 +58,7 @@ def with_samples(
                 f"one sample of {samples} alone fails: {type(failure).__name__}: {failure}"
             ) from failure
     error = largest_error(_stack(parts), expected)
-    if samples < 2 or not error < max(tolerance, _LEAST_TOLERANCE):
+    if not error < max(tolerance, _LEAST_TOLERANCE):
         raise DependentSamplesError(
             f"one sample of {samples} at a time gives another result than all at once (error {error:.1e})."
         )

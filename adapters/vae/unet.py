@@ -1,4 +1,10 @@
-"""Run UNets of diffusers on several ranks: each rank computes rows of the image, or some of the samples."""
+"""Run UNets and ControlNets of diffusers on several ranks: each rank computes rows of the image, or some of the
+samples.
+
+Nothing but the table :data:`para_core.adapters.denoisers.KINDS` refers to this file for pipelines: they use
+:data:`KIND`. For a UNet without a pipeline, ``adapters/parallel/unet.py`` has ``parallelize_unet``. Which classes
+are supported is in ``adapters/models/unets.py``. Tests: tests/spatial/test_unet_pipelines.py.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +27,7 @@ from para_core.instance.modules import has_compiled_parts, uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
+from para_core.layout.windows import Sizes
 from para_core.plans.attention_check import ModelCode
 from para_core.plans.foreign_code import find_foreign_code
 from para_core.plans.module_matching import parameters_of
@@ -37,8 +44,8 @@ _SUPPORTED = "; ".join(_PIPELINES.values())
 
 
 def unparallelize_unet(unet: Unet) -> Unet:
-    """Undo :func:`parallelize_unet`, and return ``unet`` as it was before. Does nothing if it is not
-    parallel.
+    """Undo :func:`~para_core.adapters.parallel.unet.parallelize_unet`, and return ``unet`` as it was before.
+    Does nothing if it is not parallel.
 
     Args:
         unet (`nn.Module`): The UNet or ControlNet, compiled or not.
@@ -55,7 +62,11 @@ def unparallelize_unet(unet: Unet) -> Unet:
 
 
 def unets_of(pipe: Any) -> dict[str, nn.Module]:
-    """Return the UNet and the supported ControlNets of ``pipe`` by path; empty with a transformer or without a UNet."""
+    """Return the UNet and the supported ControlNets of ``pipe`` by path; empty with a transformer or without a UNet.
+
+    An unsupported UNet is returned too, so that :func:`require_unet_adapter` refuses the pipeline and says why. An
+    unsupported ControlNet computes all rows on each rank.
+    """
     unet = uncompiled(getattr(pipe, "unet", None))
     if not isinstance(unet, nn.Module) or transformers_of(pipe):
         return {}
@@ -116,7 +127,7 @@ class UnetRun:
             self.warnings.warn(
                 code,
                 f"{code} sees only this rank's rows of the image. What counts or indexes rows, or looks at the whole "
-                "image, is wrong there: compare a result with that of one process. If it does not, silence this: "
+                "image, is wrong there: compare a result with that of one process. If they are equal, silence this: "
                 "warnings.filterwarnings('ignore', category=para_core.ForeignCodeWarning).",
                 ForeignCodeWarning,
             )
@@ -141,55 +152,87 @@ class UnetRun:
             self.agree_on_inputs(inputs)
         if self._code is None or not self._code.is_unchanged():
             self._warn_of_foreign_code()
-        sample = inputs.get(self.images[0])
-        if len(args) + len(kwargs) > len(inputs) or not isinstance(sample, Tensor) or sample.ndim < 4:
+        images = [inputs.get(name) for name in self.images]
+        are_images = all(isinstance(image, Tensor) and image.ndim >= 4 for image in images)
+        if len(args) + len(kwargs) > len(inputs) or not are_images:
             # Pass invalid arguments to the model unchanged, because the model's own error explains them best.
             return call(unet, *args, **kwargs)
-        if sample.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{self.images[0]} requires a gradient, and none is computed over ranks. Call the "
-                f"{original_class(unet).__name__} under torch.no_grad(), or unparallelize it."
-            )
+        if torch.is_grad_enabled():
+            self._check_no_gradient(inputs)
         with torch.no_grad():
-            num_samples, batch = sample.shape[0], self.mesh.batch
-            shares = batch.size > 1 and self.batched
-            if shares and num_samples % batch.size:
-                self.warnings.warn(
-                    "batch",
-                    f"a call has {num_samples} sample(s), which cannot be sharded over {batch.size} ranks along "
-                    "'batch': each rank computes all of them. Use guidance, or give these ranks to the rows.",
-                    ParallelWarning,
-                )
-            if not shares or num_samples % batch.size:
-                return self.run_rows(partial(call, unet), inputs)
-            inputs = {name: select_samples(value, 0, num_samples, batch) for name, value in inputs.items()}
-            out = self.run_rows(partial(call, unet), inputs)
-            sizes = [num_samples // batch.size] * batch.size
-            return pytree.tree_map_only(Tensor, lambda x: all_gather(x, sizes, 0, batch).contiguous(), out)
+            return self._run_samples(partial(call, unet), inputs)
 
-    def run_rows(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """Run ``call(**inputs)`` with rows sharded over the ranks, and return its output with all rows gathered."""
+    def _check_no_gradient(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ``RuntimeError`` if an argument or a parameter of the UNet requires a gradient."""
+        arguments = [name for name, value in inputs.items() if _requires_gradient(value)]
+        parameters = [name for name, x in self.unet.named_parameters() if x.requires_grad]
+        if arguments or parameters:
+            cls = original_class(self.unet).__name__
+            raise RuntimeError(
+                f"{[*arguments, *parameters][0]} requires a gradient, and none is computed over ranks. Call the {cls} "
+                "under torch.no_grad(), or unparallelize it."
+            )
+
+    def _run_samples(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """Return ``call(**inputs)``, computed with samples sharded over ``batch`` if they divide evenly, and rows."""
+        num_samples, batch = inputs[self.images[0]].shape[0], self.mesh.batch
+        if batch.size == 1 or not self.batched:
+            return self._run_rows(call, inputs)
+        if num_samples % batch.size:
+            self.warnings.warn(
+                "batch",
+                f"a call has {num_samples} sample(s), which cannot be sharded over {batch.size} ranks along "
+                "'batch': each rank computes all of them. Use guidance, or give these ranks to the rows.",
+                ParallelWarning,
+            )
+            return self._run_rows(call, inputs)
+        # A tensor has samples along dim 0, or one entry there that applies to all of them: see UnetAdapter.
+        inputs = {name: select_samples(value, 0, num_samples, batch) for name, value in inputs.items()}
+        out = self._run_rows(call, inputs)
+        sizes = [num_samples // batch.size] * batch.size
+        return pytree.tree_map_only(Tensor, lambda x: all_gather(x, sizes, 0, batch).contiguous(), out)
+
+    def _run_rows(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """Return the output of ``call(**inputs)``, computed with rows sharded over the ranks, with all rows."""
         sample = inputs[self.images[0]]
         dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
-        unet: Any = self.unet
-        unit = 2 ** sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
-        # With two units a rank holds two rows at the innermost level: one would look like a dim of size 1.
-        rows, workers = self.rows.shard(sample, dim, unit, min_units=2)
-        if workers.size == 1:
-            compute = partial(call, **inputs)
-        else:
-            sharded: dict[str | int, Any] = {}
-            for name in self.images:
-                scale, remainder = divmod(inputs[name].shape[dim], sample.shape[dim])
-                if remainder == 0 and scale > 0:
-                    sharded[name] = (dim, tuple([scale * count for count in rows.sizes]))
+        # With two units a rank holds two rows at the innermost level: match_reshape (para_core/spatial/views.py)
+        # looks for rows in the shape that a rank holds, and would take another dim of size 1 for a single row.
+        rows, workers = self.rows.shard(sample, dim, self._rows_per_unit(), min_units=2)
+        compute = partial(call, **inputs)
+        if workers.size > 1:
+            sharded = self._sizes_of_images(inputs, dim, rows.sizes)
             compute = partial(run_on_rows, SpatialShardMode(workers), call, (), inputs, sharded)
         return run_on_workers(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
 
+    def _rows_per_unit(self) -> int:
+        """Return the number of rows of the sample that are one row at the innermost level."""
+        unet: Any = self.unet
+        levels = sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
+        return 1 << levels
 
-# -- The page docs/refusals.md lists the following checks. benchmarks/pages.py finds them as the global names
+    def _sizes_of_images(
+        self, inputs: Mapping[str, Any], dim: int, sizes: Sizes
+    ) -> dict[str | int, tuple[int, Sizes]]:
+        """Return ``dim`` and the rows of each rank, of every image that is sharded, given the ``sizes`` of the first.
+
+        An image whose number of rows is no multiple of the first's is passed whole.
+        """
+        sharded: dict[str | int, tuple[int, Sizes]] = {}
+        for name in self.images:
+            scale, remainder = divmod(inputs[name].shape[dim], sum(sizes))
+            if remainder == 0 and scale > 0:
+                sharded[name] = (dim, tuple([scale * size for size in sizes]))
+        return sharded
+
+
+def _requires_gradient(value: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(value))
+
+
+# -- The page docs/refusals.md lists the following checks. benchmarks/refusals.py finds them as the global names
 # that the functions of KIND use, and takes their rows from docstrings that begin with "Refuse" and from their
-# raise statements.
+# raise statements. tests/test_pages.py fails if a row is then missing or new.
 
 
 def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:

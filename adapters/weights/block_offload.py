@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.inspect.components import stack_of
+from para_core.adapters.inspect.block_stack import stack_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.adapters.weights.features import shard_methods
 from para_core.adapters.weights.host_block import HostBlock

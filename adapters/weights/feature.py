@@ -178,7 +178,7 @@ class Feature:
         method: The way in which it shards weights. Its name is that of the feature.
         changes: Returns the changes that it makes for a request. Raises if the request does not fit, and
             changes nothing itself.
-        is_split: Whether this rank lacks weights of a module because the feature has freed them. Sharded
+        has_freed: Whether this rank lacks weights of a module because the feature has freed them. Sharded
             weights are known without it.
         parallelize_checks, call_checks, cached_call_checks: The checks before a model is parallelized, before
             a parallel call, and before a cached call.
@@ -191,7 +191,7 @@ class Feature:
     mesh_dim: str | None = None
     method: ShardMethod | None = None
     changes: Callable[[ChangeRequest], Sequence[FeatureChange]] | None = None
-    is_split: Callable[[nn.Module], bool] | None = None
+    has_freed: Callable[[nn.Module], bool] | None = None
     parallelize_checks: Sequence[ParallelizeCheck] = ()
     call_checks: Sequence[CallCheck] = ()
     cached_call_checks: Sequence[CachedCallCheck] = ()

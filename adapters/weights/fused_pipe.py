@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.adapter import Adapter
-from para_core.adapters.inspect.components import patch_plan_for, stack_of
+from para_core.adapters.adapter import Adapter, Text
+from para_core.adapters.inspect.block_stack import stack_of, why_no_stages
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
-from para_core.adapters.registry import require_adapter, require_blocks
+from para_core.adapters.registry import plan_for, require_adapter, require_blocks
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.adapters.weights.features import changes_of
 from para_core.cache.branches import Branches, conditions_of
@@ -31,7 +31,7 @@ from para_core.instance.record import (
 )
 from para_core.instance.slots import Slot
 from para_core.user_warnings import ParallelWarning, warn_user
-from para_core.weights.patch_plan import PatchPlan
+from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.pipefusion import Fusion, fusion_of
 from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion, PipeFusionReport
 
@@ -163,7 +163,7 @@ def _require_patch_plan(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | 
     ``tensor``.
     """
     try:
-        plan = patch_plan_for(module, adapter)
+        plan = _patch_plan_of(module, adapter)
     except TypeError as error:
         raise TypeError(
             f"PipeFusion does not know patches of {original_class(module).__name__}: {error}. docs/stages.md "
@@ -175,6 +175,18 @@ def _require_patch_plan(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | 
             "of some heads. Give these ranks to 'pipe', 'ring' or 'ulysses', or leave pipefusion= out."
         )
     return plan
+
+
+def _patch_plan_of(module: nn.Module, adapter: Adapter | None) -> PatchPlan:
+    """Return the plan by which PipeFusion splits ``module`` into patches. Raise ``TypeError`` with why it cannot."""
+    reason = why_no_stages(module, adapter)
+    if reason is not None:
+        raise TypeError(reason)
+    described = require_adapter(module, adapter)
+    text: Text | None = "replicate"
+    if described.empty_text:
+        text = None
+    return patch_plan(plan_for(module, text, adapter), module, described.frames)
 
 
 def pipefusion_report(pipe: Any) -> PipeFusionReport:

@@ -1,5 +1,8 @@
-"""Changes of weights are one way: nothing gathers the weights of a pipeline again, so it must be loaded
-again.
+"""Run changes of weights that nothing undoes (shards, stages), and refuse what needs all weights afterwards.
+
+:func:`one_way` runs such a change. If it fails half-way, the pipeline and its models are marked as unusable. The
+checks here raise for such a pipeline, and for one that has split weights if all are needed, with the advice to load
+it again: nothing gathers weights again. Tests: tests/adapters/parallel/test_undo.py and tests/weights/.
 """
 
 from __future__ import annotations
@@ -35,10 +38,8 @@ def is_split(module: nn.Module) -> bool:
 
     Weights that the user sharded without para_core do not count: para_core has no part in them.
     """
-    is_freed = any(
-        feature.is_split(module) for feature in features().values() if feature.is_split is not None
-    )
-    return is_freed or sharded_component(module) is not None
+    has_freed = [feature.has_freed for feature in features().values() if feature.has_freed is not None]
+    return sharded_component(module) is not None or any(check(module) for check in has_freed)
 
 
 def check_can_be_undone(owner: Any) -> None:
@@ -98,6 +99,8 @@ def one_way(owner: Any, modules: Iterable[nn.Module], ranks: Ranks, what: str) -
         for instance in (owner, *modules):
             fill_slot(instance, Slot.UNUSABLE, {"__call__": partial(_raise_unusable, message)}, owner=message)
         if isinstance(error, Exception):
+            # It has no mark that it was raised on all ranks, so an outer together() exchanges it once more. All ranks
+            # raise it, so that only costs an all-gather. No caller changes weights inside such a block today.
             raise RuntimeError(message) from error
         raise
 
@@ -109,9 +112,13 @@ def _raise_unusable(
 
 
 def _modules_of(owner: Any) -> dict[str, nn.Module]:
-    """Return the modules of ``owner``, a pipeline or a model, by their names in messages."""
+    """Return the modules of ``owner``, a pipeline or a model, by their names in messages.
+
+    Of a model these are itself and its children. Weights are split, and modules marked, only as components of a
+    pipeline or as the model that the user passed, so a deeper module has neither. Children count, because a pipeline
+    may be a module that keeps its components as children.
+    """
     parts = {f"pipe.{name}": part for name, part in vars(owner).items()}
     if isinstance(owner, nn.Module):
-        # A pipeline may be a module, too, and then keeps its components like layers.
         parts = {"the model": owner, **{f"its {name}": part for name, part in owner.named_children()}}
     return {name: uncompiled(part) for name, part in parts.items() if isinstance(part, nn.Module)}

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
-from para_core.adapters.inspect.components import components_of, mesh_of_diffusers
+from para_core.adapters.inspect.components import components_with_blocks
+from para_core.adapters.inspect.diffusers_mesh import mesh_of_diffusers
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import check_pipeline_or_model, mesh_of, transformers_of
@@ -256,11 +257,11 @@ def _choose_components(pipe: Any, method: str, components: Sequence[str] | None)
                 f"method={method!r} shards transformers, and {original_class(pipe).__name__} has none. "
                 "method='fsdp' shards its text encoders."
             )
-    chosen = components_of(pipe, components)
+    chosen = components_with_blocks(pipe, components)
     if not chosen:
         raise ValueError(
             f"components is {components!r}: there is nothing to shard. This {original_class(pipe).__name__} "
-            f"has {', '.join(components_of(pipe)) or 'no component that can be sharded'}; None stands for "
+            f"has {', '.join(components_with_blocks(pipe)) or 'no component that can be sharded'}; None stands for "
             "all of them."
         )
     return chosen
@@ -390,7 +391,7 @@ def check_unmoved_weights(pipe: Any) -> None:
 def weights_groups(pipe: Any) -> set[dist.ProcessGroup]:
     """Return the process groups over which the weights of ``pipe`` are shared."""
     groups = set()
-    for module in components_of(pipe).values():
+    for module in components_with_blocks(pipe).values():
         method = method_of(module)
         mesh = None if method is None else require_method(method).mesh_of(module)
         if mesh is not None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from para_core.adapters.inspect.components import components_of
+from para_core.adapters.inspect.components import components_with_blocks
 from para_core.adapters.weights.feature import Ranks
 from para_core.adapters.weights.features import method_of, require_method
 from para_core.distributed.agree import agree
@@ -186,7 +186,7 @@ class MoveGuard:
 
         Raise ``RuntimeError`` before any file is written if a component is sharded.
         """
-        for module in components_of(pipe).values():
+        for module in components_with_blocks(pipe).values():
             if is_distributed(module):
                 _raise_on_shards(_SAVED, call, module)
         return call(pipe, *args, **kwargs)

@@ -20,7 +20,7 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.denoisers import kind_of
-from para_core.adapters.inspect.components import stack_of, why_no_stages
+from para_core.adapters.inspect.block_stack import stack_of, why_no_stages
 from para_core.adapters.registry import adapter_for, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.adapters.weights.one_way import load_again, one_way
@@ -302,7 +302,7 @@ def check_cache_on_stages(module: nn.Module, name: str, called: Any, options: Ca
 FEATURE = Feature(
     mesh_dim=PIPE_DIM,
     changes=changes_for_stages,
-    is_split=has_freed_blocks,
+    has_freed=has_freed_blocks,
     parallelize_checks=(check_chained_blocks, check_moved_weights, check_sharded_weights),
     call_checks=(check_compiled_stages,),
     cached_call_checks=(check_cache_on_stages,),

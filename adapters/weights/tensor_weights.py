@@ -11,7 +11,7 @@ from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from para_core.adapters.inspect.components import mesh_of_diffusers
+from para_core.adapters.inspect.diffusers_mesh import mesh_of_diffusers
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.feature import Feature, Ranks, ShardMethod

@@ -322,7 +322,9 @@ class Plan:
         joint_order (`tuple[str, ...]`): The segments of the queries and keys, in order, in attention calls of
             modules that ``attention`` does not describe.
         inner (`Mapping[str, Mapping[str | int, ShardRule]]`, *optional*): Rules for submodules, by module
-            name: for inputs (keyed by parameter name) and for outputs (keyed by index).
+            name: for inputs (keyed by parameter name) and for outputs (keyed by index). A rule for a parameter
+            that a submodule lacks, or that is not passed or None, does nothing, so a name with wildcards may
+            match submodules with different parameters.
         attention (`Mapping[str, ...]`, *optional*): The attention of submodules, by module name: a tuple with
             an :class:`Attention` for each attention call (the last one also for all further calls), or an
             :class:`OneForEach`, :class:`LinearAttention` or :class:`AttentionByHeads`. If several names match

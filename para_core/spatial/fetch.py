@@ -1,4 +1,9 @@
-"""The verbs of :mod:`para_core.layout` for tensors with a row tag: part, fetch, relayout and gather."""
+"""The verbs of :mod:`para_core.layout` for tensors with a row tag: part, fetch, relayout and gather.
+
+The rules of :mod:`para_core.spatial.mode`, those of the same bits and the autoencoders call them with the tag of a
+tensor (:func:`~para_core.spatial.row_tag.rows_of`); the results have no tag. Tests: tests/spatial/test_functions.py,
+through the functions that the rules run.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +28,14 @@ def start_fetch(
     """Start fetching runs of rows in one all-to-all, unless every rank holds all of its runs. Return a
     function that waits for the rows, and returns one tensor for each of this rank's runs.
 
+    Collective, unless every rank holds all of its runs. ``x`` must not change before the returned function has been
+    called: :func:`~para_core.layout.fetch.start_exchange` may send from its memory until then.
+
     Args:
         x: This rank's rows, sharded as ``rows`` says.
-        wanted: For each rank, the runs that it fetches, in rows of the full image (or in the units of
-            ``rows``).
+        wanted: For each rank, the runs (start, length) that it fetches, in units of ``rows``: positions in one of the
+            ``rows.outer`` runs of ``sum(rows.sizes)`` units. They are fetched from each of these. If a unit is a row
+            and ``outer`` is 1, positions are rows of the full image.
         fill: Value of rows beyond the edge of the image.
 
     Raises:
@@ -43,8 +52,9 @@ def start_fetch(
 def fetch_rows(
     x: Tensor, rows: RowTag, wanted: Sequence[Run], ranks: MeshDim, *, fill: float = 0.0
 ) -> Tensor:
-    """Return the rows of this rank's run ``wanted[rank]``; the arguments are as in :func:`start_fetch`.
-    Collective.
+    """Return the rows of this rank's run ``wanted[ranks.index]``. Collective, unless every rank holds its run.
+
+    The arguments are as in :func:`start_fetch`, except that ``wanted`` has one run for each rank instead of several.
 
     Raises:
         RuntimeError: A gradient is needed.
@@ -104,6 +114,8 @@ def _units_of(x: Tensor, rows: RowTag, rank: int) -> Tensor:
 
 def stack_ranks(x: Tensor, ranks: MeshDim) -> Tensor:
     """Return the tensors ``x`` of all ranks, such as statistics, stacked as ``[ranks, ...]``. Collective.
+
+    ``x`` holds no rows and needs no tag. It must have the same shape and dtype on all ranks.
 
     Raises:
         RuntimeError: A gradient is needed.

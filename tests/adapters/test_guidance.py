@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
+from peft import LoraConfig
 
 from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe
 from para_core.adapters.cfg.output_form import predict_output
@@ -131,12 +132,15 @@ class Numbered(FluxTransformer2DModel):
 
 def test_model_unlike_its_config_is_not_predicted():
     model, inputs = flux_transformer(), flux_inputs(4, 3)
-    eightbit, wider, patched, hooked = (copy.deepcopy(model) for _ in range(4))
+    eightbit, wider, patched, hooked, early, adapted = (copy.deepcopy(model) for _ in range(6))
     eightbit.to(torch.float8_e4m3fn)
     wider.proj_out = torch.nn.Linear(wider.proj_out.in_features, 7)
     patched.forward = lambda **_: None
     hooked.register_forward_hook(lambda *_: None)
-    for changed in (eightbit, wider, patched, hooked, torch.compile(model)):
+    early.register_forward_pre_hook(lambda *_: None)
+    adapted.add_adapter(LoraConfig(target_modules=["to_q"]))
+    assert predict_output(adapted, (), inputs) is not None
+    for changed in (eightbit, wider, patched, hooked, early, torch.compile(model)):
         assert predict_output(changed, (), inputs) is None
     assert predict_output(Numbered(**model.config), (), inputs) is None
     with torch.autocast("cpu", torch.bfloat16):

@@ -15,13 +15,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
+from para_core.adapters.cache.threshold_warnings import warn_of_outcomes
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.cache.decision import DecisionOutcome, Verdict
 from para_core.cache.forecast_rule import Forecast
 from para_core.cache.forecasts import forecast_weights
+from para_core.cache.options import CacheOptions
 from para_core.cache.rules import Rule
 from para_core.plans.plan import Plan
-from para_core.user_warnings import ThresholdWarning
 from tests.cache.scripted import (
     ADAPTER,
     BLOCKS,
@@ -444,14 +446,27 @@ def test_bad_input_raises_with_value(make, error, message):
         make()
 
 
-@pytest.mark.parametrize("skips", [False, True])
-def test_warning_names_a_policy_with_constant_decisions(skips):
-    def constant(observation):
-        return skips
-
-    with pytest.warns(ThresholdWarning, match=r"policy=.*constant") as caught:
-        cached(policy=constant)([1.0, 1.0, 1.0])
-    assert "residual_diff_threshold" not in str(caught[0].message)
+@pytest.mark.parametrize(
+    ("names", "policy", "patterns"),
+    [
+        ("", None, ["the last call was given image"]),
+        ("WARMUP SCHEDULE REPEATED MASKED LIMIT", None, []),
+        ("WARMUP MISS", None, [r"no step: .*0\.04 .*threshold is 0\.1\. Raise"]),
+        ("HIT SCHEDULE REPEATED", None, [r"every step .*threshold is 0\.1\. Lower"]),
+        ("HIT SCHEDULE REPEATED", generous, [r"every step .*0\.04, and policy=\S*generous decides"]),
+        ("HIT LIMIT", None, []),
+        ("HIT MISS", None, []),
+        ("HIT NOT_FINITE", None, ["difference .*not finite"]),
+        ("MISS NOT_FINITE", generous, ["difference .*not finite", r"no step: .*0\.04, and policy=\S*generous decides"]),
+    ],
+)
+def test_warnings_follow_from_the_outcomes(names, policy, patterns):
+    outcomes = [DecisionOutcome([0.04], Verdict[name], 0, 1) for name in names.split()]
+    options = CacheOptions(residual_diff_threshold=0.1, policy=policy)
+    cache, log = SimpleNamespace(outcomes=outcomes, uncached_by="image", threshold=0.1, options=options), []
+    warn_of_outcomes("Pipe", cache, SimpleNamespace(warn=lambda key, text, category: log.append(text)))
+    assert len(log) == len(patterns)
+    assert all(map(re.search, patterns, log)), log
 
 
 def test_policy_reading_numbers_raises_in_graph():

@@ -50,14 +50,13 @@ def of_sizes(sizes):
 def generate_on(name, shapes, sizes):
     """Return the images of each size on each mesh, and after the pipeline was restored."""
     images, pipe = {}, UNET_PIPELINES[name].build()
-    before = {path: (type(module), dict(vars(module))) for path, module in other_denoisers_of(pipe).items()}
+    before = {path: (type(module), {*vars(module)}) for path, module in other_denoisers_of(pipe).items()}
     for shape, mesh in meshes_of(shapes).items():
         parallelize_pipe(pipe, mesh=mesh)
         images[shape] = [generate(pipe, name, **options) for options in of_sizes(sizes)]
     unparallelize_pipe(pipe)
     for path, (cls, attributes) in before.items():
-        module = component_of(pipe, path)
-        assert type(module) is cls and vars(module).keys() == attributes.keys()
+        assert (type(component_of(pipe, path)), {*vars(component_of(pipe, path))}) == (cls, attributes)
     if dist.get_rank() == 0:
         images["given back"] = [generate(pipe, name, **options) for options in of_sizes(sizes)]
     return images
@@ -98,6 +97,14 @@ def call_by_hand():
         assert 0 < relative_error(out, alone) < 1e-5
     with pytest.raises(ValueError, match=r"UNet2DConditionModel .*sample: rank 0 .*rank 1 "):
         unet(sample + dist.get_rank(), 3, text)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="encoder_hidden_states requires a gradient"):
+        unet(sample, 3, text.clone().requires_grad_())
+    unet.conv_in.requires_grad_()
+    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"conv_in\.weight requires a gradient"):
+        unet(sample, 3, text)
+    control = parallelize_unet(UNET_PIPELINES["sd, control"].build().controlnet, mesh=cpu_mesh(2, 1))
+    with pytest.raises(TypeError, match="controlnet_cond"):
+        control(sample, 3, text)
     assert type(unparallelize_unet(unet)) is cls
 
 

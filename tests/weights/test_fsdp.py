@@ -18,7 +18,7 @@ from para_core.adapters import (
     shard_weights,
     unparallelize_transformer,
 )
-from para_core.adapters.inspect.components import blocks_of, components_of
+from para_core.adapters.inspect.components import blocks_of, components_with_blocks
 from para_core.adapters.weights.features import shard_methods
 from para_core.instance.private_class import unwrapped_class
 from para_core.weights.fsdp import shard_blocks
@@ -31,7 +31,7 @@ def share(name, shape):
     """Generate with replicated weights, and twice with sharded ones."""
     pipe = parallelize_pipe(make(name), mesh=cpu_mesh(*shape[1:], batch=shape[0]))
     whole = generate(pipe, name)
-    blocks = [block for module in components_of(pipe).values() for block in blocks_of(module)]
+    blocks = [block for module in components_with_blocks(pipe).values() for block in blocks_of(module)]
     held = bytes_of(*blocks)
     shard_weights(pipe)
     # A dim that the ranks do not divide is not padded, so one rank may hold a row more of each parameter.

@@ -20,7 +20,7 @@ from para_core.adapters import (
     shard_weights,
     unparallelize_pipe,
 )
-from para_core.adapters.inspect.components import stack_of
+from para_core.adapters.inspect.block_stack import stack_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.instance.record import is_filled
 from para_core.instance.slots import Slot

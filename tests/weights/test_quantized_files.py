@@ -13,7 +13,7 @@ from torchao.prototype.quantized_training import int8_weight_only_quantized_trai
 from torchao.quantization import quantize_
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe, unparallelize_pipe
-from para_core.adapters.inspect.components import stack_of
+from para_core.adapters.inspect.block_stack import stack_of
 from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.quantize import loading_config, quantize_transformers, torchao_config
 from para_core.option_values import check_quantize_fits

@@ -13,7 +13,7 @@ from benchmarks.harness import fake_group
 from benchmarks.pipelines.weights import build, call
 from para_core import PipeFusion, init_context_parallel_mesh, reset_cache
 from para_core.adapters import apply_cache_on_transformer, parallelize_pipe, parallelize_transformer
-from para_core.adapters.inspect.components import stack_of
+from para_core.adapters.inspect.block_stack import stack_of
 from para_core.distributed import point_to_point
 from para_core.distributed.mesh import guided_mesh
 from para_core.distributed.point_to_point import Links

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from para_core.attention.backends.backend import LocalBackend
 from para_core.attention.local_call import LocalAttentionCall
+from para_core.kernels.attention_configs import LARGEST_HEAD_DIM
 from para_core.triton_support import has_triton, is_interpreting
 
-# That of para_core.kernels.attention_launch, which cannot be imported without Triton.
-LARGEST_HEAD_DIM = 256
-# A function with the signature of :func:`para_core.kernels.attention_reference.attention`.
+# A function with the signature of :func:`para_core.kernels.attention_reference.attention`, which also gives 0 and
+# -inf to a row that sees no key (``LocalBackend.clears_rows``).
 KernelFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -29,7 +29,8 @@ def triton_backend(
 
     Args:
         import_attention: Imports and returns the kernel's function. It is called by each call of attention,
-            because Triton is an optional dependency.
+            because Triton is an optional dependency. Dynamo never traces it: in a graph the call runs inside an
+            operator (:mod:`para_core.attention.operator`).
         dtypes: The dtypes that the kernel supports, by name.
         launches: See :class:`~para_core.attention.backends.backend.LocalBackend`.
     """
@@ -70,7 +71,12 @@ def check_triton_call(
     masked: bool,
     is_causal: bool,
 ) -> None:
-    """Raise ``RuntimeError`` unless Triton is installed and a kernel for ``dtypes`` supports the tensors."""
+    """Raise ``RuntimeError`` unless Triton is installed and a kernel for ``dtypes`` supports the tensors.
+
+    With the first argument bound this is a :class:`~para_core.attention.backends.backend.CheckCall`, whose other
+    arguments it does not need: the kernels take any mask. Of the devices only a CPU is refused. Triton itself
+    raises for a GPU that it does not support.
+    """
     if not has_triton():
         raise RuntimeError(
             f'backend="{backend}" needs Triton, which is not installed here: pip install "triton>=3.5".'
@@ -90,8 +96,13 @@ def check_triton_call(
 
 def range_of_seen_keys(mask: Tensor) -> Tensor | None:
     """Return ``(0, index of the last visible key + 1)`` for each sample, int32 ``[B or 1, 1, 2]``: with it
-    the Triton kernel skips padding at the end. Return None unless ``mask`` is a bool ``[B or 1, 1, 1, S_k]``
-    with S_k > 1.
+    the Triton kernel skips padding at the end.
+
+    Return None unless the mask hides the same keys from all queries and heads of a sample, and has a column for each
+    key: bool ``[B or 1, 1, 1, S_k]`` with S_k > 1. A single column may be broadcast over all keys.
+
+    Args:
+        mask: ``[B or 1, H or 1, S_q or 1, S_k or 1]``. It must have four dims, as the kernel requires.
     """
     if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
         return None

@@ -68,7 +68,7 @@ STEPS_OF_PIPE = (
     f"{PARALLEL}.call.fill_slot",
     "para_core.adapters.vae.pipeline.parallelize_vae",
     "para_core.adapters.vae.run.fill_slot",
-    f"{WEIGHTS}.shard.components_of",
+    f"{WEIGHTS}.shard.components_with_blocks",
     f"{WEIGHTS}.shard.check_not_offloaded",
     f"{WEIGHTS}.offloaded_modules.execution_device",
 )

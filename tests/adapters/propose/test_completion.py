@@ -1,0 +1,47 @@
+"""A proposal is completed: samples are split only if they give the same result one by one, up to rounding."""
+
+import pytest
+import torch
+from torch import nn
+
+from para_core.adapters.propose import completion
+from para_core.adapters.propose.plan_check import PlanCheck
+from para_core.adapters.propose.proposal import Proposal
+from para_core.adapters.propose.samples import DependentSamplesError, with_samples
+from para_core.adapters.propose.stack import StackGuess
+from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.plans.plan import Plan
+
+INPUTS, PLAN = {"hidden_states": torch.ones(2, 3)}, Plan({}, {}, ("image",))
+
+
+class RoundsByBatch(nn.Linear):
+    """Returns its input with a relative error that depends on the number of samples, as kernels in 16 bits do."""
+
+    def forward(self, hidden_states):
+        return hidden_states * (1 + 1e-3 / len(hidden_states))
+
+
+CHECK = PlanCheck(RoundsByBatch(1, 1), [INPUTS])
+
+
+def test_samples_that_differ_by_rounding_do_not_depend_on_each_other():
+    assert with_samples(CHECK.module, PLAN, INPUTS, 2, tolerance=5e-2).batched == {"hidden_states": 0}
+    with pytest.raises(DependentSamplesError):
+        with_samples(CHECK.module, PLAN, INPUTS, 2, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("samples", [1, 0, -2])
+def test_answer_of_too_few_samples_gives_a_question(samples):
+    proposal = completion.complete_proposal(
+        Proposal("a", PLAN), CHECK, {"samples": samples, "CachedBlocks": None}, None
+    )
+    assert proposal.plan == PLAN
+    assert proposal.questions[0].startswith(f"samples: the number of samples is {samples};")
+
+
+def test_question_about_blocks_shows_the_likeliest_guess(monkeypatch):
+    guesses = [StackGuess(CachedBlocks((BlockGroup((name,)),)), INPUTS) for name in ("likeliest", "other")]
+    monkeypatch.setattr(completion, "guess_stacks", lambda *_: guesses)
+    proposal = completion._add_blocks(Proposal("a", PLAN), CHECK, {}, object())
+    assert "likeliest" in proposal.questions[0] and "other" not in proposal.questions[0]
