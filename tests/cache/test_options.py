@@ -315,12 +315,13 @@ def test_own_rule_compares_every_nth_channel():
     assert cache_report(pipe).rule == "part"
 
 
-def test_options_may_differ_for_one_of_several_transformers():
-    pipe = PIPELINES["wan 2.2"].build()
+@pytest.mark.parametrize("name", [pytest.param("wan 2.2", id="WanTransformer3DModel")])
+def test_options_may_differ_for_one_of_several_transformers(name):
+    pipe = PIPELINES[name].build()
     options = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
     other = {"compute_steps": range(8), "max_consecutive_hits": None, "forecast_order": 0}
     apply_cache_on_pipe(pipe, **options, per_transformer={"transformer_2": other})
-    pipe(**PIPELINES["wan 2.2"].call(num_inference_steps=8))
+    pipe(**PIPELINES[name].call(num_inference_steps=8))
     report = cache_report(pipe)
     decisions = verdicts(report, "cond")
     changed = decisions.index("schedule")

@@ -30,10 +30,11 @@ def latents(pipe, name):
         return generate(pipe, name, num_inference_steps=4)
 
 
-def test_cache_never_asked_warns_with_reason():
-    pipe = apply_cache_on_pipe(build(NEVER_ASKED), **ALWAYS)
+@pytest.mark.parametrize("name", [pytest.param(NEVER_ASKED, id="QwenImage21Transformer2DModel")])
+def test_cache_never_asked_warns_with_reason(name):
+    pipe = apply_cache_on_pipe(build(name), **ALWAYS)
     with pytest.warns(UserWarning, match=r"kv_cache, .* use_kv_cache=False"):
-        generate(pipe, NEVER_ASKED)
+        generate(pipe, name)
     assert cache_report(pipe).rows == []
 
 

@@ -45,8 +45,9 @@ def test_default_sizes_of_an_unknown_pipeline_are_those_of_flux():
     assert (sizes.height, sizes.width, sizes.frames, sizes.text, steps) == (1024, 1024, 1, 512, 50)
 
 
-def test_a_call_with_patches_of_frames_is_counted():
-    pipe = PIPELINES["cogvideox 1.5"].build()
+@pytest.mark.parametrize("name", [pytest.param("cogvideox 1.5", id="CogVideoXTransformer3DModel")])
+def test_a_call_with_patches_of_frames_is_counted(name):
+    pipe = PIPELINES[name].build()
     sizes, _ = default_sizes(pipe, pipe.transformer, {})
     with without_data(torch.float32):
         assert count_call(pipe.transformer, sizes).longest is not None

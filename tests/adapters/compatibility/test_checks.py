@@ -79,6 +79,7 @@ class OtherModel(ModelMixin, ConfigMixin):
 @pytest.mark.parametrize(
     ("name", "closest"),
     [("WanMoveTransformer3DModel", "Wan"), ("ChronoEdit2Pipeline", "ChronoEdit"), ("MiniMaxH4Model", "MiniMax-H3")],
+    ids=["WanTransformer3DModel", "ChronoEditTransformer3DModel", "MiniMaxH3Transformer3DModel"],
 )
 def test_closest_supported_names_are_few_and_begin_with_the_nearest(name, closest):
     names = closest_supported(name)
@@ -305,7 +306,7 @@ BACKEND = r".*pipe\.transformer\.set_attention_backend"
 BALANCED = r"\['0', '1'\].*parallelize_pipe\(pipe, mesh=mesh, weights='fsdp'\)"
 LUMINA = "^LuminaNextDiT2DModel .*processor .*" + SUPPORTED
 OTHER = r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', .*docs/new_model\.md.*" + SUPPORTED
-# Each check has cases that it refuses, and words of the message.
+# Each check has cases that it refuses, and words of the message. A case of one model family names its transformer.
 CASES = {
     "check_has_transformer": (lambda _: case(None, Parts(prior=nn.Linear(1, 1))), "^Parts .*transformer.*" + SUPPORTED),
     "check_not_fsdp1": (lambda _: case(by_fsdp1(flux_transformer())), FSDP1),
@@ -320,14 +321,20 @@ CASES = {
         r"\{\}; .*Adapter, .*transformer=",
     ),
     "check_class_has_plan": (lambda _: case(lumina_next()), LUMINA),
-    "check_chained_blocks": (lambda mesh: case(MODELS["hunyuandit"].build(), mesh=in_stages(mesh)), "weights='fsdp'"),
+    "check_chained_blocks, HunyuanDiT2DModel": (
+        lambda mesh: case(MODELS["hunyuandit"].build(), mesh=in_stages(mesh)),
+        "weights='fsdp'",
+    ),
     "check_moved_weights": (lambda mesh: of_pipe(hooked_pipe(), mesh=in_stages(mesh)), r"pipe\.remove_all_hooks\(\)"),
     "check_sharded_weights": (
         lambda mesh: of_pipe(fsdp_pipe(), mesh=in_stages(mesh)),
         "sharded, .*stage .*from_pretrained",
     ),
     "check_no_parallelism_of_diffusers": (lambda mesh: of_pipe(diffusers_pipe(), mesh=mesh), "enable_parallelism"),
-    "check_pipeline_of_model": (lambda mesh: of_pipe(stable_diffusion_3(PAG), mesh=mesh), f"{PAG} .*perturbed "),
+    "check_pipeline_of_model, SD3Transformer2DModel": (
+        lambda mesh: of_pipe(stable_diffusion_3(PAG), mesh=mesh),
+        f"{PAG} .*perturbed ",
+    ),
     "check_replaced_attention": (
         lambda mesh: case(flux_transformer(), flux_pipe(), mesh=mesh),
         r"replaced by tests\.adapters\.compatibility\.test_checks\.other_attention.* 2 ranks.*attn_func=",
@@ -427,7 +434,7 @@ def all_checks():
     return {check.__name__: (check, phase) for check, phase in reversed(found)}
 
 
-@pytest.mark.parametrize("name", {**dict.fromkeys(all_checks()), **CASES})
+@pytest.mark.parametrize("name", [*CASES, *sorted(all_checks().keys() - {name.partition(",")[0] for name in CASES})])
 def test_each_check_has_a_case(name):
     check, phase = all_checks()[name.partition(",")[0]]
     make, message = CASES[name]
@@ -449,12 +456,14 @@ def test_weights_with_copies_for_other_sequences_are_not_refused():
         check_cached_call(models_to_check(pipe)[0], CACHE)
 
 
-def test_untouched_pipelines_are_not_refused():
+@pytest.mark.parametrize("cls", ["FluxTransformer2DModel", "SD3Transformer2DModel"])
+def test_untouched_pipelines_are_not_refused(cls):
+    pipe = flux_pipe() if cls.startswith("Flux") else stable_diffusion_3("StableDiffusion3Pipeline")
     with fake_group(2):
         mesh = cpu_mesh(1, 2)
-        for pipe in (flux_pipe(), stable_diffusion_3("StableDiffusion3Pipeline")):
-            for phase in PHASES.values():
-                for model in models_to_check(pipe):
-                    run(phase, model, guided_mesh(mesh), CACHE)
-        # Perturbed attention needs the tokens of one rank.
-        parallelize_pipe(stable_diffusion_3("StableDiffusion3PAGPipeline"), mesh=mesh["ring"])
+        for phase in PHASES.values():
+            for model in models_to_check(pipe):
+                run(phase, model, guided_mesh(mesh), CACHE)
+        if cls.startswith("SD3"):
+            # Perturbed attention needs the tokens of one rank.
+            parallelize_pipe(stable_diffusion_3(PAG), mesh=mesh["ring"])
