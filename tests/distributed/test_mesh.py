@@ -308,6 +308,7 @@ def test_launchers_tell_ranks_per_host(environment, ranks):
         (12, 4, {"batch": 2}, (2, 3, 2)),
         (16, 8, {"ring": 1}, (1, 1, 16)),  # This is the requested shape.
         (16, 8, {"tensor": 2}, (1, 2, 4, 2)),
+        (24, 8, {"tensor": 3}, (1, 8, 1, 3)),  # Ranks 6 to 8 are on two hosts already.
         (8, 8, {}, (1, 1, 8)),
     ],
 )
