@@ -12,7 +12,15 @@ from torch import nn
 
 from para_core.instance.modules import ModuleTree
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slot, fill_slot, is_filled
+from para_core.instance.record import (
+    empty_during,
+    empty_slot,
+    fill_during,
+    fill_slot,
+    filled_slots,
+    is_filled,
+    slot_owner,
+)
 from para_core.instance.slots import Slot
 
 
@@ -183,6 +191,29 @@ def test_another_class_that_is_assigned_keeps_the_slots():
     assert one(ONE) == 3
     # A graph runs the slots too.
     assert torch.compile(other, backend="eager", fullgraph=True)(ONE) == 6
+
+
+def test_block_restores_another_filling_and_leaves_a_first_one():
+    one, owner, other = filled(Greeter, PLAN=twice), object(), object()
+    earlier = filled_slots(one)
+    with fill_during(one, Slot.PLAN, {"__call__": plus_one, "__str__": twice}, owner=owner):
+        assert slot_owner(one, Slot.PLAN, object) is owner
+    assert dict(filled_slots(one)) == dict(earlier) and slot_owner(one, Slot.PLAN, object) is None
+    with fill_during(one, Slot.CACHE, {"__call__": twice}, owner=owner):
+        pass
+    with fill_during(one, Slot.CACHE, {"__call__": twice}, owner=other):
+        assert slot_owner(one, Slot.CACHE, object) is other
+    assert slot_owner(one, Slot.CACHE, object) is owner and one("hi") == 2 * (2 * "hi x!")
+
+
+def test_emptying_block_loses_what_it_fills():
+    first, one = Greeter(), filled(Greeter, PLAN=twice)
+    with empty_during([first, one]):
+        assert type(one) is Greeter
+        for instance in (first, one):
+            fill_slot(instance, Slot.CACHE, {"__call__": twice})
+    assert type(first) is Greeter and vars(first) == vars(Greeter())
+    assert list(filled_slots(one)) == [(Slot.PLAN, "")]
 
 
 def test_tree_sees_added_removed_replaced_and_compiled_modules():
