@@ -182,8 +182,9 @@ def slot_owner(instance: Any, slot: Slot, kind: type[Owner], name: str = "") -> 
 def fill_during(
     instance: Any, slot: Slot, methods: Mapping[str, Wrapper], *, owner: object = None
 ) -> Iterator[None]:
-    """Fill ``slot`` by :func:`fill_slot` inside the ``with`` block. What happens after it depends on the slot
-    before:
+    """Fill ``slot`` by :func:`fill_slot` inside the ``with`` block.
+
+    What happens after the block depends on the slot before it:
 
     - It was empty: it stays filled, so that graphs stay valid that were compiled for the class of ``instance``.
       Its functions also run after the block, until the caller empties the slot.
