@@ -80,7 +80,7 @@ def _denoiser_classes(pipeline: type | None) -> list[Any]:
     """Return the classes that the constructor of ``pipeline`` names for its transformer and UNet."""
     if pipeline is None:
         return []
-    parameters = inspect.signature(pipeline.__init__).parameters
+    parameters = inspect.signature(pipeline).parameters
     return [parameters[name].annotation for name in ("transformer", "unet") if name in parameters]
 
 

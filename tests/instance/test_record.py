@@ -12,15 +12,7 @@ from torch import nn
 
 from para_core.instance.modules import ModuleTree
 from para_core.instance.private_class import original_class
-from para_core.instance.record import (
-    empty_during,
-    empty_slot,
-    fill_during,
-    fill_slot,
-    filled_slots,
-    is_filled,
-    slot_owner,
-)
+from para_core.instance.record import empty_during, empty_slot, fill_during, fill_slot, filled_slots, is_filled
 from para_core.instance.slots import Slot
 
 
@@ -194,16 +186,16 @@ def test_another_class_that_is_assigned_keeps_the_slots():
 
 
 def test_block_restores_another_filling_and_leaves_a_first_one():
-    one, owner, other = filled(Greeter, PLAN=twice), object(), object()
+    one, plan, cache = filled(Greeter, PLAN=twice), (Slot.PLAN, ""), (Slot.CACHE, "")
     earlier = filled_slots(one)
-    with fill_during(one, Slot.PLAN, {"__call__": plus_one, "__str__": twice}, owner=owner):
-        assert slot_owner(one, Slot.PLAN, object) is owner
-    assert dict(filled_slots(one)) == dict(earlier) and slot_owner(one, Slot.PLAN, object) is None
-    with fill_during(one, Slot.CACHE, {"__call__": twice}, owner=owner):
+    with fill_during(one, Slot.PLAN, {"__call__": plus_one, "__str__": twice}, owner="other"):
+        assert filled_slots(one)[plan].owner == "other"
+    assert dict(filled_slots(one)) == dict(earlier)
+    with fill_during(one, Slot.CACHE, {"__call__": twice}, owner="first"):
         pass
-    with fill_during(one, Slot.CACHE, {"__call__": twice}, owner=other):
-        assert slot_owner(one, Slot.CACHE, object) is other
-    assert slot_owner(one, Slot.CACHE, object) is owner and one("hi") == 2 * (2 * "hi x!")
+    with fill_during(one, Slot.CACHE, {"__call__": twice}, owner="second"):
+        assert filled_slots(one)[cache].owner == "second"
+    assert filled_slots(one)[cache].owner == "first" and one("hi") == 2 * (2 * "hi x!")
 
 
 def test_emptying_block_loses_what_it_fills():

@@ -269,25 +269,17 @@ def compile_it(pipe):
 COMPILED = r"pipe\.transformer .*compile_repeated_blocks\(fullgraph=True\)"
 
 
-class OwnModel(torch.nn.Module):
-    def forward(self, hidden_states, ids):
-        return hidden_states
-
-
-def plan_in_patches(dim, **inputs):
-    """Return the patch plan of a model that takes and returns tokens in ``dim``."""
-    inputs = {"hidden_states": Split(dim, segment="image"), **inputs}
-    return patch_plan(Plan(inputs, {"": Gather(dim, segment="image")}, ("image",)), OwnModel(), None)
-
-
-IDS_AND_MORE = Entries((None, Split(1, like="image", then_replicated=True)))
+def plan_in_patches(dim, *cuts):
+    inputs = {"hidden_states": Split(dim, segment="image"), "img_ids": Entries(cuts)}
+    plan = Plan(inputs, {"": Gather(dim, segment="image")}, ("image",))
+    return patch_plan(plan, flux_pipe().transformer, None)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: plan_in_patches(2), TypeError, "tokens in dim 2"),
-        (lambda: plan_in_patches(1, ids=IDS_AND_MORE), TypeError, "share a tensor"),
+        (lambda: plan_in_patches(1, Split(1, like="image", then_replicated=True)), TypeError, "share a tensor"),
         (
             lambda: PatchPlan(Plan({}, {}, ()), "image", "frames", 2, together=2).runs(torch.ones(1, 1, 10, 1, 1), 6),
             ValueError,
