@@ -131,9 +131,7 @@ def _choose_default_mesh(device_type: str, owner: Any, weights: str | None) -> M
 
 def _cpu_group() -> ProcessGroup:
     """Return a gloo group of all ranks, for CPU tensors. Every rank must call this function."""
-    return find_or_make_group(
-        "para_core: choice of a mesh", list(range(dist.get_world_size())), backend="gloo"
-    )
+    return find_or_make_group("choice of a mesh", list(range(dist.get_world_size())), backend="gloo")
 
 
 def _ranks_per_host() -> int | None:

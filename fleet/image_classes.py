@@ -1,8 +1,14 @@
 """The error for an image that is sent to a pipeline that takes none: which classes of diffusers would take it,
 and in which fields clients send images.
+
+``request_schema.py`` refuses an image in a field of a request, ``http/bodies.py`` one in a form, and
+``http/server.py`` a path of the API that is for images.
 """
 
 from __future__ import annotations
+
+import inspect
+from typing import Any
 
 from para_core.fleet.pipeline_info import Model
 
@@ -11,15 +17,19 @@ from para_core.fleet.pipeline_info import Model
 _EDITING_SUFFIXES = ("kontext", "edit", "edit-plus", "layered", "i2v")
 # The words that a class name has in addition if the class takes an image, for families that the tables lack:
 # HunyuanVideoPipeline, HunyuanVideoImageToVideoPipeline.
-_CLASS_NAME_PARTS = ("Img2Img", "Inpaint", "Edit", "ImageToVideo", "I2V", "I2I")
+_CLASS_NAME_PARTS = ("Img2Img", "Inpaint", "Edit", "ImageToVideo")
+# The words that it has in place of another: Kandinsky5T2VPipeline, Kandinsky5I2VPipeline.
+_REPLACED_PARTS = (("T2V", "I2V"), ("T2I", "I2I"))
 
 
 def classes_with_images(pipeline: str) -> tuple[str, ...]:
     """Return the names of diffusers' classes that take an image, of the family of the class ``pipeline``; empty
     if none is known.
 
-    The family is looked up in the tables of diffusers' ``AutoPipeline`` classes, or else by class names. The
-    classes that load the same weights come first, then those of the family's editing checkpoints.
+    The family is looked up in the tables of diffusers' ``AutoPipeline`` classes: the classes that load the same
+    weights come first, then those of the family's editing checkpoints. Families that the tables lack are guessed
+    by class names: such a class has a transformer or UNet of the same class, but may need another checkpoint
+    (HunyuanVideo's image-to-video has its own).
 
     >>> classes_with_images("FluxPipeline")
     ('FluxImg2ImgPipeline', 'FluxInpaintPipeline', 'FluxKontextPipeline')
@@ -48,15 +58,35 @@ def _classes_in_tables(pipeline: str) -> list[str]:
 
 
 def _classes_by_name(pipeline: str) -> list[str]:
-    """Return the classes of diffusers whose name is that of ``pipeline`` with one of ``_CLASS_NAME_PARTS``."""
+    """Return the classes of diffusers whose name is that of ``pipeline`` with one of ``_CLASS_NAME_PARTS`` or
+    ``_REPLACED_PARTS``, and whose denoisers have the same class.
+
+    A name alone is not enough: SanaImageToVideoPipeline has another transformer than SanaPipeline.
+    """
     import diffusers
 
-    stem = pipeline.removesuffix("Pipeline").removesuffix("T2V").removesuffix("T2I")
+    stem = pipeline.removesuffix("Pipeline")
     names = [f"{stem}{part}Pipeline" for part in _CLASS_NAME_PARTS]
-    return [name for name in names if hasattr(diffusers, name)]
+    names += [pipeline.replace(old, new) for old, new in _REPLACED_PARTS if old in pipeline]
+    denoisers = _denoiser_classes(getattr(diffusers, pipeline, None))
+    return [
+        name
+        for name in names
+        if hasattr(diffusers, name) and _denoiser_classes(getattr(diffusers, name)) == denoisers
+    ]
 
 
-# The fields in which clients send an image: those of OpenAI's API, and the arguments of pipelines.
+def _denoiser_classes(pipeline: type | None) -> list[Any]:
+    """Return the classes that the constructor of ``pipeline`` names for its transformer and UNet."""
+    if pipeline is None:
+        return []
+    parameters = inspect.signature(pipeline).parameters
+    return [parameters[name].annotation for name in ("transformer", "unet") if name in parameters]
+
+
+# The fields in which clients send an image: those of OpenAI's API, and the arguments of pipelines. Unlike
+# pipeline_info.py, which asks the signature of a pipeline that takes images, this is for one that takes none, so
+# the list has what clients would send to another.
 _IMAGE_FIELDS = (
     "image",
     "images",
@@ -85,6 +115,6 @@ def explain_refused_image(model: Model) -> str:
             "prompt alone."
         )
     return (
-        f"{model.pipeline} takes no image, and {' or '.join(classes)} would: load the model with one of these "
-        f"(--pipeline {classes[0]}), or send a prompt alone."
+        f"{model.pipeline} takes no image, and {' or '.join(classes)} would: load the model, or its family's "
+        f"checkpoint for images, with one of these (--pipeline {classes[0]}), or send a prompt alone."
     )

@@ -97,7 +97,7 @@ class CheckedCallbacks:
         regions = {name: (region_of(module), module) for name, module in transformers_of(self._pipe).items()}
         planned = {name: (region, module) for name, (region, module) in regions.items() if region is not None}
         state |= {
-            f"changes of code inside pipe.{name}": region.check.new_code()
+            f"changes of code inside pipe.{name}": region.check.note_changes()
             for name, (region, _) in planned.items()
         }
         self._compare(state)

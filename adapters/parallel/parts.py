@@ -9,27 +9,35 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
-
-from torch.distributed import ProcessGroup
+from typing import Any
 
 from para_core.adapters.parallel.session import Part, Undo, do_nothing
 from para_core.adapters.weights.feature import FeatureChange
-from para_core.adapters.weights.shard import Sharding
+from para_core.adapters.weights.shard import Sharding, weights_groups
+from para_core.distributed.groups import groups_among, host_group
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import override_timeouts
 
 
 @dataclass(frozen=True)
 class TimeoutPart(Part):
-    """The change by which parallelize_pipe sets the time-out of process groups."""
+    """The change by which parallelize_pipe sets the time-out of all process groups that the ranks of ``mesh``
+    use: its own with their CPU groups, those that para_core made among ``ranks``, and those of sharded weights.
+    """
 
-    groups: Collection[ProcessGroup]
+    pipe: Any
+    mesh: GuidedMesh
     timeout: timedelta
     ranks: Collection[int]
     name = "setting the time-out"
 
     def apply(self) -> Undo:
-        return override_timeouts(self.groups, self.timeout, self.ranks)
+        # Look for the groups only now, because other parts of the session may have made theirs after this one.
+        groups = [
+            group for dim in self.mesh.dims if dim.group is not None for group in (dim.group, host_group(dim))
+        ]
+        groups += [*groups_among(self.ranks), *weights_groups(self.pipe)]
+        return override_timeouts(list(dict.fromkeys(groups)), self.timeout, self.ranks)
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         # Leave the time-out set until finish(), which runs after the next session has started. Until then a

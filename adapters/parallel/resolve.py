@@ -1,12 +1,12 @@
 """Validate the arguments of parallelize_pipe, and choose the changes of the pipeline that they require.
 
-Nothing is changed here. The chosen changes are returned as the parts of a session, which applies them.
+Nothing of the pipeline is changed here; process groups may be created, which later calls reuse. The chosen
+changes are returned as the parts of a session, which applies them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,17 +27,16 @@ from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.parts import FeaturePart, ShardPart, TimeoutPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.parallel.transformer import make_call_agreement, resolve_transformer
+from para_core.adapters.parallel.transformer import TransformerPart, make_call_agreement, resolve_transformer
 from para_core.adapters.registry import decoders_of, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, FeatureChange
 from para_core.adapters.weights.features import changes_for, require_method, shard_methods
 from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.adapters.weights.one_way import check_holds_all
-from para_core.adapters.weights.shard import Sharding, check_can_be_sharded, prepare_sharding, weights_groups
+from para_core.adapters.weights.shard import check_can_be_sharded, prepare_sharding
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.option import AttentionOption
 from para_core.distributed.agree import exchange, together
-from para_core.distributed.groups import groups_among, host_group
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance.private_class import original_class
@@ -47,61 +46,89 @@ from para_core.weights.group import timeout_of, weights_mesh
 
 
 def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
-    """Return the session that runs ``pipe`` with the checked ``options``. Changes nothing.
+    """Return the session that runs ``pipe`` with the checked ``options``.
 
-    Every rank of the mesh must call this function with equal options. The errors are those of
-    :func:`parallelize_pipe`, on every rank.
+    Changes nothing of the pipeline; may create process groups. Every rank of the mesh must call this function
+    with equal options. The errors are those of :func:`parallelize_pipe`, on every rank.
     """
     guided, predicted_method = mesh_and_method(options.mesh, pipe, options.weights)
-    # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the
-    # same.
-    needs_ranks = options.timeout is not None or options.shards_encoders or _shards_only_transformers(options)
-    ranks: set[int] = set()
-    if guided.ranks > 1 and needs_ranks:
+    # The time-out needs the global ranks, for which the ranks run an exchange: not inside of together(), where
+    # a rank may raise alone. All ranks decide the same.
+    ranks: set[int] | None = None
+    if options.timeout is not None and guided.ranks > 1:
         ranks = _global_ranks(guided)
     with together(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided)
-        transformers, denoisers = transformers_of(pipe), denoisers_by_kind(pipe)
+        transformers = transformers_of(pipe)
         options = options.with_encoders(_placement_of_encoders(pipe, guided, options))
         _check_options_fit(pipe, transformers, guided, options)
-        # Samples are sharded over ``batch`` only if a call has all branches of guidance on its batch dim.
-        # Perturbed attention guidance splits the batch inside the model. A pipeline with a guider calls the
-        # transformer once per branch, even if other pipelines of the same model concatenate the branches.
-        perturbs = hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None
-        batched = guided.ranks == 1 or not perturbs
         attention = options.attention(predicted_method)
-        # A part has the compiled wrapper, if there is one.
-        planned = [
-            resolve_transformer(getattr(pipe, name), guided, options, attention, batched=batched)
-            for name in transformers
-        ]
-        runs: list[Part] = []
-        for kind, _, module in denoisers:
-            run = make_denoiser_run(kind, module, guided, assume_equal=options.assume_equal, batched=batched)
-            runs.append(Change("the UNet", run.apply, run.remove))
-        # The order of the parts matters: the models come first, because the part of the pipeline records the
-        # meshes that they then have (ParallelCall.attach); shards come last.
+        planned, runs = _model_parts(pipe, transformers, guided, options, attention)
         session = ParallelSession(guided, [*planned, *runs])
-        if ranks and options.timeout is not None:
-            session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
-        shards_samples = bool(denoisers or decoders_of(pipe)) or any(part.plan.batched for part in planned)
-        compare = partial(make_call_agreement, mesh=guided, assume_equal=options.assume_equal)
-        changes = changes_for(
-            ChangeRequest(
-                pipe, transformers, guided, vars(options), compare, has_calls_per_branch=not shards_samples
-            )
-        )
-        if guided.ranks > 1 or changes or options.schedule is not None:
-            others = {path: module for _, path, module in denoisers}
-            call = _make_call(transformers, others, session, options, attention, changes)
-            session.parts.append(
-                Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe))
-            )
-        session.parts += map(FeaturePart, changes)
+        if ranks is not None and options.timeout is not None:
+            session.parts.append(TimeoutPart(pipe, guided, as_timedelta(options.timeout), ranks))
+        session.parts += _pipeline_parts(pipe, transformers, planned, session, options, attention)
         if options.weights == "replicate":
             check_holds_all(pipe, components_with_blocks(pipe).values(), "weights='replicate'")
-    session.parts += map(ShardPart, _shardings(pipe, transformers, guided, options, ranks))
+    session.parts += _weight_parts(pipe, transformers, guided, options)
     return session
+
+
+def _model_parts(
+    pipe: Any,
+    transformers: Mapping[str, nn.Module],
+    mesh: GuidedMesh,
+    options: ParallelOptions,
+    attention: AttnOptions,
+) -> tuple[list[TransformerPart], list[Part]]:
+    """Return the parts of the transformers, and those of the other denoisers.
+
+    They come first in a session, because the part of the pipeline records the meshes that models then have
+    (:meth:`ParallelCall.attach`).
+    """
+    # Samples are sharded over ``batch`` only if a call has all branches of guidance on its batch dim.
+    # Perturbed attention guidance splits the batch inside the model. A pipeline with a guider calls the
+    # transformer once per branch, even if other pipelines of the same model concatenate the branches.
+    perturbs = hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None
+    batched = mesh.ranks == 1 or not perturbs
+    # A part has the compiled wrapper, if there is one.
+    planned = [
+        resolve_transformer(getattr(pipe, name), mesh, options, attention, batched=batched)
+        for name in transformers
+    ]
+    runs: list[Part] = []
+    for kind, _, module in denoisers_by_kind(pipe):
+        run = make_denoiser_run(kind, module, mesh, assume_equal=options.assume_equal, batched=batched)
+        runs.append(Change("the UNet", run.apply, run.remove))
+    return planned, runs
+
+
+def _pipeline_parts(
+    pipe: Any,
+    transformers: Mapping[str, nn.Module],
+    planned: Sequence[TransformerPart],
+    session: ParallelSession,
+    options: ParallelOptions,
+    attention: AttnOptions,
+) -> list[Part]:
+    """Return the part of the pipeline's call, if it needs one, and those of its features.
+
+    The features come after the call, which knows them.
+    """
+    mesh, denoisers = session.mesh, denoisers_by_kind(pipe)
+    shards_samples = bool(denoisers or decoders_of(pipe)) or any(part.plan.batched for part in planned)
+    compare = partial(make_call_agreement, mesh=mesh, assume_equal=options.assume_equal)
+    changes = changes_for(
+        ChangeRequest(
+            pipe, transformers, mesh, vars(options), compare, has_calls_per_branch=not shards_samples
+        )
+    )
+    parts: list[Part] = []
+    if mesh.ranks > 1 or changes or options.schedule is not None:
+        others = {path: module for _, path, module in denoisers}
+        call = _make_call(transformers, others, session, options, attention, changes)
+        parts.append(Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe)))
+    return [*parts, *map(FeaturePart, changes)]
 
 
 def _make_call(
@@ -169,10 +196,10 @@ def _check_options_fit(
     if shards:
         require_method(str(options.weights)).check_mesh(mesh, True)
         check_can_be_sharded(pipe)
+    middle = None
+    if options.schedule is not None:
+        middle = options.schedule.middle
     for name, module in transformers.items():
-        middle = None
-        if options.schedule is not None:
-            middle = options.schedule.middle
         if isinstance(middle, AttentionOption) and needs_mode(module):
             raise ValueError(
                 f"backend= is an AttentionSchedule with {middle}, and pipe.{name} attends by flex_attention, whose "
@@ -185,26 +212,25 @@ def _check_options_fit(
         )
 
 
-def _shardings(
-    pipe: Any,
-    transformers: Mapping[str, nn.Module],
-    mesh: GuidedMesh,
-    options: ParallelOptions,
-    ranks: set[int],
-) -> list[Sharding]:
-    """Return the validated shardings that the options ask for. Collective. Changes nothing."""
-    shardings = []
+def _weight_parts(
+    pipe: Any, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, options: ParallelOptions
+) -> list[Part]:
+    """Return the parts that shard weights as the options ask. Collective.
+
+    They come last in a session, because nothing undoes them. Changes nothing of the pipeline; may create the
+    process groups of the weights.
+    """
+    parts: list[Part] = []
     if mesh.ranks > 1 and options.weights in shard_methods():
         names = None
         if options.places_encoders:
             names = list(transformers)
-        shardings.append(prepare_sharding(pipe, mesh, str(options.weights), names))
+        parts.append(ShardPart(prepare_sharding(pipe, mesh, str(options.weights), names)))
     if options.shards_encoders and encoders_with_blocks(pipe):
-        names = encoders_with_blocks(pipe)
-        device_type = mesh.sequence.device_type
-        over_all_ranks = weights_mesh(sorted(ranks), device_type, timeout=timeout_of(mesh))
-        shardings.append(prepare_sharding(pipe, over_all_ranks, "fsdp", names))
-    return shardings
+        ranks, device_type = sorted(_global_ranks(mesh)), mesh.sequence.device_type
+        over_all_ranks = weights_mesh(ranks, device_type, timeout=timeout_of(mesh))
+        parts.append(ShardPart(prepare_sharding(pipe, over_all_ranks, "fsdp", encoders_with_blocks(pipe))))
+    return parts
 
 
 def _global_ranks(mesh: GuidedMesh) -> set[int]:
@@ -213,16 +239,3 @@ def _global_ranks(mesh: GuidedMesh) -> set[int]:
     if len(groups) > 1:
         return {record["rank"] for record in exchange({"rank": dist.get_rank()}, mesh)}
     return {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-
-
-def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks: set[int]) -> TimeoutPart:
-    """Return the part that sets ``timeout`` on all process groups that the ranks of ``mesh`` use.
-
-    These are its groups with their CPU groups, those that para_core made among ``ranks``, and those of
-    sharded weights.
-    """
-    mesh_groups = [
-        group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}
-    ]
-    groups = dict.fromkeys([*mesh_groups, *groups_among(ranks), *weights_groups(pipe)])
-    return TimeoutPart(list(groups), as_timedelta(timeout), ranks)

@@ -1,9 +1,10 @@
 """Inputs of one call of a transformer by class (``INPUTS``, which :mod:`.count` reads), and the sizes of a
 generation with default arguments. For diffusers 0.42.
 
-Inputs are empty tensors: only their shapes count. After a change, run ``python -m
-benchmarks.planner.counts``, which writes ``counts.json``. ``tests/planner/test_default_sizes.py`` compares
-the default sizes with those of the first call that diffusers' pipelines make.
+Inputs are tensors without data: their shapes and dtypes count, and so do integers among the inputs, such as
+``num_frames``. After a change, run ``python -m benchmarks.planner.counts``, which writes ``counts.json``.
+``tests/planner/test_default_sizes.py`` compares the shape of ``hidden_states`` and the number of steps with those
+of the first call that diffusers' pipelines make; the number of text tokens it does not compare.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ def _common(
     sizes: GenerationSizes, hidden: tuple[int, ...], text_dim: int, samples: int = 1
 ) -> dict[str, Any]:
     """Return the arguments that all transformers take. ``hidden`` is the shape of one sample of the hidden
-    states. ``samples`` is 2 if a pipeline passes both branches of guidance in one call.
+    states.
+
+    ``samples`` is 2 if a pipeline passes both branches of guidance in one call. That is a matter of the class,
+    because each pipeline of diffusers either concatenates the branches or makes a call for each; a call without
+    guidance is counted as one with.
     """
     return {
         "hidden_states": sizes.empty(samples, *hidden),
@@ -144,6 +149,8 @@ INPUTS: Mapping[str, MakeInputs] = {
 # the defaults inside. They are FluxPipeline's: 1024 × 1024 pixels (default_sample_size 128 latent pixels of 8
 # pixels), and 512 text tokens; 4 is the factor of most VAEs for videos.
 _SPATIAL_FACTOR, _TEMPORAL_FACTOR, _LATENT_SIDE, _TEXT = 8, 4, 128, 512
+# The text tokens of CLIP.
+_CLIP_TEXT = 77
 # The default of num_inference_steps in most of diffusers' pipelines.
 _STEPS = 50
 # Attributes of pipelines that hold the pixels along a side of a latent pixel, and the frames of a latent
@@ -159,7 +166,7 @@ _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_scale_factor", "vae_temp
 
 def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple[GenerationSizes, int]:
     """Return the sizes and the number of steps of a call of ``pipe`` with default arguments, except for
-    ``changed``.
+    ``changed``: fields of :class:`GenerationSizes` by name.
 
     A default is looked up where diffusers' pipelines have it: in the signature of the call, in an attribute
     of the pipeline, in the config of the transformer. The first of these that is a positive integer counts.
@@ -185,11 +192,21 @@ def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple
         or _first_size(pipe, ["default_num_frames"])
         or _first_size(config, ["sample_frames"])
         or 1,
-        text=_positive(arguments.get("max_sequence_length")) or _TEXT,
+        text=_text_tokens(pipe, transformer, arguments),
         spatial=spatial,
         temporal=temporal,
     )
     return replace(sizes, **changed), _positive(arguments.get("num_inference_steps")) or _STEPS
+
+
+def _text_tokens(pipe: Any, transformer: Any, arguments: Mapping[str, Any]) -> int:
+    """Return the number of text tokens of a call of ``pipe`` with these default ``arguments``."""
+    tokens = _positive(arguments.get("max_sequence_length")) or _TEXT
+    if original_class(transformer).__name__ == "SD3Transformer2DModel":
+        # encode_prompt of diffusers' SD3 pipelines concatenates the tokens of CLIP and those of T5, and
+        # max_sequence_length is the number of the latter.
+        tokens += _first_size(pipe, ["tokenizer_max_length"]) or _CLIP_TEXT
+    return tokens
 
 
 def _first_size(owner: Any, names: Iterable[str]) -> int:

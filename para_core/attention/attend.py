@@ -10,7 +10,9 @@ A function around such a function is such a function again:
   :func:`~para_core.attention.low_rows.level_low_rows` change the keys or the mask, and leave the rest to the
   function that they are given.
 
-:mod:`para_core.attention.gradients` has the same contract for gradients.
+:mod:`para_core.attention.gradients.contract` has the same contract for gradients. Its ``Backward`` and
+``QueryGradients`` are the twins of :data:`Attend` and :class:`Accumulator`, and read the same masks: whoever changes
+one of these here, or :class:`Mask`, changes the twin too.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from para_core.layout.sequence import Run
 Block = tuple[Tensor, Tensor]  # The keys and the values of a block, or their gradients.
 # Called as attend(into, key, value, block, is_last): adds attention to a block to the Accumulator ``into``.
 # ``block`` is the number of the block in ``into.tiling``: 0 for this rank's own keys. If the block
-# ``is_last``, the result may be rounded to the dtype of query.
+# ``is_last``, the result may be rounded to the dtype of query. So a caller passes True at most once for an
+# accumulator, with the last block, and only if nothing is merged after it. A function that calls another one
+# several times passes True with its last call only, and only if its own caller did.
 Attend = Callable[["Accumulator", Tensor, Tensor, int, bool], None]
 
 
@@ -88,7 +92,8 @@ class Accumulator:
             none of them would leave out the collective of the backward.
         results_of_others: Results ``(out, lse)`` of all queries that other ranks computed, still to be
             merged.
-        last_steps: Functions that change the merged ``(out, lse)`` in place, called by :meth:`finish`.
+        last_steps: Functions that change the merged ``(out, lse)`` in place, called by :meth:`finish`. Only
+            for attention that autograd does not record.
     """
 
     queries: list[Tensor]  # The queries of each piece.
@@ -121,9 +126,12 @@ class Accumulator:
     def with_inputs(self, query: Tensor, mask: Mask | None) -> Accumulator:
         """Return an accumulator with other inputs, whose results are added to this one.
 
-        Both share the objects in which results are collected, so that only this one needs to be finished.
+        Both share the objects in which results are collected, so that only this one needs to be finished. So
+        ``query`` must hold the same heads and rows in the same order, and ``mask`` their rows: results are
+        merged piece by piece.
         """
-        # Not by __init__, which would make new objects for the results.
+        # Not by __init__, which would make new objects for the results. Whoever adds an attribute there sets it
+        # here, too: shared if it collects results. A shared list is only changed in place, never replaced.
         other = object.__new__(Accumulator)
         other.query, other.mask, other.tiling, other.key_heads = query, mask, self.tiling, self.key_heads
         other.merged, other.received = self.merged, self.received
@@ -142,7 +150,8 @@ class Accumulator:
 
     def finish(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return out ``[B, H, S_q, D_v]`` and lse ``[B, H, S_q]``. Out has the dtype of lse if merging has
-        not rounded it yet, otherwise that of query.
+        not rounded it yet, otherwise that of query. If this differs between pieces, it is the dtype of lse for
+        all of them, to which ``torch.cat`` promotes.
 
         Call this once, because ``last_steps`` change the result in place.
 
@@ -166,6 +175,7 @@ class Accumulator:
             for partial_result in ((out, lse), *self.results_of_others):
                 total.add(*partial_result)
             out, lse = total.out, total.lse
+        # This may write in place: attention has just made these tensors, and autograd has not saved them.
         for change in self.last_steps:
             change(out, lse)
         return out, lse

@@ -155,9 +155,7 @@ def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, .
     mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
     # With PyTorch's fake backend there is no store, which gloo would need.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
-    make_group_of_one = partial(
-        find_or_make_group, "para_core: this rank alone", [dist.get_rank()], backend=backend
-    )
+    make_group_of_one = partial(find_or_make_group, "this rank alone", [dist.get_rank()], backend=backend)
     groups = [mesh.get_group(name) if name in used else make_group_of_one() for name in names]
     return DeviceMesh.from_group(groups, device_type, mesh=mesh.mesh.view(shape), mesh_dim_names=names)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from hashlib import blake2b
 
@@ -19,8 +19,7 @@ from para_core.torch_internals import (
     process_groups,
 )
 
-# Descriptions (group_desc) of process groups that this package creates begin with this prefix, by which they
-# are found.
+# find_or_make_group puts this prefix before the descriptions (group_desc) of its groups, by which they are found.
 _OURS = "para_core: "
 
 
@@ -32,12 +31,12 @@ def nccl_device(group: ProcessGroup) -> torch.device | None:
 
 def host_group(dim: MeshDim) -> ProcessGroup:
     """Return a process group for CPU tensors among the ranks of ``dim``: the dim's own group, or a gloo
-    group.
+    group, in which **the ranks are sorted**. The group of ``dim`` may have another order.
 
-    A gloo group is used if the group of ``dim`` only has NCCL, which would copy CPU tensors to the device and
-    wait for its work. It is created at the first use, so every rank of ``dim`` must call this function.
-    torch.distributed owns it: it is looked up by its description, and ``destroy_process_group()`` destroys
-    it.
+    A gloo group is used if the group of ``dim`` has no CPU backend, as with NCCL alone, which would copy CPU
+    tensors to the device and wait for its work. It is created at the first use, so every rank of ``dim`` must
+    call this function. torch.distributed owns it: it is looked up by its description, and
+    ``destroy_process_group()`` destroys it.
 
     Raises:
         ValueError: ``dim`` has one rank.
@@ -49,7 +48,7 @@ def host_group(dim: MeshDim) -> ProcessGroup:
     if any(device.type == "cpu" for device in devices):
         return group
     return find_or_make_group(
-        f"para_core: CPU tensors beside group {dim.group_name}",
+        f"CPU tensors beside group {dim.group_name}",
         dist.get_process_group_ranks(group),
         backend="gloo",
         timeout=group_timeout(group, devices[0]),
@@ -58,8 +57,20 @@ def host_group(dim: MeshDim) -> ProcessGroup:
 
 def groups_among(ranks: Collection[int]) -> list[ProcessGroup]:
     """Return the groups of this rank that :func:`find_or_make_group` created and whose members are all in ``ranks``."""
-    ours = [group for group in process_groups() if group.group_desc.startswith(_OURS)]
-    return [group for group in ours if set(dist.get_process_group_ranks(group)) <= set(ranks)]
+    return [
+        group
+        for group in groups_by_description().values()
+        if set(dist.get_process_group_ranks(group)) <= set(ranks)
+    ]
+
+
+def groups_by_description() -> Mapping[str, ProcessGroup]:
+    """Return the groups of this rank that :func:`find_or_make_group` created, by their descriptions."""
+    return {
+        group.group_desc.removeprefix(_OURS): group
+        for group in process_groups()
+        if group.group_desc.startswith(_OURS)
+    }
 
 
 def find_or_make_group(
@@ -68,10 +79,27 @@ def find_or_make_group(
     """Return the process group with this ``description``; create it if it does not exist.
 
     Unlike ``dist.new_group``, this function is only called by the member ``ranks``, which may have created
-    different numbers of groups before.
+    different numbers of groups before. In the group the ranks are sorted.
+
+    Only the description identifies a group, so it must differ for different ranks or backends. ``backend`` and
+    ``timeout`` are those of a new group: a group that exists keeps its own.
+
+    Args:
+        description: Description of the group, without the prefix of this package.
+        ranks: Global ranks in any order, including this one.
+        backend, timeout: As in ``new_group``.
+
+    Raises:
+        ValueError: The group with this description has other ranks, or ``ranks`` lack this rank.
     """
-    for group in process_groups():
-        if group.group_desc == description:
-            return group
-    name = blake2b(f"{description} {ranks}".encode(), digest_size=20).hexdigest()
-    return new_process_group(name, ranks, description=description, backend=backend, timeout=timeout)
+    members = sorted(ranks)
+    group = groups_by_description().get(description)
+    if group is not None:
+        existing = dist.get_process_group_ranks(group)
+        if existing != members:
+            raise ValueError(f"the group {description!r} has the ranks {existing}; asked for were {members}.")
+        return group
+    name = blake2b(f"{description} {members}".encode(), digest_size=20).hexdigest()
+    return new_process_group(
+        name, members, description=f"{_OURS}{description}", backend=backend, timeout=timeout
+    )

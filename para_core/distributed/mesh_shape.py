@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import gcd, prod
 
-# The dims of a mesh for which a largest size can be given.
+# The dims of a mesh for which a largest size can be given. For a new dim, also extend mesh_sizes() here, and the
+# order in which create_mesh.py lays out the dims.
 MESH_NAMES = ("pipe", "batch", "ring", "ulysses", "tensor")
 
 
@@ -28,7 +29,8 @@ def mesh_sizes(
 
     Args:
         ranks: Number of ranks.
-        limits: The largest sizes, by names of ``MESH_NAMES``. None is no limit.
+        limits: The largest sizes, by names of ``MESH_NAMES``. None is as if the name were missing: no limit
+            for ring and ulysses, size 1 for tensor, pipe and batch.
         ranks_per_host: Number of consecutive ranks on each host. None if it is unknown, as if all were on one.
 
     Returns:
@@ -62,8 +64,11 @@ def mesh_sizes(
     max_ring, max_ulysses = limits.get("ring"), limits.get("ulysses")
     if max_ring is None and max_ulysses is None and ranks_per_host is not None:
         # Choose a divisor of the ranks of a host, so that no Ulysses group, whose ranks are consecutive, spans
-        # two hosts. Tensor ranks are neighbours inside of a Ulysses group.
-        max_ulysses = gcd(remaining, max(1, ranks_per_host // sizes["tensor"]))
+        # two hosts. Tensor ranks are neighbours inside of a Ulysses group, so if they do not divide the ranks
+        # of a host, some tensor group already spans two, and a larger Ulysses group would as well.
+        max_ulysses = 1
+        if ranks_per_host % sizes["tensor"] == 0:
+            max_ulysses = gcd(remaining, ranks_per_host // sizes["tensor"])
     ring = largest_divisor(remaining, max_ring or 1)
     remaining //= ring
     ulysses = largest_divisor(remaining, max_ulysses or remaining)

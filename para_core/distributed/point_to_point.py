@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from para_core.distributed.agree import exchange
-from para_core.distributed.groups import find_or_make_group, nccl_device
+from para_core.distributed.groups import find_or_make_group, groups_by_description, nccl_device
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
 from para_core.torch_internals import (
     abort_groups,
     default_store,
     group_timeout,
     is_registered,
-    process_groups,
 )
 
 # An edge is a directed connection between two ranks: (index of the sender, index of the receiver) along the
@@ -188,14 +187,14 @@ class Links:
 
     def _description(self, edge: Edge) -> str:
         first, second = (self._ranks[index] for index in edge)
-        return f"para_core: from rank {first} to rank {second}, "
+        return f"from rank {first} to rank {second}, "
 
     def _group_number(self, edge: Edge) -> int:
         """Return the number of the newest communicator of ``edge`` in this process, which another ``Links``
         object may have created; 0 if there is none.
         """
         prefix = self._description(edge)
-        names = [group.group_desc for group in process_groups()]
+        names = groups_by_description()
         return max((int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)), default=0)
 
     def _connect(self, edge: Edge, number: int) -> None:

@@ -59,7 +59,9 @@ _NOTHING: Mapping[Key, Filling] = {}
 class InstanceRecord:
     """The filled slots of one instance, and what runs in place of its methods, which is composed when slots change."""
 
-    fillings: dict[Key, Filling] = field(default_factory=dict)
+    # By slot, in the order in which they were filled first. Never changed in place: a change puts a new mapping
+    # here, so that code may keep an earlier one to restore it, or compare the two by identity.
+    fillings: Mapping[Key, Filling] = field(default_factory=dict)
     # By method, the functions of all slots, nested around the method.
     chains: dict[str, Wrapper] = field(default_factory=dict)
     # In place of __call__ if the module was compiled in place; None if slots replace other methods too.
@@ -68,7 +70,8 @@ class InstanceRecord:
     def compose(self, instance: Any) -> None:
         """Nest the functions of the filled slots around the methods of ``instance``."""
         base = original_class(instance)
-        # A sort is stable, so among fillings of one slot the last one is outermost.
+        # A sort is stable, so among fillings of one slot the one that was filled last is outermost. To fill a
+        # filled slot again keeps its place.
         innermost_first = sorted(self.fillings, key=lambda key: -key[0])
         chains: dict[str, Wrapper] = {}
         # The same functions, around the call of a module that was compiled in place. It is only used if all
@@ -96,7 +99,8 @@ def fill_slot(
 ) -> None:
     """Fill ``slot`` of this one instance: calls of its ``methods`` then run these functions. Not thread-safe.
 
-    If the slot is filled already, the methods are added to it, in place of earlier ones of the same name.
+    If the slot is filled already, the methods are added to it, in place of earlier ones of the same name, and
+    it keeps its place among fillings of the same slot. Its ``permits_copies`` is that of this call.
 
     Args:
         methods: ``wrapper(call, instance, *args, **kwargs)`` by the name of the method that it runs around.
@@ -178,23 +182,29 @@ def slot_owner(instance: Any, slot: Slot, kind: type[Owner], name: str = "") -> 
 def fill_during(
     instance: Any, slot: Slot, methods: Mapping[str, Wrapper], *, owner: object = None
 ) -> Iterator[None]:
-    """Fill ``slot`` inside the ``with`` block, then restore the earlier filling.
+    """Fill ``slot`` by :func:`fill_slot` inside the ``with`` block.
 
-    If there was none, or one with equal methods, the slot stays as it is in the block, so that graphs stay
-    valid that were compiled for the class of ``instance``. Its functions then also run after the block, until
-    the caller empties the slot.
+    What happens after the block depends on the slot before it:
+
+    - It was empty: it stays filled, so that graphs stay valid that were compiled for the class of ``instance``.
+      Its functions also run after the block, until the caller empties the slot.
+    - It was filled with equal methods, and by ``owner`` if one is given: the block changes nothing, and nothing is
+      restored.
+    - It was filled otherwise: the earlier filling is restored, with its owner.
     """
     earlier = filled_slots(instance).get((slot, ""))
-    changes = earlier is None or earlier.methods != methods
-    if changes:
+    if earlier is None:
         fill_slot(instance, slot, methods, owner=owner)
+    has_other_owner = earlier is not None and owner is not None and earlier.owner is not owner
+    if earlier is None or (earlier.methods == methods and not has_other_owner):
+        yield
+        return
+    fill_slot(instance, slot, methods, owner=owner)
     try:
         yield
     finally:
-        if earlier is not None and changes:
-            fill_slot(
-                instance, slot, earlier.methods, owner=earlier.owner, permits_copies=earlier.permits_copies
-            )
+        # Not by fill_slot(), which would keep a method that only the block has added.
+        _set_fillings(instance, {**filled_slots(instance), (slot, ""): earlier})
 
 
 @contextmanager
@@ -203,14 +213,7 @@ def restore_on_failure(instances: Iterable[Any]) -> Iterator[None]:
 
     Instances that are not in the list, such as modules that the block adds, are not restored.
     """
-    # A model has over a thousand modules, so there is no Python call for each.
-    before: list[tuple[Any, Mapping[Key, Filling]]] = []
-    for instance in instances:
-        fillings = _NOTHING
-        record = instance.__dict__.get(RECORD)
-        if record is not None:
-            fillings = record.fillings
-        before.append((instance, fillings))
+    before = _fillings_of(instances)
     try:
         yield
     except BaseException:
@@ -223,13 +226,12 @@ def restore_on_failure(instances: Iterable[Any]) -> Iterator[None]:
 @contextmanager
 def empty_during(instances: Iterable[Any], keep: Collection[Slot] = ()) -> Iterator[None]:
     """Empty the slots of ``instances`` inside the ``with`` block, except those of ``keep``, and fill them
-    again afterwards. What the block fills or empties is lost.
+    again afterwards. What the block fills or empties is lost, also on an instance without a record before it.
 
     Code such as FSDP2, which derives a new class from an instance's class, must run inside the block, so that
     it does not derive it from the private class. The slots are then those of the new class.
     """
-    before = [(instance, filled_slots(instance)) for instance in instances]
-    before = [(instance, fillings) for instance, fillings in before if fillings]
+    before = _fillings_of(instances)
     try:
         for instance, fillings in before:
             kept = {key: filling for key, filling in fillings.items() if key[0] in keep}
@@ -238,7 +240,22 @@ def empty_during(instances: Iterable[Any], keep: Collection[Slot] = ()) -> Itera
         yield
     finally:
         for instance, fillings in before:
-            _set_fillings(instance, fillings)
+            # Most modules have no record before and after, and need no call.
+            if fillings or RECORD in instance.__dict__:
+                _set_fillings(instance, fillings)
+
+
+def _fillings_of(instances: Iterable[Any]) -> list[tuple[Any, Mapping[Key, Filling]]]:
+    """Return each of ``instances`` with its filled slots."""
+    # A model has over a thousand modules, so there is no Python call for each.
+    fillings_of: list[tuple[Any, Mapping[Key, Filling]]] = []
+    for instance in instances:
+        fillings = _NOTHING
+        record = instance.__dict__.get(RECORD)
+        if record is not None:
+            fillings = record.fillings
+        fillings_of.append((instance, fillings))
+    return fillings_of
 
 
 def _set_fillings(instance: Any, fillings: Mapping[Key, Filling]) -> None:

@@ -1,4 +1,9 @@
-"""Processes of the ranks on this host: how they are started, watched and ended."""
+"""Processes of the ranks on this host: how they are started, watched and ended.
+
+``handle.py`` starts and ends a :class:`RankGroup`, and ``running_call.py`` reads its messages. ``hosts.py`` makes
+one of processes that agents on other hosts started with this file, and ``fleet/engine.py`` asks whether a rank
+has died.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -22,7 +28,9 @@ from para_core.launcher.wire import Body, Channel
 # A rank has the caller's search path before it imports anything.
 _PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
 _MAIN = "from para_core.launcher.rank import main_of_child; main_of_child(*map(int, sys.argv[1:]))"
-# Environment variables by which other launchers tell a process its rank. Ranks have ranks of their own.
+# Prefixes of the environment variables by which other launchers tell a process its rank. Ranks have ranks of
+# their own. A user's own variable with such a prefix (GROUP_NAME) does not reach the ranks either, unless env=
+# of launch names it.
 _LAUNCHERS = (
     *("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_", "GROUP_", "ROLE_"),
     *("MASTER_", "NODE_RANK"),
@@ -42,10 +50,17 @@ class RankProcess(Protocol):
         """Wait until the process has ended, at most ``seconds``. Return whether it has."""
 
     def kill(self) -> None:
-        """End the process, and those that it started, at once. Release what describes its end."""
+        """End the process, and those that it started, at once.
+
+        Call :meth:`describe_end` before: this method closes the file with the last output, and a living process
+        then counts as ended by SIGKILL.
+        """
 
     def describe_end(self) -> str:
-        """Return how the process ended: a clause after its rank's name, and its last output, if that was not shown."""
+        """Return how the process ended: a clause after its rank's name, and its last output, if that was not shown.
+
+        After :meth:`kill` this is how that method ended it.
+        """
 
 
 class LocalProcess:
@@ -68,11 +83,18 @@ class LocalProcess:
 
     def kill(self) -> None:
         if not self._killed:
-            with suppress(ProcessLookupError):
+            try:
                 # The rank leads a session, in which are the processes that it started, such as compile
-                # workers.
+                # workers. They may outlive it, so the signal is sent also if wait() has seen its end. As long
+                # as one of them lives, the system gives the number to no other process. If none does, it could,
+                # but only after all other numbers.
                 os.killpg(self._process.pid, signal.SIGKILL)
-            # Its number may belong to another process once it was waited for.
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                # macOS refuses the signal if the group has zombies only.
+                self._process.kill()
+            # Never send the signal twice: now that the group is empty, its number becomes free.
             self._killed = True
         self._process.wait()
         if self._output is not None:
@@ -84,8 +106,8 @@ class LocalProcess:
         code = self._process.returncode
         how = f"ended with exit code {code}"
         if code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL:
+            how = f"was ended by {_signal_name(-code)}"
+        if code == -signal.SIGKILL and not self._killed:
             how += ", most likely because the machine ran out of memory"
         tail = self._tail()
         return f"{how}. Its last output:\n{tail}\n" if tail else f"{how}."
@@ -95,6 +117,14 @@ class LocalProcess:
             return ""
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL))
         return self._output.read().decode(errors="replace").strip()
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal, such as ``"SIGKILL"``. Python has no names for most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class RankGroup:
@@ -156,11 +186,18 @@ class RankGroup:
 def _receive_messages(
     rank: int, channel: Channel, inbox: queue.SimpleQueue[tuple[tuple[Any, ...], Body]]
 ) -> None:
-    """Put the messages of a rank into ``inbox`` until it ends, and then the message ``("died", rank)``."""
+    """Put the messages of a rank into ``inbox`` until it ends, and then the message ``("died", rank)``.
+
+    A message that cannot be read, such as one whose head is no pickle, also counts as the end of the rank.
+    Python prints that error as one of this thread.
+    """
     try:
         while True:
             inbox.put(channel.receive())
     except EOFError:
+        pass
+    finally:
+        # Without this message a call would wait for the rank until its time-out.
         channel.close()
         inbox.put((("died", rank), Body(b"")))
 
@@ -169,7 +206,8 @@ def rank_environment(
     rank: int, ranks: int, local_rank: int, local_ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment of a rank: this process's without the variables of other launchers, with
-    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and with ``env``.
+    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and with ``env``,
+    whose variables replace those of the same names.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     launcher = {
@@ -191,11 +229,13 @@ def start_local_ranks(
 ) -> RankGroup:
     """Start ``ranks`` processes on this host, in ``folder`` or in this process's.
 
-    They see ``devices``, by default all that this process sees.
+    They see ``devices``, by default all that this process sees. ``CUDA_VISIBLE_DEVICES`` in ``env`` counts more
+    than ``devices``.
 
     Raises:
         RuntimeError: This system has no Unix sockets, or the Python interpreter is unknown.
-        ValueError: This process does not see one of the ``devices``.
+        ValueError: ``CUDA_VISIBLE_DEVICES`` of this process names fewer GPUs than a number of ``devices`` needs.
+            If it is not set, CUDA raises in the ranks.
     """
     if not hasattr(socket, "send_fds"):
         raise RuntimeError("launch needs Unix sockets: Linux or macOS.")
@@ -265,15 +305,16 @@ def start_process(
 def _visible_names(devices: Sequence[int | str]) -> list[str]:
     """Return the entries of CUDA_VISIBLE_DEVICES for ``devices``, whose numbers count what this process sees.
 
-    Raise ValueError if a number is too large.
+    Raise ValueError if a number is too large for the variable. An empty one hides all GPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible:
+    if visible is None:
         return [str(device) for device in devices]
-    names = visible.split(",")
+    # CUDA ignores the first entry that is no GPU, and all after it. -1 is the usual one.
+    names = list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
     for device in devices:
         if isinstance(device, int) and device >= len(names):
             raise ValueError(
-                f"devices={list(devices)}, and CUDA_VISIBLE_DEVICES={visible} has {len(names)} of them."
+                f"devices={list(devices)}, and CUDA_VISIBLE_DEVICES={visible!r} has {len(names)} of them."
             )
     return [names[device] if isinstance(device, int) else device for device in devices]

@@ -96,6 +96,21 @@ class AttentionCheck:
     that it names (:mod:`.submodule_calls`) call :meth:`run`. A call that passes empties the slots, so later
     calls cost nothing more. A graph that was traced with them keeps them.
 
+    The evidence of a call is ``intercepted[0]`` of its :class:`PlannedAttention`:
+
+    =====================================================================  ==============
+    event                                                                  becomes
+    =====================================================================  ==============
+    the call of the model begins                                           False
+    :meth:`run` is about to call an attention module                       False
+    an attention call is intercepted                                       True
+    a cache or the like skips attention (``allow_skipped_attention``)      True
+    :meth:`run` permits a module without attention (a hook of diffusers)   True
+    =====================================================================  ==============
+
+    If it is False after an attention module, :meth:`run` raises, except for the last two rows. So it is False in
+    :meth:`conclude` only if no attention module has run, and nothing else has called SDPA.
+
     Args:
         ranks: Number of ranks that share a sequence. Nothing is checked on one.
         written_for: The class whose code the plan describes; None if somebody wrote the plan for the model at
@@ -126,9 +141,12 @@ class AttentionCheck:
         # that is set before torch.cond (which a cache adds) and again after it.
         self._is_traced = [False]
 
-    def new_code(self) -> int:
-        """Return how often the code inside the model has changed: submodules, processors, hooks, ``forward``.
-        A change since the last call makes the check due.
+    def note_changes(self) -> int:
+        """Return how often the code inside the model has changed: processors, hooks, ``forward``. A change
+        since the last call makes the check due.
+
+        Replaced submodules are not noticed here: :meth:`~para_core.plans.region.Region.attach` finds them, and
+        calls :meth:`reset`.
         """
         if self._code is not None and not self._code.is_unchanged():
             self.reset()
@@ -154,7 +172,7 @@ class AttentionCheck:
         if self._ranks == 1:
             return
         check_replaced_attention(self._ranks)
-        self.new_code()
+        self.note_changes()
         if self._code is not None:
             return
         code_of_user: list[str] = []
@@ -170,9 +188,11 @@ class AttentionCheck:
             )
         self._planned = planned
         described = [*planned.values()]
-        self._wrapped = {
-            name: part for name, part in attention_modules(module).items() if part not in described
-        }
+        wrapped = {name: part for name, part in attention_modules(module).items() if part not in described}
+        # Modules that are no longer in the model, or that the plan describes now. Not those that stay, because
+        # a graph may hold the functions in their slots.
+        empty_slots(set(self._wrapped.values()) - set(wrapped.values()), Slot.ATTENTION_CHECK)
+        self._wrapped = wrapped
         fill_slots(self._wrapped.values(), Slot.ATTENTION_CHECK, {"__call__": self._run})
         self._code = ModelCode(module)
 
@@ -219,8 +239,10 @@ class AttentionCheck:
         output = call(module, *args, **kwargs)
         if attention.intercepted[0] or attention.skipped[0]:
             return output
+        # In a graph, any hook of diffusers counts as one that perturbs, because Dynamo cannot trace
+        # _is_perturbed. So a compiled module that has another hook and calls no SDPA passes unchecked.
         if torch.compiler.is_compiling() and not _has_hooks_of_diffusers(module):
-            # Dynamo can trace no more than this. It shows the message in an exception of its own.
+            # Dynamo shows the message in an exception of its own.
             raise RuntimeError(
                 f"{type(module).__name__} with the processor {type(getattr(module, 'processor', None)).__name__} was "
                 f"compiled to run on {self._ranks} ranks and calls no scaled_dot_product_attention, so each rank would "
@@ -262,37 +284,47 @@ class AttentionCheck:
             by_hand: What was seen of attention by hand; None if the call was not checked.
             has_graphs: Whether parts of the model are compiled, whose graphs hold the functions in the slots.
         """
-        name = type(module).__name__
         places = ""
         if by_hand is not None and by_hand.places:
             places = by_hand.describe(module)
-        if attention.intercepted[0] and places:
-            self.warnings.warn(
-                places,
-                f"{name} on {self._ranks} ranks normalized scores over this rank's tokens by hand, in {places}: "
-                "that is attention to this rank's tokens only. Let it call F.scaled_dot_product_attention, and "
-                "compare with one device: verify=True.",
-                ParallelWarning,
-            )
-        if attention.intercepted[0]:
-            if by_hand is not None:
-                self._pass(has_graphs=has_graphs)
-            return
+        if not attention.intercepted[0]:
+            raise self._error_without_attention(module, places)
         if places:
-            raise RuntimeError(
+            self._warn_of_handwritten(module, places)
+        if by_hand is not None:
+            self._pass(has_graphs=has_graphs)
+
+    def _warn_of_handwritten(self, module: nn.Module, places: str) -> None:
+        """Warn that ``module`` called SDPA, and also normalized scores by hand in ``places``."""
+        self.warnings.warn(
+            places,
+            f"{type(module).__name__} on {self._ranks} ranks normalized scores over this rank's tokens by hand, in "
+            f"{places}: that is attention to this rank's tokens only. Let it call F.scaled_dot_product_attention, and "
+            "compare with one device: verify=True.",
+            ParallelWarning,
+        )
+
+    def _error_without_attention(self, module: nn.Module, places: str) -> RuntimeError:
+        """Return the error for a call of ``module`` in which no attention was intercepted.
+
+        ``places`` is where it normalized scores by hand; empty if it did not, or the call was not checked.
+        """
+        name = type(module).__name__
+        if places:
+            return RuntimeError(
                 f"{name} ran on {self._ranks} ranks, called no scaled_dot_product_attention, and normalized scores by "
                 f"hand, in {places}: each rank attended to its own tokens only. Let the model call "
                 "F.scaled_dot_product_attention, and compute local attention in your own way by attn_func=."
             )
         if attention_modules(module):
             # A module that runs and goes past SDPA has raised, so none has run.
-            raise RuntimeError(
+            return RuntimeError(
                 f"{name} ran on {self._ranks} ranks and none of its attention modules did: the blocks were skipped, as "
                 "by a step cache in the model's forward (TeaCache). Ranks would decide apart about the next step, and "
                 "wait for each other. apply_cache_on_pipe(pipe, ...) decides for all ranks; "
                 "remove the other cache."
             )
-        raise RuntimeError(
+        return RuntimeError(
             f"{name} ran on {self._ranks} ranks and called no scaled_dot_product_attention, so each rank attended to "
             "its own tokens only. Let its attention call F.scaled_dot_product_attention; for a kernel of your own "
             "there is attn_func=, and for SageAttention backend='sage'."

@@ -191,4 +191,5 @@ def first_ranks(
         ) == dist.get_backend(like):
             return dim_of_group("rows", group)
     options: dict[str, Any] = {"backend": dist.get_backend(like), "timeout": group_timeout(like)}
-    return dim_of_group("rows", find_or_make_group(f"para_core: rows over ranks {chosen}", chosen, **options))
+    description = f"rows over ranks {chosen} by {options['backend']}"
+    return dim_of_group("rows", find_or_make_group(description, chosen, **options))

@@ -102,7 +102,7 @@ class Verification:
             return call(called, *args, **kwargs)
         # The call itself would notice new code too late.
         region.attach(module)
-        key = (region.check.new_code(), *_input_keys(args), *_input_keys(sorted(kwargs.items())))
+        key = (region.check.note_changes(), *_input_keys(args), *_input_keys(sorted(kwargs.items())))
         if key in self._verified:
             return call(called, *args, **kwargs)
         # The call may change its inputs in place, such as a cache of keys.

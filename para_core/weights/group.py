@@ -51,20 +51,23 @@ def sequence_ranks(mesh: SequenceMesh) -> list[int]:
         ranks = dist.get_process_group_ranks(group)
     if mesh.ring.group is None:
         return ranks
+    # The host group may have another order of ranks than the group of ``ring``, so each rank sends its index.
     parts: list[Any] = [None] * mesh.ring.size
-    dist.all_gather_object(parts, ranks, group=host_group(mesh.ring))
-    return list(chain.from_iterable(parts))
+    dist.all_gather_object(parts, (mesh.ring.index, ranks), group=host_group(mesh.ring))
+    return list(chain.from_iterable(ranks for _, ranks in sorted(parts)))
 
 
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
-    """Return a mesh with one dim, named ``"weights"``, over the global ranks ``ranks``.
+    """Return a mesh with one dim, named ``"weights"``, over the sorted global ranks ``ranks``.
 
     All of these ranks must call this: its process group, with this ``timeout``, is created at the first call
     and then reused. Attention does not use this group, because NCCL runs the collectives of one communicator
     in order: gathering the weights of the next block would wait for the attention of the current block.
     """
+    # DeviceMesh refuses another order than that of the group. FSDP2 may have any, as the parts are gathered.
+    ranks = sorted(ranks)
     # Pass no backend, because the default backend supports the same devices as the user's groups.
-    group = find_or_make_group(f"para_core: weights of ranks {ranks}", ranks)
+    group = find_or_make_group(f"weights of ranks {ranks}", ranks)
     if timeout is not None:
         set_group_timeout(group, timeout)
     mesh: DeviceMesh = DeviceMesh.from_group(group, device_type, mesh=ranks, mesh_dim_names=("weights",))

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from para_core.layout.sequence import Run, Segment
 from para_core.plans.module_matching import gathers_as_tuple, parameters_of
-from para_core.plans.plan import AttentionByHeads, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
+from para_core.plans.plan import (
+    AttentionByHeads,
+    Entries,
+    FirstTokens,
+    Gather,
+    LastTokens,
+    Plan,
+    Replicate,
+    ShardRule,
+    Split,
+)
 
 
 @dataclass(frozen=True)
@@ -37,15 +47,24 @@ class PatchPlan:
         plan: The plan of the model.
         segment: Name of the segment that is split into patches. Other sharded segments of ``plan`` belong to
             the first patch, replicated segments to every patch.
-        dim: The dim along which ``hidden_states``, of ``ndim`` dims, and the output are split.
+        kind: What is split: the tokens of ``hidden_states`` ``[B, S, D]``, or the frames of its latents
+            ``[B, C, T, H, W]``.
+        dim: The dim along which ``hidden_states`` and the output are split.
         together: Number of consecutive entries along ``dim`` that stay in one patch.
     """
 
     plan: Plan
     segment: str
+    kind: Literal["tokens", "frames"]
     dim: int
-    together: int
-    ndim: int
+    together: int = 1
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of ``hidden_states``."""
+        if self.kind == "tokens":
+            return 3
+        return 5
 
     @property
     def returns_patch(self) -> bool:
@@ -58,7 +77,7 @@ class PatchPlan:
     def runs(self, hidden_states: Tensor, num_patches: int) -> list[Run]:
         """Return the first index and the length of each patch along ``dim`` of ``hidden_states``.
 
-        Raise ``ValueError`` if it does not have the expected dims, or has fewer tokens or frames than
+        Raise ``ValueError`` if it does not have the expected dims, or fewer tokens or groups of frames than
         patches.
         """
         shape, together = list(hidden_states.shape), self.together
@@ -67,9 +86,11 @@ class PatchPlan:
                 f"the model's input is {shape}; PipeFusion expects {self.ndim} dims, and in dim {self.dim} a "
                 f"multiple of {together}."
             )
-        what = "frames of latents"
-        if self.ndim == 3:
-            what = "tokens"
+        what = "tokens"
+        if self.kind == "frames" and together == 1:
+            what = "frames of latents"
+        elif self.kind == "frames":
+            what = f"groups of {together} frames of latents"
         patches = patch_runs(shape[self.dim] // together, num_patches, what)
         return [(together * begin, together * length) for begin, length in patches]
 
@@ -81,37 +102,16 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
     """
     if plan is None or "hidden_states" not in parameters_of(module):
         raise TypeError("no plan says which of its inputs are tokens")
-    gathers = [
-        gather for rule in plan.outputs.values() for gather in gathers_as_tuple(rule) if gather is not None
-    ]
-    if (
-        len(gathers) != 1
-        or len(gathers_as_tuple(plan.outputs.get("", gathers[0]))) != 1
-        or gathers[0].per != 1
-        or gathers[0].after_replicated
-        or gathers[0].then_replicated
-    ):
-        raise TypeError("what it returns are not the tokens of one image or video")
-    rules = plan.shard_rules
-    if plan.halos or not all(
-        isinstance(rule, (Split, Replicate, FirstTokens, LastTokens, Entries)) for rule in rules
-    ):
-        raise TypeError("some of its modules need the tokens of other patches")
-    if any(isinstance(rule, Split) and (rule.then_replicated or rule.after_replicated) for rule in rules):
-        raise TypeError("its tokens share a tensor with others")
-    attention = plan.attention.values()
-    if any(isinstance(calls, AttentionByHeads) for calls in attention):
-        raise TypeError("its attention needs the tokens of all patches at once")
-    if not all(
-        isinstance(calls, tuple) and all(call.mask != "pairs" for call in calls) for calls in attention
-    ):
-        raise TypeError("it attends to sums, to lists, or by a mask of pairs of tokens")
-    rule, segment = plan.inputs.get("hidden_states"), gathers[0].segment
+    gather = _require_one_gather(plan)
+    _check_rules(plan)
+    rule, segment = plan.inputs.get("hidden_states"), gather.segment
     # The scheduler adds the model's output to hidden_states, so both hold tokens, or both hold latents.
     takes_tokens = "" in plan.outputs or (isinstance(rule, Split) and rule.segment == segment)
-    if takes_tokens and gathers[0].dim == 1:
-        return PatchPlan(plan, segment, dim=1, together=1, ndim=3)
-    if frames is None or takes_tokens:
+    if takes_tokens and gather.dim != 1:
+        raise TypeError(f"its output has tokens in dim {gather.dim}; PipeFusion expects [B, S, D]")
+    if takes_tokens:
+        return PatchPlan(plan, segment, "tokens", dim=1)
+    if frames is None:
         raise TypeError(
             "it makes tokens from its input, and its adapter does not say from which part (Adapter(frames=Frames(...)))"
         )
@@ -122,7 +122,58 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
     if isinstance(together, (tuple, list)):
         together = together[0]
     together = int(together or 1)
-    return PatchPlan(plan, segment, frames.dim, together, ndim=5)
+    return PatchPlan(plan, segment, "frames", frames.dim, together)
+
+
+def _require_one_gather(plan: Plan) -> Gather:
+    """Return the rule that gathers the only output of a model with ``plan``. Raise ``TypeError`` if it has
+    another.
+
+    ``Fusion`` (pipefusion.py) puts the model's only output tensor together from the patches: patch m is the run
+    m of ``PatchPlan.dim``. With several outputs it would not know which, and with other entries before or after
+    the tokens, or several for each token, the runs would be wrong.
+    """
+    gathers = [
+        gather for rule in plan.outputs.values() for gather in gathers_as_tuple(rule) if gather is not None
+    ]
+    gathers_one_tensor = len(gathers) == 1 and len(gathers_as_tuple(plan.outputs.get("", gathers[0]))) == 1
+    if gathers_one_tensor:
+        (gather,) = gathers
+        holds_only_tokens = gather.per == 1 and not (gather.after_replicated or gather.then_replicated)
+        if holds_only_tokens:
+            return gather
+    raise TypeError("what it returns are not the tokens of one image or video")
+
+
+def _check_rules(plan: Plan) -> None:
+    """Raise ``TypeError`` if patch_hooks.py or stale_keys.py cannot run ``plan`` on one patch."""
+    rules = plan.shard_rules
+    # The executor of a patch sends nothing, so it can neither fetch rows of a neighbour (halos) nor gather an
+    # input. The other rules that are not listed were never tried on patches.
+    if plan.halos or not all(
+        isinstance(rule, (Split, Replicate, FirstTokens, LastTokens, Entries)) for rule in rules
+    ):
+        raise TypeError("some of its modules need the tokens of other patches")
+    # Each patch would run the other entries of such a tensor again. A Split with ``runs`` or ``only`` holds
+    # nothing but entries for tokens, of which a patch takes its own, as a rank does.
+    splits: list[ShardRule | None] = []
+    for rule in rules:
+        if isinstance(rule, Entries):
+            splits += rule.cuts
+        else:
+            splits.append(rule)
+    if any(isinstance(rule, Split) and (rule.then_replicated or rule.after_replicated) for rule in splits):
+        raise TypeError("its tokens share a tensor with others")
+    # PatchHooks intercepts attention calls only, each of which StaleKeys gives the stored keys. It neither
+    # exchanges tokens for heads, nor adds up the sums of LinearAttention, nor counts the entries of OneForEach.
+    attention = plan.attention.values()
+    if any(isinstance(calls, AttentionByHeads) for calls in attention):
+        raise TypeError("its attention needs the tokens of all patches at once")
+    # StaleKeys stores a mask of keys. A mask of pairs has the rows of one patch only.
+    if not all(
+        isinstance(calls, tuple) and all(call.mask != "pairs" for call in calls) for calls in attention
+    ):
+        raise TypeError("it attends to sums, to lists, or by a mask of pairs of tokens")
 
 
 def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:

@@ -249,7 +249,7 @@ class Fusion:
         """Run the model on patch ``patch`` of ``num_patches``, and return its output."""
         tokens = arguments["hidden_states"]
         num_frames = None
-        if tokens.ndim != 3:
+        if self._plan.kind == "frames":
             num_frames = tokens.shape[self._plan.dim] // self._plan.together
         executor = PatchRuleExecutor(self._plan, patch, num_patches, num_frames)
         keys.begin()

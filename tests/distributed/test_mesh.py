@@ -29,6 +29,7 @@ from para_core.distributed.create_mesh import check_no_shared_gpu, ranks_per_hos
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.mesh import sequence_mesh
 from para_core.distributed.mesh_shape import mesh_sizes
+from para_core.weights.group import sequence_ranks, weights_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.outcomes import outcome
 from tests.tiny import cpu_mesh, flux_transformer
@@ -276,6 +277,19 @@ def test_meshes_that_do_not_fit_are_errors(rank_pool):
             assert re.match(pattern, error), (pattern, error)
 
 
+def ranks_of_unsorted_group():
+    group = dist.new_group([1, 0], backend="cuda:gloo", sort_ranks=False)
+    ranks = sequence_ranks(sequence_mesh(group, group_dim="ring"))
+    find_or_make_group("of one rank", [dist.get_rank()])
+    with pytest.raises(ValueError, match=rf"'of one rank'.* \[{dist.get_rank()}\].* \[0, 1\]"):
+        find_or_make_group("of one rank", [1, 0])
+    return ranks, weights_mesh(ranks, "cpu").get_local_rank()
+
+
+def test_sequence_ranks_have_the_order_of_the_group_and_shards_that_of_ranks(rank_pool):
+    assert rank_pool.run(ranks_of_unsorted_group, 2) == [([1, 0], 0), ([1, 0], 1)]
+
+
 @pytest.mark.parametrize(
     ("environment", "ranks"),
     [
@@ -308,6 +322,7 @@ def test_launchers_tell_ranks_per_host(environment, ranks):
         (12, 4, {"batch": 2}, (2, 3, 2)),
         (16, 8, {"ring": 1}, (1, 1, 16)),  # This is the requested shape.
         (16, 8, {"tensor": 2}, (1, 2, 4, 2)),
+        (24, 8, {"tensor": 3}, (1, 8, 1, 3)),  # Ranks 6 to 8 are on two hosts already.
         (8, 8, {}, (1, 1, 8)),
     ],
 )

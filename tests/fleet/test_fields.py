@@ -17,6 +17,7 @@ from diffusers import (
 from PIL import Image
 
 from para_core.cli.app import run
+from para_core.fleet.image_classes import classes_with_images
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.pipeline_info import describe_class
 from para_core.fleet.prompt_file import read_prompts
@@ -30,6 +31,19 @@ VIDEOS = "/v1/videos/sync"
 def as_form(**fields):
     body = form(*[(f'name="{name}"', value) for name, value in fields.items()])
     return {"body": body, "Content_Type": "multipart/form-data; boundary=x"}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "classes"),
+    [
+        ("Kandinsky5T2VPipeline", ("Kandinsky5I2VPipeline",)),
+        ("Kandinsky5T2IPipeline", ("Kandinsky5I2IPipeline",)),
+        ("HunyuanVideoPipeline", ("HunyuanVideoImageToVideoPipeline",)),
+        ("SanaPipeline", ()),  # SanaImageToVideoPipeline has another transformer.
+    ],
+)
+def test_classes_that_would_take_an_image_have_the_same_transformer(pipeline, classes):
+    assert classes_with_images(pipeline) == classes
 
 
 # -- Seeds.

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from para_core.instance.modules import ModuleTree
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slot, fill_slot, is_filled
+from para_core.instance.record import empty_during, empty_slot, fill_during, fill_slot, filled_slots, is_filled
 from para_core.instance.slots import Slot
 
 
@@ -179,6 +179,29 @@ def test_another_class_that_is_assigned_keeps_the_slots():
     assert one(ONE) == 3
     # A graph runs the slots too.
     assert torch.compile(other, backend="eager", fullgraph=True)(ONE) == 6
+
+
+def test_block_restores_another_filling_and_leaves_a_first_one():
+    one, plan, cache = filled(Greeter, PLAN=twice), (Slot.PLAN, ""), (Slot.CACHE, "")
+    earlier = filled_slots(one)
+    with fill_during(one, Slot.PLAN, {"__call__": plus_one, "__str__": twice}, owner="other"):
+        assert filled_slots(one)[plan].owner == "other"
+    assert dict(filled_slots(one)) == dict(earlier)
+    with fill_during(one, Slot.CACHE, {"__call__": twice}, owner="first"):
+        pass
+    with fill_during(one, Slot.CACHE, {"__call__": twice}, owner="second"):
+        assert filled_slots(one)[cache].owner == "second"
+    assert filled_slots(one)[cache].owner == "first" and one("hi") == 2 * (2 * "hi x!")
+
+
+def test_emptying_block_loses_what_it_fills():
+    first, one = Greeter(), filled(Greeter, PLAN=twice)
+    with empty_during([first, one]):
+        assert type(one) is Greeter
+        for instance in (first, one):
+            fill_slot(instance, Slot.CACHE, {"__call__": twice})
+    assert type(first) is Greeter and vars(first) == vars(Greeter())
+    assert list(filled_slots(one)) == [(Slot.PLAN, "")]
 
 
 def test_tree_sees_added_removed_replaced_and_compiled_modules():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from para_core import launch
+from para_core.launcher.processes import start_local_ranks
 from tests.launcher.loads import images, load_steps, pids
 
 
@@ -126,6 +127,13 @@ def test_what_a_handle_refuses_is_named(steps, name):
 def test_invalid_arguments_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         launch(**{"load": load_steps, **arguments})
+
+
+@pytest.mark.parametrize(("visible", "gpus"), [("", 0), ("-1", 0), ("7,-1,8", 1), ("7", 1)])
+def test_devices_that_are_hidden_are_refused(monkeypatch, visible, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ValueError, match=rf"CUDA_VISIBLE_DEVICES={visible!r} has {gpus} of them"):
+        start_local_ranks(2, [0, 1], {})
 
 
 def test_launch_under_torchrun_raises(monkeypatch):

@@ -1,11 +1,14 @@
 """Ranks that raise, die or hang: what the caller gets, and how the next call goes on."""
 
 import os
+import pickle
+import queue
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 from para_core import RankDied, launch
 from para_core.launcher import running_call
+from para_core.launcher.processes import RankGroup, _receive_messages, start_process
 from tests.launcher.loads import NotInProcess, alive, all_reduce_or_raise, pids
 
 
@@ -113,6 +117,22 @@ def test_killed_ranks_are_named_and_replaced(steps):
     assert caught.value.rank == 0
     assert alive(before) == []
     assert steps(1) == {}
+
+
+def test_real_time_signal_is_described_and_a_refused_group_leaves_no_rank_alive(monkeypatch):
+    programs = ("import os; os.kill(os.getpid(), 40)", "import time; time.sleep(600)")
+    members = [start_process(program, [], os.environ, shown=True) for program in programs]
+    assert members[0].describe_end() == "was ended by signal 40."
+    monkeypatch.setattr(os, "killpg", mock.Mock(side_effect=PermissionError))
+    RankGroup(members, []).end(idle=False)
+    assert members[1].describe_end() == "was ended by SIGKILL."
+
+
+def test_message_that_cannot_be_read_counts_as_the_end_of_its_rank():
+    inbox, channel = queue.SimpleQueue(), mock.Mock(receive=mock.Mock(side_effect=pickle.UnpicklingError))
+    with pytest.raises(pickle.UnpicklingError):
+        _receive_messages(3, channel, inbox)
+    assert inbox.get_nowait()[0] == ("died", 3)
 
 
 def hang(pipe):

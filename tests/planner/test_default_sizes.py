@@ -45,6 +45,11 @@ def test_default_sizes_of_an_unknown_pipeline_are_those_of_flux():
     assert (sizes.height, sizes.width, sizes.frames, sizes.text, steps) == (1024, 1024, 1, 512, 50)
 
 
+def test_text_of_sd3_is_that_of_clip_and_t5():
+    pipe = PIPELINES["stable diffusion 3"].build()
+    assert default_sizes(pipe, pipe.transformer, {})[0].text == 77 + 256
+
+
 @pytest.mark.parametrize("name", [pytest.param("cogvideox 1.5", id="CogVideoXTransformer3DModel")])
 def test_a_call_with_patches_of_frames_is_counted(name):
     pipe = PIPELINES[name].build()

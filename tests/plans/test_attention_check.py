@@ -1,5 +1,6 @@
 """A planned model raises and names the module if attention bypasses SDPA, or if tokens were added or left whole."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
+from para_core.plans.attention_check import AttentionCheck
 from tests.adapters.test_transformers import SIZES, call
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.transformers.registry import MODELS
@@ -124,6 +126,18 @@ def test_replaced_sdpa_raises_before_a_pipeline_runs(rank_pool):
     expected = flux_pipe()(**flux_call()).images
     for out in rank_pool.run(replace_sdpa, 2):
         assert relative_error(out, expected) < 1e-5
+
+
+def test_attention_module_that_was_replaced_can_be_copied():
+    model, check = flux_transformer(), AttentionCheck(2, None, lambda: None)
+    check.begin(model, {})
+    block = model.transformer_blocks[0]
+    replaced, block.attn = block.attn, flux_transformer().transformer_blocks[0].attn
+    check.reset()
+    check.begin(model, {})
+    copy.deepcopy(replaced)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(block.attn)
 
 
 def skip_all_blocks():

@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 from para_core import PipeFusion
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, pipefusion_report, unparallelize_pipe
+from para_core.plans.plan import Entries, Gather, Plan, Split
+from para_core.weights.patch_plan import PatchPlan, patch_plan
 from tests.tiny import flux_call, flux_pipe, relative_error
 from tests.weights.pipes import generate, make
 
@@ -267,9 +269,22 @@ def compile_it(pipe):
 COMPILED = r"pipe\.transformer .*compile_repeated_blocks\(fullgraph=True\)"
 
 
+def plan_in_patches(dim, *cuts):
+    inputs = {"hidden_states": Split(dim, segment="image"), "img_ids": Entries(cuts)}
+    plan = Plan(inputs, {"": Gather(dim, segment="image")}, ("image",))
+    return patch_plan(plan, flux_pipe().transformer, None)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda: plan_in_patches(2), TypeError, "tokens in dim 2"),
+        (lambda: plan_in_patches(1, Split(1, like="image", then_replicated=True)), TypeError, "share a tensor"),
+        (
+            lambda: PatchPlan(Plan({}, {}, ()), "image", "frames", 2, together=2).runs(torch.ones(1, 1, 10, 1, 1), 6),
+            ValueError,
+            "5 groups of 2 frames .*num_patches=6 ",
+        ),
         (lambda: PipeFusion(warmup_steps=0), ValueError, r"warmup_steps=0\).*1"),
         (lambda: PipeFusion(2.0), TypeError, r"num_patches=2\.0\)"),
         (lambda: fuse_and_run("flux", 4), TypeError, "pipefusion .*4; .*PipeFusion"),

@@ -38,13 +38,14 @@ def change_timeouts():
     # A group that is created during one override, and overridden by a later one, keeps the time-out of neither.
     world, ranks = mesh.get_group("ulysses"), [0, 1]
     undo_first = override_timeouts([world], timedelta(seconds=70), ranks)
-    created = find_or_make_group("para_core: created", ranks, timeout=timedelta(seconds=70))
+    created = find_or_make_group("created", ranks, timeout=timedelta(seconds=70))
     undo_second = override_timeouts([world, created], timedelta(seconds=50), ranks)
     undo_first(), undo_second()
     image_of(parallelize_pipe(first, mesh=mesh, vae=True, timeout=30))
     unparallelize_pipe(first)
     # Sharded weights stay, and another call restores the time-out.
     image_of(parallelize_pipe(second, mesh=mesh, weights="fsdp", timeout=30))
+    assert timeouts()["group para_core: weights of ranks [0, 1] [0, 1]"] == "0:00:30"
     image_of(parallelize_pipe(second, mesh=mesh))
     after = timeouts()
     assert {key: after[key] for key in before} == before
