@@ -34,6 +34,8 @@ ROOT = Path(__file__).parents[1]
 # Folders of the repository that hold modules of the library.
 ROOMS = ("para_core", "adapters", "kernels", "fleet", "cli")
 _SECONDS = 300
+# The marks of quick tests, which need no other process.
+QUICK = "not ranks and not slow and not long and not nodes and not comfyui"
 # An editable installation of this checkout would find what is deleted in a copy. Python runs this at its start if the
 # folder of the file is on PYTHONPATH.
 _SITE = """\
@@ -384,9 +386,8 @@ def failing_tests(*features: Feature) -> str | None:
             gone = _delete_importers(gone, copy)
         words = sorted({word for feature in features for word in feature.words.split()})
         others = " and ".join(f"not {word}" for word in words)
-        quick = "not ranks and not slow and not long and not nodes and not comfyui"
         # The tests of this program read its table, which names the deleted files.
-        command = [sys.executable, "-m", "pytest", "-q", "-m", quick, "-k", others]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", QUICK, "-k", others]
         command += ["-p", "no:cacheprovider", "--ignore=tests/test_lift_out.py"]
         environment = {**os.environ, "PYTHONPATH": str(copy)}
         run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)

@@ -23,11 +23,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.lift_out import ROOMS, ROOT, Feature, without
+from tests.lift_out import QUICK, ROOMS, ROOT, Feature, without
 
 _SECONDS = 3600
-_QUICK = "not ranks and not slow and not long and not nodes and not comfyui"
-_DEFAULT = "not long and not nodes and not comfyui"
+DEFAULT = "not long and not nodes and not comfyui"
 _SWAPPED = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Mod: "//",
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -147,12 +146,12 @@ def stages_of(file: str, *, whole: bool) -> list[tuple[str, list[str], str]]:
     folders = [Path("tests", *rooms[:depth]) for depth in range(len(rooms) - 1, 0, -1)]
     mirror = [str(path) for path in folders if (ROOT / path).exists()][:1]
     stages = [
-        ("files that name the module", near, _DEFAULT),
-        ("its folder", mirror, _DEFAULT),
-        ("quick tests", ["tests"], _QUICK),
+        ("files that name the module", near, DEFAULT),
+        ("its folder", mirror, DEFAULT),
+        ("quick tests", ["tests"], QUICK),
     ]
     if whole:
-        stages.append(("all tests", ["tests"], _DEFAULT))
+        stages.append(("all tests", ["tests"], DEFAULT))
     return [stage for stage in stages if stage[1]]
 
 

@@ -19,13 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.lift_out import Feature, without
+from tests.lift_out import QUICK, Feature, without
+from tests.mutants import DEFAULT
 
-_QUICK = "not ranks and not slow and not long and not nodes and not comfyui"
-_DEFAULT = "not long and not nodes and not comfyui"
 # The environment variable with a folder: the file "calls" has a line for each call, "tests" one for each test.
 _FOLDER = "PARA_CORE_TOUCHING"
-_MOST_NAMED = 8
 _noted: set[str] = set()
 _noted_at = [0]
 
@@ -94,11 +92,9 @@ def main() -> None:
     parser.add_argument("paths", nargs="*", default=["tests"], help="tests to run")
     parser.add_argument("--ranks", action="store_true", help="run tests on several ranks, too")
     options = parser.parse_intermixed_args()
-    touched = run_tests(options.file, options.paths, _DEFAULT if options.ranks else _QUICK)
+    touched = run_tests(options.file, options.paths, DEFAULT if options.ranks else QUICK)
     for function, tests in sorted(touched.items()):
-        print(f"{function}: {len(tests)} tests")
-        for test in tests[:_MOST_NAMED]:
-            print(f"  {test}")
+        print(f"{function}: {len(tests)} tests", *tests[:8], sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def test_useless_threshold_warns_once_with_range():
         assert re.search(rf"{__file__}: .*{differences}, .*residual_diff_threshold is 0.1", message)
         assert warnings_of(lambda: pipe(first)) == []  # noqa: B023
     (message,) = warnings_of(lambda: cached()([1.0, 1.0, 0.0, float("nan"), 1.0, 1.01, 1.5]))
-    assert re.search(f"{__file__}: .*residual", message)
+    assert re.search(f"{__file__}: .*not finite", message)
 
 
 @pytest.mark.parametrize(

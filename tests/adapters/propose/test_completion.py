@@ -34,7 +34,7 @@ def test_samples_that_differ_by_rounding_do_not_depend_on_each_other():
 @pytest.mark.parametrize("samples", [1, 0, -2])
 def test_answer_of_too_few_samples_gives_a_question(samples):
     proposal = completion.complete_proposal(
-        Proposal("a", PLAN), CHECK, {"samples": samples, "CachedBlocks": None}, None
+        Proposal("a", PLAN, error=0.0), CHECK, {"samples": samples, "CachedBlocks": None}, None
     )
     assert proposal.plan == PLAN
     assert proposal.questions[0].startswith(f"samples: the number of samples is {samples};")
@@ -43,5 +43,5 @@ def test_answer_of_too_few_samples_gives_a_question(samples):
 def test_question_about_blocks_shows_the_likeliest_guess(monkeypatch):
     guesses = [StackGuess(CachedBlocks((BlockGroup((name,)),)), INPUTS) for name in ("likeliest", "other")]
     monkeypatch.setattr(completion, "guess_stacks", lambda *_: guesses)
-    proposal = completion._add_blocks(Proposal("a", PLAN), CHECK, {}, object())
+    proposal = completion._add_blocks(Proposal("a", PLAN, error=0.0), CHECK, {}, object())
     assert "likeliest" in proposal.questions[0] and "other" not in proposal.questions[0]
