@@ -124,13 +124,10 @@ def test_check_names_what_depends_on_rows():
     for function in (F.silu, mean_over(1)):
         compare(check, one, function, x)
     assert check.findings == []
-    of_features = mean_over(-1)
-    for function in (add_up, add_up, of_features):  # The second time it is known.
+    for function in (add_up, add_up, mean_over(-1)):  # The second time it is known.
         compare(check, one, function, x)
-    first, second = check.findings
-    assert first == "add_up of 2 × 6 × 96 in float32: differs from 2 × 13 × 96 in one process"
-    assert second.startswith("<lambda> of ")
-    assert not check.found.at_place
+    assert check.findings[0] == "add_up of 2 × 6 × 96 in float32: differs from 2 × 13 × 96 in one process"
+    assert check.findings[1].startswith("<lambda> of ") and not check.found.at_place
 
 
 def test_what_differs_by_rounding_is_computed_at_its_place():
@@ -144,8 +141,7 @@ def test_what_differs_by_rounding_is_computed_at_its_place():
     assert torch.equal(out, x * (1 + 13e-6)) and not torch.equal(out, round_by_size(x))
     out.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 1 + 13e-6))
-    assert check.findings == []
-    assert check.found.at_place == {TorchCall(round_by_size, x, (), {}).kind}
+    assert check.findings == [] and check.found.at_place == {TorchCall(round_by_size, x, (), {}).kind}
 
 
 def test_tokens_are_followed_to_what_is_computed_from_them():
