@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from benchmarks.harness import (
     largest_over_ranks,
@@ -36,6 +37,7 @@ from benchmarks.harness import (
 )
 from benchmarks.pipelines.latents import IN_BFLOAT16, PIPELINES, generate, in_bfloat16
 from para_core.adapters import parallelize_pipe, parallelize_vae
+from para_core.adapters.registry import transformers_of
 from tests.tiny import flux_inputs, flux_pipe, flux_transformer
 from zoo.tiny.vaes import TINY_VAES, random_image
 
@@ -53,10 +55,12 @@ class Way:
     Args:
         mesh: The ranks along each dim of the mesh.
         options: Further options of ``parallelize_pipe``.
+        has_8_bit_weights: Whether the weights of the denoisers, also those of one process, are stored in 8 bits.
     """
 
     mesh: dict[str, int]
     options: dict[str, Any] = field(default_factory=dict)
+    has_8_bit_weights: bool = False
 
     @property
     def ranks(self) -> int:
@@ -76,6 +80,8 @@ WAYS = {
     "CFG 2": Way({"batch": 2, "ring": 1, "ulysses": 1}, _ON),
     "fsdp 2": Way({"ring": 1, "ulysses": 2}, {**_ON, "weights": "fsdp"}),
     "stages 2": Way({"pipe": 2}, _ON),
+    "offload 2": Way({"ring": 1, "ulysses": 2}, {**_ON, "offload": "blocks"}),
+    "8-bit weights 2": Way({"ring": 1, "ulysses": 2}, _ON, has_8_bit_weights=True),
 }
 # The number of ranks that hold rows of the image, and the options of ``parallelize_vae``.
 VAE_WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -102,11 +108,15 @@ def measure(names: list[str], ways: list[str], dtype: str, threads: int = 1) -> 
     }
     cells: dict[str, dict[str, str]] = {}
     for name in names:
-        expected = _generate_on_first_rank(name, dtype)
+        expected_of = {
+            quantized: _generate_on_first_rank(name, dtype, quantized)
+            for quantized in sorted({WAYS[way].has_8_bit_weights for way in ways})
+        }
         cells[name] = {}
         for way in ways:
+            expected = expected_of[WAYS[way].has_8_bit_weights]
             # Sharded weights cannot be restored, so each way gets its own.
-            pipe = _build(name, dtype)
+            pipe = _build(name, dtype, WAYS[way].has_8_bit_weights)
             try:
                 parallelize_pipe(pipe, mesh=meshes[way], **WAYS[way].options)
                 out = generate(pipe, name, bfloat16=dtype == "bfloat16")
@@ -121,19 +131,23 @@ def measure(names: list[str], ways: list[str], dtype: str, threads: int = 1) -> 
     return cells
 
 
-def _generate_on_first_rank(name: str, dtype: str) -> Tensor:
+def _generate_on_first_rank(name: str, dtype: str, has_8_bit_weights: bool) -> Tensor:
     """Return the latents of the unmodified pipeline, computed by one process. Collective."""
     expected: list[Any] = [None]
     if dist.get_rank() == 0:
-        expected[0] = generate(_build(name, dtype), name, bfloat16=dtype == "bfloat16")
+        pipe = _build(name, dtype, has_8_bit_weights)
+        expected[0] = generate(pipe, name, bfloat16=dtype == "bfloat16")
     dist.broadcast_object_list(expected)
     return expected[0]
 
 
-def _build(name: str, dtype: str) -> Any:
+def _build(name: str, dtype: str, has_8_bit_weights: bool) -> Any:
     pipe = PIPELINES[name].build()
     if dtype == "bfloat16":
-        return in_bfloat16(pipe)
+        pipe = in_bfloat16(pipe)
+    if has_8_bit_weights:
+        for module in transformers_of(pipe).values():
+            quantize_(module, Int8WeightOnlyConfig())
     return pipe
 
 

@@ -31,7 +31,6 @@ from para_core.same_bits.products import (
 )
 from para_core.same_bits.rows import CONVOLUTIONS, enough_rows
 from para_core.same_bits.token_tags import TokenTags
-from para_core.torch_internals import DisableTorchFunctionSubclass
 
 # Functions whose first argument is a tensor with tokens, whose rows do not depend on each other, without
 # randomness. Those that reduce a dim do so for a norm that is composed of them; a reduction over tokens is
@@ -119,7 +118,7 @@ class RowCheck:
         if tokens is not None and output.shape[tokens[0] :][:1] != call.x.shape[tokens[0] :][:1]:
             # A reduction over tokens is no function of one row.
             return output
-        with torch.no_grad(), DisableTorchFunctionSubclass():
+        with torch.no_grad():
             expected = compute_at_place(call, one_process, tokens)
         if expected.shape == output.shape and have_equal_bytes(expected, output):
             return output
@@ -139,7 +138,7 @@ class RowCheck:
             # Equal sizes are tried once, because kernels are chosen by sizes.
             kind = (*call.kind, tokens)
             if kind not in self._tried:
-                with torch.no_grad(), DisableTorchFunctionSubclass():
+                with torch.no_grad():
                     self._tried[kind] = try_numbers_of_rows(call, one_process, tokens, output)
             equal_for = self._tried[kind]
         name, sizes = self._name(call.func), _describe(x)

@@ -54,7 +54,6 @@ def test_few_rows_have_the_bits_of_one_process(dtype, text, image, ranks, rank, 
     one = OneProcess((text, Segment("", image)), rank % ranks, ranks, *batch)
     weight = torch.randn(48, WIDTH, generator=generator).to(dtype)
     arguments = (weight, torch.randn(48, generator=generator).to(dtype)) if bias else (weight,)
-    # Text is computed on its own, and together with the image.
     for one_call in (replace(one, segments=one.segments[:1]), one):
         total = sum(segment.total for segment in one_call.segments)
         x = torch.randn(one.batch_size, total, 2 * WIDTH, generator=generator).to(dtype)
