@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.same_bits.one_process import OneProcess, Tokens
@@ -32,6 +33,14 @@ class TorchCall(NamedTuple):
     def on(self, x: Tensor) -> Any:
         """Return the function of ``x`` in place of its tensor."""
         return self.func(x, *self.args, **self.kwargs)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight of a linear product; None for another function."""
+        if self.func is not F.linear:
+            return None
+        weight: Tensor = self.args[0] if self.args else self.kwargs["weight"]
+        return weight
 
     @property
     def kind(self) -> Kind:

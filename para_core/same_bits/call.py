@@ -147,11 +147,6 @@ class SameBitsCalls:
             )
 
     def _conclude(self, check: RowCheck) -> None:
-        for kind in self._found.unclear:
-            name, shape = getattr(kind[0], "__name__", kind[0]), " × ".join(map(str, kind[1]))
-            check.findings.append(
-                f"{name} of {shape}: of tokens it differs, and it also gets all rows of others"
-            )
         # Ranks along "batch" share the samples of this call, or each makes calls of its own.
         calling = self._mesh if check.shares_samples else self._mesh.sequence
         of_ranks = exchange((check.findings, check.products), calling)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from para_core.same_bits.at_place import Kind
+from para_core.same_bits.at_place import Kind, TorchCall
 from para_core.same_bits.one_process import UNKNOWN, Sequences
 
 
@@ -27,26 +25,27 @@ class Found:
     # The same by the weight of linear products.
     _sequences_for: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
-    def note(self, kind: Kind, weight: Tensor | None, sequences: Sequences) -> None:
-        """Note the sequences whose tokens a function gets. ``weight`` is that of a linear product."""
-        self._sequences.setdefault(kind, set()).add(sequences)
-        if weight is not None:
-            self._sequences_for.setdefault(weight, {}).setdefault(kind, set()).add(sequences)
+    def note(self, call: TorchCall, sequences: Sequences) -> None:
+        """Note the sequences whose tokens a function gets."""
+        self._sequences.setdefault(call.kind, set()).add(sequences)
+        if call.weight is not None:
+            self._sequences_for.setdefault(call.weight, {}).setdefault(call.kind, set()).add(sequences)
 
-    def sequences_of(self, kind: Kind, weight: Tensor | None) -> Sequences:
+    def sequences_of(self, call: TorchCall) -> Sequences:
         """Return the sequences whose tokens a function gets; UNKNOWN if it was not seen, or gets several."""
-        noted = self._sequences.get(kind, set())
-        if len(noted) > 1 and weight is not None:
-            noted = self._sequences_for.get(weight, {}).get(kind, set())
-        if len(noted) != 1:
-            return UNKNOWN
-        return next(iter(noted))
+        noted = self._noted_for(call)
+        return next(iter(noted)) if len(noted) == 1 else UNKNOWN
 
-    @property
-    def unclear(self) -> list[Kind]:
-        """The kinds of :attr:`at_place` that get tokens of several sequences, and have no weight to tell these."""
-        return [
-            kind
-            for kind in self.at_place
-            if len(self._sequences.get(kind, ())) > 1 and kind[0] is not F.linear
-        ]
+    def gets_several(self, call: TorchCall) -> bool:
+        """Whether a function gets tokens of several sequences in tensors of equal sizes, so that a later call
+        cannot tell which these are.
+        """
+        return len(self._noted_for(call)) > 1
+
+    def _noted_for(self, call: TorchCall) -> set[Sequences]:
+        """Return the sequences of a kind, or if these are several, those of the weight of a linear product."""
+        noted = self._sequences.get(call.kind, set())
+        if len(noted) < 2 or call.weight is None:
+            return noted
+        of_weight: set[Sequences] = self._sequences_for.get(call.weight, {}).get(call.kind, set())
+        return of_weight

@@ -67,12 +67,9 @@ class SameBits(TorchFunctionMode):
         """Return the dim of the tensor that has this rank's tokens, and their place; None if none has."""
         if call.func in CONVOLUTIONS:
             return None
-        weight = None
-        if call.func is F.linear:
-            weight = call.args[0] if call.args else call.kwargs["weight"]
         if self._check is None:
-            sequences = self._found.sequences_of(call.kind, weight)
+            sequences = self._found.sequences_of(call)
         else:
             sequences = self._check.tags.sequences_of(call.x)
-            self._found.note(call.kind, weight, sequences)
+            self._found.note(call, sequences)
         return one_process.place_in_one_process(call.x, sequences)

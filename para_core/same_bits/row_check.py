@@ -84,8 +84,8 @@ class RowCheck:
     found: Found
     # The sequences whose tokens tensors hold.
     tags: TokenTags
-    # The name of the innermost module that runs.
-    running: Callable[[], str] = str
+    # Returns the name of the innermost module that runs; "" if none does.
+    running: Callable[[], str] = lambda: ""
     # Whether the ranks along "batch" share the samples of the call.
     shares_samples: bool = False
     findings: list[str] = field(default_factory=list)
@@ -105,6 +105,9 @@ class RowCheck:
         if kind not in self._seen:
             self._seen.add(kind)
             output = self._compare_at_place(call, one_process, tokens, output)
+        has_few_rows = call.func is F.linear and prod(call.x.shape[:-1]) < enough_rows(call.x)
+        if (has_few_rows or call.kind in self.found.at_place) and self.found.gets_several(call):
+            self.findings.append(f"{self._name(call.func)} of {_describe(call.x)}: rows of several sequences")
         if call.func is F.linear and call.x.ndim > 1:
             self._note_product(call, one_process, tokens, output)
         return output

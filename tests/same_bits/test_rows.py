@@ -162,16 +162,17 @@ def test_tokens_are_followed_to_what_is_computed_from_them():
 
 
 def test_equal_sizes_are_told_apart_by_the_weight():
-    found, x, weights = Found(), torch.ones(1, 6, 8), [torch.ones(4, 8) for _ in range(3)]
-    kind, other = TorchCall(F.linear, x, weights[:1], {}).kind, TorchCall(F.silu, x, (), {}).kind
-    found.note(kind, weights[0], None)
-    assert found.sequences_of(kind, weights[1]) is None and found.sequences_of(other, None) == UNKNOWN
-    found.note(kind, weights[1], ("a",))
-    assert [found.sequences_of(kind, weight) for weight in weights] == [None, ("a",), UNKNOWN]
-    for sequences in (None, ("a",)):
-        found.note(other, None, sequences)
-    found.at_place.update([kind, other])
-    assert found.unclear == [other]
+    check, one = new_check(), OneProcess((Segment("a", 11), Segment("b", 12)), 1, 2)
+    weights, x = [torch.ones(4, 8) for _ in range(3)], torch.ones(1, 6, 8)
+    calls = [TorchCall(F.linear, x, (weight,), {}) for weight in weights]
+    for call, sequences in zip(calls, (None, ("b",)), strict=False):
+        check.found.note(call, sequences)
+        check.compare(call, one, one.place_in_one_process(x, sequences), call.on(x))
+    assert [*map(check.found.sequences_of, calls)] == [None, ("b",), UNKNOWN] and check.findings == []
+    # A later call cannot tell which sequence one weight gets.
+    check.found.note(calls[0], ("b",))
+    check.compare(calls[0], one, one.place_in_one_process(x, ("b",)), calls[0].on(x))
+    assert check.findings == ["linear of 1 × 6 × 8 in float32: rows of several sequences"]
 
 
 def test_other_dims_and_strides_are_other_functions(monkeypatch):
