@@ -21,7 +21,7 @@ from para_core.plans.plan import Plan
 
 
 class DependentSamplesError(ValueError):
-    """Error for samples that do not give the same result one by one as in the batch, or of which there is only one."""
+    """Error for samples whose results depend on their batch, and for a batch of fewer than two."""
 
 
 # Samples whose results one by one differ by less than this, relatively, do not depend on each other, in any

@@ -79,10 +79,10 @@ def mesh_sizes(
     outer = {name: sizes[name] for name in ("tensor", "pipe") if sizes[name] > 1}
     sizes = {"batch": sizes["batch"], "ring": ring, "ulysses": ulysses, **outer}
     if remaining > 1:
-        given = ", ".join(f"{name}={limit}" for name, limit in limits.items() if limit is not None)
+        requested = ", ".join(f"{name}={limit}" for name, limit in limits.items() if limit is not None)
         used = " × ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(
-            f"mesh is {given}, which does not fit {ranks} ranks: {used} uses {prod(sizes.values())} of them. The "
+            f"mesh is {requested}, which does not fit {ranks} ranks: {used} uses {prod(sizes.values())} of them. The "
             f"largest sizes ring={ring * remaining}, ulysses={ulysses * remaining} or "
             f"batch={sizes['batch'] * remaining} would fit; or leave one of ring and ulysses open: it takes what "
             "remains."

@@ -183,11 +183,11 @@ def _differences_of(of_ranks: Sequence[LinearProduct]) -> Iterator[str]:
 
 
 def _count_rows(product: LinearProduct, sharing: Sequence[LinearProduct]) -> int:
-    """Return the number of rows of ``product`` in one process, of which the ranks of ``sharing`` have parts, or all."""
+    """Return the number of rows of ``product`` in one process, which the ranks of ``sharing`` shard or replicate."""
     if all(other.digest == product.digest for other in sharing):
         return product.size
     totals = {other.total for other in sharing}
-    # Ranks that took their rows for those of one sequence have its tokens, some of which each may have.
+    # Rows of one known sequence may be partly replicated, so that their sum over ranks counts some twice.
     if len(totals) == 1 and product.total is not None:
         return product.total
     return sum(other.size for other in sharing)
