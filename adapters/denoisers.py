@@ -1,6 +1,4 @@
-"""Kinds of denoisers that are no transformers.
-A kind is a file that nobody imports, and a line of ``KINDS``.
-"""
+"""Kinds of denoisers that are no transformers. A kind is a file that nobody imports, and a line of ``KINDS``."""
 
 from __future__ import annotations
 

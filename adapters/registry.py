@@ -117,9 +117,7 @@ def require_adapter(module: nn.Module, adapter: Adapter | None = None) -> Adapte
 
 
 def require_blocks(module: nn.Module, adapter: Adapter | None = None) -> CachedBlocks:
-    """Return the block stack that the adapter for ``module`` describes.
-    Raise ``TypeError`` if there is none.
-    """
+    """Return the block stack that the adapter for ``module`` describes. Raise ``TypeError`` if there is none."""
     blocks = require_adapter(module, adapter).blocks
     if blocks is None:
         raise TypeError(

@@ -1,6 +1,4 @@
-"""``para_core bench``: measure a generation on several ranks, and with ``--check`` compare it with one
-rank.
-"""
+"""``para_core bench``: measure a generation on several ranks, and with ``--check`` compare it with one rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checks of a command's options before torch is imported, and then the description of the model by its
-class.
-"""
+"""Checks of a command's options before torch is imported, and then the description of the model by its class."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checked:
-    """Options of a command that were validated without torch: where the model is, and how it would be
-    loaded.
-    """
+    """Options of a command that were validated without torch: where the model is, and how it would be loaded."""
 
     recipe: Recipe
     selection: Selection

@@ -222,9 +222,7 @@ def _print_warnings(task: GenerationTask, console: Console) -> None:
 
 
 def _print_results(task: GenerationTask, failures: Sequence[Problem], console: Console) -> None:
-    """Print each line of the prompt file that failed, with the reason, and how many results were
-    generated.
-    """
+    """Print each line of the prompt file that failed, with the reason, and how many results were generated."""
     for problem in failures:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     failed = len(task.problems) + len(failures)

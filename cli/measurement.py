@@ -1,6 +1,4 @@
-"""Measurement of one request on a group of ranks: seconds, memory, launches, bytes sent, and profiler
-traces.
-"""
+"""Measurement of one request on a group of ranks: seconds, memory, launches, bytes sent, and profiler traces."""
 
 from __future__ import annotations
 

@@ -91,9 +91,7 @@ def read_option_files_only(context: typer.Context, values: Sequence[str] | None)
 
 
 def options_in_files(arguments: Sequence[str]) -> list[str]:
-    """Return ``--name`` for each key of the files of options in a command line, as far as they can be
-    read.
-    """
+    """Return ``--name`` for each key of the files of options in a command line, as far as they can be read."""
     following = [*arguments[1:], ""]
     values = [value for argument, value in zip(arguments, following, strict=True) if argument == "--config"]
     values += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]

@@ -1,6 +1,4 @@
-"""``para_core plan``: whether a generation fits, on which mesh, and a range of seconds. Nothing is
-computed.
-"""
+"""``para_core plan``: whether a generation fits, on which mesh, and a range of seconds. Nothing is computed."""
 
 from __future__ import annotations
 

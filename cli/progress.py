@@ -33,9 +33,7 @@ def announce_imports() -> None:
 
 
 class _Phases(logging.Handler):
-    """Handler of the records of :mod:`para_core.progress`: a spinner with a bar, or a line for each
-    record.
-    """
+    """Handler of the records of :mod:`para_core.progress`: a spinner with a bar, or a line for each record."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)

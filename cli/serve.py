@@ -210,9 +210,7 @@ def _require_limits(limits: LimitOptions) -> None:
 
 
 def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
-    """Raise BadParameter if ``max_batch`` or ``loras`` contradicts the recipe, or ``loras`` is not a
-    folder.
-    """
+    """Raise BadParameter if ``max_batch`` or ``loras`` contradicts the recipe, or ``loras`` is not a folder."""
     if max_batch > 1 and recipe.cache is not None:
         raise typer.BadParameter(
             f"--max-batch {max_batch} with --cache: the cache decides for a whole batch, so a request would get "

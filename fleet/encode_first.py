@@ -41,9 +41,7 @@ class Encoder(Protocol):
         """Begin the first phase of a batch."""
 
     def encode(self, line: Line) -> bool:
-        """Encode the prompts of a line. Return whether the outputs of another one may be added to this
-        batch.
-        """
+        """Encode the prompts of a line. Return whether the outputs of another one may be added to this batch."""
 
     def end_encoding(self, keep_encoders: bool) -> None:
         """Begin the second phase. Without ``keep_encoders`` the text encoders' weights are dropped, so no

@@ -1,6 +1,4 @@
-"""Log records that one process collects, and another one logs: those of Ray's actors in the caller's
-process.
-"""
+"""Log records that one process collects, and another one logs: those of Ray's actors in the caller's process."""
 
 from __future__ import annotations
 

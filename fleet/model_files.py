@@ -30,9 +30,7 @@ _LARGEST_HEADER = 100 * 2**20
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a folder or repository: which pipeline class it is for, and the classes of its
-    components.
-    """
+    """The index of a folder or repository: which pipeline class it is for, and the classes of its components."""
 
     modular: bool
     content: Mapping[str, Any]

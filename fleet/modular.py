@@ -1,6 +1,4 @@
-"""Support for diffusers' modular pipelines: describe what they take and generate, load them, and call
-them.
-"""
+"""Support for diffusers' modular pipelines: describe what they take and generate, load them, and call them."""
 
 from __future__ import annotations
 

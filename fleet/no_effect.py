@@ -68,9 +68,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _read_scale(fields: Mapping[str, Any], model: Model, name: str) -> float | None:
-    """Return the number that the request or else the pipeline has for this scale, None if there is no
-    number.
-    """
+    """Return the number that the request or else the pipeline has for this scale, None if there is no number."""
     value = fields.get(name)
     if value is None:
         value = model.fields.get(name)

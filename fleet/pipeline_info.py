@@ -82,9 +82,7 @@ def can_be_given(name: str) -> bool:
 
 
 def describe_unknown_field(model: Model, name: str) -> str:
-    """Return the error message for an unknown field. It suggests the most similar known field, or lists
-    all.
-    """
+    """Return the error message for an unknown field. It suggests the most similar known field, or lists all."""
     close = difflib.get_close_matches(name, [*model.fields, "seed", "size", "steps"], n=1)
     hint = f"It takes seed, size, steps, {', '.join(model.fields)}."
     if close:

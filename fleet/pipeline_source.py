@@ -100,9 +100,7 @@ class PipelineSource:
 
 
 def class_in(index: Mapping[str, Any], component: str) -> str | None:
-    """Return the class name of a component in the index of a folder (model_index.json); None if it has
-    none.
-    """
+    """Return the class name of a component in the index of a folder (model_index.json); None if it has none."""
     entry = index.get(component)
     if isinstance(entry, (list, tuple)) and len(entry) >= 2 and isinstance(entry[1], str):
         return entry[1]
@@ -132,9 +130,7 @@ def pipeline_files() -> Mapping[str, Path]:
 
 @cache
 def read_pipeline(name: str) -> PipelineSource | None:
-    """Return the description of a pipeline class; None if the installed diffusers has no source of this
-    name.
-    """
+    """Return the description of a pipeline class; None if the installed diffusers has no source of this name."""
     path = pipeline_files().get(name)
     if path is None:
         return None

@@ -92,6 +92,4 @@ class Replica(ABC):
 
     @abstractmethod
     def cancel(self, id_: str) -> None:
-        """Cancel a running request after its current step. A batch ends early only if all of it is
-        cancelled.
-        """
+        """Cancel a running request after its current step. A batch ends early only if all of it is cancelled."""

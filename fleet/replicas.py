@@ -27,8 +27,7 @@ from para_core.launcher.errors import RankDied
 
 
 def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequence[Replica]:
-    """Return ``count`` replicas, which are not started.
-    On Ray, they start inside :func:`cluster_connection`.
+    """Return ``count`` replicas, which are not started. On Ray, they start inside :func:`cluster_connection`.
 
     On this host, a single replica of one rank runs in a thread of this process, which holds the weights
     then. The ranks of others are processes.

@@ -1,6 +1,4 @@
-"""Selection of a pipeline class for a model, from its files and the sources of diffusers. Imports no
-torch.
-"""
+"""Selection of a pipeline class for a model, from its files and the sources of diffusers. Imports no torch."""
 
 from __future__ import annotations
 

@@ -202,9 +202,7 @@ def limit_tile(config: Config, block_n: int) -> Config:
 
 @lru_cache
 def row_of_device(index: int) -> int:
-    """Return the row of ``TABLE`` for the CUDA device ``index``.
-    Raise ``RuntimeError`` like :func:`row_of`.
-    """
+    """Return the row of ``TABLE`` for the CUDA device ``index``. Raise ``RuntimeError`` like :func:`row_of`."""
     return row_of(*torch.cuda.get_device_capability(index))
 
 

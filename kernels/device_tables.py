@@ -20,9 +20,7 @@ def is_capturing() -> bool:
 
 
 def new_table(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it.
-    Can be recorded in a CUDA graph.
-    """
+    """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it. Can be recorded in a CUDA graph."""
     if is_capturing():
         # While a CUDA graph records, copying from pageable host memory is not allowed, so fill each number on
         # the device. Filling is slower, but happens only if the first call is inside a capture.

@@ -1,6 +1,4 @@
-"""Write a dataclass as JSON and read it again.
-In graphs, options, meshes and calls are strings of this form.
-"""
+"""Write a dataclass as JSON and read it again. In graphs, options, meshes and calls are strings of this form."""
 
 from __future__ import annotations
 

@@ -360,9 +360,7 @@ def examine(ranks: ExaminedRanks, *, ring: int | None = None) -> DoctorReport:
 
 
 def _try_check(report: DoctorReport, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return ``check(*args, **kwargs)``.
-    If it raises, add a broken finding to ``report``, and return None.
-    """
+    """Return ``check(*args, **kwargs)``. If it raises, add a broken finding to ``report``, and return None."""
     try:
         return check(*args, **kwargs)
     except Exception as error:

@@ -1,6 +1,4 @@
-"""The values of options that are names.
-Imports no torch, so that a command can validate its options at once.
-"""
+"""The values of options that are names. Imports no torch, so that a command can validate its options at once."""
 
 from __future__ import annotations
 

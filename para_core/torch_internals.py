@@ -136,9 +136,7 @@ def group_devices(group: ProcessGroup) -> list[torch.device]:
 
 
 def group_timeout(group: ProcessGroup, device: torch.device | None = None) -> timedelta:
-    """Return the timeout of the collectives of ``group``.
-    ``device`` defaults to one that the group supports.
-    """
+    """Return the timeout of the collectives of ``group``. ``device`` defaults to one that the group supports."""
     timeout: timedelta = backend_of(group, device or group_devices(group)[0]).options._timeout
     return timeout
 

@@ -1,6 +1,4 @@
-"""Adapter of Lumina-Image 2.0, which has text and image tokens in one sequence.
-Written for diffusers 0.42.
-"""
+"""Adapter of Lumina-Image 2.0, which has text and image tokens in one sequence. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.shared.constructors import chained

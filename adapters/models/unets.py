@@ -1,6 +1,4 @@
-"""UNets and ControlNets of diffusers whose image rows can be sharded over ranks.
-Written for diffusers 0.42.
-"""
+"""UNets and ControlNets of diffusers whose image rows can be sharded over ranks. Written for diffusers 0.42."""
 
 from __future__ import annotations
 

@@ -91,9 +91,7 @@ class ParallelCall:
         empty_slots(self._verified, Slot.VERIFIED)
 
     def wrap(self, pipe: Any) -> None:
-        """Wrap ``__call__`` of ``pipe``, for the first time or again after a failed undo.
-        Records no meshes.
-        """
+        """Wrap ``__call__`` of ``pipe``, for the first time or again after a failed undo. Records no meshes."""
         fill_slot(pipe, Slot.PARALLEL_PIPE, {"__call__": self._run}, owner=self)
 
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -104,9 +104,7 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
 
 
 def remove_from_transformer(transformer: nn.Module) -> None:
-    """Remove the plan and the verification of ``transformer``, compiled or not.
-    Its weights stay as they are.
-    """
+    """Remove the plan and the verification of ``transformer``, compiled or not. Its weights stay as they are."""
     empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED)
     remove_plan(uncompiled(transformer))
 

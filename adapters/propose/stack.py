@@ -66,8 +66,7 @@ def _guess_optional(
     """Yield the block stack of a call without optional arguments, if one of these changes what is cached.
 
     It lists the arguments with which the model changes streams between blocks (``between``), and those with
-    which
-    other blocks run or a cached call is not exact (``uncached``).
+    which other blocks run or a cached call is not exact (``uncached``).
     """
     conditions = guess_conditions(region.small, region.large)
     plain = _leave_out(module, region, inputs, _optional_arguments(module, inputs, conditions))

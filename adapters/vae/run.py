@@ -54,9 +54,7 @@ _NO_TILES_IN_GRAPHS = (
 
 
 def _gather_if_sharded(x: Any, ranks: MeshDim) -> Any:
-    """Return all rows of ``x`` if it is a tensor whose rows are sharded; ``x`` itself otherwise.
-    Collective.
-    """
+    """Return all rows of ``x`` if it is a tensor whose rows are sharded; ``x`` itself otherwise. Collective."""
     rows = rows_of(x)
     if rows is None:
         return x
@@ -253,9 +251,7 @@ class VaeRun:
             self.mode, self.distributed_tiles = mode, None
 
     def run_tile(self, call: Callable[..., Any], part: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run one call of the encoder or decoder.
-        In a tiled call it computes one tile, on one of the ranks.
-        """
+        """Run one call of the encoder or decoder. In a tiled call it computes one tile, on one of the ranks."""
         if self.distributed_tiles is None:
             return call(part, *args, **kwargs)
         return self.distributed_tiles.call(partial(call, part), args, kwargs)

@@ -311,9 +311,7 @@ def check_unet_before_cache(owner: Any, module: nn.Module) -> None:
 
 
 def has_unet_class(pipeline: str, components: Mapping[str, Any]) -> bool:
-    """Whether ``components``, classes by name, has a UNet.
-    Raise ``TypeError`` if its class is not supported.
-    """
+    """Whether ``components``, classes by name, has a UNet. Raise ``TypeError`` if its class is not supported."""
     unet = components.get("unet")
     if unet is None:
         return False

@@ -1,6 +1,4 @@
-"""Responses of the server in the form of OpenAI's API: JSON bodies, server-sent events, and results by
-URL.
-"""
+"""Responses of the server in the form of OpenAI's API: JSON bodies, server-sent events, and results by URL."""
 
 from __future__ import annotations
 

@@ -275,9 +275,7 @@ def _require_few_steps(request: Request, options: ServerOptions) -> None:
 
 
 def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
-    """Raise RequestError if a string is much longer than the model can read: a tokenizer would take
-    minutes.
-    """
+    """Raise RequestError if a string is much longer than the model can read: a tokenizer would take minutes."""
     name = "max_sequence_length"
     tokens = fields.get(name) or model.defaults.get(name) or model.fields.get(name)
     if not isinstance(tokens, int):

@@ -68,9 +68,7 @@ async def read_form(
 
 
 def _parse_json_or_text(text: str) -> Any:
-    """Return the JSON value that ``text`` is, or else the text. An empty text, as of an empty box, is
-    None.
-    """
+    """Return the JSON value that ``text`` is, or else the text. An empty text, as of an empty box, is None."""
     if not text:
         return None
     try:

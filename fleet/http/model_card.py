@@ -1,6 +1,4 @@
-"""The served model as ``GET /v1/models`` shows it: OpenAI's fields, and what a page needs to fill its
-form.
-"""
+"""The served model as ``GET /v1/models`` shows it: OpenAI's fields, and what a page needs to fill its form."""
 
 from __future__ import annotations
 

@@ -277,9 +277,7 @@ def generation_paths(model: Model) -> tuple[str, ...]:
 
 
 def _other_classes(model: Model, path: str) -> str:
-    """Return a sentence with the classes that would serve a route for images that ``model`` cannot; else
-    "".
-    """
+    """Return a sentence with the classes that would serve a route for images that ``model`` cannot; else ""."""
     if model.kind == "video" or path not in (_GENERATIONS, _EDITS) or path in generation_paths(model):
         return ""
     if path == _EDITS:

@@ -156,9 +156,7 @@ class RingStyle:
         return ()
 
     def add_other_rows(self, mask: Tensor) -> Tensor:
-        """Return ``mask``, the rows of this rank's queries, followed by those of other queries.
-        Collective.
-        """
+        """Return ``mask``, the rows of this rank's queries, followed by those of other queries. Collective."""
         return mask
 
     def over_ring(self, attend: Attend) -> Attend:

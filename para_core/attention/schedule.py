@@ -1,6 +1,4 @@
-"""A schedule of attention over denoising steps.
-Imports no torch, so that a command can validate it at once.
-"""
+"""A schedule of attention over denoising steps. Imports no torch, so that a command can validate it at once."""
 
 from __future__ import annotations
 

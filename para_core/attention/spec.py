@@ -62,9 +62,7 @@ class AttentionSpec:
 
     @cached_property
     def positional_masks(self) -> tuple[PositionalMask, ...]:
-        """The masks of this call that decide by the positions of tokens.
-        A mask tensor applies in addition.
-        """
+        """The masks of this call that decide by the positions of tokens. A mask tensor applies in addition."""
         causal: tuple[PositionalMask, ...] = ()
         if self.is_causal:
             causal = (Causal(),)

@@ -1,5 +1,4 @@
-"""Unified sequence parallelism (USP): SDPA over a ``ring × ulysses`` mesh
-(arXiv:2405.07719).
+"""Unified sequence parallelism (USP): SDPA over a ``ring × ulysses`` mesh (arXiv:2405.07719).
 
 Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the groups form a ring.
 """

@@ -246,9 +246,7 @@ class BranchSearch:
         return call
 
     def _give_up(self, paths: Sequence[str]) -> BranchCall:
-        """Let this call and all later ones of the group be computed, and warn.
-        At ``paths`` two calls differ.
-        """
+        """Let this call and all later ones of the group be computed, and warn. At ``paths`` two calls differ."""
         self._group.mixed = True
         self._owner.warn(
             f"repeated {self._group.name}",

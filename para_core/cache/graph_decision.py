@@ -88,9 +88,7 @@ class TensorDecider:
         return _BranchCounters(calls, hits, hits_in_a_row, tuple(times))
 
     def decide(self, inputs: DecisionInput, numbers: Tensor) -> tuple[Tensor, DecisionOutcome]:
-        """Return whether to skip the step, and the outcome for the report.
-        Update the counters and ``first``.
-        """
+        """Return whether to skip the step, and the outcome for the report. Update the counters and ``first``."""
         params = StepNumbers(*numbers.unbind())
         counts = self._counts
         first = self.first

@@ -95,9 +95,7 @@ def report_of(caches: Sequence[BlockCache]) -> CacheReport:
 
 
 def _convert_to_rows(readings: Iterable[CallReading]) -> list[CachedStep]:
-    """Convert the readings of model calls to rows, one per call and branch.
-    The host may wait for the device.
-    """
+    """Convert the readings of model calls to rows, one per call and branch. The host may wait for the device."""
     return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
 
 

@@ -326,9 +326,7 @@ class Launched:
         return self._state.cancel()
 
     def restart(self) -> None:
-        """End the ranks, even in the middle of a call, and start them again.
-        Also reopens a closed pipeline.
-        """
+        """End the ranks, even in the middle of a call, and start them again. Also reopens a closed pipeline."""
         state = self._state
         state.check_no_callback()
         state.end()

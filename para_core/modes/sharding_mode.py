@@ -69,14 +69,10 @@ class ShardingMode(TorchFunctionMode):
             self._end()
 
     def _begin(self) -> None:
-        """Prepare for use when the outermost context of the mode is entered.
-        Does nothing unless overridden.
-        """
+        """Prepare for use when the outermost context of the mode is entered. Does nothing unless overridden."""
 
     def _end(self) -> None:
-        """Undo :meth:`_begin` when the outermost context of the mode is left.
-        Does nothing unless overridden.
-        """
+        """Undo :meth:`_begin` when the outermost context of the mode is left. Does nothing unless overridden."""
 
     def _note_state(self) -> None:
         """Adapt to changed sequences or explicit layouts, in eager code. Does nothing unless overridden."""

@@ -110,9 +110,7 @@ class SegmentsOfCall:
         return min(max(start, 0), number), min(max(start + length, 0), number)
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``.
-        Collective.
-        """
+        """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``. Collective."""
         if torch.compiler.is_compiling():
             return gather_tokens(part, dim, layout, self.mesh)
         sizes = self._known_sizes.get(layout)

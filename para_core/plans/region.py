@@ -218,9 +218,7 @@ class Region:
         return tuple(self.executor.segments.values())
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Verify the arguments, and return the result of ``call``.
-        ``Module.compile`` does not compile this.
-        """
+        """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this."""
         # While tracing, read none of the attributes below: each would be a guard of the graph.
         call_context: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():

@@ -155,9 +155,7 @@ def _run_on_all_rows(mode: SameBitsRows, func: Function, args: Sequence[Any], kw
 
 
 def gather_as_is(ranks: MeshDim, x: Any) -> Any:
-    """Return all rows of a tensor in its order of dims in memory; anything without rows as it is.
-    Collective.
-    """
+    """Return all rows of a tensor in its order of dims in memory; anything without rows as it is. Collective."""
     rows = rows_of(x)
     if rows is None:
         return x
@@ -214,9 +212,7 @@ def _windows(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run a function with windows, or one of this rank's samples without ``call``.
-    Collective with ``call``.
-    """
+    """Run a function with windows, or one of this rank's samples without ``call``. Collective with ``call``."""
     if call is None:
         return _run_on_rows(mode, func, args, kwargs)
     ranks, x, rows = mode.ranks, call.x, call.rows

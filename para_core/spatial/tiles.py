@@ -95,9 +95,7 @@ class Tiles(TorchFunctionMode):
             target[index] = pending.value()
 
     def _value(self, number: int) -> Any:
-        """Return the output of call ``number``.
-        Collective if it is new: all new outputs are then exchanged.
-        """
+        """Return the output of call ``number``. Collective if it is new: all new outputs are then exchanged."""
         if number >= self._num_exchanged:
             self._exchange(range(self._num_exchanged, len(self._owners)))
             self._num_exchanged = len(self._owners)

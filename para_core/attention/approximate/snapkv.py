@@ -92,9 +92,7 @@ def _positions_of(runs: Sequence[Run], device: torch.device) -> Tensor:
 
 
 def _to_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Tensor:
-    """Return ``rows``, equally long lists of integers, as int64 on ``device``.
-    The host does not wait for it.
-    """
+    """Return ``rows``, equally long lists of integers, as int64 on ``device``. The host does not wait for it."""
     return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
 
 

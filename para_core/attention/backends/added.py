@@ -18,8 +18,6 @@ ADDED: Mapping[str, LocalBackend] = {
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def check_library(backend: str | None) -> None:
-    """Raise ``ImportError`` if ``backend`` names a library that is not installed.
-    Any other backend passes.
-    """
+    """Raise ``ImportError`` if ``backend`` names a library that is not installed. Any other backend passes."""
     if backend is not None and backend in ADDED:
         ADDED[backend].check_installed()

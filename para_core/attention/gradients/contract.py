@@ -58,9 +58,7 @@ class QueryGradients:
         key_heads: Tensor | None,
         mask_gradient: bool,
     ) -> QueryGradients:
-        """Return the gradients before any block: zeros.
-        ``mask_gradient`` asks for the gradient of ``mask``.
-        """
+        """Return the gradients before any block: zeros. ``mask_gradient`` asks for the gradient of ``mask``."""
         grad_mask = None
         if mask_gradient and mask is not None:
             grad_mask = torch.zeros_like(mask, dtype=lse.dtype)

@@ -97,9 +97,7 @@ def _check_no_second_derivative(followed_outside: bool, grad_out: Tensor) -> Non
 
 
 class _EagerAttention(torch.autograd.Function):
-    """The autograd function of attention over the mesh in eager code.
-    Graphs use the operators below instead.
-    """
+    """The autograd function of attention over the mesh in eager code. Graphs use the operators below instead."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: AttentionPlan) -> Any:
