@@ -1,10 +1,11 @@
-"""Say which tests run each function of a file.
+"""Say who imports a file of the library, and which tests check it.
 
-    python -m tests.touching adapters/vae/unet.py                       # of the quick tests, in three minutes
-    python -m tests.touching adapters/vae/unet.py --ranks tests/spatial   # of these, those on several ranks too
+    python -m tests.touching adapters/vae/unet.py                  # at once, from the imports
+    python -m tests.touching adapters/vae/unet.py --run            # by running the quick tests, in three minutes
+    python -m tests.touching adapters/vae/unet.py --run --ranks tests/spatial   # these, those on several ranks too
 
-It runs the tests in a copy of the repository, in which each function of the file notes that it was called. What Dynamo
-traces may fail for that, so whether the tests pass is not said.
+``--run`` says which tests call each function. It runs them in a copy of the repository, in which each function of the
+file notes that it was called. What Dynamo traces may fail for that, so whether the tests pass is not said.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lift_out import QUICK, Feature, without
-from tests.mutants import DEFAULT
+from tests.lift_out import QUICK, ROOMS, ROOT, Feature, without
+from tests.mutants import DEFAULT, module_of, names_module, stages_of
 
 # The environment variable with a folder: the file "calls" has a line for each call, "tests" one for each test.
 _FOLDER = "PARA_CORE_TOUCHING"
@@ -85,13 +86,25 @@ def run_tests(file: str, paths: list[str], marks: str) -> dict[str, list[str]]:
     return touched
 
 
+def importers_of(file: str) -> list[str]:
+    """Return the files of the library that import ``file``, or name its module in a table of features."""
+    paths = (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
+    return [str(path.relative_to(ROOT)) for path in paths if names_module(path.read_text(), module_of(file))]
+
+
 def main() -> None:
-    """Print the tests of each function of the file that the command line names."""
+    """Print the importers and the tests of the file that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="a file of the library, relative to the root")
     parser.add_argument("paths", nargs="*", default=["tests"], help="tests to run")
+    parser.add_argument("--run", action="store_true", help="run tests, and say which of them call each function")
     parser.add_argument("--ranks", action="store_true", help="run tests on several ranks, too")
     options = parser.parse_intermixed_args()
+    if not options.run:
+        print("imported by:", *importers_of(options.file), sep="\n  ")
+        for stage, paths, _ in stages_of(options.file, whole=False)[:-1]:
+            print(f"tests, {stage}:", *paths, sep="\n  ")
+        return
     touched = run_tests(options.file, options.paths, DEFAULT if options.ranks else QUICK)
     for function, tests in sorted(touched.items()):
         print(f"{function}: {len(tests)} tests", *tests[:8], sep="\n  ")
