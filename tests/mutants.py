@@ -138,10 +138,12 @@ def module_of(file: str) -> str:
 
 
 def names_module(source: str, module: str) -> bool:
-    """Whether ``source`` imports ``module``, or names it in a string."""
+    """Whether ``source`` imports ``module``, or names it in a string, as tables of features do."""
     package, _, name = module.rpartition(".")
     imported = rf"from {re.escape(package)} import (\([^)]*|[^\n]*)\b{name}\b"
-    return re.search(rf"\b{re.escape(module)}\b|{imported}", source) is not None
+    in_table = rf'"{re.escape(package.rpartition(".")[2])}\.{name}:'
+    kernel = rf'load_kernel\("{name}"' if package == "para_core.kernels" else "(?!)"
+    return re.search(rf"\b{re.escape(module)}\b|{imported}|{in_table}|{kernel}", source) is not None
 
 
 def stages_of(file: str, *, whole: bool) -> list[tuple[str, list[str], str]]:
