@@ -1,4 +1,8 @@
-"""The record of a component whose weights are sharded, and the methods that it refuses from then on."""
+"""The record of a component whose weights are sharded, and the methods that it refuses from then on.
+
+``shard.py`` makes the record after it has sharded the component, and ``one_way.py`` asks for it. The sharding is not
+here, nor are the methods for LoRAs (``lora.py``). Tests: tests/weights/test_fsdp.py.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +114,7 @@ def is_distributed(module: nn.Module) -> bool:
 
 def compare_calls(module: nn.Module, ranks: Ranks) -> None:
     """Wrap ``module``, whose weights are sharded, so that all of ``ranks`` compare that they make each call
-    of it.
+    of it. Each call of it is then collective.
 
     A rank that makes another call then raises on all of them, and a missing rank is named in the log; FSDP2
     alone would hang. Do not use this for a transformer, which is called in each step, and whose plan compares

@@ -7,6 +7,8 @@ move, cast or save all weights raise. LoRAs are changed by :mod:`.staged_loras`.
 Other methods see freed weights as tensors on the meta device. ``state_dict()`` returns them too, and cannot
 raise, because diffusers and peft read its names and shapes while they load a LoRA: to save a model, load it
 again.
+
+``features.py`` finds :data:`FEATURE`. Tests: tests/weights/test_stages.py.
 """
 
 from __future__ import annotations
@@ -134,7 +136,7 @@ class StageChange(FeatureChange):
         empty_slots([self._owner, *self._module.modules()], Slot.STAGED_WEIGHTS)
 
     def complete(self) -> None:
-        """Free the weights of the blocks of other stages."""
+        """Free the weights of the blocks of other stages. Collective, unless an earlier call has freed them."""
         if self._stages is None or self._was_split:
             return
         with one_way(self._owner, [self._module], self._mesh, "freeing the blocks of other stages"):

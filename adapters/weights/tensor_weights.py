@@ -1,5 +1,8 @@
 """Weights sharded by tensor parallelism: the method ``"tensor"`` of shard_weights, and the checks of calls
 with such weights.
+
+``features.py`` finds :data:`FEATURE`; ``shard.py`` calls the method. The sharding itself is in
+``para_core/weights/tensor.py``. Tests: tests/weights/test_tensor.py.
 """
 
 from __future__ import annotations
