@@ -3,6 +3,9 @@
 The attention of these decoders sees a window around each pixel, so ranks fetch the rows of other ranks that
 these windows cover. All other layers compute each token separately. Written for diffusers 0.42
 `ltx2_diffusion_decoder.py`.
+
+``families.py`` names :class:`DecoderRows` for the class, and ``run.py`` attaches it and enters
+:meth:`DecoderRows.sharded` around each call. Tests: tests/spatial/test_diffusion_decoder.py.
 """
 
 from __future__ import annotations
@@ -121,7 +124,10 @@ class DecoderRows:
         generator: Any = None,
         num_inference_steps: int | None = None,
     ) -> Any:
-        """Decode without tiling, like ``LTX2VideoDiffusionDecoder3d.forward``, and return this rank's rows."""
+        """Decode without tiling, like ``LTX2VideoDiffusionDecoder3d.forward``, and return this rank's rows.
+
+        The methods that it calls are the wrapped ones below, which do not shard again while rows are sharded.
+        """
         from diffusers.utils.torch_utils import randn_tensor
 
         if self._dim is None:

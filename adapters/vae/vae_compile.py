@@ -3,6 +3,9 @@
 Dynamo sees the autoencoder as one opaque call, because it cannot trace tensors with tags or sizes of other
 ranks. AOTAutograd then traces the call by running its Python code, so the sharding mode works as in eager
 mode.
+
+Only ``run.py`` calls it, which then runs the function in place of ``encode`` or ``decode``. Tests:
+tests/spatial/test_vaes.py.
 """
 
 from __future__ import annotations
