@@ -29,7 +29,7 @@ class DenoiserRun(Protocol):
 
     mesh: GuidedMesh
     # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again
-    # then.
+    # then. Set from outside, by assume_agreed().
     inputs_agreed: bool
 
     def apply(self) -> None:

@@ -65,6 +65,7 @@ def _ranks_of(mesh: DeviceMesh | ProcessGroup | None) -> GuidedMesh:
 
 
 def _describe_mesh_sizes(mesh: object) -> str:
+    """Return the device type and the sizes of ``mesh`` as text, which ranks compare; sizes of 1 are left out."""
     if isinstance(mesh, ProcessGroup):
         return f"a process group of {mesh.size()}"
     if not isinstance(mesh, DeviceMesh):

@@ -88,6 +88,7 @@ class SchedulerTracker:
         self._restart()
 
         def count(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            """Run ``scheduler.step``, and count it if it advances the scheduler."""
             # step(model_output, timestep, sample, …)
             if len(args) > 1:
                 time = args[1]
@@ -110,6 +111,7 @@ class SchedulerTracker:
             return output
 
         def restart(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            """Run ``scheduler.set_timesteps``, with which a schedule begins."""
             output = call(scheduler, *args, **kwargs)
             self._restart()
             begin()

@@ -153,6 +153,7 @@ class TransformerPart(Part):
     name = "the transformer"
 
     def apply(self) -> Undo:
+        """Apply the plan, and wrap the transformer if it is verified."""
         module = uncompiled(self.transformer)
         agree_on_inputs = None
         if self.mesh.ranks > 1:

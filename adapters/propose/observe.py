@@ -98,6 +98,7 @@ def block_lists(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has_blocks(container: nn.Module) -> bool:
+    """Whether ``container`` is a module list, not one of lists, or an ``nn.Sequential`` of equal modules."""
     blocks = [*container.children()]
     if isinstance(container, nn.Sequential):
         # Modules without children, such as activations and convolutions, are no blocks.
@@ -206,6 +207,7 @@ class _CallObserver:
         self._running.append(_RunningCall(event.name, block_list, event.time, arguments))
 
     def _note_end(self, event: ModuleEnd) -> None:
+        """Add the call of a block, of a child of the model, or of a module that attends, to the record."""
         call = self._running.pop()
         while call.name != event.name:  # A module that raised an error, which this one has caught.
             call = self._running.pop()

@@ -137,6 +137,7 @@ class _ValueRules:
         return None
 
     def _tensor_rule(self, parameter: str, record: TensorRecord, larger: TensorRecord) -> ShardRule | None:
+        """Return the rule for a tensor of which one dim grows; None if it needs none, or is left whole by choice."""
         region = self.region
         if [record.values, larger.values] == [(0, tokens) for tokens in region.start.tokens]:
             return CumulativeLengths(region.segment)

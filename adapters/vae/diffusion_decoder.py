@@ -157,6 +157,7 @@ class DecoderRows:
         self, before: int, call: Callable[..., Tensor], decoder: Any, x: Tensor, /, **options: Any
     ) -> Tensor:
         """Return ``call(decoder, x)``, tokens ``[B, T, H, W, C]``, computed with sharded rows and gathered.
+        Collective, unless rows are sharded already.
 
         The row dim of ``x`` is that of a video ``[B, C, T, H, W]`` minus ``before``: 0 for latents, 1 for
         tokens.
@@ -178,7 +179,13 @@ class DecoderRows:
         /,
         num_inference_steps: int,
     ) -> Tensor:
-        """Return all rows of the video of a tile, computed with sharded rows and gathered."""
+        """Return all rows of the video of a tile, computed with sharded rows and gathered. Collective, unless rows
+        are sharded already.
+
+        Args:
+            context: Tokens ``[B, T, H, W, C]``.
+            x_t: Noise ``[B, C, T, H * patch_size, W * patch_size]``.
+        """
         dim = self._dim
         if dim is None or self._sizes is not None or context.shape[dim - 1] < self.ranks.size:
             video: Tensor = call(decoder, context, x_t, num_inference_steps)
@@ -194,7 +201,7 @@ class DecoderRows:
 
     def _attend(self, call: Callable[..., Any], module: Any, x: Tensor, /, block_mask: Any = None) -> Tensor:
         """Fetch the rows that the windows of this rank's rows cover, attend, and return the output of this
-        rank's rows.
+        rank's rows. Collective while rows are sharded.
 
         Counting positions from the first fetched row is exact: attention depends on differences of positions
         only.

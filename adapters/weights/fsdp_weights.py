@@ -77,6 +77,7 @@ def _replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _fsdp_mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """Return the mesh over which FSDP2 has sharded ``module``, also if the user called it; None if it has not."""
     # Test the class first, because shard_mesh looks at all parameters.
     if not is_sharded(module):
         return None

@@ -68,6 +68,7 @@ class HostBlock:
         self._is_loaded = False
 
     def _offload(self) -> None:
+        """Move the block's tensors, as they are now, to host memory, with a new group of diffusers for them."""
         # Import here, so that this module can be imported without diffusers.
         from diffusers.hooks.group_offloading import ModuleGroup
 

@@ -121,6 +121,7 @@ class OffloadedModules(FeatureChange):
                 )
 
     def _offload(self, name: str, module: nn.Module, device: torch.device) -> None:
+        """Move ``module``, the component ``name``, to host memory, and note what :meth:`undo` restores."""
         attributes = {
             part: {name for name in _HOOK_ATTRIBUTES if name in vars(part)} for part in module.modules()
         }

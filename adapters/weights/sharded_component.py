@@ -94,6 +94,7 @@ class ShardedComponent:
         return call(module, *args, **kwargs)
 
     def _raise_on_move(self, present: set[Any], wanted: Any) -> None:
+        """Raise ``RuntimeError``: the weights have the dtypes or devices ``present``, and ``wanted`` was asked for."""
         raise RuntimeError(
             f"the weights of this {unwrapped_class(self.module).__name__} are sharded by FSDP2, as "
             f"{' and '.join(sorted(map(str, present)))}, and stay so; asked for was {wanted}. Load the "
@@ -135,6 +136,7 @@ def _agree_and_call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Compare with all ``ranks`` that they call the module ``name``, then run the call. Collective."""
     if not torch.compiler.is_compiling():
         agree(record, ranks, call=name)
     return call(module, *args, **kwargs)
@@ -143,6 +145,7 @@ def _agree_and_call(
 def _raise_on_shards(
     problem: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
+    """Raise ``RuntimeError`` in place of ``call``. ``problem`` is a sentence that says what would go wrong."""
     raise RuntimeError(
         f"the weights of this {unwrapped_class(module).__name__} are sharded. {problem} Load the pipeline "
         "again, and do it before its weights are sharded (shard_weights, or weights= of parallelize_pipe)."

@@ -217,6 +217,7 @@ def _check_earlier_stages(owner: Any, module: nn.Module, mesh: GuidedMesh) -> No
 def _raise_on_freed_blocks(
     action: str, call: object, module: nn.Module, /, *args: object, **kwargs: object
 ) -> None:
+    """Raise ``RuntimeError`` in place of ``call``. ``action`` names what ``call`` does, such as ``"moving it"``."""
     raise RuntimeError(
         f"this {original_class(module).__name__} runs in stages, and this rank holds only the blocks of its stage: "
         f"{action} would leave out the others. {load_again(module)} Do it before parallelize_pipe(pipe, mesh=mesh)."
@@ -232,6 +233,7 @@ def _raise_on_moved_layer(
 def _raise_on_freed_blocks_of_pipe(
     action: str, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
+    """Raise ``RuntimeError`` in place of a method of the pipeline if one of its transformers runs in stages."""
     staged = [module for module in transformers_of(pipe).values() if stages_of(module) is not None]
     if staged:
         _raise_on_freed_blocks(action, call, staged[0])

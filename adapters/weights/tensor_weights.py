@@ -42,6 +42,7 @@ def _check_tensor_component(name: str, module: nn.Module, ranks: Ranks) -> None:
 
 
 def _require_tensor_plan(module: nn.Module, name: str) -> TensorPlan:
+    """Return the tensor plan of ``module``. Raise ``ValueError``, which names it ``name``, if there is none."""
     plan = tensor_plan_for(module)
     if plan is None:
         raise ValueError(

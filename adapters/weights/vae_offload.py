@@ -44,6 +44,7 @@ class OffloadedVaes(OffloadedModules):
     name = "placing the VAE"
 
     def _place(self, module: nn.Module, device: torch.device) -> None:
+        """Move the children of ``module`` to host memory, and wrap its methods, which copy them to ``device``."""
         from diffusers.hooks import HookRegistry
 
         host = _HostVae(module, device)
