@@ -13,6 +13,8 @@ A function around such a function is such a function again:
 :mod:`para_core.attention.gradients.contract` has the same contract for gradients. Its ``Backward`` and
 ``QueryGradients`` are the twins of :data:`Attend` and :class:`Accumulator`, and read the same masks: whoever changes
 one of these here, or :class:`Mask`, changes the twin too.
+
+:func:`para_core.attention.usp.compose` nests the functions of a call. Tests: tests/attention/test_exactness.py.
 """
 
 from __future__ import annotations

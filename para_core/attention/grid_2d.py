@@ -23,6 +23,10 @@ keys of the column while results are sent.
 
 A forward call launches 7 operators with one column; otherwise 17, and one merge for each column after the
 second. float32 needs no casts, so there the numbers are 6 and 14. They do not depend on the number of ranks.
+
+:class:`Grid2D` is the style of ``rotate_method="2d"``. The shape of the grid is chosen in :mod:`.grid_shape`,
+and the gradient is in :mod:`para_core.attention.gradients.grid_2d`. Tests: tests/attention/test_exactness.py,
+and tests/attention/test_grid_2d.py for the bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""``scaled_dot_product_attention`` over a mesh: validate a call, compare it between ranks, and compute it."""
+"""``scaled_dot_product_attention`` over a mesh: validate a call, compare it between ranks, and compute it.
+
+:class:`~para_core.modes.unified.UnifiedAttnMode` and the plans (:mod:`para_core.plans.planned_attention`)
+call it for each intercepted call. This file computes nothing: :mod:`.usp` does. Tests:
+tests/attention/test_inputs.py for what is accepted and refused, test_exactness.py there for results,
+test_launches.py for the time of the host.
+"""
 
 from __future__ import annotations
 

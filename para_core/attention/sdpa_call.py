@@ -1,4 +1,9 @@
-"""The arguments of an intercepted call of ``scaled_dot_product_attention``: a named tuple, and their validation."""
+"""The arguments of an intercepted call of ``scaled_dot_product_attention``: a named tuple, and their validation.
+
+The modes of :mod:`para_core.modes` bind the calls that they intercept, and :mod:`.mesh_attention` validates
+them by the functions below. What depends on the layouts, such as the last two dims of a mask, is checked in
+:mod:`.masks` and :mod:`.call_agreement`. Tests: tests/attention/test_inputs.py and tests/test_bad_input.py.
+"""
 
 from __future__ import annotations
 

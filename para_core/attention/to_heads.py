@@ -1,4 +1,9 @@
-"""The swap of all heads of this rank's tokens for this rank's heads of all tokens of its Ulysses group."""
+"""The swap of all heads of this rank's tokens for this rank's heads of all tokens of its Ulysses group.
+
+One direction of :mod:`.swap`; :class:`~para_core.attention.ulysses.UlyssesPlan` makes it for query, key and
+value, for a mask, and for the gradient of the output. Tests: tests/attention/test_exactness.py, and
+test_traffic.py and test_launches.py there for bytes, copies and launches.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +82,7 @@ class ToHeads(Swap):
 
     @property
     def _leaves_out_replicated(self) -> bool:
+        """Whether the tensors have tokens that are not sent, so that packing must cut them out first."""
         return not self.replicated and any(rows.replicates for rows in self.rows)
 
     def _pack(
@@ -303,6 +309,7 @@ def _parts_of_groups(
 
 
 def _sharded_blocks(rows: BlockRows, rank: int) -> list[Run]:
+    """Return where the sharded tokens of ``rank`` lie in the block, as runs ``(start, length)``."""
     return join_neighbours([(row.block, row.length) for row in rows.of_peers[rank] if not row.replicated])
 
 

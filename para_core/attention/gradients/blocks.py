@@ -1,4 +1,9 @@
-"""The gradient of attention to a block of keys that this rank holds, and of what is around it on one rank."""
+"""The gradient of attention to a block of keys that this rank holds, and of what is around it on one rank.
+
+:func:`~para_core.attention.gradients.usp.compose_backward` nests these functions as
+:func:`~para_core.attention.usp.compose` nests their forwards. Nothing here communicates. Tests:
+tests/attention/test_gradients.py.
+"""
 
 from __future__ import annotations
 

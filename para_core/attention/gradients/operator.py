@@ -3,6 +3,10 @@ graph.
 
 Both save the same tensors (:func:`_save`) and have the same backward. Every rank must run the backward,
 because it is collective.
+
+:func:`~para_core.attention.operator.differentiable_usp` calls :func:`differentiate`, which it finds by its
+line in :mod:`para_core.attention.features`. The backward itself is :mod:`.usp` of this folder. Tests:
+tests/attention/test_gradients.py, and tests/attention/test_exactness.py for graphs.
 """
 
 from __future__ import annotations
