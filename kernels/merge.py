@@ -26,9 +26,9 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge ROWS rows of one head per program.
 
-    ``a_batch`` … ``lse_row`` are strides in elements: those of out_a, out_b, out, lse_a, lse_b and lse. WIDTH is a power
-    of 2, at least ``width``, the head dim. A program reads its rows before it writes them, so the result may be
-    written to the memory of a or b.
+    ``a_batch`` … ``lse_row`` are strides in elements: those of out_a, out_b, out, lse_a, lse_b and lse. WIDTH is
+    a power of 2, at least ``width``, the head dim. A program reads its rows before it writes them, so the result
+    may be written to the memory of a or b.
     """
     # Use a single grid dim, because the other grid dims are limited to 65535 programs. Blocks of rows vary
     # fastest.
