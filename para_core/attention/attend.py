@@ -91,11 +91,12 @@ class Accumulator:
     Attributes:
         merged: One partial result for each piece of the queries.
         received: Tensors from other ranks, on which the result must depend in autograd, or a rank that uses
-            none of them would leave out the collective of the backward.
+            none of them would leave out the collective of the backward. The ring styles append them.
         results_of_others: Results ``(out, lse)`` of all queries that other ranks computed, still to be
-            merged.
+            merged. :mod:`.grid_2d` appends them.
         last_steps: Functions that change the merged ``(out, lse)`` in place, called by :meth:`finish`. Only
-            for attention that autograd does not record.
+            for attention that autograd does not record. :func:`~para_core.attention.low_rows.level_low_rows`
+            appends one.
     """
 
     queries: list[Tensor]  # The queries of each piece.

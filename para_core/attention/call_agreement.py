@@ -243,7 +243,7 @@ def warn_of_single_tokens(spec: AttentionSpec) -> None:
 
 
 def describe_mask(spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor) -> MaskRecord:
-    """Return what this rank sends to the others about its ``mask``.
+    """Return what this rank sends to the others about its ``mask``. Collective only if it raises.
 
     Raises:
         RuntimeError: The device of this rank failed. Raised on every rank.

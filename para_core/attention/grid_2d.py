@@ -175,7 +175,9 @@ class Arriving(NamedTuple):
 def start_copies(
     rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[Arriving] = ()
 ) -> Arriving:
-    """Start an all-to-all that sends ``rows`` to each of ``peers`` and receives ``sizes[i]`` rows from ``peers[i]``."""
+    """Start an all-to-all that sends ``rows`` to each of ``peers`` and receives ``sizes[i]`` rows from ``peers[i]``.
+    Collective; the other arguments are those of :func:`start_parts`.
+    """
     copies = rows
     if len(peers) != 1:
         copies = rows.expand(len(peers), *rows.shape)
@@ -191,7 +193,7 @@ def start_parts(
     earlier: Sequence[Arriving] = (),
 ) -> Arriving:
     """Start an all-to-all that sends the next ``send[i]`` rows of ``rows``, ``[S, B, H, D]``, to
-    ``peers[i]``.
+    ``peers[i]``. Collective over the whole ring ``dim``; ranks that are no peers get nothing.
 
     ``receive[i]`` rows are received from ``peers[i]``. ``peers`` are ascending, as an all-to-all reads and
     writes its buffers in the order of ranks. In autograd this all-to-all depends on the ``earlier`` ones.
@@ -224,8 +226,10 @@ def grid_2d(attend: Attend, grid: Grid2D) -> Attend:
 def _attend_in_grid(
     attend: Attend, grid: Grid2D, into: Accumulator, key: Tensor, value: Tensor, *, is_last: bool
 ) -> None:
-    """Add attention to the keys of all ring ranks to ``into``.
-    ``others`` are the queries of the row's other ranks.
+    """Add attention to the keys of all ring ranks to ``into``. Collective.
+
+    ``others`` in the body is the accumulator of the queries of the row's other ranks, whose results are sent back to
+    these ranks. It is None in a grid of one column.
     """
     query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
     S = query.shape[2]

@@ -98,7 +98,8 @@ class Merged:
         count: Number of partial results that were merged.
         out, lse: The merged result; not set while ``count`` is 0. A result that :meth:`add` merged has
             ``out`` in the dtype of lse, so that the caller rounds it only once.
-        choices: The backends that SDPA has chosen for the blocks so far, by their sizes and strides.
+        choices: The backends that SDPA has chosen for the blocks so far, by their sizes and strides. Written and
+            read by :func:`~para_core.attention.local.continue_attention`.
     """
 
     count = 0

@@ -102,6 +102,7 @@ class MeshAttention:
         self._assume_equal, self._attn_func = assume_equal, attn_func
         self._options_text = options.as_text()
         self._host_groups = HostGroups(mesh)
+        # The cache of the current state, and those of all states: see switch_cache(). Keys are those of _lookup_key().
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
 
@@ -247,7 +248,9 @@ class MeshAttention:
         return prepared
 
     def raise_everywhere(self, error: Exception) -> NoReturn:
-        """Raise ``error``. In eager code every rank raises it, unless ``assume_equal`` is set."""
+        """Raise ``error``. In eager code every rank raises it, unless ``assume_equal`` is set: the others get it in the
+        exchange at the start of their call. So call this only in place of that exchange.
+        """
         if not (self._assume_equal or torch.compiler.is_compiling()):
             self._mesh.check_alive()
             agree(error, self._mesh)
@@ -265,7 +268,7 @@ class MeshAttention:
         is_cast: bool,
     ) -> Tensor:
         """Compute a validated call with 4-D tensors. ``is_cast`` says whether autocast is on, and has cast
-        them. Collective.
+        them. Collective. ``extents`` are None if no rank has a mask.
         """
         if query.is_meta:
             # For meta tensors only the shape of the result is needed, so nothing is sent.

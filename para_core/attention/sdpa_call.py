@@ -59,7 +59,8 @@ class SdpaCall(NamedTuple):
     ``SdpaCall(*args, **kwargs)`` binds the arguments of an intercepted call like SDPA's signature. The class
     is a named tuple because Dynamo can trace its construction, which takes only a microsecond in eager code.
     ``query`` is ``[..., H, S_q, D]``, ``key`` and ``value`` are ``[..., H_kv, S_k, D]`` and ``[..., H_kv,
-    S_k, D_v]``, and ``attn_mask`` is bool or float, broadcastable to ``[..., H, S_q, S_k]``.
+    S_k, D_v]``, and ``attn_mask`` is bool or float, broadcastable to ``[..., H, S_q, S_k]``. Only
+    :mod:`para_core.modes.flash_attention` sets ``lengths``.
     """
 
     query: Tensor

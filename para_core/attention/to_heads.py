@@ -59,6 +59,7 @@ class ToHeads(Swap):
         return partial(self._pack, shapes, groups, numel)
 
     def _choose_unpack(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Unpack:
+        # One table needs no kernel: the results are views of it, or of one concatenation of its rows.
         if self.wire.needs_regions or (by_kernel and len(shapes.tables) > 1):
             return self._regions_unpacker(shapes, dtype)
         if len(shapes.tables) > 1:
@@ -186,6 +187,9 @@ class ToHeads(Swap):
         return results
 
     def _regions_unpacker(self, shapes: Shapes, dtype: torch.dtype) -> Unpack:
+        """Return the function that unpacks by a kernel. It copies replicated tokens and does not sum them, so it is not
+        for an exchange with ``replicated``: that of the gradient of the output, a single tensor that is sent as it is.
+        """
         index = self.dim.index
         blocks = [[_sharded_blocks(rows, rank) for rank in range(self.dim.size)] for rows in self.rows]
         regions = self.regions(shapes, blocks, by_head=False)

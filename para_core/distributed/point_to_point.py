@@ -107,8 +107,8 @@ class Links:
         # The transfers that may not have ended: sends in their order, and receives by edge and number.
         self._outgoing: deque[_Transfer] = deque()
         self._incoming: dict[tuple[Edge, int], _Transfer] = {}
-        # Totals since this object was created. On NCCL seconds_waited means nothing, because the host does
-        # not wait.
+        # Totals since this object was created, which PipeFusion reads for its report. On NCCL seconds_waited means
+        # nothing, because the host does not wait.
         self.sent = self.bytes_sent = 0
         self.seconds_waited = 0.0
         self.begin()

@@ -244,7 +244,7 @@ def _weights_on(resampling: _Resampling, dtype: torch.dtype, device: torch.devic
 def _resample(
     ranks: MeshDim, x: Tensor, rows: RowTag, sizes: Sizes, step: float, mode: str, align: bool
 ) -> Tensor:
-    """Return this rank's output rows of ``x`` interpolated along the sharded dim only.
+    """Return this rank's output rows of ``x`` interpolated along the sharded dim only. Collective.
 
     Args:
         sizes: Number of output rows of each rank.

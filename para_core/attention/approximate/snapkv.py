@@ -215,7 +215,7 @@ def _kept_blocks(
     key: Tensor, value: Tensor, is_kept: Tensor, mask: Tensor, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield ``(keys, values, mask)`` of each ring block, this rank's first, with the kept keys and values
-    only.
+    only. Collective: the caller must take all blocks.
 
     For heads that keep fewer keys of a block than others, other keys fill up the tensors, and the mask hides
     these. The next block is in flight while the caller computes. Buffers with gradients are appended to

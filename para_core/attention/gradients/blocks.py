@@ -30,6 +30,7 @@ def local_backward(backend: Backend | None, scale: float | None) -> Backward:
             tiling.split(x)
             for x in (into.query, into.grad_out, into.out, into.lse[..., None], into.grad_query)
         ]
+        # The mask of each piece, and views of its gradient, to which each tile adds in place.
         rows = None
         if into.mask is not None:
             rows = tiling.split(into.mask)
