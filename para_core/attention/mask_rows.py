@@ -36,7 +36,7 @@ HIDES = 8  # At least one row hides a key.
 _HIDDEN = -9900.0
 # Names of the attributes of a tensor for its mark, and for what was last read from the mask in its memory:
 # what the reading depends on (the view, and how often the memory was written), and the bits.
-_MARK, _READ = "_para_core_part", "_para_core_rows"
+_MARK, _READ = "_para_core_part", "_para_core_mask_values"
 # The mark of a tensor that ``cp.shard`` made: the dim, counted from the last, and the runs of tokens that the
 # rank holds. It has plain values only, because torch.save stores the attributes of a tensor.
 Mark = tuple[int, tuple[Run, ...]]

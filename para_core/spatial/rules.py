@@ -234,6 +234,8 @@ def run_reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
         dtype = x.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
             dtype = torch.int64  # PyTorch sums integers in int64.
+    if name == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return func(*args, **kwargs)  # It raises PyTorch's own error, on all ranks.
     total = stack_ranks(x.sum(order, keepdim, dtype=sum_dtype(dtype)), ranks).sum(0)
     if name == "mean":
         total = total / (rows.total * math.prod([x.shape[dim] for dim in dims - {rows.dim}]))

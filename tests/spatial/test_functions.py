@@ -171,6 +171,9 @@ CASES = {
         F.scaled_dot_product_attention(*[tokens(i["image"])] * 3).transpose(1, 2).reshape(i["image"].shape)
     ),
     "causal attention": lambda i: F.scaled_dot_product_attention(*[tokens(i["image"])] * 3, is_causal=True),
+    "causal attention with a mask": lambda i: F.scaled_dot_product_attention(
+        *[tokens(i["image"])[:, None]] * 3, torch.eye(tokens(i["image"]).shape[1]).bool().logical_not(), is_causal=True
+    ),
     "attention with a mask": lambda i: F.scaled_dot_product_attention(
         *[tokens(i["image"])] * 3, attn_mask=torch.eye(tokens(i["image"]).shape[1])
     ),
@@ -254,6 +257,8 @@ def compute(dim, overlaps):
         }
         for name, case in CASES.items():
             outs[name] = rows.gather(case(sharded))
+        with pytest.raises(RuntimeError, match=r"mean\(\).*Long"):  # PyTorch's own error.
+            sharded["image"].long().mean(dim)
         for name, case in REFUSED.items():
             with pytest.raises(MixesRows, match=rf"^{name.split()[0]} .*dim \d"):
                 case(sharded, dim)
