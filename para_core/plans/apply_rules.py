@@ -2,7 +2,8 @@
 
 :mod:`.region` and :mod:`.submodule_calls` call this for the arguments and outputs of a model and its
 submodules. How a tensor is split is in :mod:`.split_rules`, and how outputs are gathered in
-:mod:`.gathered_outputs`.
+:mod:`.gathered_outputs`. PipeFusion has a subclass of :class:`RuleExecutor` in
+:mod:`para_core.weights.patch_hooks`. Tests: tests/plans/test_plan.py, tests/plans/test_exactness.py.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
 
         Arguments and fields that are not passed, or are None, are skipped. ``parameters`` are the names of
         the positional parameters, in order. Raise ``TypeError`` or ``ValueError`` if an argument does not fit
-        its rule.
+        its rule. Collective if one of the rules is a :class:`Gather`.
         """
         positional = list(args)
         named = dict(kwargs)
@@ -104,7 +105,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
     def apply(self, value: Any, rule: ShardRule, name: str) -> Any:
         """Return ``value``, an argument or output called ``name``, with ``rule`` applied to it, or to
         each entry of a list, tuple or dict that is not None, or to each field of a dataclass that holds
-        tensors or masks.
+        tensors or masks. Collective if ``rule`` is a :class:`Gather`.
 
         Raises:
             TypeError, ValueError: ``value`` is of a kind, or has a shape, that does not fit the rule.
@@ -211,7 +212,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
     def apply_to_outputs(self, output: Any, rules: Mapping[int | str, ShardRule], module_name: str) -> Any:
         """Return a module's output, a tensor, tuple or dataclass, with each rule of ``rules`` applied at its
         index, or at an index and the path of a field, such as ``"0.x"``. A tensor, dataclass or named tuple
-        has the index 0.
+        has the index 0. Collective if one of the rules is a :class:`Gather`.
         """
         for key, rule in rules.items():
             index, _, path = str(key).partition(".")

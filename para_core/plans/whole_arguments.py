@@ -1,4 +1,8 @@
-"""Explain errors of tensors for all tokens that a user passes through a dict, past the rules of a plan."""
+"""Explain errors of tensors for all tokens that a user passes through a dict, past the rules of a plan.
+
+``Region.run`` calls this with an error that the model has raised. Nothing is checked before a call. Tests:
+tests/plans/test_attention_check.py.
+"""
 
 from __future__ import annotations
 
