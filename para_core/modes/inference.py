@@ -10,6 +10,9 @@ in total. If the candidate that fits on this rank conflicts with another candida
 lengths on all ranks are compared, so every rank raises, even if different candidates fit on different ranks.
 Candidates with equal lengths on every rank and equal totals differ only in their order, which matters for a
 mask and for ``is_causal``.
+
+Only :mod:`.layout_mode` calls this. Which sequences a mode knows is noted in :mod:`.sharding_mode`. Tests:
+tests/modes/test_inference.py.
 """
 
 from __future__ import annotations
