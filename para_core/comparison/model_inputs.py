@@ -1,4 +1,7 @@
-"""The arguments of a model call, and where their tokens are."""
+"""The arguments of a model call, and where their tokens are.
+
+``check_parallel`` and ``verify=True`` hold the inputs of a call by these. Tests: tests/verify/test_check_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -123,6 +126,7 @@ def dims_of_tokens(
 
 
 def _dims_by_name(module: nn.Module, inputs: ModelInputs, dims: Mapping[str, int]) -> dict[int, int]:
+    """Return what :func:`dims_of_tokens` returns for a dim for each parameter name. Raise ``ValueError`` as it does."""
     leaves, indices = inputs.leaves(), _indices_by_name(module, inputs)
     unknown = [name for name in dims if name not in indices]
     if unknown:

@@ -7,6 +7,9 @@ wrong plan therefore raises here, whereas real ranks may hang or abort.
 Only one rank runs at a time, until it waits in a collective. This is needed since torch 2.13, where
 ``is_compiling()`` applies to the whole process: a rank that runs while another rank compiles would behave as
 if it were traced.
+
+``check_parallel``, ``propose_plan`` and :mod:`.runs` use them. Real ranks are started by
+:mod:`para_core.launcher.launch`. Tests: tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ class _RankTurns:
             self.changed.notify_all()
 
     def check(self) -> None:
-        """If all running ranks are waiting, so that no other rank can arrive, release them."""
+        """If all running ranks are waiting, so that no other rank can arrive, release them. The caller holds
+        ``changed``.
+        """
         if self.waiting and self.waiting == self.running:
             self.failed = True
             self.changed.notify_all()
@@ -88,7 +93,7 @@ class _Meeting:
 
     def exchange(self, rank: int, sent: Any, receive: Callable[[list[Any]], None]) -> None:
         """Send ``sent`` to all ranks of the group, call ``receive`` with the values of all ranks, and wait
-        until all have received.
+        until all have received. Collective.
 
         Raises:
             RanksDiffer: A rank failed, or the other ranks are in different collectives.
