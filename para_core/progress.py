@@ -3,6 +3,9 @@ warm-up.
 
 Nothing is shown unless a handler is attached. Records of a counted phase have the attributes ``done`` and
 ``total``.
+
+``fleet/`` and :mod:`para_core.launcher.report_loading` report and listen; ``cli/progress.py`` draws. Tests:
+tests/cli/test_progress.py, tests/fleet/test_rank.py.
 """
 
 from __future__ import annotations
