@@ -330,6 +330,7 @@ def describe_options(options: type[Subject]) -> type[Subject]:
 
 
 def _parameter_of(declaration: Declaration) -> inspect.Parameter:
+    """Return the keyword parameter of an option, as signatures show it: its annotation is a text."""
     default = declaration.default
     if default is MISSING:
         default = inspect.Parameter.empty

@@ -87,6 +87,7 @@ class _ComponentCounter(logging.Handler):
         self._count = self._bytes = 0
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Report the component that a message "Loaded NAME as …" names; other messages say nothing."""
         words = record.getMessage().split(maxsplit=2)
         if len(words) < 2 or words[0] != "Loaded":
             return

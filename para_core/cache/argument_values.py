@@ -132,6 +132,9 @@ Leaves = dict[str, Leaf]
 
 
 def _are_same(x: Any, y: Any) -> bool:
+    """Whether two values that are no tensors are equal. NaN equals NaN, and objects of unknown classes only
+    themselves.
+    """
     if x is y:
         return True
     if type(x) is not type(y):

@@ -345,6 +345,7 @@ class BlockCache:
         self._forget_states()
 
     def _forget_states(self) -> None:
+        """Begin with an empty state, without branches, and with nothing of a current call."""
         self.states: dict[str, CacheState] = {}
         self.state = self._empty_state()
         self.traced.reset()

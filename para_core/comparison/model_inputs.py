@@ -78,6 +78,7 @@ class ModelInputs:
 
 
 def _shorten_block_mask(mask: BlockMask, total: int, length: int) -> BlockMask:
+    """Return ``mask`` with ``length`` queries, and keys, if it had ``total`` of them; else unchanged."""
     queries, keys = mask.seq_lengths
     if total not in (queries, keys):
         return mask
@@ -89,6 +90,7 @@ def _shorten_block_mask(mask: BlockMask, total: int, length: int) -> BlockMask:
 
 
 def _shorten_tensor(x: Tensor, dims: Sequence[int], total: int, length: int) -> Tensor:
+    """Return the first ``length`` entries of ``x`` along those of ``dims`` that have ``total`` entries."""
     for dim in dims:
         if x.shape[dim] == total:
             x = x.narrow(dim, 0, length)

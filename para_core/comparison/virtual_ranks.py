@@ -163,6 +163,9 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall_base(
         self, received: Tensor, x: Tensor, receive_sizes: Any, send_sizes: Any, *_: Any
     ) -> _Completed:
+        """Send parts of ``x`` along dim 0, of ``send_sizes``, to the ranks, and write theirs to ``received``. Empty
+        sizes mean equal parts. Collective.
+        """
         even = [x.shape[0] // self.size()] * self.size()
         sends = x.split(list(send_sizes) or even)
 
@@ -175,6 +178,8 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
         return _Completed()
 
     def all_gather_single(self, gathered: Tensor, x: Tensor, *_: Any) -> _Completed:
+        """Write ``x`` of each rank, all of equal shapes, one after the other to ``gathered``. Collective."""
+
         def receive(sent: list[Tensor]) -> None:
             for part, x_of_rank in zip(gathered.view(self.size(), -1), sent, strict=True):
                 _copy_received(part, x_of_rank.reshape(-1))
@@ -183,6 +188,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
         return _Completed()
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> _Completed:
+        """Write the first of the root rank's ``tensors`` to that of each rank; there are no others. Collective."""
         root = options.rootRank
 
         def receive(sent: list[Tensor]) -> None:

@@ -132,6 +132,7 @@ def _reduce_tensor(torch: Any, value: Any) -> Any:
 
 
 def _load_tensor(dtype: str, shape: tuple[int, ...], buffer: Any) -> Any:
+    """Return the tensor of :func:`_reduce_tensor`, which shares the memory of ``buffer`` unless that is ``bytes``."""
     import torch
 
     # torch.frombuffer takes neither empty buffers nor, without a warning, read-only ones.

@@ -127,6 +127,7 @@ class Channel:
                 self._send_storage(body)
 
     def _send_storage(self, body: Body) -> None:
+        """Send the large buffers in the stream, with the gaps that align them. The caller holds the lock."""
         if isinstance(body.storage, int):
             with mmap.mmap(body.storage, 0, access=mmap.ACCESS_READ) as memory:
                 self._sock.sendall(memory)

@@ -130,6 +130,7 @@ def _order_error(fitting: SequenceLayout, kind: str) -> ValueError:
 
 
 def _no_fit_error(num_tokens: int, candidates: list[SequenceLayout], rank: int, kind: str) -> ValueError:
+    """Return the error that no candidate has ``num_tokens`` tokens on ``rank``; it lists this rank's part of each."""
     listed = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in candidates[:_MAX_LISTED]])
     if len(candidates) > _MAX_LISTED:
         listed = f"{listed}, …"

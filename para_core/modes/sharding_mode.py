@@ -298,6 +298,10 @@ class ShardingMode(TorchFunctionMode):
 def _layout_signature(
     layout: SequenceLayout, dim: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Signature:
+    """Return what must be equal on all ranks in a call of shard or gather, by the words of the error if it is not.
+
+    ``dim`` counts from 0, and ``shape`` is without it.
+    """
     # Layouts that place other tokens on a rank may have the same lengths.
     segments = [
         f"{segment.total}{' replicated' * segment.replicated}{' balanced' * segment.balanced}"

@@ -332,6 +332,7 @@ class UnifiedAttnMode(LayoutMode):
         return self._attend(call, is_traced=torch.compiler.is_compiling())
 
     def _attend(self, call: SdpaCall, *, is_traced: bool) -> Tensor:
+        """Do what :meth:`attend` does, if this mode does not leave attention unchanged. Collective."""
         self.intercepted = True
         # Most calls are not inside a checkpoint. Test it here to save the time of a function call.
         if not is_traced and top_saved_tensors_hooks(True) is not None:

@@ -161,6 +161,9 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         return self.apply(entry, rule, name)
 
     def _split_mask(self, value: Any, rule: SplitMask, name: str) -> Any:
+        """Return the rows of a block mask for this rank's queries; the mask itself if no segment is sharded. In eager
+        code each mask is sharded once for a pair of layouts. Raise ``TypeError`` if it is no block mask.
+        """
         shard_mask = mask_sharder(value)
         if shard_mask is None:
             raise TypeError(
@@ -179,6 +182,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         return sharded[2]
 
     def _apply_to_entries(self, value: Any, rule: Entries, name: str) -> Any:
+        """Return a list or tuple with ``rule.cuts[i]`` applied to entry i. Raise ``TypeError`` for another length."""
         if not isinstance(value, (list, tuple)) or len(value) != len(rule.cuts):
             length = ""
             if isinstance(value, (list, tuple)):
@@ -201,6 +205,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         return stop - start
 
     def _clamp_lengths(self, lengths: Tensor, rule: CumulativeLengths, name: str) -> Tensor:
+        """Return the cumulative lengths of this rank's tokens. Raise ``ValueError`` for several sequences."""
         if lengths.shape != (2,):
             raise ValueError(
                 f"{name} has shape {list(lengths.shape)}; expected [2], the cumulative lengths of one sequence, whose "

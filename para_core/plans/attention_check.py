@@ -74,6 +74,7 @@ class ModelCode:
         self._parts = self._now()
 
     def _now(self) -> list[Any]:
+        """Return the processors, replaced ``forward`` functions and hooks of all modules, in one order."""
         states = [module.__dict__ for module in self.modules]
         hooks = [map(dict.get, states, repeat(name)) for name in (FORWARD_PRE_HOOKS, FORWARD_HOOKS)]
         return [

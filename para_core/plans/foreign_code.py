@@ -123,6 +123,7 @@ def _package_of(code: Any) -> str:
 
 
 def _unbound(code: Any) -> Any:
+    """Return the function inside a partial or a bound method; other ``code`` itself."""
     if isinstance(code, functools.partial):
         return _unbound(code.func)
     if hasattr(code, "__func__"):

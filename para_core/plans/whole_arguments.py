@@ -64,6 +64,7 @@ def _tensors_in_dicts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
 
 
 def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dicts, lists and tuples, each with its expression, which begins with ``name``."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):

@@ -91,6 +91,7 @@ class OneProcess:
         return sum(segment.size(self.rank, self.ranks) for segment in self._segments_of(sequences))
 
     def _segments_of(self, sequences: Names) -> tuple[Segment, ...]:
+        """Return the segments of ``sequences``, in this order. Names that the call has not noted are left out."""
         by_name: dict[str | int, Segment] = {segment.name: segment for segment in self.segments}
         for name in sequences:
             if isinstance(name, int):
