@@ -196,7 +196,8 @@ class Region:
 
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
         """Use these attention options, and this backend for cross-attention, from the next call on.
-        ``adapters/parallel/scheduled_attention.py`` calls this between the steps of a pipeline.
+        ``adapters/parallel/scheduled_attention.py`` calls this between steps, and
+        ``adapters/inspect/attention_names.py`` for the backend that the model itself names.
 
         Without ``cross_backend``, sharded keys use ``options.backend`` and replicated keys plain SDPA. A
         compiled module is compiled once for each pair (``options``, ``cross_backend``), and keeps the graphs.

@@ -1,6 +1,6 @@
 """Apply the rule :class:`~para_core.plans.plan.Split` to a tensor: return this rank's part of its tokens.
 
-The other rules are in :mod:`.apply_rules`, whose ``RuleExecutor`` is the only subclass. Splitting needs no
+The other rules are in :mod:`.apply_rules`, whose ``RuleExecutor`` derives from this. Splitting needs no
 communication. Tests: tests/plans/test_exactness.py, and tests/adapters/propose/test_structures.py for rare fields of
 a rule.
 """

@@ -54,8 +54,8 @@ class SubmoduleCalls:
     check: AttentionCheck
     interceptions: list[Interception]
     intercept_if_sharded: Callable[[Collection[ShardRule]], None]
-    # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads. It has
-    # at most one entry: _run_with_heads fills it, and the hooks of the projections read it.
+    # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
+    # _run_with_heads fills and clears the list, and the hooks of the projections read it. Such modules are not nested.
     _head_exchanges: list[HeadExchange] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
