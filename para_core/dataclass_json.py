@@ -1,4 +1,8 @@
-"""Write a dataclass as JSON and read it again. In graphs, options, meshes and calls are strings of this form."""
+"""Write a dataclass as JSON and read it again. In graphs, options, meshes and calls are strings of this form.
+
+Called in :mod:`para_core.attention.attention_options`, :mod:`para_core.attention.spec` and
+:mod:`para_core.distributed.mesh`. Tests: tests/test_dataclasses.py.
+"""
 
 from __future__ import annotations
 

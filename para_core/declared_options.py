@@ -8,7 +8,8 @@ A field has a type, a default and an :class:`Option`, which says in words what t
 
 :func:`check_options` validates values by these types, :func:`takes_options` makes the fields the keyword
 arguments of a function, and :func:`declarations` lists them for the command line and for the tables of pages.
-Imports no torch.
+Imports no torch. No option is declared here: see :mod:`para_core.pipeline_options`, :mod:`para_core.cache.options`,
+``adapters/parallel/options.py`` and ``fleet/recipe.py``. Tests: tests/test_declared_options.py, tests/cli/test_help.py.
 """
 
 from __future__ import annotations
@@ -329,6 +330,7 @@ def describe_options(options: type[Subject]) -> type[Subject]:
 
 
 def _parameter_of(declaration: Declaration) -> inspect.Parameter:
+    """Return the keyword parameter of an option, as signatures show it: its annotation is a text."""
     default = declaration.default
     if default is MISSING:
         default = inspect.Parameter.empty

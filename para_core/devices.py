@@ -1,5 +1,8 @@
 """Speed and memory of devices, and of the links between them, from data sheets.
 Imports no torch at import time.
+
+The planner (``adapters/planner/``) predicts by these figures, and :mod:`.doctor` compares what it measures with them.
+Tests: tests/test_devices.py, tests/planner/test_predict.py.
 """
 
 from __future__ import annotations
@@ -45,14 +48,17 @@ class Device:
 
     @property
     def product_speed(self) -> float:
+        """Floating-point operations per second that large matrix products reach."""
         return self.products * self.of_products
 
     @property
     def attention_speed(self) -> float:
+        """Floating-point operations per second that attention reaches."""
         return self.products * self.of_attention
 
     @property
     def copy_speed(self) -> float:
+        """Bytes per second that operators read and write in device memory."""
         return self.bandwidth * _OF_BANDWIDTH
 
 

@@ -5,6 +5,9 @@ para_core.doctor``. Rank 0 prints a table, and with --output writes it as JSON. 
 reported as broken, with its error, and the next check runs. Each check is a collective call.
 """
 
+# ``para_core doctor`` (cli/doctor.py) calls examine_machine. The docstring above is the text of --help. The report is
+# in doctor_report.py. Tests: tests/test_doctor.py.
+
 from __future__ import annotations
 
 import argparse
@@ -245,7 +248,7 @@ def advice_on_bandwidth(bandwidth: float, device: Device | None) -> str:
 
 def _time_exchange(ranks: ExaminedRanks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
     """Return the latency (seconds of a small exchange) and the bytes per second of a large one, on the
-    slowest rank.
+    slowest rank. Collective.
 
     In a ring step each rank sends to the next rank only. Otherwise the exchange is an all-to-all.
     """

@@ -1,4 +1,7 @@
-"""The ranks that the doctor examines, and the report of its checks."""
+"""The ranks that the doctor examines, and the report of its checks.
+
+The checks themselves are in :mod:`.doctor`. Tests: tests/test_doctor.py.
+"""
 
 from __future__ import annotations
 

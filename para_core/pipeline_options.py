@@ -3,7 +3,7 @@
 ``parallelize_pipe`` takes them as keyword arguments, a ``Recipe`` has them as fields, ``para_core`` as
 options, and the pages list them. Options whose value is an object of Python are declared in
 ``adapters/parallel/options.py``, and those of loading a pipeline in ``fleet/recipe.py``. Imports no torch, so
-that a command can validate its options at once.
+that a command can validate its options at once. Tests: tests/cli/test_help.py, tests/fleet/test_recipe.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@ of rows.
 
 Libraries choose the kernel of a matrix product by its sizes, so a rank, which has fewer rows than one
 process, may get other bits. :mod:`para_core.kernels.product` has one tile shape and adds up in one order.
+
+``adapters/products.py`` enters the mode around the calls of a transformer. Tests: tests/test_products.py.
 """
 
 from __future__ import annotations
@@ -108,6 +110,9 @@ def _read_linear(input: Any, weight: Any, bias: Any = None) -> Operands | None:
     if not fits or not are_equal or input.dtype not in triton_support.FLOATS:
         return None
     return input, weight, bias
+
+
+# The functions below have the parameters of the function of torch that they read, and return as _read_linear does.
 
 
 def _read_matmul(input: Any, other: Any, **others: Any) -> Operands | None:

@@ -3,6 +3,9 @@ warm-up.
 
 Nothing is shown unless a handler is attached. Records of a counted phase have the attributes ``done`` and
 ``total``.
+
+``fleet/`` and :mod:`para_core.launcher.report_loading` report and listen; ``cli/progress.py`` draws. Tests:
+tests/cli/test_progress.py, tests/fleet/test_rank.py.
 """
 
 from __future__ import annotations
@@ -84,6 +87,7 @@ class _ComponentCounter(logging.Handler):
         self._count = self._bytes = 0
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Report the component that a message "Loaded NAME as …" names; other messages say nothing."""
         words = record.getMessage().split(maxsplit=2)
         if len(words) < 2 or words[0] != "Loaded":
             return

@@ -493,6 +493,7 @@ class SpareDispatchKey:
         return self._key is not None
 
     def _register(self) -> None:
+        """Register the kernels and the fallback, unless the key is missing or in use. The caller holds the lock."""
         try:
             key = torch._C._dispatch_key_parse(self._name)
             if torch._C._dispatch_has_backend_fallback(key):

@@ -1,4 +1,8 @@
-"""Loading of Triton kernels, if this machine can run them. Otherwise callers use plain PyTorch."""
+"""Loading of Triton kernels, if this machine can run them. Otherwise callers use plain PyTorch.
+
+The kernels are in ``kernels/``, each with a plain reference. Tests: tests/kernels/test_old_gpus.py,
+tests/test_products.py.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 def has_triton() -> bool:
+    """Whether Triton is installed. Its kernels may still not run here: see :func:`load_kernel`."""
     return _HAS_TRITON
 
 

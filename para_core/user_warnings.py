@@ -1,6 +1,7 @@
 """Warnings for users of para_core.
 
-A warning names the user's line of code, and a :class:`WarningLog` gives it only once.
+A warning names the user's line of code, and a :class:`WarningLog` gives it only once. Tests:
+tests/test_user_warnings.py.
 """
 
 from __future__ import annotations

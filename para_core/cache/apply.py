@@ -1,5 +1,8 @@
 """Public functions for First Block Cache on a model without a pipeline: apply, reset and remove it, name
 branches, and look up its options.
+
+Pipelines have ``apply_cache_on_pipe`` in ``adapters/cache/pipeline.py`` instead. What a call does is in
+:mod:`.block_cache`. Tests: tests/cache/test_state.py, tests/cache/test_steps.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The values in the arguments of a model call, by path, and whether they are equal in another call."""
+"""The values in the arguments of a model call, by path, and whether they are equal in another call.
+
+:mod:`.branches` and :mod:`.branch_search` tell CFG branches apart by these. A graph has :mod:`.call_digest` instead.
+Tests: tests/cache/test_steps.py.
+"""
 
 from __future__ import annotations
 
@@ -128,6 +132,9 @@ Leaves = dict[str, Leaf]
 
 
 def _are_same(x: Any, y: Any) -> bool:
+    """Whether two values that are no tensors are equal. NaN equals NaN, and objects of unknown classes only
+    themselves.
+    """
     if x is y:
         return True
     if type(x) is not type(y):

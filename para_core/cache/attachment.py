@@ -1,4 +1,8 @@
-"""The hooks on a model and its blocks through which caches run or skip the blocks, and a search for diffusers' own."""
+"""The hooks on a model and its blocks through which caches run or skip the blocks, and a search for diffusers' own.
+
+:class:`~para_core.cache.block_cache.BlockCache` attaches and detaches them. Tests: tests/cache/test_state.py,
+tests/cache/test_flux.py.
+"""
 
 from __future__ import annotations
 

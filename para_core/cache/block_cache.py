@@ -6,6 +6,9 @@ that block's hook decides before it runs. The hooks of the other blocks run or s
 step, the hook of the last skipped block of a group returns the group's input plus the forecast residual.
 Computations of the model between its blocks (such as residuals of a ControlNet) also run in skipped steps,
 but have no effect there, because the stored residual has them.
+
+Made by :mod:`.apply` for a model, and by ``adapters/cache/pipeline.py`` for a pipeline. The blocks themselves run in
+:mod:`.block_run`, the graph's part is in :mod:`.graph`. Tests: tests/cache/test_state.py, tests/cache/test_steps.py.
 """
 
 from __future__ import annotations
@@ -108,6 +111,8 @@ class BlockCache:
         self._branches = self._new_branches()
         self.observers = [make() for make in OBSERVERS]
         self.outcomes: deque[DecisionOutcome] = deque(maxlen=_MOST_OUTCOMES)
+        # The step and the outcome of the current or last call: run() sets the step, and decide() (block_run.py)
+        # or a graph the outcome. Before the first call the outcome stands for nothing that was decided.
         self.step = Step()
         self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
         self._device = torch.device("cpu")
@@ -340,6 +345,7 @@ class BlockCache:
         self._forget_states()
 
     def _forget_states(self) -> None:
+        """Begin with an empty state, without branches, and with nothing of a current call."""
         self.states: dict[str, CacheState] = {}
         self.state = self._empty_state()
         self.traced.reset()

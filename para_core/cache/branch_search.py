@@ -1,4 +1,7 @@
-"""The search for the CFG branch of one model call among the branches of its group."""
+"""The search for the CFG branch of one model call among the branches of its group.
+
+:mod:`.branches` finds the group and starts the search. Tests: tests/cache/test_steps.py.
+"""
 
 from __future__ import annotations
 
@@ -352,6 +355,9 @@ class BranchSearch:
         return begins
 
     def _is_same(self, x: Leaf | None, y: Leaf | None) -> bool:
+        """Whether two values are equal. Waits for the device, and is collective with ``agree``, if two tensors must be
+        compared by value.
+        """
         if x is None or y is None:
             return x is y
         same = x.compare(y)
@@ -364,7 +370,7 @@ class BranchSearch:
         return all_equal([[(x, y)]], self._agree)[0]
 
     def _agree_on_all(self, value: bool) -> bool:
-        """Return whether ``value`` is True on all ranks."""
+        """Return whether ``value`` is True on all ranks. Collective with ``agree``."""
         if self._agree is None:
             return value
         return not self._agree(torch.tensor([int(not value)])).item()

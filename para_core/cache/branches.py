@@ -1,4 +1,8 @@
-"""Identify the CFG branch of a model call by its arguments, and calls of one branch within one step."""
+"""Identify the CFG branch of a model call by its arguments, and calls of one branch within one step.
+
+The comparison with earlier calls is in :mod:`.branch_search`. :mod:`.block_cache` calls this before each call of a
+model. Tests: tests/cache/test_steps.py, tests/cache/test_state.py.
+"""
 
 from __future__ import annotations
 
@@ -160,6 +164,7 @@ class Branches:
         *,
         raises: bool,
     ) -> BranchCall:
+        """Do what :meth:`identify` does, without an announced call. ``raises`` is as in :class:`BranchSearch`."""
         if context is None:
             group = self._group_of(arguments, agree)
         else:

@@ -3,6 +3,8 @@ itself.
 
 If a model is compiled after :func:`~para_core.cache.apply.apply_cache`, or called inside a compiled function,
 the hook that identifies branches is part of the graph, and calls without a ``cache_context`` share one state.
+
+Only ``GraphForm.enter`` (:mod:`.graph`) calls this. Tests: tests/cache/test_steps.py, tests/cache/test_graph.py.
 """
 
 from __future__ import annotations

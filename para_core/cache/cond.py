@@ -5,6 +5,8 @@ The branches of ``torch.cond`` only support plain tensors (torch 2.13 and 2.15).
 wrapper subclass, as torchao's are, fails with "There was no rule registered for HOP cond". Inside a branch,
 ``F.linear`` with such a weight is therefore replaced by a function that takes the plain tensors inside it,
 and rebuilds the weight from them. Other operators on such weights still fail.
+
+Only :mod:`.graph` uses this, while Dynamo traces. Tests: tests/cache/test_graph.py.
 """
 
 from __future__ import annotations
@@ -128,7 +130,7 @@ class GroupBlocks:
             yield partial(_call_in_branch, layers, call, block)
 
     def call(self, block: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return ``call(block, *args, **kwargs)``.
+        """Return ``call(block, *args, **kwargs)``, where ``block`` is one of the group.
         Linear layers with quantized weights compute with plain tensors.
         """
         layers = next(
@@ -191,6 +193,9 @@ class _WeightStructure(NamedTuple):
 
 
 def _flatten(weight: Any) -> tuple[list[Path], _WeightStructure]:
+    """Return the paths to the plain tensors inside ``weight``, in the order in which :func:`_build` takes them, and its
+    structure.
+    """
     names, context = weight.__tensor_flatten__()
     paths: list[Path] = []
     inner: list[tuple[str, _WeightStructure | None]] = []

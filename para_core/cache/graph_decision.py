@@ -1,4 +1,8 @@
-"""The decision whether to skip a step inside a graph, with tensors."""
+"""The decision whether to skip a step inside a graph, with tensors.
+
+It must decide as :class:`~para_core.cache.decision.NumberDecider` does: change both. Only :mod:`.graph` calls it.
+Tests: tests/cache/test_options.py compares both with one reference.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +92,9 @@ class TensorDecider:
         return _BranchCounters(calls, hits, hits_in_a_row, tuple(times))
 
     def decide(self, inputs: DecisionInput, numbers: Tensor) -> tuple[Tensor, DecisionOutcome]:
-        """Return whether to skip the step, and the outcome for the report. Update the counters and ``first``."""
+        """Return whether to skip the step, and the outcome for the report. Update the counters and ``first``.
+        Collective: unlike in eager code the ranks compare in every call.
+        """
         params = StepNumbers(*numbers.unbind())
         counts = self._counts
         first = self.first

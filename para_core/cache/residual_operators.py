@@ -1,6 +1,7 @@
 """Operators that compare and add residuals: Triton kernels on a GPU, plain PyTorch elsewhere and in graphs.
 
-The references in :mod:`para_core.kernels.residual_reference` say what they compute.
+The references in :mod:`para_core.kernels.residual_reference` say what they compute. :mod:`.rules` compares by
+:func:`change`, and :mod:`.residuals` adds by :func:`forecast`. Tests: tests/kernels/test_small_kernels.py.
 """
 
 from __future__ import annotations

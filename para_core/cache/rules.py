@@ -1,4 +1,8 @@
-"""The rules by which the cache compares steps, and what a policy of the user's sees of a step."""
+"""The rules by which the cache compares steps, and what a policy of the user's sees of a step.
+
+:mod:`.decision` applies a rule; how residuals are forecast is in :mod:`.forecast_rule`. Tests:
+tests/cache/test_options.py.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +62,7 @@ class Rule:
 
 
 def _ratio(sums: Tensor) -> Tensor:
+    """Return the quotient ``[B]`` of two sums ``[B, 2]``. It is not finite if the second is 0: the step is computed."""
     return sums[:, 0] / sums[:, 1]
 
 

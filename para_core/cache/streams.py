@@ -1,4 +1,7 @@
-"""The streams of a block: the tensors in its arguments and outputs, also those in fields of dataclasses."""
+"""The streams of a block: the tensors in its arguments and outputs, also those in fields of dataclasses.
+
+:mod:`.block_roles` reads and returns streams by these functions. Tests: tests/cache/test_dataclass_streams.py.
+"""
 
 from __future__ import annotations
 

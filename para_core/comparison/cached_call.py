@@ -1,4 +1,8 @@
-"""Compare a call that skips blocks with the unmodified model, to show that a block stack describes the model."""
+"""Compare a call that skips blocks with the unmodified model, to show that a block stack describes the model.
+
+``adapters/propose/`` tries its guesses of a block stack by this. Tests: tests/adapters/propose/test_completion.py,
+tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Clues for debugging a module that differs on several ranks: its attention calls, settings, and advice."""
+"""Clues for debugging a module that differs on several ranks: its attention calls, settings, and advice.
+
+:mod:`.difference` adds them to its result; nothing is decided by them. Tests: tests/verify/test_check_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def clues_for(
 
 
 def _attention_calls(name: str, record: CallRecord) -> list[AttentionRecord]:
-    """Return the starts and ends of attention calls in the module ``name``, in the order of time."""
+    """Return the starts and ends of attention calls in the module ``name``, in the order of time. So each call is in
+    the list twice, if it has ended; callers read the first one only.
+    """
     return [
         entry.attention for entry in record.entries if entry.module == name and entry.attention is not None
     ]

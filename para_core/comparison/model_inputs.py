@@ -1,4 +1,7 @@
-"""The arguments of a model call, and where their tokens are."""
+"""The arguments of a model call, and where their tokens are.
+
+``check_parallel`` and ``verify=True`` hold the inputs of a call by these. Tests: tests/verify/test_check_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +78,7 @@ class ModelInputs:
 
 
 def _shorten_block_mask(mask: BlockMask, total: int, length: int) -> BlockMask:
+    """Return ``mask`` with ``length`` queries, and keys, if it had ``total`` of them; else unchanged."""
     queries, keys = mask.seq_lengths
     if total not in (queries, keys):
         return mask
@@ -86,6 +90,7 @@ def _shorten_block_mask(mask: BlockMask, total: int, length: int) -> BlockMask:
 
 
 def _shorten_tensor(x: Tensor, dims: Sequence[int], total: int, length: int) -> Tensor:
+    """Return the first ``length`` entries of ``x`` along those of ``dims`` that have ``total`` entries."""
     for dim in dims:
         if x.shape[dim] == total:
             x = x.narrow(dim, 0, length)
@@ -123,6 +128,7 @@ def dims_of_tokens(
 
 
 def _dims_by_name(module: nn.Module, inputs: ModelInputs, dims: Mapping[str, int]) -> dict[int, int]:
+    """Return what :func:`dims_of_tokens` returns for a dim for each parameter name. Raise ``ValueError`` as it does."""
     leaves, indices = inputs.leaves(), _indices_by_name(module, inputs)
     unknown = [name for name in dims if name not in indices]
     if unknown:

@@ -1,5 +1,7 @@
 """Compare the parts of a tensor on several ranks with the full tensor, and find out which part each rank
 holds.
+
+The tolerances with which errors are compared are in :mod:`.tolerances`. Tests: tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations

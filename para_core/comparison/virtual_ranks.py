@@ -7,6 +7,9 @@ wrong plan therefore raises here, whereas real ranks may hang or abort.
 Only one rank runs at a time, until it waits in a collective. This is needed since torch 2.13, where
 ``is_compiling()`` applies to the whole process: a rank that runs while another rank compiles would behave as
 if it were traced.
+
+``check_parallel``, ``propose_plan`` and :mod:`.runs` use them. Real ranks are started by
+:mod:`para_core.launcher.launch`. Tests: tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ class _RankTurns:
             self.changed.notify_all()
 
     def check(self) -> None:
-        """If all running ranks are waiting, so that no other rank can arrive, release them."""
+        """If all running ranks are waiting, so that no other rank can arrive, release them. The caller holds
+        ``changed``.
+        """
         if self.waiting and self.waiting == self.running:
             self.failed = True
             self.changed.notify_all()
@@ -88,7 +93,7 @@ class _Meeting:
 
     def exchange(self, rank: int, sent: Any, receive: Callable[[list[Any]], None]) -> None:
         """Send ``sent`` to all ranks of the group, call ``receive`` with the values of all ranks, and wait
-        until all have received.
+        until all have received. Collective.
 
         Raises:
             RanksDiffer: A rank failed, or the other ranks are in different collectives.
@@ -158,6 +163,9 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall_base(
         self, received: Tensor, x: Tensor, receive_sizes: Any, send_sizes: Any, *_: Any
     ) -> _Completed:
+        """Send parts of ``x`` along dim 0, of ``send_sizes``, to the ranks, and write theirs to ``received``. Empty
+        sizes mean equal parts. Collective.
+        """
         even = [x.shape[0] // self.size()] * self.size()
         sends = x.split(list(send_sizes) or even)
 
@@ -170,6 +178,8 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
         return _Completed()
 
     def all_gather_single(self, gathered: Tensor, x: Tensor, *_: Any) -> _Completed:
+        """Write ``x`` of each rank, all of equal shapes, one after the other to ``gathered``. Collective."""
+
         def receive(sent: list[Tensor]) -> None:
             for part, x_of_rank in zip(gathered.view(self.size(), -1), sent, strict=True):
                 _copy_received(part, x_of_rank.reshape(-1))
@@ -178,6 +188,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
         return _Completed()
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> _Completed:
+        """Write the first of the root rank's ``tensors`` to that of each rank; there are no others. Collective."""
         root = options.rootRank
 
         def receive(sent: list[Tensor]) -> None:

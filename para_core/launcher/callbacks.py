@@ -3,6 +3,9 @@
 The arguments, with all tensors, travel to the caller. The result, the tensors that the callback changed in
 place, the attributes that it set on the pipeline, and the state of random generators travel back to all
 ranks.
+
+On a rank, ``rank.py`` passes a :class:`Relay` to the pipeline; in the caller, ``running_call.py`` calls
+:func:`run_callback`. Tests: tests/launcher/test_callbacks.py.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ class Relay:
         self._connection, self._pipe, self._name, self._generators = connection, pipe, name, generators
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The order of these tensors numbers them: the caller counts them in the same order (run_callback).
         pipe, tensors = self._pipe, list[Any]()
 
         def send(value: Any) -> Any:
@@ -242,7 +246,9 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _map_nested(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with ``convert`` applied to what is in its tuples, lists and dicts, however nested."""
+    """Return ``value`` with ``convert`` applied to what is in its tuples, lists and dicts, however nested, in order.
+    Named tuples, and other classes derived from tuple or list, count as one value.
+    """
     if isinstance(value, dict):
         return {key: _map_nested(item, convert) for key, item in value.items()}
     if type(value) in (list, tuple):

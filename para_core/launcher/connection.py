@@ -1,4 +1,8 @@
-"""A rank's connection to the caller: messages, the end of steps, cancellation, and the end of the process."""
+"""A rank's connection to the caller: messages, the end of steps, cancellation, and the end of the process.
+
+``rank.py`` makes it, before anything is loaded. The other end is in ``processes.py`` and ``running_call.py``. Tests:
+tests/launcher/test_cancel.py, tests/launcher/test_life.py.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,8 @@ class CallerConnection:
         self.channel, self.rank, self.ranks = channel, rank, ranks
         self.jobs = queue.SimpleQueue[tuple[tuple[Any, ...], Body]]()  # messages for the main thread
         self.replies = queue.SimpleQueue[Body]()  # of callbacks that run in the caller
-        # RankGroup of all ranks on the CPU for the launcher's own exchanges; None before there is one, or on
-        # one rank.
+        # The gloo process group of all ranks for the launcher's own exchanges, which rank.py sets after
+        # join_process_group; None before, or on one rank.
         self.side_group: Any = None
         self.call_number: int | None = None  # None if no call is running
         self._cancelled: int | None = None  # the number of the call that the caller cancelled last

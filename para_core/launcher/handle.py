@@ -1,4 +1,9 @@
-"""The handle of a pipeline on ranks: called like the pipeline, from one process that is no rank."""
+"""The handle of a pipeline on ranks: called like the pipeline, from one process that is no rank.
+
+``launch`` makes a :class:`Launched`; ``fleet/engine.py`` has a :class:`LaunchState` without one. What the ranks answer
+during a call is read in ``running_call.py``, and processes are in ``processes.py``. Tests:
+tests/launcher/test_calls.py, tests/launcher/test_cancel.py.
+"""
 
 from __future__ import annotations
 

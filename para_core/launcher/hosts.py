@@ -3,6 +3,8 @@ TCP.
 
 Messages are pickles and travel in the clear, so the hosts must trust the network. A rank first proves by a
 secret, which its agent got from the caller, that the caller may load its pickles.
+
+Only ``launch(hosts=...)`` comes here; without it ranks start in ``processes.py``. Tests: tests/launcher/test_hosts.py.
 """
 
 from __future__ import annotations
@@ -86,6 +88,10 @@ class RemoteProcess:
         return str(self._ask("describe_end", self._rank, otherwise="was lost with its host."))
 
     def _ask(self, method: str, *args: Any, otherwise: Any) -> Any:
+        """Return the answer of the agent; ``otherwise`` if its host is lost, or it does not answer within 30 s.
+
+        So ``wait`` must not be asked to wait as long: RankGroup.end waits for 5 s.
+        """
         import ray
 
         try:

@@ -1,4 +1,8 @@
-"""``launch``: a pipeline on several ranks, driven by one Python process."""
+"""``launch``: a pipeline on several ranks, driven by one Python process.
+
+It validates the arguments; the handle (``handle.py``) starts the ranks. Tests: tests/launcher/test_calls.py,
+tests/launcher/test_life.py.
+"""
 
 from __future__ import annotations
 

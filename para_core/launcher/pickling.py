@@ -1,5 +1,8 @@
 """Pickles that travel between the caller and its ranks: tensors and images by their memory, the user's
 functions by value.
+
+``wire.py`` makes and loads bodies by this; ``handle.py`` asks which module and which generators are the user's. Tests:
+tests/launcher/test_wire.py.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ def _reduce_class(cls: type, reduced: Any) -> Any:
 
 
 def _set_once(cls: type, state: tuple[Callable[[type, Any], Any], Any]) -> None:
+    """Set the attributes of a class that was received, unless this process knows it. Pickle calls this on loading."""
     if cls not in _known_classes:
         setter, attributes = state
         setter(cls, attributes)
@@ -128,6 +132,7 @@ def _reduce_tensor(torch: Any, value: Any) -> Any:
 
 
 def _load_tensor(dtype: str, shape: tuple[int, ...], buffer: Any) -> Any:
+    """Return the tensor of :func:`_reduce_tensor`, which shares the memory of ``buffer`` unless that is ``bytes``."""
     import torch
 
     # torch.frombuffer takes neither empty buffers nor, without a warning, read-only ones.

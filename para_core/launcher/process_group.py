@@ -1,4 +1,8 @@
-"""The process group of a rank, which is made before the pipeline is loaded, even if ``load`` asks for it again."""
+"""The process group of a rank, which is made before the pipeline is loaded, even if ``load`` asks for it again.
+
+Only ``rank.py`` calls this. Groups of meshes are made later, in :mod:`para_core.distributed.groups`. Tests:
+tests/launcher/test_calls.py, tests/launcher/test_failures.py.
+"""
 
 from __future__ import annotations
 

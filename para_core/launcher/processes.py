@@ -2,7 +2,7 @@
 
 ``handle.py`` starts and ends a :class:`RankGroup`, and ``running_call.py`` reads its messages. ``hosts.py`` makes
 one of processes that agents on other hosts started with this file, and ``fleet/engine.py`` asks whether a rank
-has died.
+has died. Tests: tests/launcher/test_life.py, tests/launcher/test_failures.py.
 """
 
 from __future__ import annotations

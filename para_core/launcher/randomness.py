@@ -3,6 +3,9 @@
 The state of the CPU's generator, and of generators among the arguments, travels with each call and back. A
 caller should never initialize CUDA, so the state of CUDA's generator stays on the ranks. If the caller has
 seeded it since its last call, the ranks seed it too.
+
+The caller's side is :class:`CallerSeeds`, used by ``handle.py``; the two functions run on ranks (``rank.py``,
+``callbacks.py``). Tests: tests/launcher/test_calls.py, tests/launcher/test_failures.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""One rank of a launched pipeline: a process that joins the others, loads the pipeline, and runs the caller's calls."""
+"""One rank of a launched pipeline: a process that joins the others, loads the pipeline, and runs the caller's calls.
+
+``processes.py`` and ``hosts.py`` start it. Modules that import torch are imported inside functions, so that the
+connection stands before torch is loaded. Tests: tests/launcher/test_calls.py, tests/launcher/test_failures.py.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ def main(channel: Channel, rank: int, ranks: int) -> None:
 
 
 def _load_pipe(connection: CallerConnection) -> Any:
-    """Make the process group, load the pipeline, tell the caller so, and return the pipeline."""
+    """Make the process group, load the pipeline, tell the caller so, and return the pipeline. Collective."""
     from para_core.launcher.process_group import accept_repeated_init, join_process_group
     from para_core.launcher.randomness import random_state_of_rank, set_random_state
     from para_core.launcher.report_loading import quiet_imports, report_loading_to

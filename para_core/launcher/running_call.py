@@ -1,4 +1,8 @@
-"""The caller's side of one call: the messages of the ranks until all have answered, and what they mean together."""
+"""The caller's side of one call: the messages of the ranks until all have answered, and what they mean together.
+
+``handle.py`` makes one for each call, and one for loading. What the ranks send is made in ``connection.py`` and
+``rank.py``. Tests: tests/launcher/test_failures.py, tests/launcher/test_cancel.py.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +65,7 @@ class RunningCall:
         # What ends the call in the caller: KeyboardInterrupt, or what a callback or the function ``progress``
         # raised.
         self._raised: BaseException | None = None
+        # Whether cancel() was called, and whether Ctrl-C was pressed, which :meth:`_interruptible` notes.
         self._cancelled = self._signalled = False
         self._last_progress = time.monotonic()
         self._first_error = 0.0

@@ -3,6 +3,9 @@ call can be cancelled.
 
 All but a few pipelines of diffusers have a ``progress_bar``, also those without a callback. Modular pipelines
 have it on their blocks.
+
+``rank.py`` hooks the bars once a pipeline is loaded; the caller draws them (``display.py``). Tests:
+tests/launcher/test_cancel.py, tests/launcher/test_calls.py.
 """
 
 from __future__ import annotations

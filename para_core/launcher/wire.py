@@ -1,4 +1,7 @@
-"""Messages between the caller and a rank: a small head, and a body whose large buffers processes of a host share."""
+"""Messages between the caller and a rank: a small head, and a body whose large buffers processes of a host share.
+
+What a head and a body say is in ``messages.py`` and in the files that send them. Tests: tests/launcher/test_wire.py.
+"""
 
 from __future__ import annotations
 
@@ -124,6 +127,7 @@ class Channel:
                 self._send_storage(body)
 
     def _send_storage(self, body: Body) -> None:
+        """Send the large buffers in the stream, with the gaps that align them. The caller holds the lock."""
         if isinstance(body.storage, int):
             with mmap.mmap(body.storage, 0, access=mmap.ACCESS_READ) as memory:
                 self._sock.sendall(memory)
@@ -141,6 +145,9 @@ class Channel:
             raise EOFError from None
 
     def _receive(self) -> tuple[tuple[Any, ...], Body]:
+        """Return the next message. Its parts come as :meth:`send` sends them: header, sizes, head, pickle, and the
+        buffers if they follow in the stream.
+        """
         start, fds = b"", list[int]()
         if self._shares_memory:
             start, fds, _, _ = socket.recv_fds(self._sock, _HEADER.size, 1)

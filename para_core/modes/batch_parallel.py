@@ -1,6 +1,8 @@
 """A mode for batch parallelism, in which each rank computes some samples of the batch.
 
-The mode changes attention masks only: each rank uses the part of a mask that belongs to its samples.
+The mode changes attention masks only: each rank uses the part of a mask that belongs to its samples. Nothing else in
+the library uses it: pipelines share samples by :mod:`para_core.plans.samples`. Tests:
+tests/modes/test_batch_parallel.py.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class BatchParallelAttnMode(ShardingMode):
         return func(*args, **kwargs)
 
     def _attend(self, call: SdpaCall) -> Tensor:
+        """Return the output of an SDPA call of this rank's samples. A mask without a dim of samples is not changed."""
         check_dropout(call.dropout_p)
         query = call.query
         mask = call.attn_mask

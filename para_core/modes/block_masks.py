@@ -3,6 +3,9 @@
 ``flex_attention`` compares a mask's lengths with those of its query and key before any mode sees the call. A
 sharded mask therefore reports the lengths of this rank's query and key. Its blocks, however, cover all query
 rows that the rank computes after the Ulysses exchange, and all keys of the sequence.
+
+:mod:`.flex_attention` registers :func:`shard_block_mask`, which ``cp.shard`` and the rule ``SplitMask`` of plans call.
+Sharding needs no communication. Tests: tests/modes/test_flex_attention.py.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class ShardedMaskMod:
         local_mask_mod: The ``mask_mod(b, h, row, key)`` that the operator uses on this rank. ``row`` is an
             index into the query that :func:`~para_core.attention.flex_exchange.enter` returns, ``key`` one
             into all keys.
-        layout_ids: The :func:`layout_id` of the query layout and of the key layout.
+        layout_ids: The :func:`layout_id` of the query layout and of the key layout; (0, 0) if the mask was
+            sharded inside a graph, where the layouts themselves are compared.
     """
 
     def __init__(
@@ -188,6 +192,11 @@ def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size:
     A row block of this rank may contain rows of several row blocks of the whole mask, and the kernel
     evaluates ``mask_mod`` in each key block that any of these rows sees. The other rows must not see that key
     block.
+
+    Args:
+        table: ``[B or 1, H or 1, row blocks, key blocks]``, the blocks of the whole mask that hide not everything.
+        positions: ``[rows]``, the position in the sequence of each query row of this rank.
+        block_size: The numbers of rows and of keys in a block.
     """
     batch, heads = table.shape[:2]
     row_block, key_block = block_size

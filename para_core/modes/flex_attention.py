@@ -12,6 +12,9 @@ runs:
 
 The mode distinguishes the two cases by the Python stack, which has a frame of ``flex_attention`` only in
 eager code.
+
+A feature of :mod:`.registry`. Masks are sharded in :mod:`.block_masks`, and tokens exchanged for heads in
+:mod:`para_core.attention.flex_exchange`. Tests: tests/modes/test_flex_attention.py.
 """
 
 from __future__ import annotations
@@ -95,7 +98,8 @@ class FlexOverMesh:
         self._chooses_keys = options.by_position
 
     def __call__(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Return the operator's results for this rank's queries.
+        """Return the operator's results for this rank's queries. Collective, except where it calls the operator
+        unchanged.
 
         Returns:
             The output ``[B, H, S_local, D]``, and the log-sum-exp and the maximum scores, both ``[B, H,
@@ -116,7 +120,7 @@ class FlexOverMesh:
         return operator(*args, **kwargs)
 
     def _run(self, operator: Callable[..., Any], call: _FlexCall) -> Any:
-        """Return the results of a call in eager code, after the ranks have compared their calls."""
+        """Return the results of a call in eager code, after the ranks have compared their calls. Collective."""
         exchanges = not self._assume_equal
         if exchanges:
             self._mesh.check_alive()
@@ -130,6 +134,7 @@ class FlexOverMesh:
         return _compute_over_mesh(operator, call, plan)
 
     def _raise_everywhere(self, error: Exception) -> NoReturn:
+        """Raise ``error`` on all ranks, which meet at the exchange before the call; with ``assume_equal`` here only."""
         if not self._assume_equal:
             agree(error, self._mesh)
         raise error
@@ -282,7 +287,11 @@ def _run_on_heads(
     key: Tensor,
     value: Tensor,
 ) -> Any:
-    """Return the results of the operator for the heads and rows that :func:`enter` gave this rank."""
+    """Return the results of the operator for the heads and rows that :func:`enter` gave this rank.
+
+    ``query`` is ``[B, H_local, S_rows, D]``, ``key`` and ``value`` ``[B, H_key_local, S_keys, D]`` with all keys:
+    those of ``call`` are this rank's tokens before the exchange.
+    """
     spec = plan.spec
     ulysses = spec.mesh.ulysses
     first_head, heads = Segment("heads", spec.num_heads).runs(ulysses.index, ulysses.size)[0]

@@ -1,4 +1,8 @@
-"""Attention over a mesh as functions with the signature of ``scaled_dot_product_attention`` plus ``mesh=``."""
+"""Attention over a mesh as functions with the signature of ``scaled_dot_product_attention`` plus ``mesh=``.
+
+Users call them, nothing in the library does. Each makes a mode of :mod:`.unified` and does not enter it. Tests:
+tests/attention/test_exactness.py, tests/attention/test_gradients.py.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,7 @@ def _attend_over_mesh(
     attn_func: AttnFunc | None = None,
     **options: Any,
 ) -> Tensor:
+    """Return the attention of :func:`unified_attention`, computed by a mode of the class ``kind``. Collective."""
     # Pass a SequenceMesh to the mode. If the mode got a DeviceMesh on NCCL, its constructor would run an
     # exchange to detect ranks that share a GPU, which is too costly for each call.
     sequence_ranks = sequence_mesh(mesh, group_dim=kind.group_dim)

@@ -3,6 +3,9 @@
 Attention by hand normalizes scores over keys: a softmax along a dim of tokens. On several ranks such a dim
 has the tokens of this rank, or these and a few more entries, such as an attention sink. A kernel that calls
 no function of torch cannot be seen.
+
+This only records. :mod:`.unified` and :mod:`para_core.plans.interception` report calls to it, and the mode or
+:mod:`para_core.plans.attention_check` raises or warns. Tests: tests/modes/test_handwritten.py.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ class HandwrittenAttention:
             self._is_paused = before
 
     def clear(self) -> None:
-        """Forget everything that was seen."""
+        """Forget everything that was seen. A mode does so when it is entered and after it has reported."""
         self.places.clear()
         self._extended.clear()
 

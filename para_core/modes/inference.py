@@ -10,6 +10,9 @@ in total. If the candidate that fits on this rank conflicts with another candida
 lengths on all ranks are compared, so every rank raises, even if different candidates fit on different ranks.
 Candidates with equal lengths on every rank and equal totals differ only in their order, which matters for a
 mask and for ``is_causal``.
+
+Only :mod:`.layout_mode` calls this. Which sequences a mode knows is noted in :mod:`.sharding_mode`. Tests:
+tests/modes/test_inference.py.
 """
 
 from __future__ import annotations
@@ -127,6 +130,7 @@ def _order_error(fitting: SequenceLayout, kind: str) -> ValueError:
 
 
 def _no_fit_error(num_tokens: int, candidates: list[SequenceLayout], rank: int, kind: str) -> ValueError:
+    """Return the error that no candidate has ``num_tokens`` tokens on ``rank``; it lists this rank's part of each."""
     listed = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in candidates[:_MAX_LISTED]])
     if len(candidates) > _MAX_LISTED:
         listed = f"{listed}, …"

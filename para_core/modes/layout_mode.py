@@ -1,4 +1,8 @@
-"""The base class of the attention modes: it determines which tokens of queries, keys and masks each rank holds."""
+"""The base class of the attention modes: it determines which tokens of queries, keys and masks each rank holds.
+
+Only :mod:`.unified` derives from it. The arithmetic is in :mod:`.inference`, sharding and gathering of tensors in
+:mod:`.sharding_mode`. Tests: tests/modes/test_unified.py, tests/attention/test_inputs.py.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +134,7 @@ class LayoutMode(ShardingMode):
         key_sequence: SequenceLayout | None,
     ) -> BlockMask:
         """Return this rank's part of ``mask``.
-        In eager code the ranks compare it, unless ``assume_equal`` is set.
+        In eager code the ranks compare it, unless ``assume_equal`` is set. Collective if they do.
         """
         if self._mesh.ranks == 1:
             return mask

@@ -2,6 +2,9 @@
 
 ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use torch's function. A mode cannot intercept the
 SDPA call inside that function, because torch disables the mode while the mode handles the outer call.
+
+A feature of :mod:`.registry`. A plan intercepts a model with such modules by a mode, never at the dispatcher
+(``Region.has_encoders``). Tests: tests/modes/test_unified.py.
 """
 
 from __future__ import annotations
@@ -147,7 +150,10 @@ def _merge_masks(
 
 
 def _combine(of_keys: Tensor | None, of_queries: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return two masks that broadcast to each other, in which True hides a key, as one mask for SDPA."""
+    """Return two masks that broadcast to each other, in which True hides a key, as one mask for SDPA.
+
+    A float mask is added to the scores, before and after. None if both are None.
+    """
     if of_keys is not None and of_queries is not None:
         if of_keys.dtype == of_queries.dtype == torch.bool:
             return ~(of_queries | of_keys)

@@ -16,6 +16,9 @@ later call that a mode does see:
 
 Written for torch 2.13 (``torch/utils/checkpoint.py``). If another version renames the variables of the
 reentrant checkpoint, an error tells the user to bind the function with ``cp.bound``.
+
+How a bound function runs is not here: ``bind`` is ``UnifiedAttnMode.bound`` or
+:func:`para_core.plans.recomputation.bind_to_call`. Tests: tests/modes/test_recomputation.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The base class of the modes that a user enters for attention: it shards and gathers tensors, and keeps the
 layouts of sharded sequences.
+
+It intercepts nothing: that is in the subclasses of :mod:`.layout_mode` and :mod:`.batch_parallel`. Tests:
+tests/modes/test_unified.py, tests/attention/test_inputs.py.
 """
 
 from __future__ import annotations
@@ -100,6 +103,7 @@ class ShardingMode(TorchFunctionMode):
         return even_layout(total, self._mesh.ranks, balanced=balance == "causal")
 
     def _set_known(self, sequences: TraceSafeLayout) -> None:
+        """Set the known sequences. A subclass caches plans by them, so every change in eager code must be noted."""
         self._known = sequences
         if not torch.compiler.is_compiling():
             self._note_state()
@@ -227,7 +231,7 @@ class ShardingMode(TorchFunctionMode):
         balance: Literal["causal"] | None = None,
     ) -> SequenceLayout:
         """Return the layout of ``x`` along ``dim`` (:meth:`_require_layout`), which is valid and equal on all
-        ranks.
+        ranks. Collective in eager code, unless ``assume_equal`` is set.
 
         In eager code the ranks compare their layouts, unless ``assume_equal`` is True. If the layout is
         invalid on any rank or differs between ranks, all ranks raise.
@@ -294,6 +298,10 @@ class ShardingMode(TorchFunctionMode):
 def _layout_signature(
     layout: SequenceLayout, dim: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Signature:
+    """Return what must be equal on all ranks in a call of shard or gather, by the words of the error if it is not.
+
+    ``dim`` counts from 0, and ``shape`` is without it.
+    """
     # Layouts that place other tokens on a rank may have the same lengths.
     segments = [
         f"{segment.total}{' replicated' * segment.replicated}{' balanced' * segment.balanced}"

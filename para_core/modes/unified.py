@@ -1,4 +1,9 @@
-"""Torch function modes that run attention over a mesh, exactly: over a ring, with Ulysses, or both."""
+"""Torch function modes that run attention over a mesh, exactly: over a ring, with Ulysses, or both.
+
+Users enter them around their own models; a model with a plan has :mod:`para_core.plans.interception` instead.
+Attention itself is computed by :mod:`para_core.attention.mesh_attention`. Tests: tests/modes/test_unified.py,
+tests/attention/test_exactness.py.
+"""
 
 from __future__ import annotations
 
@@ -144,6 +149,8 @@ class UnifiedAttnMode(LayoutMode):
         self._is_sdpa = (
             self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
         )
+        # intercepted: whether attention was called since the mode was entered. current_call.py sets it from
+        # outside for a cache that skips all blocks. _warned: whether the warning of _check_use was given.
         self.intercepted = self._warned = False
         # Whether a tensor that may be a mask was sharded by rows, so that masks computed from it are noted.
         self._follows_masks = False
@@ -309,7 +316,7 @@ class UnifiedAttnMode(LayoutMode):
         return sharded | {sum(sizes)}
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise ``error`` on every rank."""
+        """Raise ``error`` on every rank. Collective, unless ``assume_equal`` is set."""
         self._attention.raise_everywhere(error)
 
     def begin_other_call(self, *, counts: bool) -> MeshAccess:
@@ -318,13 +325,14 @@ class UnifiedAttnMode(LayoutMode):
         return MeshAccess(self._mesh, self._layouts, self._options, self._assume_equal)
 
     def attend(self, call: SdpaCall) -> Tensor:
-        """Return the output of an intercepted SDPA call for this rank's queries, computed over the mesh."""
+        """Return the output of an intercepted SDPA call for this rank's queries, computed over the mesh. Collective."""
         if self._is_sdpa:
             self.intercepted = True
             return call.on_one_device()
         return self._attend(call, is_traced=torch.compiler.is_compiling())
 
     def _attend(self, call: SdpaCall, *, is_traced: bool) -> Tensor:
+        """Do what :meth:`attend` does, if this mode does not leave attention unchanged. Collective."""
         self.intercepted = True
         # Most calls are not inside a checkpoint. Test it here to save the time of a function call.
         if not is_traced and top_saved_tensors_hooks(True) is not None:

@@ -1,4 +1,9 @@
-"""Apply a plan to a model in place, and remove it."""
+"""Apply a plan to a model in place, and remove it.
+
+What a call then does is in :mod:`para_core.plans.region`. Pipelines come here from
+``adapters/parallel/transformer.py``, and users by :mod:`.context_parallel`. Tests: tests/plans/test_plan.py,
+tests/plans/test_exactness.py.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +94,7 @@ def remove_plan(module: nn.Module) -> None:
     """Undo :func:`apply_plan`. Does nothing if no plan is applied."""
     region = region_of(module)
     if region is not None:
+        # A graph may have left this rank's number of heads in the attribute: see Region.heads.
         for submodule, (attribute, heads) in region.heads.items():
             setattr(submodule, attribute, heads)
         region.check.release()

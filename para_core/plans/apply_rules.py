@@ -2,7 +2,8 @@
 
 :mod:`.region` and :mod:`.submodule_calls` call this for the arguments and outputs of a model and its
 submodules. How a tensor is split is in :mod:`.split_rules`, and how outputs are gathered in
-:mod:`.gathered_outputs`.
+:mod:`.gathered_outputs`. PipeFusion has a subclass of :class:`RuleExecutor` in
+:mod:`para_core.weights.patch_hooks`. Tests: tests/plans/test_plan.py, tests/plans/test_exactness.py.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
 
         Arguments and fields that are not passed, or are None, are skipped. ``parameters`` are the names of
         the positional parameters, in order. Raise ``TypeError`` or ``ValueError`` if an argument does not fit
-        its rule.
+        its rule. Collective if one of the rules is a :class:`Gather`.
         """
         positional = list(args)
         named = dict(kwargs)
@@ -104,7 +105,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
     def apply(self, value: Any, rule: ShardRule, name: str) -> Any:
         """Return ``value``, an argument or output called ``name``, with ``rule`` applied to it, or to
         each entry of a list, tuple or dict that is not None, or to each field of a dataclass that holds
-        tensors or masks.
+        tensors or masks. Collective if ``rule`` is a :class:`Gather`.
 
         Raises:
             TypeError, ValueError: ``value`` is of a kind, or has a shape, that does not fit the rule.
@@ -160,6 +161,9 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         return self.apply(entry, rule, name)
 
     def _split_mask(self, value: Any, rule: SplitMask, name: str) -> Any:
+        """Return the rows of a block mask for this rank's queries; the mask itself if no segment is sharded. In eager
+        code each mask is sharded once for a pair of layouts. Raise ``TypeError`` if it is no block mask.
+        """
         shard_mask = mask_sharder(value)
         if shard_mask is None:
             raise TypeError(
@@ -178,6 +182,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         return sharded[2]
 
     def _apply_to_entries(self, value: Any, rule: Entries, name: str) -> Any:
+        """Return a list or tuple with ``rule.cuts[i]`` applied to entry i. Raise ``TypeError`` for another length."""
         if not isinstance(value, (list, tuple)) or len(value) != len(rule.cuts):
             length = ""
             if isinstance(value, (list, tuple)):
@@ -200,6 +205,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         return stop - start
 
     def _clamp_lengths(self, lengths: Tensor, rule: CumulativeLengths, name: str) -> Tensor:
+        """Return the cumulative lengths of this rank's tokens. Raise ``ValueError`` for several sequences."""
         if lengths.shape != (2,):
             raise ValueError(
                 f"{name} has shape {list(lengths.shape)}; expected [2], the cumulative lengths of one sequence, whose "
@@ -211,7 +217,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
     def apply_to_outputs(self, output: Any, rules: Mapping[int | str, ShardRule], module_name: str) -> Any:
         """Return a module's output, a tensor, tuple or dataclass, with each rule of ``rules`` applied at its
         index, or at an index and the path of a field, such as ``"0.x"``. A tensor, dataclass or named tuple
-        has the index 0.
+        has the index 0. Collective if one of the rules is a :class:`Gather`.
         """
         for key, rule in rules.items():
             index, _, path = str(key).partition(".")

@@ -3,6 +3,9 @@
 Attention modules are those that a plan names, and those with a ``processor``, as in diffusers. If one
 computes attention in another way, each rank attends to its own tokens only, and the result is wrong without
 an error.
+
+:mod:`.region` owns the check and says when a call begins and ends. Attention computed by hand, without a
+processor, is found by :mod:`para_core.modes.handwritten`. Tests: tests/plans/test_attention_check.py.
 """
 
 from __future__ import annotations
@@ -71,6 +74,7 @@ class ModelCode:
         self._parts = self._now()
 
     def _now(self) -> list[Any]:
+        """Return the processors, replaced ``forward`` functions and hooks of all modules, in one order."""
         states = [module.__dict__ for module in self.modules]
         hooks = [map(dict.get, states, repeat(name)) for name in (FORWARD_PRE_HOOKS, FORWARD_HOOKS)]
         return [
@@ -214,6 +218,7 @@ class AttentionCheck:
         self._planned = {}
 
     def _run(self, call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run an attention module that the plan does not name, and check it: the function in its slot."""
         if torch.compiler.is_compiling():
             self._is_traced[0] = True
         attention = self._current()
@@ -237,6 +242,7 @@ class AttentionCheck:
             return call(module, *args, **kwargs)
         attention.intercepted[0] = False
         output = call(module, *args, **kwargs)
+        # skipped is set by allow_skipped_attention (current_call.py).
         if attention.intercepted[0] or attention.skipped[0]:
             return output
         # In a graph, any hook of diffusers counts as one that perturbs, because Dynamo cannot trace

@@ -1,5 +1,8 @@
 """Access to the current call of a model with a plan, for code that runs inside the call: caches, pipeline
 stages, PipeFusion.
+
+The state itself belongs to :mod:`.region`, which empties it at the end of a call. Tests:
+tests/weights/test_pipefusion.py, tests/weights/test_stages.py.
 """
 
 from __future__ import annotations

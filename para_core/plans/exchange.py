@@ -10,6 +10,9 @@ keys.
   attend to all tokens on every rank: :class:`CachesOfCall`. The ``DynamicCache`` of transformers is
   recognised by its attributes (``get_seq_length``, ``layers``, ``keys``, ``values``, ``cumulative_length``),
   without importing transformers.
+
+:mod:`.submodule_calls` uses the first three, :mod:`.region` the last. Tests: tests/plans/test_exactness.py, and
+``test_a_decoder_fills_its_cache_on_every_rank`` in tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations
@@ -337,7 +340,7 @@ def _gather_layer(
     cache: Any, layer: Any, before: tuple[Any, Any], segment: Segment, mesh: SequenceMesh
 ) -> None:
     """Replace the tokens that this rank appended to ``layer``, whose keys and values were ``before``, by
-    those of all ranks. Raise ``ValueError`` if it did not grow by this rank's tokens.
+    those of all ranks. Raise ``ValueError`` if it did not grow by this rank's tokens. Collective.
     """
     past = 0
     if isinstance(before[0], Tensor) and before[0].numel() > 0:

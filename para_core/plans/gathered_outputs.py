@@ -1,4 +1,8 @@
-"""Gather the outputs of a module whose tokens a plan has sharded."""
+"""Gather the outputs of a module whose tokens a plan has sharded.
+
+The segments that a gather refers to were noted by :mod:`.split_rules` earlier in the same call. Outputs of split
+samples are gathered in :mod:`.samples`. Tests: tests/plans/test_exactness.py, tests/plans/test_plan.py.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +87,7 @@ class GatheredOutputs(SegmentsOfCall):
             known_gather = self._known_gathers.get((id(gather), segment, value.shape[gather.dim], value.ndim))
             if known_gather is not None and known_gather.gather is gather:
                 return self.put_together(value, known_gather.dim, known_gather.layout)
+        # The key of the table is the segment as noted, although its groups may be gathered below.
         noted_segment = segment
         if gather.after_replicated or gather.then_replicated:
             tokens = segment.size(self.mesh.rank, self.mesh.ranks)

@@ -1,4 +1,9 @@
-"""Intercept the attention calls of a model with a plan, in a mode or at the dispatcher."""
+"""Intercept the attention calls of a model with a plan, in a mode or at the dispatcher.
+
+:mod:`.region` makes one :class:`Interception` for each call, and chooses which of the two it is. How a call is
+computed is in :mod:`.planned_attention`, and how one is recognised in :mod:`para_core.modes.interceptor`. Tests:
+tests/plans/test_exactness.py, tests/plans/test_attention_check.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Find the submodules of a model that a plan names, and collect the rules of each."""
+"""Find the submodules of a model that a plan names, and collect the rules of each.
+
+:mod:`.region` wraps what :func:`match_modules` finds. Caches, stages, PipeFusion and tensor parallelism use the
+same patterns and parameter names. Tests: tests/plans/test_plan.py, tests/plans/test_exactness.py.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +103,10 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
 
 
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the submodules whose full names match ``pattern``, by name, without the ``_orig_mod`` of compilation."""
+    """Return the submodules whose full names match ``pattern``, by name, without the ``_orig_mod`` of compilation.
+
+    Wildcards are those of :class:`Plan`: a part ``*``, ``**`` or ``-1``.
+    """
     parts = pattern.split(".")
     for index, part in enumerate(parts):
         if part == "-1":

@@ -3,7 +3,9 @@ calls see.
 
 :mod:`para_core.plans.region` applies a plan to a module.
 :func:`~para_core.plans.published_plan.convert_published_plan` converts the plans that diffusers publishes
-with its models (``_cp_plan``).
+with its models (``_cp_plan``). The plans of known models are in ``adapters/models/``. Nothing is checked here against
+a model, except ``parts`` of :class:`AttentionByHeads`: names are looked up by :mod:`.module_matching`, and shapes are
+compared by :mod:`.apply_rules` during a call. Tests: tests/plans/test_plan.py.
 """
 
 from __future__ import annotations

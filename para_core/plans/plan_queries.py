@@ -1,4 +1,8 @@
-"""Questions to a plan: which segments a module's attention calls see, and which segments consist of rows or frames."""
+"""Questions to a plan: which segments a module's attention calls see, and which segments consist of rows or frames.
+
+:mod:`.submodule_calls` asks the first for a ``OneForEach``, :mod:`.region` the second. Tests:
+tests/plans/test_exactness.py.
+"""
 
 from __future__ import annotations
 

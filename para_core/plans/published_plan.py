@@ -1,4 +1,9 @@
-"""Convert the plans that diffusers publishes in its models (``_cp_plan``)."""
+"""Convert the plans that diffusers publishes in its models (``_cp_plan``).
+
+Called for a model without an adapter (``adapters/registry.py``), and by :mod:`.apply` and
+:mod:`para_core.verify.check` for a plan that a user passes in this form. Tests: tests/plans/test_plan.py,
+tests/plans/test_context_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +56,14 @@ def convert_published_plan(cp_plan: Mapping[str, Any]) -> Plan:
 
 
 def _convert_gather(module: str, value: Any) -> Gather | None:
+    """Convert a ``ContextParallelOutput`` of diffusers; None leaves the output as it is."""
     if value is None:
         return None
     return Gather(_attribute(module, value, "gather_dim"), "hidden_states")
 
 
 def _convert_split(module: str, key: str | int, value: Any) -> Split:
+    """Convert a ``ContextParallelInput`` of diffusers, the entry ``key`` of ``module``."""
     if isinstance(value, (list, tuple)):
         raise ValueError(
             f"plan entry {module!r}[{key!r}] splits a list of tensors one by one; expected one split."

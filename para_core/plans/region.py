@@ -8,6 +8,9 @@ their code, hooks and ``forward`` unchanged. A call passes here in this order:
 - :meth:`Region.run` is around what ``Module.compile`` compiles: it shards, intercepts and gathers. In a graph
   it is traced, so it must read nothing that changes from call to call, which would be a guard of the graph.
 - The functions of :mod:`.submodule_calls` are around the submodules that the plan names.
+
+How a tensor is split is in :mod:`.apply_rules`, and how an attention call is computed in :mod:`.planned_attention`.
+Only :mod:`.apply` makes regions. Tests: tests/plans/test_exactness.py, tests/plans/test_plan.py.
 """
 
 from __future__ import annotations
@@ -193,6 +196,8 @@ class Region:
 
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
         """Use these attention options, and this backend for cross-attention, from the next call on.
+        ``adapters/parallel/scheduled_attention.py`` calls this between steps, and
+        ``adapters/inspect/attention_names.py`` for the backend that the model itself names.
 
         Without ``cross_backend``, sharded keys use ``options.backend`` and replicated keys plain SDPA. A
         compiled module is compiled once for each pair (``options``, ``cross_backend``), and keeps the graphs.
@@ -218,7 +223,9 @@ class Region:
         return tuple(self.executor.segments.values())
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this."""
+        """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this.
+        Collective.
+        """
         # While tracing, read none of the attributes below: each would be a guard of the graph.
         call_context: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
@@ -365,6 +372,7 @@ class Region:
         return dispatcher_is_available()
 
     def _check_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ``ValueError`` if one of the parameters in ``Plan.refused`` is given and not None."""
         for name, reason in self.plan.refused.items():
             index = self._refused_positions[name]
             by_position = index is not None and index < len(args) and args[index] is not None

@@ -1,4 +1,9 @@
-"""Shard the samples of a batch over a mesh dim, and gather the outputs."""
+"""Shard the samples of a batch over a mesh dim, and gather the outputs.
+
+:mod:`.region` does this around the rules for tokens: samples are taken before tokens are split, and gathered after
+the tokens. ``adapters/vae/unet.py`` shards the samples of a UNet with :func:`select_samples`. Tests:
+tests/adapters/test_samples.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Run the calls of the submodules that a plan names: shard their inputs, intercept their attention or
 exchange its heads, add up sums of linear attention, exchange halo rows, gather their outputs.
+
+:mod:`.region` puts these functions around the submodules, and does the same for the model itself. The exchanges
+are in :mod:`.exchange`. Outside of a call of the region each function runs its module unchanged. Tests:
+tests/plans/test_exactness.py.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ class SubmoduleCalls:
     interceptions: list[Interception]
     intercept_if_sharded: Callable[[Collection[ShardRule]], None]
     # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
+    # _run_with_heads fills and clears the list, and the hooks of the projections read it. Such modules are not nested.
     _head_exchanges: list[HeadExchange] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -205,7 +210,9 @@ class SubmoduleCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a module of linear attention, whose sums over tokens are added up over all ranks if these are sharded."""
+        """Run a module of linear attention, whose sums over tokens are added up over all ranks if these are sharded.
+        Collective.
+        """
         if not self._is_sharded(attention.segment):
             return call(module, *args, **kwargs)
         sums = SumsOverRanks(attention, self.mesh)
@@ -225,7 +232,7 @@ class SubmoduleCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a module on all tokens and this rank's heads. Its projections and output exchange them
-        meanwhile (:meth:`_enter_heads`, :meth:`_leave_heads`), and its attention is on one device.
+        meanwhile (:meth:`_enter_heads`, :meth:`_leave_heads`), and its attention is on one device. Collective.
         """
         self._head_exchanges.append(exchange)
         try:
@@ -242,6 +249,7 @@ class SubmoduleCalls:
     def _enter_heads(
         self, parts: int | None, call: Wrapper, projection: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
+        """Run a projection, and exchange its output for that of all tokens and this rank's heads. Collective."""
         output = call(projection, *args, **kwargs)
         if not self._head_exchanges:
             return output
@@ -250,6 +258,7 @@ class SubmoduleCalls:
     def _leave_heads(
         self, call: Wrapper, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        """Exchange the attention output back, and run the output projection with it. Collective."""
         if self._head_exchanges:
             x = self._head_exchanges[-1].leave(x)
         return call(projection, x, *args, **kwargs)

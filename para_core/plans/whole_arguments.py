@@ -1,4 +1,8 @@
-"""Explain errors of tensors for all tokens that a user passes through a dict, past the rules of a plan."""
+"""Explain errors of tensors for all tokens that a user passes through a dict, past the rules of a plan.
+
+``Region.run`` calls this with an error that the model has raised. Nothing is checked before a call. Tests:
+tests/plans/test_attention_check.py.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +64,7 @@ def _tensors_in_dicts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
 
 
 def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dicts, lists and tuples, each with its expression, which begins with ``name``."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,8 @@
-"""Count launches, matrix products, bytes and memory from the operators of a recorded call."""
+"""Count launches, matrix products, bytes and memory from the operators of a recorded call.
+
+The planner (``adapters/planner/count.py``) counts a call without data by this. What a real run sends and launches is
+counted by :mod:`.run_counter`. Tests: tests/recorder/test_recorder.py.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +71,10 @@ class OperatorCount:
             self.products[index] += operations
 
     def _note_memory(self, results: Sequence[Tensor], operands: set[int], index: int) -> None:
+        """Count the storages of ``results`` that are new, until they are freed.
+
+        ``operands`` are the ids of the operands' storages, and ``index`` is 0 for sharded tokens, 1 for others.
+        """
         for x in results:
             storage = x.untyped_storage()
             # A result in the storage of an operand is a view, or was written in place.

@@ -1,4 +1,8 @@
-"""Count launches, collectives and sent bytes of this process, while a model or pipeline runs on real tensors."""
+"""Count launches, collectives and sent bytes of this process, while a model or pipeline runs on real tensors.
+
+``cli/measurement.py`` reports these counts, and tests compare them with what is expected. A new kernel behind an
+operator must be added to ``_KERNELS``. Tests: tests/attention/test_launches.py, tests/kernels/test_device_tables.py.
+"""
 
 from __future__ import annotations
 
@@ -132,6 +136,7 @@ def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
 
 
 def _bytes_of_c10d(name: str, args: Sequence[Any]) -> int | None:
+    """Return what :func:`bytes_sent` returns for an operator of c10d, whose arguments hold the group itself."""
     boxed = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
     if boxed is None or name not in _KINDS:
         return None
@@ -152,6 +157,7 @@ def _bytes_of_c10d(name: str, args: Sequence[Any]) -> int | None:
 
 
 def _bytes_of_functional(name: str, args: Sequence[Any]) -> int | None:
+    """Return what :func:`bytes_sent` returns for a functional collective, whose arguments hold the group's name."""
     strings = [value for value in args if isinstance(value, str)]
     if not strings:
         return None

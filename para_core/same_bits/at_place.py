@@ -2,6 +2,9 @@
 
 Libraries choose kernels by sizes and by the layout in memory. The same function of the same rows at the same
 place in a tensor of the same sizes has the bits of one process, whatever the other rows are.
+
+These are the tools of :mod:`.mode` and :mod:`.row_check` for models with a plan; :mod:`.placed_rows` does the same for
+rows of an image. Tests: tests/same_bits/test_rows.py.
 """
 
 from __future__ import annotations
@@ -121,13 +124,19 @@ def _is_dense(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 def put_at_place(x: Tensor, into: Tensor, one_process: OneProcess, tokens: Tokens, samples: bool) -> None:
-    """Copy this rank's part ``x`` to its place in ``into``, which has the sizes of one process."""
+    """Copy this rank's part ``x`` to its place in ``into``, which has the sizes of one process.
+
+    ``samples`` says whether dim 0 of ``into`` holds the samples of all ranks along ``batch``; if not, it is copied as a
+    whole.
+    """
     for target, part in _pair_parts(into, x, one_process, tokens, samples):
         target.copy_(part)
 
 
 def take_from_place(y: Tensor, one_process: OneProcess, tokens: Tokens, samples: bool) -> Tensor:
-    """Return this rank's part of a result ``y`` with the sizes of one process."""
+    """Return this rank's part of a result ``y`` with the sizes of one process. ``samples`` is as in
+    :func:`put_at_place`.
+    """
     if samples:
         size = y.shape[0] // one_process.batch_size
         y = y.narrow(0, one_process.batch_index * size, size)

@@ -1,4 +1,7 @@
-"""GroupNorm as one process computes it: each rank gets all rows of some groups of channels, as Ulysses gives heads."""
+"""GroupNorm as one process computes it: each rank gets all rows of some groups of channels, as Ulysses gives heads.
+
+Only :mod:`.image_rows` calls this. Tests: tests/same_bits/test_vaes.py.
+"""
 
 from __future__ import annotations
 

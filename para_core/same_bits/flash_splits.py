@@ -3,6 +3,9 @@
 A call with few heads and queries does not fill a GPU, so FlashAttention-2 computes parts of its keys side by
 side and merges them, which changes the order of the sums. A rank has fewer heads than one process, so it may
 split where one process does not.
+
+Only arithmetic: :mod:`.row_check` compares the number of this rank with that of one process. Tests:
+tests/same_bits/test_attention.py.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ def flash_splits(sizes: AttentionSizes, multiprocessors: int) -> int:
 
 
 def _keys_per_block(width: int) -> int:
+    """Return how many keys one block of threads reads at once, for heads of ``width`` channels."""
     if width <= 64:
         return 256
     if width <= 128:

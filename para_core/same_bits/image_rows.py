@@ -5,6 +5,9 @@
 - Functions that add up rows, or resample them, run on gathered rows: in full on each rank.
 - All other functions run on this rank's rows, and at their place in zeros of one process's sizes if bytes
   differ else (:mod:`placed_rows`).
+
+The rules for rows without equal bytes, and the exchange of rows, are in :mod:`para_core.spatial`.
+``adapters/same_bits.py`` makes the modes. Tests: tests/same_bits/test_vaes.py.
 """
 
 from __future__ import annotations

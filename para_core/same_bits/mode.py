@@ -1,4 +1,8 @@
-"""A torch function mode that computes small products of a model's call with the rows of one process."""
+"""A torch function mode that computes small products of a model's call with the rows of one process.
+
+:mod:`.call` enters it around each call. What is padded is in :mod:`.rows` and :mod:`.at_place`, what is compared in
+:mod:`.row_check`. Tests: tests/same_bits/test_rows.py, tests/same_bits/test_pipelines.py.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,7 @@ class SameBits(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _run(self, call: TorchCall) -> Any:
+        """Return the result of one function, with the bits of one process if it was found to depend on rows."""
         func, x = call.func, call.x
         if func is F.linear and not self._sees_all and prod(x.shape[:-1]) >= enough_rows(x):
             return call.on(x)

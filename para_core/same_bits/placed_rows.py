@@ -4,6 +4,8 @@ differ else.
 A CPU computes the last few elements of a tensor by another function than the rest, and chooses the kernel of
 a product or a convolution by sizes. The same function of the same rows at the same place in a tensor of the
 same sizes has the bits of one process, whatever the other rows are.
+
+The rules of :mod:`.image_rows` call this. Tests: tests/same_bits/test_vaes.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ A rank does not know all about its rows: tokens may be joined with samples, or b
 ranks together know, and that is after the call, when the weights may be gone again. So each rank tries, when
 a product is computed, the numbers of rows that one process may have, and :func:`find_differences` looks up
 the right one: if all ranks have the same rows, each has all, and otherwise they share them.
+
+:mod:`.row_check` records the products of a rank, and :mod:`.call` sends them and calls :func:`find_differences`. Tests:
+tests/same_bits/test_rows.py.
 """
 
 from __future__ import annotations
@@ -107,7 +110,9 @@ def try_numbers_of_rows(
 
 
 def _part(rows: Tensor, x: Tensor, dim: int, first: int) -> Tensor:
-    """Return the rows of ``x``, from sample ``first`` on, which are the first ones along ``dim``."""
+    """Return the part of ``rows`` with the sizes of ``x``: the samples from ``first`` on, and the first rows along
+    ``dim``.
+    """
     return rows.narrow(0, first, x.shape[0]).narrow(dim, 0, x.shape[dim])
 
 

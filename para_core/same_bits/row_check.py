@@ -5,7 +5,8 @@ the bytes of the rank's part are compared. That needs no second run of the model
 that differs by rounding is computed at its place from then on (:mod:`.found`); what differs by more is no
 function of one row, and a finding. On CUDA, the number of parts into which FlashAttention splits keys is
 compared, too. The mode of :mod:`.mode` calls this, and :mod:`.call` compares the findings of all ranks, and
-their products (:mod:`.products`), because the place of a tensor is a guess by its sizes.
+their products (:mod:`.products`), because the place of a tensor is a guess by its sizes. Tests:
+tests/same_bits/test_rows.py, tests/same_bits/test_attention.py.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class RowCheck:
     found: Found
     # The sequences whose tokens tensors hold.
     tags: TokenTags
-    # Returns the name of the innermost module that runs; "" if none does.
+    # Returns the name of the innermost module that runs; "" if none does. call.py sets it before a call.
     running: Callable[[], str] = lambda: ""
     # Whether the ranks along "batch" share the samples of the call.
     shares_samples: bool = False

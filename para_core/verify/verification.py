@@ -1,5 +1,8 @@
 """``verify=True``: compare calls of a parallel model with the unmodified model, on the inputs of the user's
 own run.
+
+:mod:`.option` makes one for each transformer of a pipeline. ``check_parallel``, in one process, is :mod:`.check`.
+Tests: tests/verify/test_verification.py.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ class Verification:
 
     def run(self, call: Callable[..., Any], called: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of a parallel model, or of the module that ``torch.compile`` made of it, and compare its
-        output.
+        output. Collective.
 
         Raises:
             RuntimeError: On every rank: the output differs from that of the unmodified model by more than

@@ -3,6 +3,9 @@ afterwards.
 
 The output has the same bits as with replicated weights. For inference only: the parameters do not require
 gradients. Nothing gathers the weights for good again: load the model once more.
+
+``adapters/weights/fsdp_weights.py`` calls this for a pipeline. Tests: tests/weights/test_fsdp.py,
+tests/weights/test_lora.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 The attention of a patch in a compiled block is an opaque operator, so that the graph does not hold stored
 keys. It calls the function that :func:`patch_attention_handler` has set. Therefore one graph serves all
 patches of equal length, and all blocks with equal attention calls.
+
+:mod:`.pipefusion` installs the hooks and calls :meth:`PatchHooks.begin` around each patch; how a patch attends is in
+:mod:`.stale_keys`. Tests: tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations
@@ -269,6 +272,7 @@ class PatchAttnMode(SdpaOwner, TorchFunctionMode):
 
 
 def _patch_attention(*args: Any) -> tuple[Tensor, Tensor]:
+    """Compute the operator: the arguments are those of :class:`SdpaCall` in its order, and the index."""
     if not _THREAD.handlers:
         raise RuntimeError(
             "a block that was compiled under PipeFusion was called on its own. Call the pipeline; or "

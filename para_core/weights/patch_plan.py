@@ -1,4 +1,8 @@
-"""Patch plans, which say how PipeFusion splits the tokens of a model into patches, and how they follow from a plan."""
+"""Patch plans, which say how PipeFusion splits the tokens of a model into patches, and how they follow from a plan.
+
+``adapters/weights/fused_pipe.py`` asks for one when PipeFusion is switched on; :mod:`.patch_hooks` and
+:mod:`.pipefusion` apply it. Tests: tests/weights/test_pipefusion.py.
+"""
 
 from __future__ import annotations
 

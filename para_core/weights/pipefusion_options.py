@@ -1,4 +1,7 @@
-"""The options and the report of PipeFusion. Imports no torch, so that the planner starts at once."""
+"""The options and the report of PipeFusion. Imports no torch, so that the planner starts at once.
+
+:mod:`.pipefusion` reads the options and fills the report. Tests: tests/weights/test_pipefusion.py.
+"""
 
 from __future__ import annotations
 

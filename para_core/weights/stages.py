@@ -4,6 +4,9 @@ Each rank runs the model's own code, but blocks of other stages only return thei
 stage replaces its inputs by the inputs that the previous stage sends. A rank that reaches the first block of
 the next stage sends that block's inputs to the next stage. Every rank computes the layers before and after
 the blocks, and the last stage sends its output to all ranks.
+
+``adapters/weights/staged_transformer.py`` makes the stages of a pipeline's model; PipeFusion (:mod:`.pipefusion`) runs
+patches over them. Tests: tests/weights/test_stages.py.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class Stages:
             ranges = split_by_cost([entry.cost for entry in blocks], dim.size)
         self.ranges = ranges
         self.block_range = self.ranges[dim.index]
-        # True while the caller has already verified that all ranks pass equal arguments.
+        # True while the caller has already verified that all ranks pass equal arguments
+        # (agreed_inputs.assume_agreed sets it).
         self.inputs_agreed = False
         # Whether the output of a call is sent to every rank. PipeFusion sets this to False for calls on
         # patches.
@@ -107,7 +111,7 @@ class Stages:
         empty_slot(self.module, Slot.STAGES)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, and return the last stage's output on every rank. All stages must call it.
+        """Run a call of the model, and return the last stage's output on every rank. Collective over the stages.
 
         If :attr:`sends_output` is False, return this rank's own output instead. Raise ``RuntimeError`` if the
         model was compiled as a whole.
@@ -133,8 +137,9 @@ class Stages:
         return output
 
     def send_from_owner(self, block: nn.Module, output: Any) -> Any:
-        """Return on every stage the ``output`` of ``block`` on the stage that computes it.
-        All stages must call it.
+        """Return on every stage the ``output`` of ``block`` on the stage that computes it. Collective over the stages.
+
+        Only a cache calls it (``cache/block_run.py``).
         """
         # A cache may skip all blocks of this stage, so allow the call to end without an intercepted attention
         # call.
@@ -145,7 +150,7 @@ class Stages:
     def send_from_stage(self, stage: int, tree: Any) -> Any:
         """Return ``tree`` with the tensors that it has on ``stage``, which sends them to all other stages.
 
-        All stages must call this, with tensors of equal shapes.
+        Collective: all stages must call this, with tensors of equal shapes.
         """
         return pytree.tree_map_only(Tensor, lambda x: self.links.broadcast_from(x, stage), tree)
 

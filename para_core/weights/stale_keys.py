@@ -1,6 +1,9 @@
 """Attention of one PipeFusion patch to all tokens.
 
 Not exact: the keys of later patches are from the previous step.
+
+:mod:`.pipefusion` keeps one :class:`StaleKeys` for each CFG branch, and replaces it before each call of all tokens.
+Tests: tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ class StaleKeys:
 
         ``attention`` is its plan entry. ``attend_exactly`` computes a call that has the keys of all tokens.
         Raise ``RuntimeError`` if the lengths do not fit the plan, the call is causal, or the mask is not
-        supported.
+        supported. Collective over the ranks that share a sequence.
         """
         executor, module = self._hooks.executor, self._hooks.module
         names = attention.keys or attention.queries
@@ -108,7 +111,7 @@ class StaleKeys:
 
     def _gather_keys(self, attention: Attention, call: SdpaCall) -> tuple[int, Tensor, Tensor, Tensor | None]:
         """Return the number of queries of all sequence ranks, and their keys, values and mask after one
-        exchange.
+        exchange. Collective.
         """
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
         current = segments_under_way(self._hooks.module)

@@ -6,6 +6,9 @@ after each row-sharded layer sums the results: usually one for the attention and
 token stream, and one more for each norm over the channels of all heads. The output equals the single-device
 output up to the order of sums. The sequence may also be sharded, over other mesh dims. Nothing gathers the
 weights for good again: load the model once more.
+
+``adapters/weights/tensor_weights.py`` calls this for a pipeline. What a plan names in a model is in
+:mod:`.tensor_plan`, and what is refused in :mod:`.tensor_checks`. Tests: tests/weights/test_tensor.py.
 """
 
 from __future__ import annotations
@@ -296,7 +299,7 @@ def _shard_outputs(
 def _linear_by_columns(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
     """Return this rank's output channels ``[..., C_out / n]`` of a column-sharded layer.
 
-    ``x`` ``[..., C_in]`` is equal on all ranks; ``n`` is the number of ranks.
+    ``x`` ``[..., C_in]`` is equal on all ranks; ``n`` is the number of ranks. Only the backward is collective.
     """
     weight, bias = linear.weight, linear.bias
     if torch.is_grad_enabled():
@@ -313,7 +316,7 @@ def _linear_by_columns(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, 
 
 def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
     """Return all output channels ``[..., C_out]`` of a row-sharded layer: the sum of the products of all
-    ranks.
+    ranks. Collective.
 
     ``x`` ``[..., C_in / n]`` holds this rank's input channels; ``n`` is the number of ranks.
     """
@@ -332,7 +335,9 @@ def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, 
 
 
 def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:
-    """Return the RMS norm of ``x``, ``[B, S, C / n]``, over the channels of all ranks, computed in float32."""
+    """Return the RMS norm of ``x``, ``[B, S, C / n]``, over the channels of all ranks, computed in float32.
+    Collective.
+    """
     weight: DTensor = norm.weight
     mesh, channels = weight.device_mesh, weight.shape[0]
     eps = norm.eps

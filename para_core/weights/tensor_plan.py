@@ -1,6 +1,7 @@
 """Tensor plans, which say how the linear layers of a model are sharded, and what they name in a module.
 
-Nothing is sharded here: :mod:`para_core.weights.tensor` does that.
+Nothing is sharded here: :mod:`para_core.weights.tensor` does that. The plans of known models are in
+``adapters/models/``. Tests: tests/weights/test_tensor.py.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def planned_norms(module: nn.Module, plan: TensorPlan) -> dict[str, nn.Module]:
 
 def part_sizes(linear: Any, style: Linear) -> tuple[int, ...]:
     """Return the sizes of the parts (query, key and value, for example) along the sharded dim; empty for one
-    part.
+    part. Their sum is less than the dim if the relative sizes do not divide it, which check_tensor_plan refuses.
     """
     relative = style.parts
     if not relative and style.parts_from:
