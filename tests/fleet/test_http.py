@@ -72,7 +72,9 @@ def test_addresses_are_those_of_the_proxy(port, headers, address):
 # Requests, blobs of results, and icons.
 OWN_PARTS = {
     **dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'"),
-    **{"connect-src": "'self'", "img-src": "'self' blob: data:", "media-src": "'self' blob:"},
+    "connect-src": "'self'",
+    "img-src": "'self' blob: data:",
+    "media-src": "'self' blob:",
 }
 
 
