@@ -51,7 +51,7 @@ def pack(
             changed.
         to: Dtype to round to: int8 (halves upwards) or float8_e4m3fn (halves to even); None to copy. The
             scale of a token and head is its largest absolute value divided by the largest number of ``to``,
-            or 1 if it is 0. If an element is not finite, all of its token and head become NaN.
+            or 1 if it is 0 or D is 0. If an element is not finite, all of its token and head become NaN.
     """
     for region in regions:
         rows = _in_tensor(region, tensors)
@@ -85,11 +85,13 @@ def _encode(x: Tensor, to: torch.dtype) -> Tensor:
     """Round ``x`` ``[…, D]`` to ``to``.
     Return the numbers and scale of each row as bytes: ``[…, D + 4]``, uint8.
     """
-    if not x.numel():
-        return x.new_empty(*x.shape[:-1], x.shape[-1] + SCALE_BYTES, dtype=torch.uint8)
-    largest = x.abs().amax(-1, keepdim=True).float().nan_to_num(torch.inf, torch.inf)
-    scale = largest / LARGEST[to]
-    scale = scale.masked_fill(scale == 0, 1.0)
+    if x.numel():
+        largest = x.abs().amax(-1, keepdim=True).float().nan_to_num(torch.inf, torch.inf)
+        scale = largest / LARGEST[to]
+        scale = scale.masked_fill(scale == 0, 1.0)
+    else:
+        # Torch refuses the largest of no elements.
+        scale = x.new_ones(*x.shape[:-1], 1, dtype=torch.float32)
     numbers = x.float() / scale
     if to == torch.int8:
         numbers = (numbers + 0.5).floor().nan_to_num(0.0)

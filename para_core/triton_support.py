@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# All kernels support these dtypes, and some support others as well: pack copies tensors of any dtype.
+# All kernels support these dtypes, and some support others as well: pack copies tensors of any
+# dtype of 1, 2, 4 or 8 bytes.
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 # Triton supports GPUs of this compute capability and newer ones, according to its README. On older GPUs the
 # first launch fails to compile, for example for bfloat16.

@@ -1,4 +1,13 @@
-"""Guess of which segments the queries and keys of attention calls consist."""
+"""Guess of which segments the queries and keys of attention calls consist.
+
+A guess may be wrong: :class:`~para_core.adapters.propose.search.Search` proposes a plan only if it is exact when
+:class:`~para_core.adapters.propose.plan_check.PlanCheck` runs it. So a mistake here costs a proposal, and never a
+wrong one. A length that is equal in both calls counts as text (:meth:`ObservedRegion.segments_of`), also if it is
+that of frames or of another dim.
+
+:mod:`para_core.adapters.propose.candidates` calls it. Tests: tests/adapters/propose/test_attention_rules.py, and
+with models test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +33,16 @@ class AttentionGuess:
 def guess_attention(region: ObservedRegion, choice: Choice, ending: Ending) -> AttentionGuess | None:
     """Return the attention rules of a plan whose tokens are gathered at ``ending``.
 
-    None if the lengths of an attention call fit no combination of segments.
+    None if the lengths of an attention call fit no combination of segments, or other modules attend in the
+    larger call, or in another order: lengths can then not be compared.
     """
     by_module: dict[str, list[Attention]] = {}
-    num_calls = 0
-    for observed, larger in zip(region.small.attention, region.large.attention, strict=False):
-        if not region.began < observed.time < ending.call.ended:
+    num_calls, began = 0, region.began
+    for observed, larger in region.attention_pairs():
+        if not began < observed.time < ending.call.ended:
             continue
+        if observed.name != larger.name:
+            return None
         attention = _attention_rule(region, choice, observed, larger)
         if attention is None:
             return None
@@ -46,17 +58,31 @@ def guess_attention(region: ObservedRegion, choice: Choice, ending: Ending) -> A
     between = (
         f"{num_calls} of {len(region.small.attention)} attention calls are between sharding and gathering"
     )
-    reasons = [f"{between}; their lengths are those of {' + '.join(joint_order)}."]
+    order = " + ".join(joint_order)
+    reasons = [f"{between}; they attend with {order} unless a line for their module says otherwise."]
     for name, calls in rules.items():
-        lengths = [f"{' + '.join(call.queries)} to {' + '.join(call.keys or call.queries)}" for call in calls]
-        reasons.append(f"{name}: its lengths are those of {'; then '.join(lengths)}.")
+        reasons.append(f"{name}: {'; then '.join([_in_words(call) for call in calls])}.")
     return AttentionGuess(joint_order, rules, tuple(reasons))
+
+
+def _in_words(call: Attention) -> str:
+    """Return what was observed in ``call``, as part of a sentence about its module."""
+    queries = " + ".join(call.queries)
+    if call.keys == (TEXT,):
+        # The length of the queries may be another one (_attention_rule).
+        return (
+            f"the length of its keys does not grow, like that of {TEXT}, and its queries count as {queries}"
+        )
+    return f"its lengths are those of {queries} to {' + '.join(call.keys or call.queries)}"
 
 
 def _attention_rule(
     region: ObservedRegion, choice: Choice, observed: ObservedAttention, larger: ObservedAttention
 ) -> Attention | None:
-    """Return the rule for one call; None if its lengths fit no combination of segments."""
+    """Return the rule for one call, ``observed``, which is ``larger`` in the larger call.
+
+    None if its lengths fit no combination of segments.
+    """
     queries = region.segments_of((observed.queries, larger.queries), text_first=choice.text_first)
     keys = region.segments_of((observed.keys, larger.keys), text_first=choice.text_first)
     if keys == (TEXT,) and queries is None:
@@ -67,6 +93,8 @@ def _attention_rule(
     if queries is None or keys is None:
         return None
     mask = None
+    # A mask with one column for all keys is broadcast, and one without sharded keys is not sharded: both need no
+    # form.
     if observed.mask is not None and observed.mask[-1] == observed.keys and region.segment in keys:
         mask = choice.mask
     if keys == queries:
@@ -83,7 +111,10 @@ def _without_repetitions(calls: Sequence[Attention]) -> tuple[Attention, ...]:
 
 
 def _joint_order(segment: str, calls_of_modules: Sequence[tuple[Attention, ...]]) -> tuple[str, ...]:
-    """Return the segments of most modules that attend to what they attend with, and to ``segment``."""
+    """Return the most frequent order of segments among modules with self-attention (queries and keys are the same
+    tokens) that includes ``segment``: the first one of equally frequent ones, and ``segment`` alone if there is
+    none.
+    """
     orders = [
         calls[0].queries
         for calls in calls_of_modules

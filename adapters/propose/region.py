@@ -1,7 +1,7 @@
 """The part of a model in which tokens may be sharded, as it was observed in a smaller and in a larger call.
 
 ``propose.py`` makes a region for each possible start; the files that guess rules read it. Tests:
-tests/adapters/propose/test_structures.py.
+tests/adapters/propose/test_attention_rules.py and test_structures.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from para_core.adapters.propose.records import (
     ModuleCall,
+    ObservedAttention,
     ObservedCall,
     ObservedSoftmax,
     TensorRecord,
@@ -79,6 +80,9 @@ class ObservedRegion:
     def calls(self) -> list[tuple[ModuleCall, ModuleCall]]:
         """Return the module calls from the start on in the order of time, as pairs (smaller call, larger
         call).
+
+        Calls are paired by their order. If the larger call runs other modules, a pair is of different ones: a
+        guess from it is wrong, and the check of the plan refutes it.
         """
         pairs = [*zip(self.small.calls, self.large.calls, strict=False)]
         began = next(call.began for call, _ in pairs if call.name == self.start.block)
@@ -89,6 +93,14 @@ class ObservedRegion:
         """The time of the start in the smaller call."""
         first, _ = self.calls()[0]
         return first.began
+
+    def attention_pairs(self) -> list[tuple[ObservedAttention, ObservedAttention]]:
+        """Return the attention calls of the whole model by their order, as pairs (smaller call, larger call).
+
+        The names of a pair differ if other modules attend in the larger call, or in another order. Calls that
+        only the longer record has are left out.
+        """
+        return [*zip(self.small.attention, self.large.attention, strict=False)]
 
     def endings(self) -> list[Ending]:
         """Return where the tokens may be gathered, the latest call first.
@@ -140,8 +152,8 @@ class ObservedRegion:
         small, large = self.start.tokens
         lengths = {
             attention.keys - small
-            for attention, larger in zip(self.small.attention, self.large.attention, strict=False)
-            if attention.keys - small == larger.keys - large
+            for attention, larger in self.attention_pairs()
+            if attention.name == larger.name and attention.keys - small == larger.keys - large
         }
         for name, value in self._first_arguments().items():
             if not isinstance(value, TensorRecord) or len(value.shape) != 3 or name in self.start.streams:

@@ -2,7 +2,21 @@
 says.
 
 The hop over a distance of s ranks is left out if no rank sees a key of the rank s positions before it. A call
-with a block mask takes this style, whatever ``rotate_method`` is (:meth:`BlockMask.style_of`).
+with a block mask takes this style, whatever ``rotate_method`` is (:meth:`BlockMask.style_of`), unless that brings
+all keys to every rank.
+
+With R ring ranks there are between 0 and R - 1 hops, each an all-to-all over the whole ring in which idle ranks
+take part with 0 elements. In the hop over distance s, ring rank i sends
+
+    B · e · H_kv · (D + D_v) · T_i bytes if ring rank i + s (modulo R) sees any of its keys, else 0,
+
+where T_i is its number of sharded keys, and e the bytes per element. Three blocks are in memory in addition to the
+rank's own keys and values: the packed copy that it sends, which lives until the last hop, the block with which it
+computes, and the next one, which is in flight.
+
+:class:`~para_core.modes.block_sparse.BlockSparseAttnMode` leads here, through para_core/attention/usp.py. The
+gradient is in para_core/attention/gradients/direct_ring.py. Tests: tests/attention/test_block_sparse.py (results,
+hops and bytes).
 """
 
 from __future__ import annotations
@@ -23,7 +37,7 @@ from para_core.distributed.collectives import Travelling, start_ring_shift, wait
 
 
 class DirectHop(NamedTuple):
-    """The exchange over a distance of ``step`` ring ranks.
+    """The exchange over a distance of ``step`` ring ranks, in which all ring ranks take part.
 
     ``sends`` tells whether this rank sends its block to the rank ``step`` positions after it, and
     ``receives`` whether it receives the block of ``source``, the rank ``step`` positions before it.
@@ -35,9 +49,15 @@ class DirectHop(NamedTuple):
     receives: bool
 
 
+# Before all hops a rank computes with its own block. As for ring_plan.OWN_BLOCK, only the step is read.
+_OWN_BLOCK = DirectHop(0, 0, sends=False, receives=False)
+
+
 class DirectRing(RingStyle):
     """The ring of a call with a block mask. Other masks by position are ignored where hops are chosen: they
     can only hide more keys.
+
+    A call has at least one :class:`BlockMask` among ``plan.spec.positional_masks``, which all ranks know whole.
     """
 
     gradient = "gradients.direct_ring:direct_ring_backward"
@@ -70,13 +90,15 @@ class DirectRing(RingStyle):
         """Return attention to the keys of all ring ranks that this rank's queries see."""
         plan, wire = self.plan, self.plan.spec.options.wire
 
-        def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
-            last_step = max([hop.step for hop in self.hops if hop.receives], default=0)
+        def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, __: bool) -> None:
             packing = Packing(key, value, plan.block_sizes, wire=wire)
             for hop, block in self.blocks(key, value, packing, into.received):
                 if block is not None:
-                    attend(into, *block, hop.step, is_last and hop.step == last_step)
-                # Drop the block here, so that no third one is in memory while the next hop is in flight.
+                    # No block counts as the last: with a positional mask, such as the block mask, attention goes
+                    # tile by tile, and a later tile may have the same queries (blocks.attend_by_backend).
+                    attend(into, *block, hop.step, False)
+                # Drop the block here, or three received blocks would be in memory while the next hop is in
+                # flight.
                 del block
 
         return forward
@@ -91,13 +113,13 @@ class DirectRing(RingStyle):
         with gradient must depend. The backward (gradients/direct_ring.py) passes through the same blocks.
         Collective: the caller must take them all.
         """
-        hops, first = self.hops, DirectHop(0, self.plan.dim.index, sends=False, receives=True)
+        hops = self.hops
         if not hops:
-            yield first, (key, value)
+            yield _OWN_BLOCK, (key, value)
             return
         sent = pack_sent_keys(packing, key, value, self.plan)
         arriving = [self._start(hops[0], sent, packing, received)]
-        yield first, (key, value)
+        yield _OWN_BLOCK, (key, value)
         for number, hop in enumerate(hops, start=1):
             buffer = wait(arriving.pop())
             if torch.is_grad_enabled():
@@ -110,6 +132,9 @@ class DirectRing(RingStyle):
                 yield hop, None
 
     def _start(self, hop: DirectHop, sent: Tensor, packing: Packing, received: list[Tensor]) -> Travelling:
+        """Start ``hop``, with ``sent`` or nothing. ``received`` are the buffers of the earlier hops, if autograd
+        records them.
+        """
         numel = 0
         if not hop.sends:
             sent = sent[:0]

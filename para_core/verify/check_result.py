@@ -1,4 +1,8 @@
-"""The result of ``check_parallel``, and its report."""
+"""The result of ``check_parallel``, and its report.
+
+:mod:`para_core.verify.check` makes it, and users print it. Tests: tests/verify/test_check_result.py
+(reports) and test_check_parallel.py (of models).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,12 @@ from para_core.comparison.runs import Method
 # Maximum number of characters of an error in a line of the report. The first difference contains the whole
 # error.
 _WIDTH = 100
+_NOTHING_SHARDED = "nothing sharded"
 
 
 @dataclass(frozen=True)
 class CheckedCase:
-    """The result of one run on virtual ranks, compared with the unmodified model.
+    """The result of one run on virtual ranks, compared with the unmodified model: an ``error`` or a ``failure``.
 
     Args:
         method (`"ring"` or `"ulysses"`): The way in which the ranks shared attention.
@@ -24,6 +29,9 @@ class CheckedCase:
             is a ``failure``.
         failure (`str`, *optional*): The error that ended the run, or the reason why its output cannot be
             compared.
+
+    Raises:
+        ValueError: Neither or both of ``error`` and ``failure`` are given.
     """
 
     method: Method
@@ -32,11 +40,20 @@ class CheckedCase:
     error: float | None = None
     failure: str | None = None
 
+    def __post_init__(self) -> None:
+        if (self.error is None) == (self.failure is None):
+            raise ValueError(f"error is {self.error} and failure {self.failure!r}; expected one of both.")
+
     def __str__(self) -> str:
-        tokens = "nothing sharded"
-        if self.tokens is not None:
-            tokens = f"{self.tokens} tokens"
-        return f"{self.method:<7} {self.ranks} ranks  {tokens:>8}  {self._result()}"
+        tokens = self.tokens_in_words.rjust(len(_NOTHING_SHARDED))
+        return f"{self.method:<7} {self.ranks:>3} ranks  {tokens}  {self._result()}"
+
+    @property
+    def tokens_in_words(self) -> str:
+        """The length of the sharded sequence, for the report."""
+        if self.tokens is None:
+            return _NOTHING_SHARDED
+        return f"{self.tokens} tokens"
 
     def _result(self) -> str:
         if self.failure is None:
@@ -53,11 +70,15 @@ class ParallelCheck:
 
     Args:
         model (`str`): Name of the model's class.
-        cases (`tuple` of :class:`CheckedCase`): One case for each method, number of ranks and length.
+        cases (`tuple` of :class:`CheckedCase`): One case for each method, number of ranks and length: at least
+            one.
         tolerance (`float`): The largest error that counts as exact.
         first_difference (:class:`Difference`, *optional*): The first module whose output differs in the first
             case that is not exact; None if all cases are exact.
         notes (`tuple` of `str`, *optional*): Checks that were skipped, with the reason.
+
+    Raises:
+        ValueError: There is no case, or a first difference although all cases are exact.
     """
 
     model: str
@@ -65,6 +86,14 @@ class ParallelCheck:
     tolerance: float
     first_difference: Difference | None = None
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.cases:
+            raise ValueError(
+                "cases is empty; expected at least one CheckedCase. Without one nothing is exact."
+            )
+        if self.first_difference is not None and self.exact:
+            raise ValueError("There is a first_difference, but all cases are exact; expected None.")
 
     @property
     def exact(self) -> bool:
@@ -99,6 +128,6 @@ class ParallelCheck:
         lines += [f"  note: {note}" for note in self.notes]
         if self.first_difference is not None:
             case = next(case for case in self.cases if not self.is_exact(case))
-            lines.append(f"First difference ({case.method}, {case.ranks} ranks, {case.tokens} tokens):")
+            lines.append(f"First difference ({case.method}, {case.ranks} ranks, {case.tokens_in_words}):")
             lines += [f"  {line}" for line in str(self.first_difference).splitlines()]
         return "\n".join(lines)

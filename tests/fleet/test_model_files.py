@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import diffusers
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -33,6 +32,7 @@ from para_core.fleet.request import make_request
 from para_core.fleet.selection import pipelines_for, select_pipeline
 from para_core.fleet.without_weights import without_weights
 from tests.weights.hub import REPOSITORY, Hub
+from tests.weights.pipes import write_gguf
 from zoo.tiny.pipelines.unet import stable_diffusion
 
 ROOT = Path(__file__).parents[2]
@@ -55,18 +55,8 @@ def safetensors_file(tmp_path_factory, transformer):
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory, transformer):
-    """Return a GGUF file with linear layers in 8 bits."""
     path = str(tmp_path_factory.mktemp("files") / "flux.gguf")
-    q8, f32 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32
-    writer = gguf.GGUFWriter(path, "flux")
-    for name, x in transformer.state_dict().items():
-        values = x.numpy()
-        packs = values.ndim == 2 and values.shape[1] % 32 == 0
-        writer.add_tensor(name, gguf.quants.quantize(values, q8) if packs else values, raw_dtype=q8 if packs else f32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(transformer, path)
     return path
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, _patch_lang
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle, _patch_lang
 from triton.runtime.jit import JITFunction
 
 from para_core import triton_support
@@ -20,6 +20,8 @@ from para_core.attention.backends import triton_backend
 def interpreted(before_launch: Callable[[str, tuple[Any, ...]], tuple[Any, ...]] | None = None) -> Iterator[None]:
     """Interpret launches of any ``@triton.jit`` function in this context, on tensors of the CPU.
     ``before_launch`` gets a kernel's name and positional arguments, and returns those to launch with.
+
+    A wrong ``tl.multiple_of`` is an error.
 
     TRITON_INTERPRET=1 does so for all of Triton and for good: functions decorated under it cannot be compiled.
     """
@@ -42,6 +44,7 @@ def interpreted(before_launch: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(JITFunction, "__call__", call),
         mock.patch.object(InterpreterBuilder, "create_dot", _dot),
+        mock.patch.object(TensorHandle, "set_attr", _require_multiple),
         mock.patch.object(triton_backend, "is_interpreting", lambda: True),
         mock.patch.object(triton_support, "is_interpreting", lambda: True),
     ):
@@ -59,3 +62,9 @@ _own_dot = InterpreterBuilder.create_dot
 def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
     """Multiply bfloat16 matrices as float32, because NumPy holds bfloat16 in integers, which would be multiplied."""
     return _own_dot(self, *[self.create_fp_ext(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)], *rest)
+
+
+def _require_multiple(handle: Any, name: str, divisors: list[int]) -> None:
+    """Raise if a kernel tells the compiler of a divisor that is none, which the interpreter itself would ignore."""
+    if name == "tt.divisibility":
+        assert not (handle.data % divisors[-1]).any(), f"{handle.data} is no multiple of {divisors[-1]}"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,8 +10,6 @@ from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import pack, pack_reference
 from para_core.kernels.pack_reference import LARGEST, SCALE_BYTES, CopyRegion
 from tests.kernels.layouts import laid_out
-
-pytestmark = pytest.mark.slow
 
 FLOAT8 = torch.float8_e4m3fn
 BOTH = pytest.mark.parametrize("by", [pack, pack_reference], ids=["kernel", "reference"])
@@ -44,7 +43,7 @@ def new_buffer(tensors, numel, eight):
 
 def rounded(rows, eight):
     """Return the bytes of ``rows`` ``[..., D]``, numbers and scale, and the numbers that they stand for."""
-    scale = rows.float().abs().amax(-1, keepdim=True) / LARGEST[eight]
+    scale = F.pad(rows.float().abs(), (0, 1)).amax(-1, keepdim=True) / LARGEST[eight]
     scale = torch.where(scale == 0, 1.0, scale)
     numbers = rows.float() / scale
     numbers = ((numbers + 0.5).floor() if eight == torch.int8 else numbers).to(eight)
@@ -60,7 +59,7 @@ def one_by_one(tensors, regions, numel, eight):
         for token in range(region.token, region.token + region.tokens):
             for sample, into in zip(tensors[region.tensor], restored[region.tensor], strict=True):
                 row = read = sample[heads, token]
-                if eight and row.numel():
+                if eight and region.heads:
                     row, read = rounded(row, eight)
                 start = region.offset + index * region.step
                 buffer[start : start + row.numel()] = row.flatten()
@@ -77,9 +76,10 @@ def alike(actual, expected):
 
 # The ranks of a case have these tokens and heads. 70 tokens are more than a program copies.
 SPLITS = [((3, 2), (2, 3)), ((4, 4, 0), (2, 0, 3)), ((70,), (1,)), ((1, 1, 1, 1), (1, 1, 1, 1)), ((0,), (2,))]
-ROWS = [((16, 16, 16), torch.float32), ((3,), torch.float16), ((8, 33), torch.bfloat16)]
+ROWS = [((16, 16, 16), torch.float32), ((3, 0), torch.float16), ((8, 33), torch.bfloat16), ((0,), torch.float32)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eight", [None, *LARGEST], ids=str)
 @settings(max_examples=15)
 @given(data=st.data())
@@ -148,6 +148,7 @@ def test_nonfinite_value_makes_its_token_nan(by, bad, position, eight):
     assert int(restored.isnan().sum()) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8], ids=str)
 @pytest.mark.parametrize("eight", [None, *LARGEST], ids=str)
 def test_form_of_the_gpu_takes_every_dtype(dtype, eight):
@@ -164,6 +165,8 @@ def test_form_of_the_gpu_takes_every_dtype(dtype, eight):
     assert all(x.transpose(1, 2).is_contiguous() for x in restored)
 
 
-def test_too_many_tensors_for_a_launch_are_refused():
+def test_too_many_tensors_and_too_large_elements_are_refused():
     with pytest.raises(ValueError, match=r"4 tensors; .*3"):
         pack.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4))
+    with pytest.raises(TypeError, match=r"complex128 .*16"):
+        pack.pack([x := torch.empty(1, 1, 1, 1, dtype=torch.complex128)], for_ranks([x], (1,), (1,))[0], x.flatten())

@@ -76,3 +76,21 @@ def bytes_of(*modules):
     """Return the bytes of parameters that this rank holds."""
     held = [x.to_local() if isinstance(x, DTensor) else x for module in modules for x in module.parameters()]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
+
+
+def write_gguf(transformer, path):
+    """Write the weights to a GGUF file, with linear layers in 8 bits."""
+    import gguf
+
+    q8, f32 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32
+    writer = gguf.GGUFWriter(path, "flux")
+    for name, x in transformer.state_dict().items():
+        # Q8_0 shares a scale between 32 values of a row.
+        if x.ndim == 2 and x.shape[1] % 32 == 0:
+            writer.add_tensor(name, gguf.quants.quantize(x.numpy(), q8), raw_dtype=q8)
+        else:
+            writer.add_tensor(name, x.numpy(), raw_dtype=f32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -22,27 +22,10 @@ from para_core.weights.stages import check_freeable
 from para_core.weights.tensor_checks import check_tensor_plan
 from tests.rank_pool import heartbeat
 from tests.tiny import flux_pipe, flux_transformer, relative_error
-from tests.weights.pipes import add_lora, generate, make, mesh_of
+from tests.weights.pipes import add_lora, generate, make, mesh_of, write_gguf
 
 # diffusers loads all but the first two on a GPU only, so their layers replace those of the model here.
 KINDS = ("gguf", "fp8", "bitsandbytes", "bitsandbytes, 8 bits", "nunchaku", "nvfp4")
-
-
-def write_gguf(transformer, path):
-    import gguf
-
-    q8, f32 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32
-    writer = gguf.GGUFWriter(path, "flux")
-    for name, x in transformer.state_dict().items():
-        # Q8_0 shares a scale between 32 values of a row.
-        if x.ndim == 2 and x.shape[1] % 32 == 0:
-            writer.add_tensor(name, gguf.quants.quantize(x.numpy(), q8), raw_dtype=q8)
-        else:
-            writer.add_tensor(name, x.numpy(), raw_dtype=f32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture
