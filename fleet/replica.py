@@ -1,4 +1,8 @@
-"""The interface of a replica, on this host or on Ray."""
+"""The interface of a replica, on this host (local_replica.py) or on Ray (group.py).
+
+The server's pool (http/pool.py) and replicas.py use replicas by it. Tests: tests/fleet/test_replicas.py asks all kinds
+of replicas the same questions.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,9 @@ class Replica(ABC):
 
     @abstractmethod
     async def memory(self) -> Memory | None:
-        """Return the predicted memory of a rank, or None if it cannot be predicted."""
+        """Return the predicted memory of a rank, or None if it cannot be predicted.
+        Raise RankDied if the replica is not running.
+        """
 
     async def generate(self, request: Request) -> Result:
         """Run one request after all requests that were sent earlier, and return its result.
@@ -72,7 +78,8 @@ class Replica(ABC):
         again for each.
 
         Raises:
-            RankDied: The replica is not running, or a rank died. The replica is then stopped.
+            RankDied: The replica is not running, was stopped meanwhile, or a rank died. The replica is then
+                stopped.
         """
         async with self._turn:
             outcomes = await self._run_batch(batch, progress)
