@@ -1,5 +1,7 @@
 """Operators of other packages: those whose name says that they compute attention, and calls of them by graphs."""
 
+import functools
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -21,24 +23,11 @@ NAMES = {
 }
 
 
-class Named:
-    """An operator of this name. Its overload or packet is of aten, because only aten tells them apart."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def __str__(self):
-        return self.name
-
-
 @pytest.mark.parametrize("expected", [True, False])
 def test_operators_that_compute_attention_are_found_by_name(expected):
     for name in NAMES[expected].split():
-        operator = Named(name)
-        if name.startswith("aten."):
-            packet, _, overload = name.removeprefix("aten.").partition(".")
-            operator = getattr(torch.ops.aten, packet)
-            operator = getattr(operator, overload) if overload else operator
+        # Only for aten does it matter whether the operator is an overload.
+        operator = functools.reduce(getattr, name.split("."), torch.ops) if name.startswith("aten.") else name
         assert foreign_operators.computes_attention(operator) == expected, name
 
 
@@ -61,9 +50,9 @@ attend.register_fake(torch.empty_like)
 class Callers(TorchFunctionMode):
     """Notes for each operator that it sees in eager code whether a graph calls it."""
 
-    def __init__(self):
-        super().__init__()
+    def __enter__(self):
         self.by_graphs = []
+        return super().__enter__()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if not torch.compiler.is_compiling() and type(func) in foreign_operators.OPERATOR_TYPES:
