@@ -1,4 +1,8 @@
-"""The mesh on which a pipeline or model runs: the one that the user gives, or a default one over all ranks."""
+"""The mesh on which a pipeline or model runs: the one that the user gives, or a default one over all ranks.
+
+The functions of ``adapters/parallel`` and ``adapters/weights/shard.py`` call it. How the default is predicted is in
+``adapters/planner/default_mesh.py``, which may be deleted. Tests: tests/planner/test_default_mesh.py.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +77,9 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | N
 def mesh_and_method(
     mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None
 ) -> tuple[GuidedMesh, RotateMethod]:
-    """Return the mesh as :func:`guided_mesh_for` does, and the default ``rotate_method`` for it."""
+    """Return the mesh as :func:`guided_mesh_for` does, and the default ``rotate_method`` for it. Without a mesh
+    this is a collective call.
+    """
     if isinstance(mesh, GuidedMesh):
         return mesh, "alltoall"
     if mesh is None:
@@ -153,7 +159,7 @@ def _ranks_per_host() -> int | None:
 
 
 def _create_mesh_of(device_type: str, choice: MeshChoice) -> DeviceMesh:
-    """Create the mesh of ``choice`` over all ranks. Rank 0 logs it."""
+    """Create the mesh of ``choice`` over all ranks. Rank 0 logs it. A collective call."""
     sizes = {"batch": choice.batch, "ring": choice.ring, "ulysses": choice.ulysses}
     if choice.tensor > 1:
         sizes["tensor"] = choice.tensor

@@ -1,4 +1,8 @@
-"""Kinds of denoisers that are no transformers. A kind is a file that nobody imports, and a line of ``KINDS``."""
+"""Kinds of denoisers that are no transformers. A kind is a file that nobody imports, and a line of ``KINDS``.
+
+``registry.py``, ``adapters/parallel`` and the checks ask here for the denoisers of a pipeline and for what is
+particular to their kind. The only kind is in ``adapters/vae/unet.py``. Tests: tests/spatial/test_unet_pipelines.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class DenoiserRun(Protocol):
 
     mesh: GuidedMesh
     # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again
-    # then.
+    # then. Set from outside, by assume_agreed().
     inputs_agreed: bool
 
     def apply(self) -> None:

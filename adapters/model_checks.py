@@ -1,6 +1,11 @@
-"""Checks of the class of a model or pipeline: it has a plan, and nothing around it hides its class.
+"""Checks of a model or pipeline in three phases.
 
-The page docs/refusals.md lists the checks that refuse something.
+Before it is loaded, of its class (``fleet/build.py``); before it is changed, of its class and of what is around it
+(``check_parallelize``, ``check_cache`` and others); and before each call of a parallel pipeline, that nobody replaced
+the model or its plan (``check_parallel_call``).
+
+``benchmarks/refusals.py`` lists on docs/refusals.md each function whose docstring begins with "Refuse", and takes the
+error and the advice from its ``raise`` statements. Each has a case in ``tests/adapters/compatibility/test_checks.py``.
 """
 
 from __future__ import annotations
@@ -88,7 +93,10 @@ def check_not_fsdp1(module: nn.Module, name: str) -> None:
 
 
 def check_not_wrapped(module: nn.Module, name: str, adapter: Adapter | None = None) -> None:
-    """Refuse a model inside a wrapper for training, such as DistributedDataParallel."""
+    """Refuse a model inside a wrapper for training, such as DistributedDataParallel.
+
+    Call :func:`check_not_fsdp1` before: FSDP1 is such a wrapper too, and its message has another way out.
+    """
     inner = None
     if adapter_for(module, adapter) is None:
         inner = wrapped_model(module)
@@ -96,8 +104,17 @@ def check_not_wrapped(module: nn.Module, name: str, adapter: Adapter | None = No
         raise TypeError(
             f"{name} is a {original_class(module).__name__} around a {original_class(inner).__name__}: a wrapper for "
             "training, which has no part in inference (accelerator.prepare wraps each model that it gets). Take the "
-            f"model out: {name} = {name}.module"
+            f"model out: {name} = {name}{'.module' * _depth_of(inner, module)}"
         )
+
+
+def _depth_of(inner: nn.Module, wrapper: Any) -> int:
+    """Return how many wrappers are around ``inner``, each with the next one in its attribute ``module``."""
+    depth = 0
+    while wrapper is not inner:
+        wrapper = uncompiled(wrapper.module)
+        depth += 1
+    return depth
 
 
 def check_adapter_type(adapter: Any, module: nn.Module) -> None:

@@ -1,4 +1,8 @@
-"""``products="triton"`` of parallelize_pipe: matrix products whose bits do not depend on the number of rows."""
+"""``products="triton"`` of parallelize_pipe: matrix products whose bits do not depend on the number of rows.
+
+``adapters/weights/features.py`` finds :data:`FEATURE`. The mode is in ``para_core/products.py``. Tests:
+tests/test_products.py.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ class ProductsChange(FeatureChange):
             empty_slot(module, Slot.PRODUCTS)
 
     def _run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of a transformer, whose products Triton computes."""
         with self._mode:
             return call(module, *args, **kwargs)
 

@@ -1,4 +1,9 @@
-"""Look up adapters and plans of models, the models of a pipeline, and the mesh on which they run."""
+"""Look up adapters and plans of models, the models of a pipeline, and the mesh on which they run.
+
+All rooms of ``adapters`` ask here; nothing is changed. Adapters themselves are in ``adapters/models``, the errors about
+unsupported models in ``model_checks.py``. Encoders and autoencoders are found by ``adapters/inspect/components.py``.
+Tests: tests/adapters/compatibility/test_checks.py, tests/adapters/test_pipelines.py.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +74,8 @@ def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
     """Return the tensor plan of ``module``: its adapter's, or else the one that its class publishes
     (``_tp_plan``).
 
-    None if there is neither, and for classes without an adapter.
+    None if there is neither, and for classes without an adapter. The adapter is the library's: one that the user
+    passed is not known where weights are sharded.
     """
     adapter = adapter_for(module)
     if adapter is None:
@@ -239,6 +245,7 @@ def applied_mesh(module: Any) -> SequenceMesh | None:
 
 
 def _mesh_in_slot(instance: Any, slot: Slot) -> GuidedMesh | None:
+    """Return the attribute ``mesh`` of the owner of a slot, whose class may not be imported here; None without one."""
     mesh = getattr(slot_owner(instance, slot, object), "mesh", None)
     if isinstance(mesh, GuidedMesh):
         return mesh

@@ -24,6 +24,7 @@ _WORDS = {
     "original_class(owner).__name__": "the pipeline",
     "original_class(pipe).__name__": "the pipeline",
     "original_class(module).__name__": "the transformer's class",
+    "'.module' * _depth_of(inner, module)": ".module",
 }
 
 

@@ -2,7 +2,8 @@
 exit code.
 
 This module and the modules of the commands import torch and diffusers inside functions only, so that
-``--help`` answers at once.
+``--help`` answers at once. ``para_core/__main__.py`` calls :func:`run`. Tests: tests/cli/test_help.py,
+tests/cli/test_refusals.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ COMMANDS = {
     "plan": "para_core.cli.plan",
     "doctor": "para_core.cli.doctor",
 }
+# Exit codes of a command, besides those of signals.py.
 FAILED, WRONG_OPTION = 1, 2
 
 

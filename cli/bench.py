@@ -1,4 +1,8 @@
-"""``para_core bench``: measure a generation on several ranks, and with ``--check`` compare it with one rank."""
+"""``para_core bench``: measure a generation on several ranks, and with ``--check`` compare it with one rank.
+
+This file has the options and the printing. `measurement.py` measures, and `comparison.py` compares. Tests:
+tests/cli/test_bench.py, tests/same_bits/test_command.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Request, make_request
 
 _DEFAULT_PROMPT = "a large red circle in the centre on a white background"
-_MB = 1e6
+_MB = 1e6  # bytes
 
 
 def bench(
@@ -115,7 +119,7 @@ def _read_request(model: Model, common: dict[str, Any], prompt: str, seed: int) 
 
 
 def _print(figures: dict[str, Any], console: Console) -> None:
-    """Print the measured figures: as tables in a terminal, as Markdown elsewhere."""
+    """Print the figures of ``MeasuredRank.measure``: as tables in a terminal, as Markdown elsewhere."""
     console.print(_make_title(figures), markup=False, soft_wrap=True)
     seconds = figures["seconds"]
     rows = [
@@ -142,6 +146,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
 
 
 def _make_title(figures: dict[str, Any]) -> str:
+    """Return a line with what was measured: pipeline, sizes, steps, dtype, devices and runs."""
     mesh = " × ".join(f"{name} {size}" for name, size in figures["mesh"].items() if size > 1)
     request = figures["request"]
     sizes = [
@@ -165,6 +170,7 @@ def _make_title(figures: dict[str, Any]) -> str:
 
 
 def _format_number(value: float | None, unit: float = 1) -> str:
+    """Return ``value / unit`` as text, an empty text for a figure that there is not."""
     if value is None:
         return ""
     return f"{value / unit:.5g}"

@@ -1,4 +1,9 @@
-"""Checks of a command's options before torch is imported, and then the description of the model by its class."""
+"""Checks of a command's options before torch is imported, and then the description of the model by its class.
+
+``generate``, ``serve`` and ``bench`` call :func:`validate`, the methods of its :class:`Checked`, and after
+they have imported torch :func:`describe_model`. Most checks themselves stand in `fleet/recipe.py`,
+`fleet/selection.py` and `fleet/request.py`. Tests: tests/cli/test_refusals.py.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 class Checked:
     """Options of a command that were validated without torch: where the model is, and how it would be loaded."""
 
+    # With the tiny FLUX as model if none was named. Its pipeline is None for the class that the index names.
     recipe: Recipe
     selection: Selection
     # By the source of the class, without types of fields. None for a modular pipeline or a class of unknown

@@ -1,4 +1,9 @@
-"""``para_core bench --check``: compare the pixels generated on all ranks with those generated on one rank."""
+"""``para_core bench --check``: compare the pixels generated on all ranks with those generated on one rank.
+
+`measurement.py` calls :func:`make_reference` first, and :func:`compare` on all ranks; `bench.py` prints the
+result. Comparing calls of the transformer one by one is ``verify`` (para_core/verify). Tests:
+tests/cli/test_bench.py, tests/same_bits/test_command.py.
+"""
 
 from __future__ import annotations
 
@@ -109,6 +114,7 @@ def compare(
     bits_equal = all(rank[0] == one_rank for rank in digests_by_rank)
     if not ranks_equal:
         # The ranks differ, so each computes the error of its own pixels, for which it needs the reference.
+        # All ranks take this branch or none, because they have gathered the same digests.
         reference = from_first_rank(reference)
     error: float | None = None
     bound: float | None = None
@@ -157,7 +163,9 @@ def _replace_infinity(error: float) -> float | None:
 
 
 def _generate(pipe: Any, request: Request) -> np.ndarray[Any, Any]:
-    """Generate once, and return the pixels: float32 from 0 to 1, not rounded to 8 bits."""
+    """Generate once, and return the pixels: float32 from 0 to 1, not rounded to 8 bits. A collective call if
+    ``pipe`` runs on several ranks.
+    """
     output = call_pipe(pipe, [request], output_type="np")
     pixels = getattr(output, "frames", None)
     if pixels is None:

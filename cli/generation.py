@@ -1,5 +1,9 @@
 """The steps of ``para_core generate``: validate the input, show the plan, and generate what has no result
 yet.
+
+`generate.py` has the options and calls :func:`make_task`, and then :func:`show_plan` or :func:`run_task`. The
+lines are generated in `fleet/lines.py`, with several replicas in `fleet/replicas.py`. Tests:
+tests/cli/test_generate.py.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ class GenerationTask:
 
     model: Model
     recipe: Recipe
-    lines: Sequence[Line]  # to generate
+    lines: Sequence[Line]  # to generate, with digests and names
     finished: Sequence[Line]  # whose results are already in the folder
     problems: Sequence[Problem]  # lines that are invalid, or whose results would not fit on disk or in memory
     folder: Path
@@ -172,7 +176,10 @@ def _make_absolute(value: Any) -> Any:
 
 
 def run_task(task: GenerationTask, debug: bool) -> int:
-    """Generate the lines of ``task``, report on stderr, and return the exit code of the command."""
+    """Generate the lines of ``task``, report on stderr, and return the exit code of the command.
+
+    Under torchrun a collective call, which every rank makes with its own task.
+    """
     first = is_first_rank()
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
     for problem in task.problems:
@@ -244,6 +251,7 @@ def _names_of_finished(task: GenerationTask) -> list[str]:
 
 
 def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
+    """Generate the lines on one group of ranks or on replicas, and return a problem for each that failed."""
     if task.replicas == 1:
         with ending_on_error(debug=debug), process_group(task.recipe):
             return _generate_on_one_group(task, debug)

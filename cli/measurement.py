@@ -1,4 +1,8 @@
-"""Measurement of one request on a group of ranks: seconds, memory, launches, bytes sent, and profiler traces."""
+"""Measurement of one request on a group of ranks: seconds, memory, launches, bytes sent, and profiler traces.
+
+`bench.py` calls :func:`measure`. Launches and bytes are counted in `para_core/recorder/run_counter.py`, and
+pixels are compared in `comparison.py`. Tests: tests/cli/test_bench.py.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +104,10 @@ class _ReferenceRank:
 
 
 def _measure_on(job: MeasurementJob, ranks: int, reference: Reference | None) -> dict[str, Any] | None:
+    """Load the pipeline on ``ranks`` ranks, run the job, and return its figures on the first rank, else None.
+
+    ``reference`` is that of the first rank; None on others, and without ``job.check``.
+    """
     first = is_first_rank()
     # An exact transformer is compared call by call as well, which names the module if it differs. The
     # comparison costs a call of the transformer, so it takes place in a run that is not timed.
@@ -171,7 +179,8 @@ class MeasuredRank:
 
 
 def time_run(pipe: Any, request: Request) -> dict[str, Any]:
-    """Generate once, and return ``{"seconds": of the generation, "steps": [of each step but the first]}``.
+    """Generate once, and return ``{"seconds": of the generation, "steps": [of each step but the first]}``. A
+    collective call.
 
     On a GPU, steps are timed with events. The device is synchronized only before and after the generation,
     because waiting after each step would slow it down.
@@ -202,6 +211,9 @@ def time_run(pipe: Any, request: Request) -> dict[str, Any]:
 
 
 def _wait_for_ranks() -> None:
+    """Wait for all ranks and for this rank's device, so that the next measurement counts no earlier work. A
+    collective call.
+    """
     if dist.is_initialized():
         dist.barrier()
     if torch.cuda.is_available():
@@ -225,6 +237,7 @@ def _summarize(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _reset_memory() -> None:
+    """Begin to measure the peak memory of this rank, which :func:`_read_peak_memory` returns."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     # On Linux, writing 5 to this file resets the peak of resident memory. If that is impossible, the peak
@@ -256,6 +269,7 @@ def _read_peak_memory() -> dict[str, int | None]:
 
 def count_run(pipe: Any, request: Request) -> dict[str, Any]:
     """Generate once, and return the launches, collectives and bytes sent of this rank, in total and per step.
+    A collective call. The figures per step are None if the pipeline has no callback, or only one step.
 
     The figures per step are means without the first step, in which ranks also exchange shapes.
     """
@@ -281,7 +295,9 @@ def count_run(pipe: Any, request: Request) -> dict[str, Any]:
 
 
 def _profile(pipe: Any, request: Request, folder: Path) -> None:
-    """Generate once, and write this rank's profiler trace in Chrome's format, which Perfetto opens."""
+    """Generate once, and write this rank's profiler trace in Chrome's format, which Perfetto opens. A
+    collective call.
+    """
     from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU]

@@ -1,7 +1,8 @@
 """Files of options for ``--config``: YAML, JSON or TOML whose keys are the names of a command's options.
 
 A key that is the name of a command holds a section for this command alone. Values are read as texts, so that
-click converts and refuses them as on the command line: ``compile: no`` is the text "no".
+click converts and refuses them as on the command line: ``compile: no`` is the text "no". `options.py`
+declares ``--config`` with these callbacks. Tests: tests/cli/test_option_files.py.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ def options_in_files(arguments: Sequence[str]) -> list[str]:
 
 
 def _read_defaults(path: Path, context: typer.Context) -> dict[str, Any]:
-    """Return the values in a file by parameter of the command. Those in its section have priority."""
+    """Return the values in a file by parameter of the command. Those in its section have priority.
+
+    Sections of other commands are checked as well, but set nothing.
+    """
     content = _parse(path)
     commands: Mapping[str, Any] = {}
     if context.parent is not None:
@@ -132,6 +136,10 @@ def _read_defaults(path: Path, context: typer.Context) -> dict[str, Any]:
 def _read_default(
     path: Path, key: str, value: Any, context: typer.Context, commands: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """Return ``{parameter: text, or texts for an option that may be repeated}`` for a key of the command.
+
+    Raise typer.BadParameter if the key or its value cannot be one of an option.
+    """
     target = _require_known(path, key, context.command, context.info_name or "", commands)
     parameter = target.parameter
     several = bool(getattr(parameter, "multiple", False))
@@ -161,7 +169,11 @@ def _make_text(path: Path, key: str, value: Any) -> str:
 
 
 def _require_known(path: Path, key: str, command: Any, name: str, commands: Mapping[str, Any]) -> _Target:
-    """Return the target of a key. Raise typer.BadParameter if the command has no option of this name."""
+    """Return the target of a key. Raise typer.BadParameter if the command has no option of this name.
+
+    ``name`` is that of ``command``. Of the other ``commands`` one that has the option is named in the
+    message.
+    """
     targets = _find_targets(command)
     target = targets.get(_option_name(key))
     if target is not None:
@@ -178,6 +190,7 @@ def _require_known(path: Path, key: str, command: Any, name: str, commands: Mapp
 
 
 def _find_targets(command: Any) -> dict[str, _Target]:
+    """Return the options of a command by their names without dashes, aliases and second names included."""
     targets = {
         option.lstrip("-"): _Target(parameter, negated)
         for parameter in command.params

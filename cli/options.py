@@ -1,4 +1,10 @@
-"""Command-line options that several commands share."""
+"""Command-line options that several commands share.
+
+The commands take them as parameters or groups, and `app.py` expands the groups by :func:`expand_groups`.
+Options of a recipe are declared in `fleet/recipe.py` and `para_core/pipeline_options.py`, and only turned
+into parameters here; values are checked in `checks.py`. Tests: tests/cli/test_help.py,
+tests/cli/test_refusals.py.
+"""
 
 from __future__ import annotations
 

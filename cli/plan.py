@@ -1,4 +1,8 @@
-"""``para_core plan``: whether a generation fits, on which mesh, and a range of seconds. Nothing is computed."""
+"""``para_core plan``: whether a generation fits, on which mesh, and a range of seconds. Nothing is computed.
+
+This file has the options and the printed command; predictions are made in `adapters/planner`. What
+``generate`` itself predicts before it loads stands in `fleet/memory.py`. Tests: tests/cli/test_plan.py.
+"""
 
 from __future__ import annotations
 

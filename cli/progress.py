@@ -1,6 +1,10 @@
 """Progress of a command on stderr: phases before the first step, then prompts and steps.
 
 In a terminal, progress bars that vanish at the end; elsewhere, one line for each phase and each prompt.
+
+``generate``, ``bench`` and ``serve`` use it. What is reported is sent by :mod:`para_core.progress`; ranks in
+other processes send it through :mod:`para_core.launcher`. Tests: tests/cli/test_progress.py,
+tests/cli/test_generate.py.
 """
 
 from __future__ import annotations

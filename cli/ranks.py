@@ -1,5 +1,9 @@
 """Ranks as the commands see them: their number, and under torchrun the process group and the first rank's
 part.
+
+`generation.py`, `measurement.py` and `serve.py` call it, and `comparison.py` on the ranks themselves. It
+imports torch; what is asked before that stands in `torchrun.py`, and the ranks are started in
+`fleet/engine.py`. Tests: tests/cli/test_refusals.py, tests/cli/test_generate.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""``para_core serve``: serve replicas over HTTP until Ctrl-C or SIGTERM."""
+"""``para_core serve``: serve replicas over HTTP until Ctrl-C or SIGTERM.
+
+This file has the options and their checks; `fleet/http/host_server.py` serves. Tests:
+tests/cli/test_serve.py, tests/cli/test_refusals.py, tests/fleet/test_host_server.py.
+"""
 
 from __future__ import annotations
 
@@ -200,6 +204,7 @@ def _logging_to_stderr(level: int) -> Iterator[None]:
 
 
 def _require_limits(limits: LimitOptions) -> None:
+    """Raise BadParameter if a limit is too small. Limits with a ``min`` are checked by typer."""
     if limits.waiting < 0 or limits.retries < 0:
         raise typer.BadParameter(
             f"--queue {limits.waiting} and --retries {limits.retries}: expected at least 0 of each."
@@ -242,7 +247,7 @@ class _Shape:
     text: str
     width: int
     height: int
-    frames: int | None
+    frames: int | None  # None counts as one frame in pixels
 
     @classmethod
     def read(cls, option: str, text: str) -> _Shape:
@@ -274,7 +279,7 @@ class _Shape:
 
 
 def _warmup_request(model: Model, shape: _Shape, delivery: Delivery) -> Request:
-    """Return a request of two steps for results of this shape."""
+    """Return a request of two steps for results of this shape, with a white image in each required field."""
     fields: dict[str, Any] = dict.fromkeys(model.required, "blank")
     fields["size"] = f"{shape.width}x{shape.height}"
     if "prompt" in model.fields:

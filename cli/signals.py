@@ -2,7 +2,8 @@
 
 ``para_core generate`` and ``bench`` end within about two seconds, because they pass ``report`` to
 :func:`terminable`. ``para_core serve`` handles signals in its event loop
-(:mod:`para_core.fleet.http.host_server`), and takes only :class:`SignalCode` from here.
+(:mod:`para_core.fleet.http.host_server`), and takes only :class:`SignalCode` from here. Tests:
+tests/cli/test_interrupts.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 `remote_patcher` replaces this method in ComfyUI's process. On a rank, :func:`use_cut` makes it the
 ``forward`` of the model, because plans and the cache of para_core run around ``forward``.
+
+`rank_model` calls :func:`use_cut` for the model that it has loaded, and `propose` for its small copy. Tests:
+tests/comfyui/test_pack.py.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ def cut_method_of(cls: type) -> str:
 def bind_arguments(
     method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call of the bound ``method`` by name, those of its ``**kwargs`` too."""
+    """Return the arguments of a call of the bound ``method`` by name, those of its ``**kwargs`` too. Defaults
+    are left out: the ranks have the same.
+    """
     signature = inspect.signature(method)
     arguments = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():

@@ -1,4 +1,8 @@
-"""The nodes that load a diffusion model of ComfyUI on ranks, and that end the ranks."""
+"""The nodes that load a diffusion model of ComfyUI on ranks, and that end the ranks.
+
+ComfyUI finds them in `__init__.py`, and imports this file also without para_core, so `remote_patcher`, which
+does the work, is imported by the node. Tests: tests/comfyui/test_pack.py, tests/comfyui/test_server.py.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +109,7 @@ class CloseRanks:
 
 
 def _require_para_core() -> None:
+    """Raise RuntimeError if a package that the ranks need is not installed."""
     missing = [name for name in ("para_core", "cloudpickle") if not _is_installed(name)]
     if missing:
         raise RuntimeError(

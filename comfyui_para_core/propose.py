@@ -1,4 +1,8 @@
-"""A plan for a class of ``comfy/ldm`` that none is recorded for: proposed on a small copy of the model."""
+"""A plan for a class of ``comfy/ldm`` that none is recorded for: proposed on a small copy of the model.
+
+`rank_model` calls it in the first call of the model. The search itself is ``propose_plan`` of
+para_core.adapters; recorded plans stand in `plans`. Tests: tests/comfyui/test_pack.py.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ _DEPTHS = (
 )
 _BLOCKS = 2
 _MOST_PARAMETERS = 3_000_000_000  # 12 GB in float32
-# Tokens per side of the two calls that are shown to propose_plan.
+# Tokens per side of the two calls that are shown to propose_plan. They differ in one side only.
 _HEIGHT, _WIDTHS = 5, (7, 9)
 
 
@@ -39,7 +43,7 @@ def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any
     """Return a proposed adapter for the class of ``model``, the same on all ranks.
 
     Rank 0 proposes it on a copy of the model with two blocks of each kind and random weights, and small
-    latents.
+    latents. A collective call if there is a process group.
 
     Args:
         base: ComfyUI's BaseModel, which has the arguments of the constructor.
@@ -69,6 +73,7 @@ def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any
 
 
 def _propose(base: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Adapter:
+    """Return a proposed adapter, on this rank alone. May raise anything."""
     small = _make_small_copy(base, original_of(type(model)))
     examples = [_make_example(model, inputs, _HEIGHT, width) for width in _WIDTHS]
     # The proposal of plans is optional. Where it was removed, this raises, and no plan was found.
@@ -102,7 +107,10 @@ def _make_small_copy(base: Any, cls: type) -> nn.Module:
 
 
 def _make_example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
-    """Return ``inputs`` with random latents of ``height × width`` patches in place of tensors of the latent's size."""
+    """Return ``inputs`` with random latents of ``height × width`` patches in place of tensors of the latent's size.
+
+    The first tensor in ``inputs`` is the latent. Arguments that ``forward`` does not take are left out.
+    """
     patch = getattr(model, "patch_size", getattr(model, "patch_spatial", 2))
     patch = patch[-1] if isinstance(patch, (list, tuple)) else patch
     size: tuple[int, ...] = (height * patch, width * patch)

@@ -1,4 +1,8 @@
-"""The diffusion model on one rank, loaded by ComfyUI's own loader and run over all ranks."""
+"""The diffusion model on one rank, loaded by ComfyUI's own loader and run over all ranks.
+
+`ranks` makes a :class:`RankModel` in each process and calls its methods. ComfyUI's process calls only
+:func:`require_runnable`, in `remote_patcher`. Tests: tests/comfyui/test_pack.py.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,8 @@ class RankModel:
         self.recorded = find_plan(type(self.model))
         use_cut(self.model)
         self.ready = False  # whether the model is parallelized
-        self.forms: dict[str, str] = {}  # of the call from which the plan was proposed
+        # Of the call from which the plan was proposed, see forms_of. Empty with a recorded plan.
+        self.forms: dict[str, str] = {}
 
     def patch(self, patches: dict[str, Any]) -> None:
         """Load the weights of the file, with ``patches`` applied by ComfyUI's own code."""
@@ -61,6 +66,7 @@ class RankModel:
         self._apply_patches(patches)
 
     def _apply_patches(self, patches: dict[str, Any]) -> None:
+        """Load the weights with ``patches``. With FSDP only while they are whole: parts cannot be patched."""
         # With another uuid ComfyUI patches the weights again.
         self.patcher.patches, self.patcher.patches_uuid = patches, object()
         if not self.shards_weights:
@@ -76,6 +82,7 @@ class RankModel:
             )
 
     def _read_file_and_patch(self) -> None:
+        """Load the model again, unparallelized and with the patches that it has now."""
         patches = self.patcher.patches
         self._read_file()
         self._apply_patches(patches)
@@ -87,7 +94,9 @@ class RankModel:
         return sum(_local_bytes(parameter) for parameter in self.model.parameters())
 
     def forward(self, arguments: Mapping[str, Any], begins: bool) -> tuple[Any, int]:
-        """Return the output of the model, and :meth:`memory`. ``begins`` says that a generation begins."""
+        """Return the output of the model, and :meth:`memory`. ``begins`` says that a generation begins. A
+        collective call.
+        """
         inputs = _move_tensors(arguments, self.patcher.load_device)
         # Tensors of inference mode cannot be changed in place later, and the cache and FSDP2 keep some
         # between calls.
@@ -102,7 +111,9 @@ class RankModel:
         return output, self.memory()
 
     def call_method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of the method ``name`` of the model, which each rank computes alone."""
+        """Return the result of the method ``name`` of the model, which each rank computes alone. A collective
+        call with FSDP, which gathers weights for it.
+        """
         args, kwargs = _move_tensors((args, kwargs), self.patcher.load_device)
         with torch.inference_mode(False), torch.no_grad(), self._gathering_weights_outside_of_blocks():
             return getattr(self.model, name)(*args, **kwargs)
@@ -123,6 +134,7 @@ class RankModel:
             model.reshard()
 
     def _call_cached(self, inputs: Mapping[str, Any], begins: bool) -> Any:
+        """Return the output of the model with First Block Cache, whose state is kept for each condition."""
         if begins:
             reset_cache(self.model)
         options = inputs.get("transformer_options") or {}

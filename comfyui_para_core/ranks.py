@@ -1,4 +1,8 @@
-"""The processes that compute one diffusion model: started at its first use, ended by ``close``, started again."""
+"""The processes that compute one diffusion model: started at its first use, ended by ``close``, started again.
+
+`remote_patcher` makes a :class:`ModelRanks` in ComfyUI's process. Each process holds a
+:class:`~.rank_model.RankModel`; para_core.launch starts and calls them. Tests: tests/comfyui/test_pack.py.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class ModelRanks:
     def __init__(self, path: str, options: Mapping[str, Any], settings: Settings, weight_bytes: int) -> None:
         self.path, self.options, self.settings = path, dict(options), settings
         self.weight_bytes = weight_bytes
-        self._handle: Any = None
+        self._handle: Any = None  # of para_core.launch; None while no processes run
         self._patches_uuid: Any = None  # of the LoRAs that the ranks hold; None if that is unknown
         self._device_bytes = 0
 
@@ -58,7 +62,9 @@ class ModelRanks:
             self._device_bytes = int(self._call("memory"))
 
     def forward(self, arguments: Mapping[str, Any], begins: bool) -> Any:
-        """Return the output of the model for ``arguments``. ``begins`` says that a generation begins."""
+        """Return the output of the model for ``arguments``. ``begins`` says that a generation begins. Only
+        after :meth:`start`, as :meth:`call_method`.
+        """
         output, self._device_bytes = self._call("forward", arguments, begins)
         return output
 

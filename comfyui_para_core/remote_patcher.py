@@ -1,5 +1,9 @@
 """A MODEL for ComfyUI whose diffusion model computes on ranks.
 Sampler, guidance and conditioning stay in ComfyUI.
+
+The node of `loader` calls :func:`load_remote`. What cannot reach the ranks is refused in `options`, and the
+processes are those of `ranks`. Tests: tests/comfyui/test_pack.py, and on ComfyUI itself
+tests/comfyui/test_server.py.
 """
 
 from __future__ import annotations
@@ -123,7 +127,9 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
     """
 
     ranks: ModelRanks  # set by load_remote, after ComfyUI's constructor, which already asks for the size
-    begins = True  # whether the next call of the model begins a generation
+    # Whether the next call of the model begins a generation. pre_run sets it, and the forward of _cut_model
+    # clears it.
+    begins = True
 
     def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
         """Return a patcher of the same ranks with its own patches."""
@@ -154,7 +160,9 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         return self.ranks.device_bytes if self._shares_device() else 0
 
     def _shares_device(self) -> bool:
-        """Whether rank 0, which takes the first GPU, is on the device of ComfyUI."""
+        """Whether rank 0, which takes the first GPU, is on the device of ComfyUI: GPU 0, or a device without
+        a number.
+        """
         return getattr(self.load_device, "index", None) in (None, 0)
 
     def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:

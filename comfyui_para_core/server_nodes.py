@@ -1,6 +1,7 @@
 """Three ComfyUI nodes that send requests to ``para_core serve``: text to image, image editing, and video.
 
-This file imports nothing of para_core, because the server may be on another machine.
+This file imports nothing of para_core, because the server may be on another machine. The routes stand in
+fleet/http/server.py, and their answers in fleet/http/answers.py. Tests: tests/fleet/test_comfyui.py.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class _Node:
     RETURN_NAMES: tuple[str, ...] = ("image", "seed")
     FUNCTION = "run"
     CATEGORY = "para_core"
-    path: str
-    format_ = "png"
+    path: str  # route of the server
+    format_ = "png"  # of the files that the server sends, without loss
 
     @classmethod
     def IS_CHANGED(cls, seed: int = 0, **inputs: Any) -> float:
@@ -221,12 +222,14 @@ def generate(
 
 
 def _events(answer: Any) -> Iterator[dict[str, Any]]:
+    """Yield the data of the server-sent events in a response. The server writes each in one line."""
     for line in answer:
         if line.startswith(b"data: "):
             yield json.loads(line[6:])
 
 
 def _message(error: urllib.error.HTTPError) -> str:
+    """Return the server's message in an error response, or its status if it has none, as one of a proxy."""
     try:
         return str(json.loads(error.read())["error"]["message"])
     except (ValueError, KeyError, TypeError):

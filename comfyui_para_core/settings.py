@@ -1,4 +1,8 @@
-"""The settings of the loader, checked."""
+"""The settings of the loader, checked.
+
+`loader` makes them in ComfyUI's process, and `ranks` sends them to the ranks. Nothing here imports para_core.
+Tests: tests/comfyui/test_pack.py.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from para_core.fleet.modular import (
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe_class, find_tiny_flux
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.fleet.selection import select_pipeline
-from para_core.fleet.without_weights import component_classes, multiple_of_model
+from para_core.fleet.without_weights import check_components_exist, component_classes, multiple_of_model
 from para_core.instance.private_class import original_class
 from para_core.pipeline_options import PipelineChoices
 from para_core.progress import readable_bytes, report, report_components
@@ -57,8 +57,8 @@ def find_model(
     FLUX. The other arguments are as in :func:`select_pipeline`, which says what it raises.
 
     Raises:
-        ValueError: This diffusers lacks the pipeline's class, the model generates neither images nor videos,
-            or its repository contains code that is not trusted.
+        ValueError: This diffusers lacks the class of the pipeline or of a component, the model generates
+            neither images nor videos, or its repository contains code that is not trusted.
         TypeError: para_core cannot run the pipeline.
     """
     import diffusers
@@ -75,6 +75,7 @@ def find_model(
         raise ValueError(
             f"model {name!r} is for {selection.pipeline}, which diffusers {version} does not have."
         )
+    check_components_exist(name, selection.index.content)
     check_component_classes(selection.pipeline, component_classes(selection.index.content))
     model = replace(describe_class(name, cls, defaults), config=config, controlnet=tuple(controlnet))
     return replace(model, multiple=multiple_of_model(model))

@@ -1,5 +1,10 @@
 """Loading of classical diffusers pipelines: another class for the same weights, ControlNets, and single
 files.
+
+`build.py` calls it on each rank, and puts the pipeline on the ranks; the commands call only
+:func:`check_ranks`, before any weight is read. Modular pipelines are loaded in `modular.py`, sharded weights
+in :func:`para_core.adapters.from_pretrained_sharded`. The commands validate the names in the recipe
+before, by `selection.py`. Tests: tests/fleet/test_model_files.py.
 """
 
 from __future__ import annotations
@@ -59,7 +64,7 @@ def load_controlnets(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
     """Load the ControlNets of ``recipe``, and return them as a component of the pipeline; empty if it has
     none.
 
-    Several become a list, from which the pipeline makes one module.
+    Several become a list, from which the pipeline makes one module. ``dtype`` is that of their weights.
     """
     import diffusers
 
@@ -99,6 +104,9 @@ def load_classical(recipe: Recipe, *, dtype: torch.dtype, quantize: Quantize | N
 def _load_pipeline_file(recipe: Recipe, cls: Any, dtype: torch.dtype, parts: dict[str, Any]) -> Any:
     """Load a file with the weights of a whole pipeline, as the class of the configs, and make ``cls`` from
     it.
+
+    ``parts`` are further components of the pipeline: those of :func:`load_controlnets`. ``recipe.config`` is
+    set: :func:`~para_core.fleet.model_files.home_of` refuses a single file without it.
     """
     import diffusers
     from diffusers.loaders.single_file_utils import SingleFileComponentError
@@ -129,7 +137,8 @@ def _load_other_encoders(file: str, home: str, dtype: torch.dtype) -> dict[str, 
     """Load the text and image encoders that diffusers cannot read from a single file, from its configs'
     folder.
 
-    It reads encoders of the families of CLIP and T5, if the file has their weights.
+    diffusers reads encoders of the families of CLIP and T5, if the file has their weights: these are left
+    out here. ``home`` is the folder or repository with the configs.
     """
     import transformers
 
@@ -150,7 +159,7 @@ def _load_other_encoders(file: str, home: str, dtype: torch.dtype) -> dict[str, 
 
 def _load_denoiser_file(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
     """Load a file with the weights of a transformer or UNet alone, and return it as a component of the
-    pipeline.
+    pipeline: the first of ``DENOISERS`` that the index of the configs has.
     """
     import diffusers
 

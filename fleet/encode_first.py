@@ -3,6 +3,10 @@ together.
 
 They are together only for lines whose encoding failed, which run as a whole afterwards, and if denoisers are
 quantized: those stay on the device (:meth:`EncodeFirst.attach` without ``park``).
+
+`lines.py` drives :func:`encode_batches` in the process of the command, and `rank.py` has an
+:class:`EncodeFirst` on each rank, for ``para_core generate`` with more than one line. The server does not use
+it. Tests: tests/fleet/test_encode_first.py.
 """
 
 from __future__ import annotations
@@ -31,14 +35,15 @@ from para_core.launcher.errors import RankDied
 class Encoder(Protocol):
     """The two phases of many requests: text encoders run for a batch of requests, then denoisers.
 
-    :func:`encode_batches` has the order of the calls, each of which every rank makes.
+    :func:`encode_batches` has the order of the calls, each of which every rank makes. :class:`EncodeFirst` is
+    one rank's; ``Rank`` of `rank.py` and ``LineRun`` of `lines.py` have the same methods, and pass them on.
     """
 
     def encodes_first(self) -> bool:
         """Whether there are two phases. If not, no other method may be called."""
 
     def begin_encoding(self) -> None:
-        """Begin the first phase of a batch."""
+        """Begin the first phase of a batch. Not after :meth:`end_encoding` without ``keep_encoders``."""
 
     def encode(self, line: Line) -> bool:
         """Encode the prompts of a line. Return whether the outputs of another one may be added to this batch."""
@@ -101,6 +106,8 @@ class EncodeFirst:
 
     def __init__(self, call: Callable[[Any, Sequence[Request]], Any], max_bytes: int = 4 * 2**30) -> None:
         self._call, self.max_bytes = call, max_bytes
+        # None before attach, and if the pipeline has nothing to attach to. The other attributes of attach
+        # exist only if it is set.
         self._encoded: EncodedPrompts | None = None
 
     @property
@@ -140,6 +147,8 @@ class EncodeFirst:
         if park:
             self._denoisers = _Weights(denoisers.values())
         self._denoisers.park(self._device, keep=True)
+        # This store drops nothing: a dropped output could not be computed again after the encoders were
+        # freed. encode ends a batch by max_bytes instead.
         self._encoded = EncodedPrompts(pipe, max_bytes=sys.maxsize)
 
     def encodes_first(self) -> bool:
@@ -211,10 +220,10 @@ class _Weights:
 
     def park(self, device: torch.device, *, keep: bool) -> None:
         """Free the device memory of the parameters. Without ``keep`` their data is dropped, else it moves to
-        the host.
+        the host. Does nothing if they are parked already.
         """
         if self._kept or self._dropped:
-            return  # They are parked already.
+            return
         self._dropped = not keep
         for parameter in self._parameters:
             if keep:
@@ -222,7 +231,10 @@ class _Weights:
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
     def restore(self, device: torch.device) -> None:
-        """Move the kept data of parked parameters to ``device``. Raise RuntimeError if it was dropped."""
+        """Move the kept data of parked parameters to ``device``. Does nothing if they are not parked.
+
+        Raise RuntimeError if the data was dropped.
+        """
         if self._dropped:
             raise RuntimeError("the weights were dropped after the last batch; load the pipeline again.")
         for parameter, data in self._kept.items():

@@ -1,4 +1,9 @@
-"""Ranks of one pipeline as this process drives them: processes on this host, or this process itself."""
+"""Ranks of one pipeline as this process drives them: processes on this host, or this process itself.
+
+``para_core generate`` and ``bench`` open them by :func:`open_ranks`, and `local_replica.py` makes them for a
+replica of the server. The processes themselves stand in :mod:`para_core.launcher`, ranks on Ray in
+`group.py`. Tests: tests/cli/test_generate.py, tests/fleet/test_replicas.py.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +54,8 @@ class Ranks(Protocol):
         """Call a method of the object on all ranks, and return its result: the first rank's from
         :class:`LaunchedRanks`, this rank's from :class:`OwnRank`.
 
+        All ranks wait for each other if the method is a collective call, as most of ``Rank`` are.
+
         With a ``listener`` the method gets a :class:`~para_core.launcher.link.CallerLink` as ``link``: the
         listener is called with what that rank pushes, and ``ticket.cancel()`` cancels the call. Raise what
         all ranks raised, and RankDied if a rank ended or ranks raised differently.
@@ -64,7 +71,7 @@ class LaunchedRanks:
     Collectives of the ranks give up after ``timeout`` seconds. ``devices`` are the GPUs of the ranks, by
     default the first ones, and ``env`` are their further environment variables. ``display`` makes the display
     of what they report while they load; by default it is reported by :mod:`para_core.progress` in this
-    process.
+    process. ``debug`` leaves the libraries' messages on. ``load`` is pickled for the ranks.
     """
 
     restarts = True
@@ -100,7 +107,9 @@ class LaunchedRanks:
         return [member.pid for member in self._state.group.members if isinstance(member, LocalProcess)]
 
     def death(self) -> RankDied | None:
-        """Return the error of a rank whose process has ended, None if none has."""
+        """Return the error of a rank whose process has ended; None if none has, none was started yet, or
+        :meth:`close` ended them.
+        """
         group = self._state.group
         if group is None or group.ended:
             return None
@@ -123,6 +132,9 @@ class LaunchedRanks:
     def _call(
         self, function: Any, args: tuple[Any, ...], listener: Listener | None, ticket: Ticket | None
     ) -> Any:
+        """Call ``function`` on all ranks: the name of a method of the loaded object, or a function that gets
+        the object first. Starts the ranks if none run.
+        """
         try:
             return self._state.call(ticket or Ticket(), function, args, {}, listener=listener)
         except RankDied:
@@ -172,7 +184,7 @@ class OwnRank:
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
         self._loaded: Any = None
-        self._calls = 0
+        self._calls = 0  # number of calls, by which ranks of torchrun agree that they raised in the same one
         # A group of its own, because a collective of the default group may be blocked by the rank that
         # raised.
         self._agreement: Any = None

@@ -1,8 +1,8 @@
 """The error for an image that is sent to a pipeline that takes none: which classes of diffusers would take it,
 and in which fields clients send images.
 
-``request_schema.py`` refuses an image in a field of a request, ``http/bodies.py`` one in a form, and
-``http/server.py`` a path of the API that is for images.
+``request_schema.py`` refuses an image in a field of a request, ``http/bodies.py`` one in a field of OpenAI's
+API, and ``http/server.py`` a path of the API that is for images. Tests: tests/fleet/test_fields.py.
 """
 
 from __future__ import annotations

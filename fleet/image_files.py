@@ -1,4 +1,8 @@
-"""Decoding of the image files of a request, without trust in their contents."""
+"""Decoding of the image files of a request, without trust in their contents.
+
+`request.py` calls it for requests with images, `http/bodies.py` for the images and masks of a body. Files of
+results are encoded in `outputs.py`. Tests: tests/fleet/test_openai.py, tests/fleet/test_hostile.py.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,10 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
 
 def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] | None) -> tuple[bytes, ...]:
     """Return the contents of the image files that ``value`` names, in the field ``name`` of a request.
+
+    Each is decoded only to check it, and is returned encoded. ``read`` returns the contents for one item of
+    ``value``: a path for a command, a form's file or base64 for the server, and is None if the caller takes
+    no images.
 
     Raises what ``read`` raises, too.
 

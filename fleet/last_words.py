@@ -2,6 +2,10 @@
 process reads.
 
 A process that SIGKILL ends can leave none. So if a rank vanished without a note, it was SIGKILL.
+
+`rank_actor.py` makes :class:`LastWords` in the process of the rank, and `group.py` reads the notes. Ranks
+that are processes of this host need no notes: the launcher gets their exit status. Tests:
+tests/fleet/test_events.py.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ class LastWords:
     """
 
     def __init__(self) -> None:
+        # All files exist before Notes lists the folder, which it does once.
         self.folder = tempfile.mkdtemp(prefix="para_core_rank_")
         # The files stay open until the process ends, because a signal handler cannot open any.
         self._files: list[Any] = [
@@ -57,11 +62,15 @@ class LastWords:
 
 
 class Notes:
-    """The notes of another process in ``folder``, which is removed: only the open files keep them."""
+    """The notes of another process in ``folder``, which is removed: only the open files keep them.
+
+    Attributes:
+        readable: Whether this process sees the folder. If not, the rank is on another node, no note is ever
+            read, and the absence of a note does not mean SIGKILL.
+    """
 
     def __init__(self, folder: str) -> None:
         path = Path(folder)
-        # On another node there is no such folder.
         self.readable = path.is_dir()
         self._files: dict[str, Any] = {}
         if self.readable:

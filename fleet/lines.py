@@ -1,4 +1,8 @@
-"""Lines of a prompt file, which one group of ranks generates one after another."""
+"""Lines of a prompt file, which one group of ranks generates one after another.
+
+`cli/generation.py` makes a :class:`LineRun` for ``para_core generate`` with one replica. Several replicas
+generate lines in `replicas.py`, without the phases of `encode_first.py`. Tests: tests/cli/test_generate.py.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,9 @@ class LineDisplay(Protocol):
 class LineRun:
     """Generation of ``lines`` on ``ranks``, which hold a :class:`para_core.fleet.rank.Rank` each.
 
-    ``write`` is called with each line and its result. Under torchrun the first rank alone has results, and
-    every rank must make the same calls. ``debug`` prints the traceback of what fails a line. The instance is
-    itself the :class:`~para_core.fleet.encode_first.Encoder` of all ranks.
+    ``write`` is called in this process with each line and its result. Under torchrun the first rank alone has
+    results, and every rank must call :meth:`run` with the same lines. ``debug`` prints the traceback of what
+    fails a line. The instance is itself the :class:`~para_core.fleet.encode_first.Encoder` of all ranks.
     """
 
     ranks: Ranks
@@ -45,7 +49,8 @@ class LineRun:
     debug: bool = False
     _problems: dict[int, str] = field(default_factory=dict)  # reasons by the number of the line
     _done: set[int] = field(default_factory=set)
-    _current: int | None = None  # the number of the line that ranks encode or generate
+    # The number of the line that ranks encode or generate. None between lines: ranks that end then fail none.
+    _current: int | None = None
 
     def run(self) -> list[Problem]:
         """Generate all lines, and return a problem for each line that failed.

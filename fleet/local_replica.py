@@ -1,4 +1,8 @@
-"""A replica on this host: a thread of this process if it has one rank and is the only one, else processes."""
+"""A replica on this host: a thread of this process if it has one rank and is the only one, else processes.
+
+`replicas.py` makes it. `replica.py` states the interface and the order of requests, `engine.py` calls the
+ranks, and `group.py` has the replica on Ray. Tests: tests/fleet/test_replicas.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ class _Batch:
     """Requests that run, by their ids."""
 
     ids: set[str]
-    ticket: Ticket = field(default_factory=Ticket)
+    ticket: Ticket = field(default_factory=Ticket)  # cancels the call, so only if all requests are cancelled
     cancelled: set[str] = field(default_factory=set)
     steps: int = 0  # number of finished steps
 
@@ -74,8 +78,8 @@ class LocalReplica(Replica):
             )
         self._thread: _WorkThread | None = None
         self._started = False  # whether start has ever ended
-        self._batch: _Batch | None = None
-        self._running = False
+        self._batch: _Batch | None = None  # None while no batch runs
+        self._running = False  # between the ends of start and stop
 
     async def start(self) -> None:
         await self.stop()
@@ -134,6 +138,11 @@ class LocalReplica(Replica):
         return memory
 
     async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call ``method`` of the :class:`~para_core.fleet.rank.Rank` on all ranks, and return its result.
+
+        ``options`` are those of :meth:`~para_core.fleet.engine.Ranks.call`. Raise RankDied if the replica
+        does not run.
+        """
         thread = self._require_thread()
         return await thread.run(partial(self._ranks.call, method, *args, **options))
 
@@ -271,6 +280,7 @@ class _WorkThread:
 
 
 def _set_outcome(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """End ``future`` in the event loop, because the work thread must not touch it."""
     if future.done():
         return  # The task that waited was cancelled.
     if error is not None:

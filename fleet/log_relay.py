@@ -1,4 +1,8 @@
-"""Log records that one process collects, and another one logs: those of Ray's actors in the caller's process."""
+"""Log records that one process collects, and another one logs: those of Ray's actors in the caller's process.
+
+`rank_actor.py` collects what a rank reports while it loads, and `group.py` asks for it. Ranks of this host
+report by :mod:`para_core.launcher` instead. Tests: tests/fleet/test_events.py.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,13 @@ class LogEntry(NamedTuple):
 
 
 class LogPosition(NamedTuple):
-    """The last record that a reader has got, and the relay that it is from."""
+    """The last record that a reader has got, and the relay that it is from.
 
-    relay: str = ""
-    number: int = 0
+    The default is before all records.
+    """
+
+    relay: str = ""  # the random name of a LogRelay
+    number: int = 0  # of the record, from 1
 
 
 class LogRelay(logging.Handler):

@@ -1,4 +1,9 @@
-"""LoRAs of requests: each request may have one, and the most recently used ones stay loaded."""
+"""LoRAs of requests: each request may have one, and the most recently used ones stay loaded.
+
+:meth:`para_core.fleet.rank.Rank.generate_batch` calls it before each batch of a server. The LoRAs of the
+recipe are loaded by `build.py`, under the names ``lora_0``, ``lora_1``, …; `http/lora_folder.py` finds the
+file of a name. Tests: tests/fleet/test_rank.py.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +35,11 @@ class LoadedLoras:
         self, pipe: Any, recipe: Recipe, keep: int, encoded_prompts: EncodedPrompts | None = None
     ) -> None:
         self._pipe, self._keep, self._encoded_prompts = pipe, max(1, keep), encoded_prompts
+        # The names are those by which build.py has loaded them.
         self._scales_of_recipe = {
             f"lora_{index}": read_lora(text)[1] for index, text in enumerate(recipe.lora)
         }
+        # Names in the pipeline by path, the least recently used first.
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._active: Lora | None = None
         self._numbers = itertools.count()

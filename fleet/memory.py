@@ -1,4 +1,9 @@
-"""The memory of ranks: what they have, and what a feature predicts that results of a size need."""
+"""The memory of ranks: what they have, and what a feature predicts that results of a size need.
+
+The counting itself stands in `adapters/planner`, which is found by its feature. `rank.py` predicts for the
+server, which refuses larger results (`http/bodies.py`), and `cli/generation.py` before anything is loaded.
+Tests: tests/fleet/test_work.py.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +75,9 @@ def bytes_of_device(shares: int | None = None) -> float:
 def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float) -> Memory | None:
     """Predict the memory of weights and transformer activations on a rank, which may hold ``room`` bytes.
 
-    Activations of the VAE are not included. ``mesh`` has the sizes of the mesh dims by name. Return None if
-    no feature predicts it or knows the pipeline, if components take turns on the device
+    Activations of the VAE are not included. ``pipe`` may lack weights. ``mesh`` has the sizes of the mesh
+    dims by name, and ``room`` is :func:`bytes_of_device` or what the user states. Return None if no feature
+    predicts it or knows the pipeline, if components take turns on the device
     (``offload="model"``), or if not even the weights are predicted to fit.
     """
     predict = feature("predict_bytes")

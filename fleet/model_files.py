@@ -2,6 +2,9 @@
 
 A model is a folder or Hub repository with ``model_index.json`` (a classical pipeline) or
 ``modular_model_index.json``, or a single file of weights, whose configs are in such a folder.
+
+Which class loads it is chosen in `selection.py`, and `classical.py` and `modular.py` load it. Tests:
+tests/fleet/test_model_files.py.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ ENCODER_WEIGHTS = {
 }
 # Prefixes of weights that only a checkpoint of a whole pipeline has: those of VAEs and of text encoders.
 _PREFIXES_OF_PIPELINES = ("first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.")
+# Bytes of the header of a safetensors file. A file of another kind has a random length there, which must not
+# be read.
 _LARGEST_HEADER = 100 * 2**20
 
 
@@ -119,6 +124,8 @@ def read_config(name: str, subfolder: str = "", *, subject: str = "model") -> Ma
 
 def _find(name: str, file: str, subject: str) -> tuple[str, Mapping[str, Any]] | None:
     """Return ``(file, its JSON object)`` of a folder or Hub repository; None if it has no such file.
+
+    A ``name`` that is no folder here is taken for a repository, from which the file is downloaded.
 
     Raise FileNotFoundError if there is neither, or the file is no JSON object.
     """

@@ -1,4 +1,8 @@
-"""Support for diffusers' modular pipelines: describe what they take and generate, load them, and call them."""
+"""Support for diffusers' modular pipelines: describe what they take and generate, load them, and call them.
+
+`build.py` loads and describes them, `without_weights.py` opens them without weights, and `work.py` calls
+them. Classical pipelines are loaded in `classical.py`. Tests: tests/fleet/test_modular.py.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,7 @@ def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
 
 def describe_modular(name: str, pipe: Any) -> Model:
     """Return the description of model ``name``, whose modular pipeline is ``pipe``, with or without loaded
-    components.
+    components. Its fields are inputs of the blocks, and the scales of :func:`guiders_of`.
 
     Raises:
         ValueError: ``pipe`` generates neither images nor videos, or requires a video, which cannot be given.
@@ -114,7 +118,7 @@ def describe_modular(name: str, pipe: Any) -> Model:
 
 
 def _can_set(parameter: Any) -> bool:
-    """Whether a request may set ``parameter``, an InputParam of a block."""
+    """Whether a request may set ``parameter``, an InputParam of a block; its type hint may be None."""
     kinds = {*(get_args(parameter.type_hint) or [parameter.type_hint])} - {type(None)}
     is_tensor = kinds <= {torch.Tensor, torch.Generator, torch.dtype}
     name = parameter.name
@@ -183,7 +187,7 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
 
     Guidance scales are set on its guiders, ``callback_on_step_end`` is called after each scheduler step, and
     arguments that are inputs of no block are ignored. Return a namespace with ``images`` or ``frames``, like
-    a classical output.
+    a classical output. A collective call, as that of the pipeline is.
     """
     blocks, guiders = _blocks_of_pipe(pipe), guiders_of(pipe)
     inputs = {parameter.name for parameter in blocks.inputs}
@@ -220,8 +224,8 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
     if scheduler is None or callback is None:
         yield
         return
-    taken = 0
-    last: int | None = None
+    taken = 0  # number of finished steps
+    last: int | None = None  # the scheduler's step_index after its previous call
 
     def step(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
         nonlocal taken, last
@@ -265,12 +269,15 @@ def _blocks_of_pipe(pipe: Any) -> Any:
 
 
 def _output_of(blocks: Any) -> str | None:
-    """Return the name of the output that can be written to files; None if there is none."""
+    """Return the name of the output that can be written to files, a key of ``_OUTPUT_KINDS``; None if there
+    is none.
+    """
     names = {block_output.name for block_output in blocks.outputs}
     return next((name for name in _OUTPUT_KINDS if name in names), None)
 
 
 def _hide_progress(blocks: Any) -> None:
+    """Turn off the progress bars of diffusers in ``blocks`` and all blocks below them."""
     if hasattr(blocks, "set_progress_bar_config"):
         blocks.set_progress_bar_config(disable=True)
     for block in getattr(blocks, "sub_blocks", {}).values():

@@ -1,5 +1,8 @@
 """Warnings about fields of a request that its pipeline accepts, and does not use with the other fields as
 they are.
+
+`cli/generation.py` prints them, and `http/server.py` logs them and adds them to its responses. Fields that
+are refused are refused in `request.py` and `request_schema.py`. Tests: tests/fleet/test_fields.py.
 """
 
 from __future__ import annotations
@@ -43,6 +46,9 @@ def warnings_of(request: Request, model: Model) -> tuple[str, ...]:
 
 
 def _warn_of_true_guidance(request: Request, model: Model, negative: str) -> tuple[str, ...]:
+    """Return the warnings for a pipeline with ``true_cfg_scale``. ``negative`` has the names of the negative
+    prompts that have text, joined; it is empty if none has.
+    """
     scale = _read_scale(request.fields, model, "true_cfg_scale")
     if scale is None:
         return ()
@@ -57,6 +63,7 @@ def _warn_of_true_guidance(request: Request, model: Model, negative: str) -> tup
 
 
 def _describe_need(names: str, model: Model, parameter: str, least: float, scale: float) -> str:
+    """Return the warning that the fields ``names`` need ``parameter``, now ``scale``, above ``least``."""
     return f"{names} has no effect: {model.pipeline} uses it if {parameter} is above {least:g}, and it is {scale:g}."
 
 

@@ -1,4 +1,9 @@
-"""Files of results: choice of formats and names, checks of disk space, encoding, and atomic writing."""
+"""Files of results: choice of formats and names, checks of disk space, encoding, and atomic writing.
+
+`work.py` encodes on the first rank. ``para_core generate`` chooses names and writes (`cli/generation.py`);
+the server sends the encoded files instead, and writes only those of asynchronous videos (`http/videos.py`).
+Tests: tests/cli/test_generate.py, tests/fleet/test_work.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ _TEMPORARY_PATTERN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|
 
 @dataclass(frozen=True)
 class Output:
-    """One file of a result.
+    """One file of a result, or a preview, which is sent while the request runs and belongs to no result.
 
     Args:
         suffix: ``".png"``, or ``"-1.png"`` for the second of several images.
@@ -58,7 +63,7 @@ class Result:
     """The result of one request: its encoded files, and metadata such as the request, mesh and seconds."""
 
     outputs: tuple[Output, ...]
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Any]  # of work.make_metadata, and the size; JSON values
 
 
 def choose_format(model: Model, format_: str | None) -> str:
@@ -190,6 +195,8 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
     A line is finished if the folder has a complete result with its digest. Of several lines with the same
     digest, each needs a result of its own. A line to generate is named by its number (``cat-00001`` if
     ``name`` is ``cat``), or by an unused number if the folder already has files of that name.
+
+    Every line must have its digest: an empty one would equal that of an incomplete result.
     """
     prefix = ""
     if name is not None:
@@ -287,6 +294,7 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
 def write_result(folder: Path, line: Line, result: Result) -> None:
     """Write the files of the line's result, and a record of its metadata with the line's number and digest.
 
+    The line has the name of :func:`choose_names`, and the folder exists (:func:`require_room`).
     The record is ``line.name.json``, which is written last: if it exists, the other files are complete. It
     has the SHA-256 of each file's pixels. A PNG also has the record inside, in its text chunks ``prompt`` and
     ``para_core`` (JSON).
@@ -319,7 +327,7 @@ def write_result(folder: Path, line: Line, result: Result) -> None:
 
 
 def _add_texts(png: bytes, **texts: str) -> bytes:
-    """Return the PNG file ``png`` with these text chunks added. Its pixels are not encoded again."""
+    """Return the PNG file ``png`` with text chunks added, by their keywords. The pixels stay as they are."""
     from PIL.PngImagePlugin import PngInfo, putchunk
 
     info = PngInfo()
@@ -343,7 +351,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         # mkstemp makes a file that only its owner can read. The result should have the permissions of any new
-        # file.
+        # file. The umask can be read only by setting it.
         umask = os.umask(0)
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)

@@ -1,5 +1,9 @@
 """Descriptions of models without their weights: the pipeline, and the fields of a request, which its call
 has.
+
+``find_model`` of `build.py` makes a :class:`Model` of a class, `modular.py` one of a modular pipeline, and
+`cli/checks.py` a draft of one from the source, before diffusers is imported. `request_schema.py` makes the
+schema of its fields. Tests: tests/fleet/test_model_files.py, tests/fleet/test_fields.py.
 """
 
 from __future__ import annotations
@@ -44,14 +48,15 @@ class Model:
     # Types of the parameters, as far as they are known.
     annotations: Mapping[str, Any] = field(default_factory=dict)
     modular: bool = False
-    takes_loras: bool = True
+    takes_loras: bool = True  # whether the class has load_lora_weights; True in a draft of cli/checks.py
     required: tuple[str, ...] = ()  # image fields that every request must set
     # Folder or repository with the configs, if ``name`` is a single file of weights.
     config: str | None = None
     controlnet: tuple[str, ...] = ()  # folders or repositories of ControlNets
     # Classes that take the same weights, and images if this class takes none, or none if it needs some.
     others: tuple[str, ...] = ()
-    multiple: int = 1  # number of pixels that must divide height and width
+    # Number of pixels that must divide height and width. 1 also if it is unknown.
+    multiple: int = 1
 
     @property
     def edited_images(self) -> tuple[str, ...]:
@@ -133,6 +138,9 @@ def describe_call(
 ) -> Model:
     """Return the description of a model by the parameters of its pipeline's call and their defaults, without
     types.
+
+    ``defaults`` are of the model, such as those of the tiny FLUX: they are set in every request that leaves
+    the field out, and those of unknown fields are dropped.
 
     Raises:
         ValueError: The pipeline generates audio only.

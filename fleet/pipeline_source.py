@@ -3,6 +3,9 @@ seconds.
 
 A class is described by the components of its ``__init__`` and the parameters of its ``__call__``. Nothing
 here imports diffusers or torch.
+
+`selection.py` chooses a class with it, and `without_weights.py` asks for the multiple of height and width. An
+imported class is described in `pipeline_info.py`. Tests: tests/fleet/test_model_files.py.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ CONTROLNET = "controlnet"
 _COMPARED_COMPONENTS = (*DENOISERS, "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 _SIDES = ("height", "width")
 _SEQUENCES = ("list", "tuple", "List", "Tuple")
+# Words of an annotation that are no class of a component.
 _NO_CLASSES = (*_SEQUENCES, "Optional", "Union", "None")
 
 
@@ -61,6 +65,7 @@ class PipelineSource:
 
     @property
     def takes_several_controlnets(self) -> bool:
+        """Whether the annotation of the ControlNet allows a list, or a class for several."""
         names = re.findall(r"\w+", self.components.get(CONTROLNET, ""))
         return any(name in _SEQUENCES or "Multi" in name for name in names)
 
@@ -191,6 +196,7 @@ def _evaluate_default(default: ast.expr | None) -> Any:
 
 
 def _read_optional_components(cls: ast.ClassDef) -> list[str]:
+    """Return the names in ``_optional_components`` of the class, empty if it has no such attribute."""
     for node in cls.body:
         if not isinstance(node, ast.Assign):
             continue
@@ -203,7 +209,7 @@ def _read_optional_components(cls: ast.ClassDef) -> list[str]:
 
 def _find_divisors(function: ast.FunctionDef) -> Iterator[ast.expr]:
     """Yield what ``height`` or ``width`` is divided by. A local variable is replaced by the value it was
-    assigned.
+    assigned; if there were several, the one of the last assignment.
     """
     assigned = {
         node.targets[0].id: node.value
@@ -352,6 +358,7 @@ def require_pipeline(
 
 
 def _advise(index: Mapping[str, Any]) -> str:
+    """Return the end of an error message, which names the classes that fit the weights."""
     fitting = [source.name for source in find_fitting_pipelines(index)]
     if not fitting:
         return "Leave --pipeline out to use the class that the model names."

@@ -1,5 +1,8 @@
 """Prompt files: each line is a request, as a JSON object or as the prompt alone. Invalid lines do not affect
 others.
+
+`cli/generation.py` reads them. A request itself is validated in `request.py`; lines are generated in
+`lines.py` or `replicas.py`. Tests: tests/fleet/test_fields.py, tests/cli/test_generate.py.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ class Line:
 
     number: int  # from 1
     request: Request
-    digest: str = ""  # see outputs.compute_digest
+    # Both are empty until cli/generation.py has set them: see outputs.compute_digest and
+    # outputs.choose_names.
+    digest: str = ""
     name: str = ""  # of the result's files, without suffix
 
 

@@ -1,4 +1,8 @@
-"""One rank of a pipeline, which runs requests together with the other ranks, whoever started its process."""
+"""One rank of a pipeline, which runs requests together with the other ranks, whoever started its process.
+
+`engine.py` loads it by :func:`load_rank` and calls its methods, on Ray `rank_actor.py` does. `build.py` makes
+the pipeline, and `work.py` runs a request. Tests: tests/fleet/test_rank.py, tests/fleet/test_replicas.py.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,7 @@ class Rank:
         self, recipe: Recipe, options: ReplicaOptions = ReplicaOptions(), *, encode_first: bool = False
     ) -> None:
         self._recipe, self._options = recipe, options
+        # Without encode_first it is never attached, and encodes_first returns False.
         self._encoder = EncodeFirst(call_pipe)
         attached: EncodeFirst | None = None
         if encode_first:
@@ -118,7 +123,7 @@ class Rank:
             self._release_memory = True
             raise
 
-    # The phases of an Encoder.
+    # The phases of an Encoder, see encode_first.py. LineRun of lines.py calls them on all ranks.
 
     def encodes_first(self) -> bool:
         return self._encoder.encodes_first()

@@ -1,4 +1,9 @@
-"""A rank as a Ray actor: its process group, its log, its answers, and progress that the caller asks for."""
+"""A rank as a Ray actor: its process group, its log, its answers, and progress that the caller asks for.
+
+`group.py` makes one for each rank and calls it. Nothing here imports Ray, so that tests run it as a plain
+object. Ranks of this host are driven by `engine.py` instead. Tests: tests/fleet/test_rank.py,
+tests/fleet/test_ray.py.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +57,14 @@ class RankActor:
         self._number = rank
         self._options = options
         self._rank: Rank | None = None  # before join
-        self._store: Any = None
+        self._store: Any = None  # of open_store, on the first rank only; None on others
         self._last_words: LastWords | None = None
         self._log = LogRelay()
-        self._steps_done: dict[str, int] = {}
-        self._cancelled: set[str] = set()
-        self._previews: list[Output] = []
+        # The next three are written by generate_batch and read by progress, or the reverse for cancel, in
+        # other threads: those of the group CONTROL.
+        self._steps_done: dict[str, int] = {}  # of running requests, by id
+        self._cancelled: set[str] = set()  # ids
+        self._previews: list[Output] = []  # of the running batch, and of the last one until the next begins
 
     def open_store(self, host: str) -> int:
         """Open the TCP store of the replica on the first rank, and return its port on ``host``."""
@@ -136,6 +143,7 @@ class RankActor:
                 self._cancelled.discard(id_)
 
     def _answer(self, id_: str, result: Result | None, batch: int) -> Answer:
+        """Return the answer for one request of a finished call for ``batch`` requests."""
         steps = self._steps_done.get(id_, 0)
         if id_ in self._cancelled and batch > 1:
             return Answer(Cancelled(f"cancelled after step {steps}."), steps)

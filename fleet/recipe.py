@@ -1,4 +1,9 @@
-"""Recipes: options for loading and parallelizing a pipeline, which fleet/build.py applies."""
+"""Recipes: options for loading and parallelizing a pipeline, which fleet/build.py applies.
+
+`cli/checks.py` makes one of the options of a command. The options that :func:`parallelize_pipe` has too stand
+in `para_core/pipeline_options.py`, those of a replica in `rank.py`. Checks that need the model are at the end
+of this file and in `selection.py`. Tests: tests/fleet/test_recipe.py, tests/cli/test_refusals.py.
+"""
 
 from __future__ import annotations
 

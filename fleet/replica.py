@@ -1,7 +1,7 @@
-"""The interface of a replica, on this host (local_replica.py) or on Ray (group.py).
+"""The interface of a replica, on this host or on Ray.
 
-The server's pool (http/pool.py) and replicas.py use replicas by it. Tests: tests/fleet/test_replicas.py asks all kinds
-of replicas the same questions.
+`local_replica.py` and `group.py` implement it; `replicas.py` and `http/pool.py` own replicas and start them
+again. Requests that wait for a replica stand in `http/jobs.py`. Tests: tests/fleet/test_replicas.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Replica(ABC):
     """A group of ranks that runs one pipeline, one request at a time."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Lock()  # held while a batch runs, so that two calls of _run_batch never overlap
 
     @property
     @abstractmethod
@@ -46,7 +46,9 @@ class Replica(ABC):
 
     @abstractmethod
     async def alive(self) -> bool:
-        """Whether the replica has loaded and none of its ranks has ended."""
+        """Whether the replica has loaded and none of its ranks has ended. Looks at the ranks themselves,
+        unlike :attr:`running`, and logs one that has ended.
+        """
 
     @abstractmethod
     async def memory(self) -> Memory | None:
@@ -99,4 +101,7 @@ class Replica(ABC):
 
     @abstractmethod
     def cancel(self, id_: str) -> None:
-        """Cancel a running request after its current step. A batch ends early only if all of it is cancelled."""
+        """Cancel a running request after its current step. A batch ends early only if all of it is cancelled.
+
+        Does nothing if the request has ended.
+        """

@@ -3,7 +3,7 @@
 A *line* is one request of ``para_core generate``, with the name of its files. The command calls
 :func:`generate_lines` with ``--replicas 2`` and more; a single group of ranks runs in cli/generation.py. The
 server takes only :func:`make_replicas` and :func:`cluster_connection`, and has a queue of its own
-(fleet/http/pool.py).
+(fleet/http/pool.py). Tests: tests/fleet/test_queue.py, tests/fleet/test_replicas.py.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def cluster_connection(options: ReplicaOptions, count: int, *, debug: bool) -> I
 
 
 def _require_gpus(ranks: int, count: int) -> None:
+    """Raise ValueError if this host has GPUs, but fewer than ``count`` replicas of ``ranks`` ranks need."""
     gpus = torch.cuda.device_count()
     needed = ranks * count
     if gpus and needed > gpus:

@@ -1,4 +1,9 @@
-"""Requests: the arguments of a pipeline's call as JSON values, validated before the pipeline is loaded."""
+"""Requests: the arguments of a pipeline's call as JSON values, validated before the pipeline is loaded.
+
+The commands call :func:`make_request`, the server (`http/bodies.py`) :func:`request_from`. Types of fields
+stand in `request_schema.py`, and `work.py` calls the pipeline with a request. Tests:
+tests/fleet/test_fields.py, tests/fleet/test_work.py.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +60,8 @@ class Lora(NamedTuple):
 class Request:
     """One call of a pipeline."""
 
-    fields: Mapping[str, Any]  # arguments of the call by diffusers' names, as JSON values
+    # Arguments of the call by diffusers' names, as JSON values; those of images are in ``images``.
+    fields: Mapping[str, Any]
     seed: int = 0  # of the torch.Generator of the first result, see seeds
     images: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)  # contents of files, by argument
     delivery: Delivery = Delivery()
@@ -126,7 +132,8 @@ def split_request(request: Request) -> list[Request]:
 
 
 def estimate_pixels(request: Request, model: Model) -> int:
-    """Return the number of pixels, summed over all images or frames.
+    """Return the number of pixels, summed over all images or frames. An estimate: the pipeline may choose a
+    side.
 
     A side or number of frames that the request leaves out is the default of the pipeline's call. If that
     states none, it is a usual one, or if the other side is known, that of a square.

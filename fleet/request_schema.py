@@ -1,4 +1,9 @@
-"""The fields of a request: their names and types for a pipeline, and what is wrong with invalid ones."""
+"""The fields of a request: their names and types for a pipeline, and what is wrong with invalid ones.
+
+`request.py` makes requests of validated fields, `prompt_file.py` merges those of a line, and `http/bodies.py`
+adds the fields of OpenAI's API. Which fields there are is decided in `pipeline_info.py`. Tests:
+tests/fleet/test_fields.py, tests/fleet/test_hostile.py.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +32,12 @@ _POSITIVE_FIELDS = (
 )
 _SIZE_PATTERN = re.compile(r"^([1-9][0-9]{0,8})\s*[x×]\s*([1-9][0-9]{0,8})$")
 LARGEST_SEED = 2**63 - 1
-_LARGEST_INT = 2**31 - 1
+_LARGEST_INT = 2**31 - 1  # of a positive field without a limit of its own
 
 
 def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) -> type[BaseModel]:
     """Return the pydantic model of a request: the fields of ``model``, their short names, ``seed`` and
-    ``size``.
+    ``size``. Each may be null, and all may be left out: `request.py` refuses what is missing.
 
     ``at_most`` has the largest value of integer fields, and the largest number of images of image fields.
     """
@@ -155,7 +160,8 @@ def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
 def describe_error(error: ValidationError, model: Model, subject: str) -> str:
     """Return a sentence about the first invalid field: its name, its value and what was expected.
 
-    ``subject`` names the validated object, such as ``"body"``.
+    ``error`` is that of :func:`request_schema`, and ``subject`` names the validated object, such as
+    ``"body"``.
     """
     errors = error.errors(include_url=False)
     first = errors[0]

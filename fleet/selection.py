@@ -1,4 +1,9 @@
-"""Selection of a pipeline class for a model, from its files and the sources of diffusers. Imports no torch."""
+"""Selection of a pipeline class for a model, from its files and the sources of diffusers. Imports no torch.
+
+`cli/checks.py` and `cli/plan.py` call it for the errors before torch is imported, and `build.py` again to
+find the class. The files are read in `model_files.py`, the sources in `pipeline_source.py`; the class is
+loaded in `classical.py`. Tests: tests/fleet/test_model_files.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from para_core.fleet.pipeline_source import (
 
 @dataclass(frozen=True)
 class Selection:
-    """A model whose files were found, and the pipeline class that will load it."""
+    """A model whose index was found, and the pipeline class that will load it."""
 
     home: str  # folder or repository with the configs
     index: Index
@@ -109,6 +114,7 @@ def _require_controlnets(names: Sequence[str], source: PipelineSource, index: In
 
 
 def _classes_with(controlnet: str, index: Index) -> list[str]:
+    """Return the classes for the weights of the index that take a ControlNet of the class ``controlnet``."""
     return [
         source.name
         for source in find_fitting_pipelines(index.content)

@@ -84,6 +84,19 @@ def _without_components(cls: Any) -> dict[str, None]:
     return {parameter.name: None for parameter in required}
 
 
+def check_components_exist(name: str, index: Mapping[str, Any]) -> None:
+    """Raise ValueError if the index of the folder of model ``name`` has a class that this diffusers lacks."""
+    import diffusers
+
+    for component, entry in index.items():
+        cls = class_in(index, component)
+        if cls is not None and entry[0] == "diffusers" and not hasattr(diffusers, cls):
+            raise ValueError(
+                f"model {name!r}: its {component} is a {cls}, which diffusers {diffusers.__version__} does not have. "
+                "Install the version of diffusers with which it was published, or a later one."
+            )
+
+
 def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
     """Return the classes of diffusers' components in the index of a folder, as far as this diffusers has
     them.

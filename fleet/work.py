@@ -1,4 +1,8 @@
-"""Generation of a request on one group of ranks, which can be cancelled on all ranks after any step."""
+"""Generation of a request on one group of ranks, which can be cancelled on all ranks after any step.
+
+`rank.py` calls it for the commands and the server, and `cli/measurement.py` and `cli/comparison.py` call the
+pipeline with :func:`call_pipe`. The pipeline is made in `build.py`. Tests: tests/fleet/test_work.py.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ _CALLBACK_ARGUMENT = "callback_on_step_end"
 
 @dataclass(frozen=True)
 class Watch:
-    """Functions that are called at the end of each denoising step."""
+    """Functions that are called at the end of each denoising step, on every rank unless it is said below."""
 
     progress: Callable[[int], None] | None = None  # gets the number of finished steps
     # Returns whether to cancel the request. The first rank's answer is broadcast once per step, so either
@@ -106,6 +110,7 @@ def _generate_parts(pipe: Any, request: Request, recipe: Recipe, watch: Watch) -
     """Run a call of the pipeline for each part of ``request``, and join the results. See
     :func:`split_request`.
     """
+    # Numbers of finished steps: of the parts that have ended, and of the current part.
     done, last = 0, 0
 
     def progress(step: int) -> None:
@@ -182,7 +187,7 @@ def make_step_callback(
     pipe: Any, watch: Watch, previews: Previews | None = None
 ) -> dict[str, Callable[..., Any]]:
     """Return ``{"callback_on_step_end": function}``. The function calls the functions of ``watch`` after each
-    step.
+    step. It is collective if ``watch`` may cancel, or ``previews`` are decoded on several ranks.
 
     Return an empty dict if the pipeline's call has no such parameter.
     """
@@ -225,6 +230,7 @@ class Previews:
         self._count = request.delivery.partial_images
         self._delivery = replace(request.delivery, quality=None)
         self._sides = request.fields.get("height"), request.fields.get("width")
+        # Latents before the current step: None at the first step, or if the pipeline passed none.
         self._last: Tensor | None = None
 
     def at_step(self, pipe: Any, step: int, latents: Tensor | None) -> None:
@@ -249,7 +255,7 @@ class Previews:
 
 def _predict_clean(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -> Tensor:
     """Return the clean latents predicted by a flow-matching step: extrapolated linearly from two steps to
-    sigma 0.
+    sigma 0. ``last`` are the latents before step ``step``, and ``latents`` those after it.
 
     Other schedulers, and the first step, give ``latents`` unchanged.
     """

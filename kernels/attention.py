@@ -1,6 +1,10 @@
 """Attention forward in Triton for sm_80 and later, which can continue a partial result.
 
 The kernel is in :mod:`para_core.kernels.attention_kernel`.
+
+The reference is :mod:`para_core.kernels.attention_reference`. The caller is the backend "triton"
+(``para_core/attention/backends/triton_exact.py``), which also checks the device. Tests:
+tests/kernels/test_attention.py.
 """
 
 from __future__ import annotations
@@ -59,6 +63,7 @@ def attention(
 
 
 def _launch_exact(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Compute the operator. Its arguments are the fields of :class:`KernelCall` in their order, then ``out_dtype``."""
     call, out_dtype = KernelCall(*arguments[:-1]), arguments[-1]
     out, lse = empty_outputs(call.query, call.value, out_dtype)
     launch_kernel(config_for(call), call, out=out, lse=lse)

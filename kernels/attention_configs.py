@@ -10,6 +10,10 @@ because a choice by timing would cost more than it gains:
 - The autotuner times each candidate at the first call with a new key, and waits for the device after each. In
   a ring the other ranks wait as well, and the collectives in flight distort the times.
 - It cannot time inside the capture of a CUDA graph, so a first call there would fail.
+
+:mod:`para_core.kernels.attention` and :mod:`para_core.kernels.attention_int8` call :func:`config_for` for
+each launch. Tests: tests/kernels/test_attention_configs.py, and tests/kernels/test_compiled.py for registers
+and shared memory.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ class KernelCall(NamedTuple):
     """The arguments of one launch of the attention kernel; see
     :func:`para_core.kernels.attention_reference.attention`.
 
-    ``out_so_far`` and ``lse_so_far`` are ``so_far``, and ``shift`` is ``query_offset - key_offset``.
+    ``out_so_far`` and ``lse_so_far`` are ``so_far``, and ``shift`` is ``query_offset - key_offset``. The fields are in
+    the order of the operators' arguments (``_SCHEMA`` in attention_launch.py), which are passed by position.
     """
 
     query: Tensor

@@ -6,6 +6,9 @@ when it reads them, multiplies integers, and corrects lse for the subtracted mea
 and continuation work as in exact attention. Each token and head has its own scale, unlike SageAttention
 (arXiv:2410.02367), which has one per block of tokens, so tiles need not be aligned to blocks. The product of
 weights and values is computed in 16 bits.
+
+The caller is the backend "triton-int8" (``para_core/attention/backends/triton_int8.py``). Tests:
+tests/kernels/test_attention.py, and tests/kernels/test_compiled.py for registers and shared memory.
 """
 
 from __future__ import annotations
@@ -36,8 +39,10 @@ def round_keys_kernel(
     key, mean, rounded, scales, step_kb, step_kh, step_k, num_heads, num_keys, width,
     ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Subtract ``mean`` from the keys and round them to 8 bits.
-    ``mean``, ``rounded`` and ``scales`` are contiguous.
+    """Subtract ``mean`` from the keys and round them to 8 bits, ROWS keys of one head per program.
+
+    ``step_*`` are the strides of ``key`` in elements; its last dim has stride 1. ``mean``, ``rounded`` and ``scales``
+    are contiguous. WIDTH is a power of 2, at least ``width``, the head dim.
     """
     blocks = tl.cdiv(num_keys, ROWS)
     of_head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -123,6 +128,7 @@ def round_keys(key: Tensor) -> RoundedKeys:
 
 
 def _launch_int8(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Compute the operator. Its arguments are the fields of :class:`KernelCall` in their order, then ``out_dtype``."""
     call, out_dtype = KernelCall(*arguments[:-1]), arguments[-1]
     out, lse = empty_outputs(call.query, call.value, out_dtype)
     rounded = None

@@ -1,4 +1,8 @@
-"""Reference of attention with 8-bit queries and keys (arXiv:2410.02367), in plain PyTorch. Not exact."""
+"""Reference of attention with 8-bit queries and keys (arXiv:2410.02367), in plain PyTorch. Not exact.
+
+Only tests and benchmarks call it: without Triton the backend "triton-int8" is refused, not replaced. Tests:
+tests/kernels/test_attention.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """The launch of the attention kernel, and the operators that launch it.
 
 The kernel itself is in :mod:`para_core.kernels.attention_kernel`.
+
+:mod:`para_core.kernels.attention` and :mod:`para_core.kernels.attention_int8` register an operator each, and
+launch the kernel in it; block sizes come from :mod:`para_core.kernels.attention_configs`. Tests:
+tests/kernels/test_attention.py and tests/kernels/test_compiled.py.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from para_core.kernels.attention_reference import in_float32
 
 # A library of its own, because kernels import nothing of the rest of para_core.
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
+# All but ``out_dtype`` are the fields of KernelCall, in the same order.
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
     "Tensor? lse_so_far, bool is_causal, SymInt shift, float scale, ScalarType out_dtype) -> (Tensor, Tensor)"

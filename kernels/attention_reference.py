@@ -1,5 +1,9 @@
 """Reference of the attention kernel, in plain PyTorch.
 A call covers some keys, and can continue an earlier call.
+
+Tests compare the kernel with it, and no call falls back to it. The library passes at most one range of keys
+per sample, no offsets and no mask of bits; the kernel takes these from other callers. Tests:
+tests/kernels/test_attention.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Small constant tensors on a device that are computed once and kept, but never in the memory pool of a CUDA graph."""
+"""Small constant tensors on a device that are computed once and kept, but never in the memory pool of a CUDA graph.
+
+``kernels/pack.py`` and, in para_core/spatial, norm.py and resample.py decorate the functions that make their
+tables. Tests: tests/kernels/test_device_tables.py.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,7 @@ def keep_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpa
         with lock:
             table = recorded.get(key)
             if table is None:
+                # A table is taken out and put in again, so that the first one is that which was not used for longest.
                 table = tables.pop(key, None)
                 capturing = is_capturing()
                 if table is None:

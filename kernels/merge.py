@@ -2,6 +2,9 @@
 
 One program merges some rows of one head. It reads out and lse of both sides once and writes the result once,
 optionally in place. Bytes per row, with e bytes per element: D · (e_a + e_b + e_out) + 12.
+
+The caller is :mod:`para_core.attention.merge`, which checks dtypes and falls back to PyTorch without Triton.
+Tests: tests/kernels/test_small_kernels.py, and tests/kernels/test_compiled.py for registers.
 """
 
 from __future__ import annotations
@@ -21,6 +24,12 @@ def merge_kernel(
     lse_b_batch, lse_b_head, lse_b_row, lse_batch, lse_head, lse_row,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Merge ROWS rows of one head per program.
+
+    ``a_batch`` … ``lse_row`` are strides in elements: those of out_a, out_b, out, lse_a, lse_b and lse. WIDTH is
+    a power of 2, at least ``width``, the head dim. A program reads its rows before it writes them, so the result
+    may be written to the memory of a or b.
+    """
     # Use a single grid dim, because the other grid dims are limited to 65535 programs. Blocks of rows vary
     # fastest.
     blocks = tl.cdiv(num_rows, ROWS)
@@ -70,7 +79,11 @@ def merge_kernel(
 def merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Merge like :func:`para_core.kernels.merge_reference.merge`, for floats of 16 and 32 bits, without gradients."""
+    """Merge like :func:`para_core.kernels.merge_reference.merge`, for floats of 16 and 32 bits, without gradients.
+
+    The result is written to ``into`` and returned. ``into`` may be ``(out_a, lse_a)``. Shapes and dtypes are not
+    checked.
+    """
     if into is None:
         into = torch.empty_like(out_a), torch.empty_like(lse_a)
     out, lse = into

@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-# BLOCK: elements of a tile. STEPS: number of tiles that a program of the statistics reads one after the
-# other.
+# Elements of a tile.
 BLOCK = 1024
-STEPS = 16
+# Number of tiles that a program of the statistics reads one after the other. tests/simulated_gpu/install.py replaces
+# both numbers.
+BLOCKS_PER_CHUNK = 16
 # Channels per tile of the normalizing launch, if channels are the last dim in memory.
 CHANNELS = 32
 
@@ -28,7 +29,7 @@ CHANNELS = 32
 @triton.jit
 def moments_kernel(
     x, parts, size, channels, groups, batch_step, group_step, channel_step, step,
-    CHANNELS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
+    CHANNELS: tl.constexpr, SIZE: tl.constexpr, BLOCKS_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Store the count, mean and sum of squared deviations of one chunk of one group: ``[B * groups, chunks, 3]``."""
     chunk, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -40,8 +41,8 @@ def moments_kernel(
     count = tl.zeros((CHANNELS, SIZE), tl.float32)
     mean = tl.zeros((CHANNELS, SIZE), tl.float32)
     squares = tl.zeros((CHANNELS, SIZE), tl.float32)
-    for i in range(STEPS):
-        element = chunk.to(tl.int64) * (SIZE * STEPS) + i * SIZE + tl.arange(0, SIZE)[None, :]
+    for i in range(BLOCKS_PER_CHUNK):
+        element = chunk.to(tl.int64) * (SIZE * BLOCKS_PER_CHUNK) + i * SIZE + tl.arange(0, SIZE)[None, :]
         inside = (channel < channels) & (element < size)
         number = (
             tl.load(x + channel * channel_step + element * step, mask=inside, other=0.0).to(tl.float32)
@@ -63,15 +64,15 @@ def moments_kernel(
 
 @triton.jit
 def merge_chunks_kernel(
-    x, parts, moments, num_chunks, groups, batch_step, group_step, BLOCK: tl.constexpr, STEPS: tl.constexpr
+    x, parts, moments, num_chunks, groups, batch_step, group_step, BLOCK: tl.constexpr, ROUNDS: tl.constexpr
 ):
-    """Merge the chunks of one group and store its variance and mean: ``[2, B * groups]``."""
+    """Merge the chunks of one group, ``BLOCK`` in a round, and store its variance and mean: ``[2, B * groups]``."""
     group = tl.program_id(0).to(tl.int64)
     origin = tl.load(x + (group // groups) * batch_step + (group % groups) * group_step).to(tl.float32)
     parts += group * num_chunks * 3
     count = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
-    for i in range(STEPS):
+    for i in range(ROUNDS):
         chunk = i * BLOCK + tl.arange(0, BLOCK)
         number = tl.load(parts + chunk * 3, mask=chunk < num_chunks, other=0.0)
         count += number
@@ -79,7 +80,7 @@ def merge_chunks_kernel(
     total = tl.sum(count, 0)
     mean = tl.sum(weighted, 0) / total
     squares = tl.zeros((BLOCK,), tl.float32)
-    for i in range(STEPS):
+    for i in range(ROUNDS):
         chunk = i * BLOCK + tl.arange(0, BLOCK)
         number = tl.load(parts + chunk * 3, mask=chunk < num_chunks, other=0.0)
         apart = tl.load(parts + chunk * 3 + 1, mask=chunk < num_chunks, other=0.0) - mean
@@ -141,7 +142,7 @@ def moments(x: Tensor, groups: int) -> Tensor:
         # The channels of a group follow each other in memory, so treat the group as a single channel.
         channels, size = 1, per_group * size
     block = tile_of(channels)
-    num_chunks = triton.cdiv(size, block["SIZE"] * STEPS)
+    num_chunks = triton.cdiv(size, block["SIZE"] * BLOCKS_PER_CHUNK)
     parts = statistics.new_empty(batch * groups, num_chunks, 3)
     group_arguments = groups, batch_step, per_group * channel_step
     moments_kernel[(num_chunks, batch * groups)](
@@ -153,7 +154,7 @@ def moments(x: Tensor, groups: int) -> Tensor:
         channel_step,
         step,
         **block,
-        STEPS=STEPS,
+        BLOCKS_PER_CHUNK=BLOCKS_PER_CHUNK,
         num_warps=NUM_WARPS,
     )
     merge_chunks_kernel[(batch * groups,)](
@@ -163,7 +164,7 @@ def moments(x: Tensor, groups: int) -> Tensor:
         num_chunks,
         *group_arguments,
         BLOCK=BLOCK,
-        STEPS=triton.cdiv(num_chunks, BLOCK),
+        ROUNDS=triton.cdiv(num_chunks, BLOCK),
         num_warps=NUM_WARPS,
     )
     return statistics

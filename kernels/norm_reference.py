@@ -1,4 +1,8 @@
-"""Reference of group norm over sharded rows, in plain PyTorch: statistics of a rank, and the norm by all statistics."""
+"""Reference of group norm over sharded rows, in plain PyTorch: statistics of a rank, and the norm by all statistics.
+
+:mod:`para_core.spatial.norm` calls it on a CPU and without Triton; the kernels are in ``kernels/norm.py``.
+Tests: tests/kernels/test_small_kernels.py.
+"""
 
 from __future__ import annotations
 

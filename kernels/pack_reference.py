@@ -2,6 +2,9 @@
 
 Tensors are sent unchanged, or rounded to 8 bits, which is not exact. With rounding, each token and head
 ``[D]`` becomes D numbers of ``torch.int8`` or ``torch.float8_e4m3fn``, followed by a float32 scale.
+
+:mod:`para_core.attention.pack_ops` calls it on a CPU and without Triton; the kernel is in
+``kernels/pack.py``. Tests: tests/kernels/test_pack.py.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ class CopyRegion(NamedTuple):
 
     The buffer holds the region as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample. The
     first row is at ``offset``, and rows begin ``step`` elements apart, which may leave space for other
-    regions. If rounded to 8 bits, a head takes D + 4 bytes. ``tensor`` is the index of the tensor, ``token``
-    and ``head`` are the first ones. The kernel reads the seven fields by their positions.
+    regions. ``offset`` and ``step`` count elements of the buffer. If rounded to 8 bits, these are bytes, and a
+    head takes D + 4 of them. ``tensor`` is the index of the tensor, ``token`` and ``head`` are the first ones.
+    The kernel reads the seven fields by their positions.
     """
 
     tensor: int

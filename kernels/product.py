@@ -1,12 +1,15 @@
 """Products of rows with a matrix in Triton, with one tile shape; the reference is
 :mod:`para_core.kernels.product_reference`.
 
-Each program computes one tile of the output, and adds up all inputs of a row in blocks of BLOCK_K, from the
+Each program computes one tile of the output, and adds up all inputs of a row in blocks of BLOCK, from the
 first to the last. No sum is split, the tile shape depends on the dtype only, and one compiled kernel serves
 every number of rows. So the bits of an element depend on its row and its column of the weight alone: not on
 the number of rows, nor on the position among them. cuBLAS promises neither.
 
 The bias is added in float32, before the only rounding.
+
+:mod:`para_core.products`, the option ``products="triton"``, calls it. Tests: tests/kernels/test_product.py,
+tests/test_products.py, and tests/kernels/test_compiled.py for registers and shared memory.
 """
 
 from __future__ import annotations

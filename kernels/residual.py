@@ -1,12 +1,16 @@
 """Change and forecast of residuals in Triton; the reference is :mod:`para_core.kernels.residual_reference`.
 
-The change of a residual takes two launches: sums per chunk, and the sum over chunks. There are no atomics,
-and chunks have the same length on every GPU, so the order of additions, and with it every bit of the result,
-depends on the number of elements only. The launches move 2 · e bytes per element of e bytes, and 16 per
-chunk. Sums and differences are in float32.
+The change of a residual takes two launches: sums per chunk, and the sum over chunks. There are no atomics, and
+chunks have the same length on every GPU. So the order of additions, and with it every bit of the result, depends only
+on the number of elements, and on whether it, the addresses and the steps between samples are multiples of 16: the
+compiler then loads, and adds, in another order. Ranks with equal inputs in equal places get equal bits. The launches
+move 2 · e bytes per element of e bytes, and 16 per chunk. Sums and differences are in float32.
 
-A forecast of up to 3 residuals is one launch, and is rounded once. The launch moves (2 + residuals) · e bytes
-per element.
+A forecast of up to 3 residuals is one launch. It is rounded once, and the reference after each residual, so in 16 bits
+they differ by a rounding. The launch moves (2 + residuals) · e bytes per element.
+
+Called by :mod:`para_core.cache.residual_operators` only. ``tests/kernels/test_small_kernels.py`` compares the numbers
+with float64, and ``tests/kernels/test_compiled.py`` reads registers, spills and widths of loads.
 """
 
 from __future__ import annotations
@@ -22,20 +26,26 @@ NUM_WARPS = 4
 # Elements that a program holds at once. In 16-bit dtypes a thread then loads 8 elements, 16 bytes, of each
 # tensor.
 BLOCK = 1024
-# Number of blocks that a program sums one after the other.
-STEPS = 16
+# Number of blocks that a program sums one after the other. tests/simulated_gpu/install.py replaces both numbers.
+BLOCKS_PER_CHUNK = 16
 MOST_RESIDUALS = 3
 
 
 @triton.jit
 def change_kernel(
-    now, before, sums, num_elements, now_batch, before_batch, BLOCK: tl.constexpr, STEPS: tl.constexpr
-):
+    now, before, sums, num_elements, now_batch, before_batch,
+    BLOCK: tl.constexpr, BLOCKS_PER_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Store Σ|now - before| and Σ|before| of one chunk of one sample: ``sums`` is ``[B, chunks, 2]``.
+
+    ``num_elements`` is specialised like any integer: only if it is known to be a multiple of 16 can the mask be one for
+    16 bytes. That makes two variants at most.
+    """
     chunk, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    start = chunk.to(tl.int64) * BLOCK * STEPS
+    start = chunk.to(tl.int64) * BLOCK * BLOCKS_PER_CHUNK
     changed = tl.zeros((BLOCK,), tl.float32)
     size = tl.zeros((BLOCK,), tl.float32)
-    for step in range(STEPS):
+    for step in range(BLOCKS_PER_CHUNK):
         element = start + step * BLOCK + tl.arange(0, BLOCK)
         inside = element < num_elements
         x = tl.load(now + sample * now_batch + element, mask=inside, other=0.0).to(tl.float32)
@@ -48,11 +58,12 @@ def change_kernel(
 
 
 @triton.jit
-def add_up_kernel(sums, totals, num_chunks, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+def add_up_kernel(sums, totals, num_chunks, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
+    """Store the sums over the chunks of one sample: ``totals`` is ``[B, 2]``. A round adds ``BLOCK`` chunks."""
     sample = tl.program_id(0).to(tl.int64)
     changed = tl.zeros((BLOCK,), tl.float32)
     size = tl.zeros((BLOCK,), tl.float32)
-    for step in range(STEPS):
+    for step in range(ROUNDS):
         chunk = step * BLOCK + tl.arange(0, BLOCK)
         pair = sums + (sample * num_chunks + chunk) * 2
         changed += tl.load(pair, mask=chunk < num_chunks, other=0.0)
@@ -65,6 +76,7 @@ def add_up_kernel(sums, totals, num_chunks, BLOCK: tl.constexpr, STEPS: tl.const
 def forecast_kernel(
     entry, x, y, z, out, of_x, of_y, of_z, num_elements, RESIDUALS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Store ``entry + of_x * x + of_y * y + of_z * z`` for the first ``RESIDUALS`` of x, y and z, on flat tensors."""
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = element < num_elements
     total = tl.load(entry + element, mask=inside).to(tl.float32)
@@ -86,7 +98,7 @@ def change(now: Tensor, before: Tensor) -> Tensor:
     totals = now.new_empty(batch, 2, dtype=torch.float32)
     if not now.numel():
         return totals.zero_()
-    num_chunks = triton.cdiv(num_elements, BLOCK * STEPS)
+    num_chunks = triton.cdiv(num_elements, BLOCK * BLOCKS_PER_CHUNK)
     sums = totals.new_empty(batch, num_chunks, 2)
     change_kernel[(num_chunks, batch)](
         now,
@@ -96,13 +108,13 @@ def change(now: Tensor, before: Tensor) -> Tensor:
         now.stride(0),
         before.stride(0),
         BLOCK=BLOCK,
-        STEPS=STEPS,
+        BLOCKS_PER_CHUNK=BLOCKS_PER_CHUNK,
         num_warps=NUM_WARPS,
     )
-    # Triton 3.6's interpreter supports only constant ranges, so the number of steps is a compile-time
-    # constant. One step covers 16.8 million elements, so the kernel is hardly ever compiled again.
-    steps = triton.cdiv(num_chunks, BLOCK)
-    add_up_kernel[(batch,)](sums, totals, num_chunks, BLOCK=BLOCK, STEPS=steps, num_warps=NUM_WARPS)
+    # Triton 3.6's interpreter supports only constant ranges, so the number of rounds is a compile-time
+    # constant. One round covers 16.8 million elements, so the kernel is hardly ever compiled again.
+    rounds = triton.cdiv(num_chunks, BLOCK)
+    add_up_kernel[(batch,)](sums, totals, num_chunks, BLOCK=BLOCK, ROUNDS=rounds, num_warps=NUM_WARPS)
     return totals
 
 
@@ -111,10 +123,13 @@ def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float
     residuals.
 
     Raises:
-        ValueError: If there are more than 3 residuals.
+        ValueError: There are no residuals or more than 3, or another number of weights.
     """
-    if len(residuals) > MOST_RESIDUALS:
-        raise ValueError(f"{len(residuals)} residuals; expected at most {MOST_RESIDUALS}.")
+    if not 1 <= len(residuals) <= MOST_RESIDUALS or len(weights) != len(residuals):
+        raise ValueError(
+            f"{len(residuals)} residuals and {len(weights)} weights; expected 1 to {MOST_RESIDUALS} of both, as many "
+            "of one as of the other."
+        )
     entry, *residuals = (x.contiguous() for x in (entry, *residuals))
     out = torch.empty_like(entry)
     number = out.numel()

@@ -1,8 +1,9 @@
-"""Check how docstrings begin: `python -m tests.docstrings` fails if one begins like a fragment; part of `make lint`."""
+"""Check how docstrings begin, and that files they name exist: `python -m tests.docstrings`, a part of `make lint`."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,9 +46,22 @@ def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
+_NAMED_FILE = re.compile(rf"(?<![\w/.])(?:docs|{'|'.join(FOLDERS)})/[\w/]+\.(?:py|md)\b")
+
+
+def missing_files_in(path: Path) -> Iterator[str]:
+    """Yield each file of the repository that docstrings or comments of ``path`` name, and that does not exist."""
+    for name in sorted(set(_NAMED_FILE.findall(path.read_text()))):
+        if not (ROOT / name).exists():
+            yield name
+
+
 def main() -> int:
     count = 0
     for path in sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")):
+        for name in missing_files_in(path):
+            print(f"{path}: names {name}, which does not exist")
+            count += 1
         for line, text in fragments_in(path):
             print(f"{path}:{line}: a docstring begins with {text.split()[0]!r}: {text.splitlines()[0]}")
             count += 1

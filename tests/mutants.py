@@ -131,16 +131,30 @@ def choose(seed: int, count: int) -> list[Mutant]:
     return [generator.choice(by_line[place]) for place in places]
 
 
+def module_of(file: str) -> str:
+    """Return the name under which a file of the library is imported."""
+    parts = Path(file).with_suffix("").parts
+    return ".".join(("para_core", *parts[parts[0] == "para_core" :])).removesuffix(".__init__")
+
+
+def names_module(source: str, module: str) -> bool:
+    """Whether ``source`` imports ``module``, or names it in a string, as tables of features do."""
+    package, _, name = module.rpartition(".")
+    imported = rf"from {re.escape(package)} import (\([^)]*|[^\n]*)\b{name}\b"
+    in_table = rf'"{re.escape(package.rpartition(".")[2])}\.{name}:'
+    kernel = rf'load_kernel\("{name}"' if package == "para_core.kernels" else "(?!)"
+    return re.search(rf"\b{re.escape(module)}\b|{imported}|{in_table}|{kernel}", source) is not None
+
+
 def stages_of(file: str, *, whole: bool) -> list[tuple[str, list[str], str]]:
     """Return the stages in which tests look for a mutant of ``file``: name, test files and folders, and marks."""
     parts = Path(file).with_suffix("").parts
     rooms = parts[1:] if parts[0] == "para_core" else parts
-    module = ".".join(("para_core", *rooms)).removesuffix(".__init__")
     own = Path("tests", *rooms[:-1], f"test_{rooms[-1]}.py")
     naming = [
         path.relative_to(ROOT)
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if re.search(rf"\b{re.escape(module)}\b", path.read_text())
+        if names_module(path.read_text(), module_of(file))
     ]
     near = [str(path) for path in dict.fromkeys((own, *naming)) if (ROOT / path).exists()]
     folders = [Path("tests", *rooms[:depth]) for depth in range(len(rooms) - 1, 0, -1)]

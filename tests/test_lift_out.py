@@ -8,8 +8,8 @@ import pytest
 
 from para_core.adapters.models import FAMILIES
 from tests.lift_out import FEATURES, OF_MODELS, ROOT, imports_of, module_files, public_names
+from tests.mutants import names_module
 from tests.test_layers import FILES, imported_by
-from tests.touching import add_notes
 
 # Runs in a process of its own, because a fork of this one would have imported para_core already.
 # An editable installation would find a deleted module whose folder is para_core itself.
@@ -65,8 +65,16 @@ def test_no_other_module_imports_a_feature(name):
     assert [str(path) for path in others if imports_of(ROOT / path) & public] == []
 
 
-def test_functions_note_that_they_were_called():
-    source = 'def f():\n    """A docstring."""\n    return 1\n'
-    assert add_notes(source) == source.replace(
-        "    return", "    __import__('tests.touching').touching.note('f')\n    return"
-    )
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from para_core.kernels import (\n    merge_reference,\n    norm,\n)", "para_core.kernels.norm"),
+        ("from para_core.kernels.norm import moments", "para_core.kernels.norm"),
+        ('fused = load_kernel("norm", device)', "para_core.kernels.norm"),
+        ('gradient = "gradients.ring:ring_backward"', "para_core.attention.gradients.ring"),
+        ('{"planner": "para_core.adapters.planner"}', "para_core.adapters.planner"),
+    ],
+)
+def test_modules_are_found_in_imports_and_in_tables(source, module):
+    assert names_module(source, module)
+    assert not names_module(source, f"{module}s")

@@ -1,4 +1,9 @@
-"""Compare the arguments of one call of a pipeline or a model between the ranks of a mesh, in one exchange."""
+"""Compare the arguments of one call of a pipeline or a model between the ranks of a mesh, in one exchange.
+
+The calls of pipelines (``adapters/parallel/call.py``), of models (``adapters/compatibility/checks.py``), of
+autoencoders and of LoRA methods begin with :func:`agree_on_values`. Which values are compared is decided there; the
+exchange is in ``para_core/distributed/agree.py``. Tests: tests/adapters/agree/test_arguments.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ from para_core.distributed.records import Record, describe_differences
 
 Ranks = GuidedMesh | SequenceMesh
 
-# Maximum number of characters that describe one value. The rest of a longer text is replaced by a hash.
+# Maximum number of characters that describe one value. Of a longer text half as many are shown, with a hash of all.
 _MAX_CHARACTERS = 60
 
 
@@ -51,6 +56,7 @@ def agree_on_values(
 
     Every rank of ``mesh`` must call this function, and makes the call ``what``. Before ``values``, which
     returns arguments and state by name, ``check`` is called, which raises if this rank cannot take part.
+    Neither may communicate.
     Whatever either raises is exchanged: a rank that raised alone would leave the others in the exchange.
 
     Raises:
@@ -139,7 +145,7 @@ def agree_on_texts(
     """Raise ``ValueError`` on every rank if records differ. Collective; see :func:`agree`, also for ``call``.
 
     ``stages`` has the fields of ``local`` that only the ranks of one pipeline stage have in common, with that
-    stage.
+    stage, which is the same for all fields. A rank without such fields counts as one of stage 0.
     """
     numbers = [0, 0]
     checked: Record | Exception
@@ -174,7 +180,7 @@ def describe_value(value: Any) -> str:
 
 
 def describe_all(values: Mapping[str, Any]) -> Record:
-    """Return the text of :func:`describe_value` for each of ``values``, by name."""
+    """Return the text of :func:`describe_value` for each of ``values``, by name; ``"None"`` for None."""
     texts = PendingRecord(values).wait()
     return {name: texts.get(name, "None") for name in values}
 

@@ -4,6 +4,9 @@ ranks.
 After each callback the ranks exchange a few numbers over the CPU. The LoRAs, and the values of tensors that a
 callback changed, follow in the next exchange, after the next callback or at the end of the call: meanwhile
 the device computes their fingerprints, and the host need not wait for the step that runs.
+
+``adapters/parallel/call.py`` uses :class:`CheckedCallbacks`. The cache, CFG over ranks and schedules of attention use
+only :func:`wrap_callbacks`, each with a slot of its own. Tests: tests/adapters/agree/test_state.py.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class CheckedCallbacks:
         self._pending: tuple[PendingRecord, PendingRecord, PendingRecord] | None = None
 
     def run(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return ``callback(*args, **kwargs)``, after all ranks have run their callback.
+        """Return ``callback(*args, **kwargs)``, after all ranks have run their callback. Collective.
 
         Raises ``RuntimeError`` if the callback raised on another rank, and ``ValueError`` if its effect
         differs. If only values of tensors or LoRAs differ, the next call of this method or of :meth:`finish`
@@ -112,12 +115,12 @@ class CheckedCallbacks:
         return result
 
     def finish(self) -> None:
-        """Compare the values of tensors and LoRAs after the last callback, if there was one."""
+        """Compare the values of tensors and LoRAs after the last callback, if there was one. Collective."""
         if self._pending is not None:
             self._compare({})
 
     def _compare(self, state: Record) -> None:
-        """Raise on all ranks if ``state`` or what is pending differs."""
+        """Raise on all ranks if ``state`` or what is pending differs. Collective; nothing is pending afterwards."""
         pending, self._pending = self._pending, None
         stages: Mapping[str, int] = {}
         if pending is not None:

@@ -7,6 +7,9 @@ into torch's store. A rank whose collective timed out signs in at the store and 
 
 The store is reached over the same network, which may have failed: its calls run in a thread that is abandoned
 after ``_PATIENCE`` seconds.
+
+Calls of pipelines (``adapters/parallel/call.py``) and of autoencoders (``adapters/vae/run.py``) run inside
+:func:`share_reasons`. Tests: tests/adapters/agree/test_arguments.py.
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ def places_of_all(mesh: GuidedMesh) -> Places:
 
 
 def leave_reason(token: str, reason: str) -> None:
-    """Store why this rank leaves the call ``token``, unless a rank has stored a reason before."""
+    """Store why this rank leaves the call ``token``, unless a rank has stored a reason before.
+
+    ``token`` is that of :func:`share_random_state`: random for each call, and equal on all ranks.
+    """
     ask_store(
         lambda store: store.compare_set(_store_key(token, "reason"), "", reason[:_REASON_CHARACTERS]),
         None,

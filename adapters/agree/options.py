@@ -1,4 +1,8 @@
-"""Compare the options of a function that changes a pipeline or a model between the ranks that call it."""
+"""Compare the options of a function that changes a pipeline or a model between the ranks that call it.
+
+The public functions of ``adapters/parallel`` and :func:`parallelize_vae` begin with it. Arguments of later calls are
+compared in ``arguments.py``. Tests: tests/adapters/agree/test_options.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ def agree_on_options(
     function: str, mesh: DeviceMesh | ProcessGroup | GuidedMesh | None, options: Mapping[str, object]
 ) -> Iterator[None]:
     """Return a context manager for the checks of ``options``, which ``function`` was called with and may be
-    invalid.
+    invalid. Collective.
 
     Every rank of ``mesh`` must enter the context, before anything that depends on an option is sent. If an
     option, or the device type or a size of ``mesh``, differs between ranks, every rank raises ``ValueError``.
@@ -61,6 +65,7 @@ def _ranks_of(mesh: DeviceMesh | ProcessGroup | None) -> GuidedMesh:
 
 
 def _describe_mesh_sizes(mesh: object) -> str:
+    """Return the device type and the sizes of ``mesh`` as text, which ranks compare; sizes of 1 are left out."""
     if isinstance(mesh, ProcessGroup):
         return f"a process group of {mesh.size()}"
     if not isinstance(mesh, DeviceMesh):

@@ -1,4 +1,8 @@
-"""Run the caches of one pipeline: find the CFG branch and the step of each transformer call."""
+"""Run the caches of one pipeline: find the CFG branch and the step of each transformer call.
+
+``pipeline.py`` makes the :class:`PipelineCache` and fills the slot of the pipeline with it. Whether a step is skipped
+is decided in ``para_core/cache/block_cache.py``. Tests: tests/cache/test_state.py, tests/cache/test_steps.py.
+"""
 
 from __future__ import annotations
 
@@ -149,12 +153,14 @@ class PipelineCache:
             self._reset()
 
     def _reset(self) -> None:
+        """Empty all caches: at the end of a generation, and when the pipeline begins another schedule."""
         for cache in self.caches.values():
             cache.reset()
 
     def _run_model(
         self, name: str, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
+        """Run a call of the transformer ``name`` with its cache, or without it outside of the generation."""
         if torch.compiler.is_compiling() or not self._tracker.active:
             return call(module, *args, **kwargs)
         if self._in_callback or self._thread != get_ident():
@@ -180,7 +186,9 @@ class PipelineCache:
     def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the CFG branch of the next call of ``module``, which this rank or another one computes.
 
-        Every rank calls this for every call, so that all ranks number the branches in the same order.
+        Every rank calls this for every call, so that all ranks number the branches in the same order. Called by
+        ``adapters/cfg/guided_calls.py``, whose ranks do not make every call. Collective, because ``args`` and
+        ``kwargs`` may have lazy tensors, which are fetched.
         """
         plain = uncompiled(module)
         # A callback may have removed the caches with their hooks. The rest of the generation then runs

@@ -1,4 +1,9 @@
-"""CFG over ranks for pipelines that call their transformer once per CFG branch."""
+"""CFG over ranks for pipelines that call their transformer once per CFG branch.
+
+``features.py`` finds :data:`FEATURE`. Which rank computes a call, and how its output is sent, is in
+``para_core/cfg/guidance.py``. Pipelines that concatenate the branches on the batch dim do not use this file: the plan
+shards their samples. Tests: tests/adapters/test_guidance.py.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +41,7 @@ class GuidedCalls(FeatureChange):
         self._transformers: Mapping[str, nn.Module] = request.transformers
         self._dim: MeshDim = request.mesh.batch
         self._guidance = Guidance(self._dim, predict_output)
+        # The cache of the pipeline in the last generation; None if it had none.
         self._caching: PipelineCache | None = None
         # The components, compiled or not, that generations have wrapped.
         self._wrapped: WeakSet[nn.Module] = WeakSet()

@@ -4,6 +4,9 @@ device.
 A rank that does not compute a CFG branch needs these to receive the output of that branch. They depend on the
 class, its config, the dtypes of its parameters and the arguments, and in most models not on the number of
 blocks. So the copy has one block of each kind, which takes less time than all blocks.
+
+``guided_calls.py`` passes :func:`predict_output` to ``para_core/cfg/guidance.py``, which calls it and falls back to
+a call on all ranks. Tests: tests/adapters/test_guidance.py.
 """
 
 from __future__ import annotations

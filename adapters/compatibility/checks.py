@@ -3,6 +3,9 @@
 A check is a function that raises if the model has a feature or an option that para_core cannot combine with
 what the user asks for. It is defined next to that feature. The first line of its docstring, "Refuse …", names
 the combination; docs/refusals.md is made from these lines.
+
+The functions of ``adapters/parallel`` call these phases; those of the cache are in ``adapters/cache/checks.py``.
+Tests: tests/adapters/compatibility/test_checks.py.
 """
 
 from __future__ import annotations
@@ -169,7 +172,7 @@ def check_same_call_of_model(
     module: Any, mesh: GuidedMesh, inputs: Mapping[str, Any], *, assume_equal: bool
 ) -> None:
     """Raise on every rank if the call of ``module`` is refused on one rank, or if ``inputs`` differ between
-    ranks.
+    ranks. Collective.
 
     ``inputs`` are arguments and settings by name. ``assume_equal`` skips the comparison and its exchange;
     then a rank whose call is refused raises alone.

@@ -1,4 +1,8 @@
-"""Checks of features of diffusers that a parallel call cannot have: its caches, hooks, guiders and parallelism."""
+"""Checks of features of diffusers that a parallel call cannot have: its caches, hooks, guiders and parallelism.
+
+``checks.py`` calls all of them. Attention backends of diffusers are checked in
+``adapters/inspect/attention_names.py``. Tests: tests/adapters/compatibility/test_checks.py.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,8 @@ def check_compiled_weights_of_diffusers(module: nn.Module, name: str, called: An
         )
 
 
-# Hooks of diffusers that only move or cast weights. Their results on a part of the tokens are right.
+# Hooks of diffusers that only move or cast weights. Their results on a part of the tokens are right. Any hook of
+# diffusers that is in neither list is refused.
 _WEIGHT_HOOKS = (
     "GroupOffloadingHook",
     "LazyPrefetchGroupOffloadingHook",

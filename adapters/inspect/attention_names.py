@@ -5,6 +5,9 @@ environment. Most of these do not call scaled_dot_product_attention, the functio
 During a call on several ranks the attention processors therefore use ``"native"``, which calls that function,
 and para_core computes attention with its own equivalent of the chosen backend. Written for diffusers 0.42.1,
 ``models/attention_dispatch.py``.
+
+``adapters/compatibility/checks.py`` calls the checks before each parallel call, and ``adapters/parallel`` runs the
+call inside :func:`translated_attention`. Tests: tests/adapters/test_unseen_attention.py.
 """
 
 from __future__ import annotations
@@ -199,6 +202,10 @@ def processors_of(module: nn.Module) -> list[Any]:
 
 
 def _backends_by_path(module: nn.Module) -> list[ProcessorBackend]:
+    """Return the backend of each processor, without those of modules that attend by heads.
+
+    The plan is that of the library, not one of an adapter that the user passed.
+    """
     settings, by_heads, crossing = [], set(), set()
     plan = plan_for(module)
     attention_by_pattern: Mapping[str, AttentionRule] = {}
@@ -223,6 +230,7 @@ def _backends_by_path(module: nn.Module) -> list[ProcessorBackend]:
 
 
 def _backend_name(backend: Any) -> str:
+    """Return the name of ``backend``, an attribute of a processor; for None that of diffusers' default."""
     if backend is None:
         # No backend is set on this processor, so diffusers uses its global default, which
         # attention_backend(...), set_attention_backend and the environment can change.

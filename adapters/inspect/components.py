@@ -1,4 +1,9 @@
-"""Find the transformers, encoders and autoencoders of a pipeline, and the blocks of transformers and encoders."""
+"""Find the transformers, encoders and autoencoders of a pipeline, and the blocks of transformers and encoders.
+
+The features of ``adapters/weights``, the planner and the fleet ask here. Transformers alone are found by
+``adapters/registry.py``, and the block stack of a transformer by ``block_stack.py``. Tests:
+tests/adapters/compatibility/test_checks.py, tests/weights/test_fsdp.py.
+"""
 
 from __future__ import annotations
 
@@ -111,6 +116,7 @@ def config_and_depths(module: nn.Module) -> tuple[dict[str, Any], dict[str, int]
 
 
 def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the paths of the outermost lists of blocks in ``module``, which itself has the path ``prefix``."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList):
             if (

@@ -1,4 +1,8 @@
-"""Find the denoising step of a running pipeline, from the calls of its scheduler."""
+"""Find the denoising step of a running pipeline, from the calls of its scheduler.
+
+Caches, PipeFusion and schedules of attention each have a tracker, and follow a generation with it. Tests:
+tests/cache/test_schedule.py, tests/cache/test_steps.py.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +62,10 @@ class SchedulerTracker:
         # Used only if copies of the scheduler take the steps: number of model calls by CFG branch, and number
         # of steps in the current section of the video.
         self._num_calls: dict[str, int] = {}
+        # 0 before the first model call of a schedule.
         self._section = 0
         # Timesteps are read once per schedule, because reading them from an accelerator makes the host wait.
+        # Empty until then.
         self._times: list[float] = []
 
     @contextmanager
@@ -82,6 +88,7 @@ class SchedulerTracker:
         self._restart()
 
         def count(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            """Run ``scheduler.step``, and count it if it advances the scheduler."""
             # step(model_output, timestep, sample, …)
             if len(args) > 1:
                 time = args[1]
@@ -104,6 +111,7 @@ class SchedulerTracker:
             return output
 
         def restart(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            """Run ``scheduler.set_timesteps``, with which a schedule begins."""
             output = call(scheduler, *args, **kwargs)
             self._restart()
             begin()
@@ -121,7 +129,7 @@ class SchedulerTracker:
 
     def note_call(self) -> int | None:
         """Note that the model is called now. Return the number of steps that the scheduler has taken; None if
-        that is not the step of this call.
+        that is not the step of this call. To call it again before the same call of the model changes nothing.
 
         It is not if copies of the scheduler take the steps, or if it takes a step for each tile.
         """
@@ -163,6 +171,7 @@ class SchedulerTracker:
         return SchedulePosition(index, total, times[index])
 
     def _restart(self) -> None:
+        """Forget the steps that were taken, because a schedule begins."""
         self._num_taken, self._step_index, self._num_calls, self._section, self._times = 0, None, {}, 0, []
         self._last_time, self._called, self._repeats = None, False, False
 

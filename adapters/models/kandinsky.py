@@ -1,5 +1,7 @@
 """Adapters of Kandinsky 5, Kandinsky 6 (video with sound) and its super-resolution.
 Written for diffusers 0.42.
+
+Only video is sharded: by tokens, but in the self-attention of the super-resolution by heads.
 """
 
 from para_core.adapters.adapter import Adapter

@@ -1,4 +1,7 @@
-"""Adapters of LTX-Video and LTX-2 (video with sound). Written for diffusers 0.42."""
+"""Adapters of LTX-Video and LTX-2 (video with sound). Written for diffusers 0.42.
+
+The video attends to text, and to sound, by cross-attention. Text can be sharded in LTX-Video only; sound is never.
+"""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.shared.constructors import chained, linears, samples_in_dim_0

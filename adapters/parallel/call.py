@@ -1,4 +1,9 @@
-"""Wrapper of a parallel pipeline's ``__call__``: keeps arguments, random numbers and errors equal on all ranks."""
+"""Wrapper of a parallel pipeline's ``__call__``: keeps arguments, random numbers and errors equal on all ranks.
+
+``resolve.py`` makes it as a part of the session, and ``parallelize.py`` finds and removes it. The plans of the
+models are not applied here (``transformer.py``); the comparisons themselves are in ``adapters/agree``. Tests:
+tests/adapters/agree/test_arguments.py, tests/adapters/agree/test_state.py.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +73,17 @@ class ParallelCall:
         self._verifications = {}
         if verify:
             self._verifications = {name: make_check("verify") for name in transformers}
-        # The components, compiled or not, whose calls are verified.
+        # The components, compiled or not, whose calls are verified. Their slots stay filled after a generation
+        # (fill_during), until unverify() empties them.
         self._verified: WeakSet[nn.Module] = WeakSet()
+        # Set by resolve.py, before attach(), if ``backend`` is an AttentionSchedule.
         self.scheduled: ScheduledAttention | None = None
         self._transformers, self._unets = transformers, unets
+        # The mesh that each model had in attach(), by name or path; None if no plan is applied to it.
         self._applied: dict[str, SequenceMesh | None] = {}
         self._assume_equal = assume_equal
-        # Process and host of each rank, for error messages. The ranks exchange them in the first call.
+        # Process and host of each rank, for error messages. The ranks exchange them in the first call, which
+        # is the first one on all of them, because they made this object together.
         self._places: Places = {}
 
     def attach(self, pipe: Any) -> None:
@@ -87,7 +96,7 @@ class ParallelCall:
         self.wrap(pipe)
 
     def unverify(self) -> None:
-        """Empty the slots through which calls are verified, also of components that were replaced since."""
+        """Empty the slots through which ``verify=True`` compares calls, also of components replaced since."""
         empty_slots(self._verified, Slot.VERIFIED)
 
     def wrap(self, pipe: Any) -> None:
@@ -195,6 +204,7 @@ class ParallelCall:
 
 @cache
 def _versions() -> str:
+    """Return the names and versions of torch and diffusers, without the names of their builds."""
     packages: list[Any] = [torch]
     # diffusers may be missing, because a user's own pipeline can run without it.
     with suppress(ImportError):

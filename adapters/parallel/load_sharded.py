@@ -1,4 +1,9 @@
-"""Load a pipeline on all ranks of a node at once; each rank keeps its shard of the weights."""
+"""Load a pipeline on all ranks of a node at once; each rank keeps its shard of the weights.
+
+``fleet/build.py`` calls :func:`from_pretrained_sharded`, as users do. The sharding itself is in
+``adapters/weights/shard.py``; this file only makes the weights memory-mapped before it, and casts, moves and
+quantizes them after it. Tests: tests/weights/test_load.py.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +152,10 @@ def _load_mapped(pipeline: Any, folder: Path, options: Mapping[str, Any]) -> Any
 
 
 def _quantize_mapped(pipe: Any, scheme: Quantize, dtype: torch.dtype | None) -> None:
-    """Quantize the transformers of ``pipe``, before FSDP2 shards them, as if they had been cast to ``dtype``."""
+    """Quantize the transformers of ``pipe``, before FSDP2 shards them, as if they had been cast to ``dtype``.
+
+    None keeps the dtypes of the files. The scale of a row depends on the dtype, so the cast cannot come after.
+    """
     if dtype is not None:
         for transformer in transformers_of(pipe).values():
             require_quantizer().cast_linears(transformer, dtype, _kept_in_float32(transformer, dtype))

@@ -1,7 +1,10 @@
 """The options of parallelize_pipe and parallelize_transformer whose values are objects of Python, and their
 checks.
 
-Those that are names and numbers are declared in ``para_core/pipeline_options.py``.
+Those that are names and numbers are declared in ``para_core/pipeline_options.py``. The decorator
+``takes_options`` makes these classes from the keyword arguments of the functions, and ``resolve.py`` and
+``transformer.py`` read them. What depends on the pipeline or the mesh is checked there, not here. Tests:
+tests/test_declared_options.py, tests/adapters/test_refused_options.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Public functions that run a diffusers pipeline on several ranks."""
+"""Public functions that run a diffusers pipeline on several ranks.
+
+Here is only the order of the steps: compare options, :func:`resolve` them to a session, replace the earlier
+session. A single transformer or UNet is in ``transformer.py`` and ``unet.py``. Tests:
+tests/adapters/parallel/test_undo.py, tests/adapters/test_pipelines.py.
+"""
 
 from __future__ import annotations
 

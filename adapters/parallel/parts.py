@@ -2,6 +2,8 @@
 weights do.
 
 Each change is a part of a *session*: all changes that are applied to one pipeline and undone together.
+``resolve.py`` makes these parts and ``session.py`` calls their methods; the part of a transformer is in
+``transformer.py``. Tests: tests/adapters/parallel/test_undo.py.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class ShardPart(Part):
 
 
 class FeaturePart(Part):
-    """The change that a feature of weights makes."""
+    """The change that a feature of ``adapters/weights/features.py`` makes."""
 
     def __init__(self, change: FeatureChange) -> None:
         self.change, self.name = change, change.name

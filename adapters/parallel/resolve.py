@@ -1,7 +1,9 @@
 """Validate the arguments of parallelize_pipe, and choose the changes of the pipeline that they require.
 
 Nothing of the pipeline is changed here; process groups may be created, which later calls reuse. The chosen
-changes are returned as the parts of a session, which applies them.
+changes are returned as the parts of a session, which applies them in this order: models, time-outs, the
+pipeline's call, features, sharded weights. Only ``parallelize.py`` calls this. Tests:
+tests/adapters/compatibility/test_checks.py, tests/adapters/parallel/test_undo.py.
 """
 
 from __future__ import annotations

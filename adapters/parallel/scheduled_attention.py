@@ -1,4 +1,9 @@
-"""Attention schedules: choose the attention of each denoising step of a pipeline."""
+"""Attention schedules: choose the attention of each denoising step of a pipeline.
+
+``resolve.py`` makes the :class:`ScheduledAttention`, and ``call.py`` enters it around each generation. Which steps
+are in the middle, and their options, is in ``para_core/attention/schedule.py``. Tests:
+tests/adapters/test_attention_options.py.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +67,7 @@ class ScheduledAttention:
             for module, model in adapters
             if model is not None and model.steps_with_copies
         }
+        # By id of the transformer, as are _parameters and _conditions; new in each generation.
         self._branches: dict[int, Branches] = {}
         # The transformers, compiled or not, whose calls a generation has wrapped.
         self._wrapped: WeakSet[nn.Module] = WeakSet()
@@ -123,6 +129,7 @@ class ScheduledAttention:
                 region.use(options, region.cross_backend)
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return ``callback(*args, **kwargs)``, in which attention is exact."""
         # A callback may run another pipeline with the same transformers, which must use exact attention. The
         # next step of this pipeline sets its options again.
         self._use(self._exact)

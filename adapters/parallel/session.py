@@ -1,4 +1,10 @@
-"""Sessions: changes of one pipeline or transformer that are applied and undone together."""
+"""Sessions: changes of one pipeline or transformer that are applied and undone together.
+
+``parallelize.py`` and ``transformer.py`` call :func:`replace_session`. The parts themselves are in ``parts.py``,
+``transformer.py`` and ``resolve.py``. The methods of a part are called in one of these orders: ``clear``,
+``apply``, ``complete``; later the undo function, or ``suspend`` and ``finish`` if another session replaces this
+one. Tests: tests/adapters/parallel/test_undo.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +41,11 @@ class Part(ABC):
         """Make the change and return the function that undoes it."""
 
     def complete(self) -> None:  # noqa: B027 - most parts have nothing to complete
-        """Change weights, after every rank has applied all parts: the step of the change that nothing undoes."""
+        """Change weights, after every rank has applied all parts: the step of the change that nothing undoes.
+
+        All ranks call it. If it can fail on one rank, it must raise on all of them (by ``one_way`` of
+        ``adapters/weights/one_way.py``), because :meth:`ParallelSession.complete` exchanges nothing itself.
+        """
 
     def clear(self) -> Undo:
         """Remove a change of this kind that was made outside of the session, such as a plan that was applied
@@ -76,10 +86,12 @@ class ParallelSession:
 
     mesh: GuidedMesh
     parts: list[Part]
+    # The parts that are in effect, each with its undo function. A suspended session keeps them, because it may
+    # be resumed.
     _applied: list[tuple[Part, Undo]] = field(default_factory=list, init=False)
 
     def start(self) -> None:
-        """Apply all parts in order.
+        """Apply all parts in order. Collective.
 
         If a part fails on a rank, every rank raises. The caller then calls :meth:`stop`.
         """
@@ -88,7 +100,7 @@ class ParallelSession:
                 self._applied.append((part, part.apply()))
 
     def complete(self) -> None:
-        """Call :meth:`Part.complete` of all parts in order, after :meth:`start`.
+        """Call :meth:`Part.complete` of all parts in order, after :meth:`start`. Collective.
 
         If one fails on a rank, every rank raises, and everything but weights is undone.
         """

@@ -1,4 +1,9 @@
-"""Run one transformer on several ranks."""
+"""Run one transformer on several ranks.
+
+The public functions serve denoising loops of a user's own. ``resolve.py`` calls :func:`resolve_transformer` for
+each transformer of a pipeline. The plan itself is applied by ``para_core/plans/apply.py``. Tests:
+tests/adapters/test_transformers.py, tests/adapters/agree/test_arguments.py.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +86,7 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
             transformer, guided, options, options.attention(None), verifies=options.verify
         )
         compare = partial(make_call_agreement, mesh=guided, assume_equal=options.assume_equal)
+        # The empty name stands for a transformer that is no component of a pipeline.
         changes = changes_for(ChangeRequest(module, {"": module}, guided, vars(options), compare))
     replace_session(transformer, None, ParallelSession(guided, [part, *map(FeaturePart, changes)]))
     return transformer
@@ -147,6 +153,7 @@ class TransformerPart(Part):
     name = "the transformer"
 
     def apply(self) -> Undo:
+        """Apply the plan, and wrap the transformer if it is verified."""
         module = uncompiled(self.transformer)
         agree_on_inputs = None
         if self.mesh.ranks > 1:
@@ -176,6 +183,7 @@ class TransformerPart(Part):
         return do_nothing
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+        # Only slots are emptied, and replace_session() restores these if the next session fails.
         return self.clear()
 
 

@@ -1,4 +1,9 @@
-"""Run one UNet or ControlNet of a denoising loop of your own on several ranks."""
+"""Run one UNet or ControlNet of a denoising loop of your own on several ranks.
+
+Pipelines do not call this: ``resolve.py`` makes the same handlers by ``denoiser_runs.py``. How the rows are
+computed is in ``adapters/vae/unet.py``, which also has ``unparallelize_unet``. Tests:
+tests/spatial/test_unet_pipelines.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Guess the block stack of a model from one observed call: which lists of blocks there are, and what they
 pass on.
+
+``stack.py`` calls it, compares the guess with further calls, and has it checked. Tests:
+tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ class _ObservedGroup:
     """Blocks that run one after the other on the same streams. The attributes are those of
     :class:`BlockGroup`.
 
-    ``calls`` are the calls of the blocks of all ``lists``.
+    ``calls`` are the calls of the blocks of all ``lists``, in the order of time.
     """
 
     lists: tuple[str, ...]
@@ -103,6 +106,8 @@ class _ObservedGroup:
 def is_chained(calls: Sequence[ModuleCall], streams: tuple[str, ...]) -> bool:
     """Whether the model only passes the streams from block to block, with equal other arguments for all
     blocks.
+
+    ``calls`` are in the order of time, and of one call of the model, because tensors are compared by identity.
     """
     if not all(_passes_on(call, following, streams) for call, following in pairwise(calls)):
         return False

@@ -1,4 +1,8 @@
-"""Make candidate plans from the observed sizes of a region."""
+"""Make candidate plans from the observed sizes of a region.
+
+``search.py`` tries them. The rules come from ``rules.py`` and ``attention_rules.py``; a candidate is not checked here.
+Tests: tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,7 @@ def _candidate(region: ObservedRegion, choice: Choice, ending: Ending) -> Candid
     if attention is None:
         return None
     inner, reasons = _inner_rules(region, choice)
+    # A reason begins with the name of what it is for and ": ", by which search.py finds the reasons of answers.
     name = _name_in_plan(region, ending)
     reasons.append(f"{name}: its output is gathered, because it has one entry for each token.")
     inputs, reasons_of_inputs = _joined_inputs(region)

@@ -1,6 +1,7 @@
 """Complete a proposal whose plan is exact: the block stack, and the dims of samples.
 
-Tests: tests/adapters/propose/test_completion.py and test_structures.py.
+``propose.py`` calls it. The guesses are made in ``stack.py`` and ``samples.py``. Tests:
+tests/adapters/propose/test_completion.py and test_structures.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Guess which arguments of a model distinguish CFG branches."""
+"""Guess which arguments of a model distinguish CFG branches.
+
+``block_groups.py`` and ``stack.py`` call it. The cache uses the answer to keep the branches apart
+(``para_core/cache/branches.py``). Tests: tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ _TIME_NAME = re.compile(r"^[trs]$|time|step|sigma|noise|guidance|scale|alpha")
 
 
 class _Condition(Enum):
-    """The kind of a condition."""
+    """The kind of a condition, in the order in which kinds are preferred."""
 
     SEQUENCE = auto()
     EMBEDDING = auto()

@@ -1,5 +1,8 @@
 """Derive variants of a plan in which a module inside the blocks, such as a rotary embedding, is given all
 tokens: they are gathered before it, and sharded again after it.
+
+``search.py`` calls it for the module in which a plan first differs, and checks the variant. Tests:
+tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ def with_gathered_module(
     module: nn.Module, region: ObservedRegion, plan: Plan, name: str, examples: Sequence[Mapping[str, Any]]
 ) -> Candidate | None:
     """Return ``plan`` with tokens gathered before the submodule ``name``, and sharded after it if it returns
-    tokens.
+    tokens. Runs the model with each of ``examples``, the smaller one first.
 
     Returns None if the submodule calls attention, its sizes do not show which dims hold the tokens, or
     ``plan`` has rules for it.
@@ -111,6 +114,7 @@ def _rules(
 
 
 def _output_key(output: OutputTensor) -> tuple[int, str]:
+    """Return what identifies ``output`` in the calls of both examples."""
     return output.index, output.path
 
 

@@ -1,4 +1,8 @@
-"""Imagine a call with one more token, for a model that accepts one size only."""
+"""Imagine a call with one more token, for a model that accepts one size only.
+
+``propose.py`` uses these calls in place of the observed second example. The model does not run here. Tests:
+tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,8 @@ def _lengths_of_arguments(observed: ObservedCall) -> list[int]:
 class _Growth:
     """One more token in a sequence of ``length`` tokens.
 
-    ``lengths`` are those of all tensors that modules receive.
+    ``lengths`` are those of all tensors that modules receive. A size that is ``length`` plus one of them is that of
+    a joint sequence, and grows too.
     """
 
     length: int
@@ -65,6 +70,7 @@ class _Growth:
         return replace(observed, inputs=inputs, calls=calls, attention=attention)
 
     def _imagine_value(self, value: Any) -> Any:
+        """Return a record, or an argument that is no tensor, as it is in the larger call."""
         if isinstance(value, MaskRecord):
             queries, keys = value.lengths
             return replace(value, lengths=(self.grow(queries), self.grow(keys)))

@@ -1,4 +1,8 @@
-"""Observe one model call on one device: what its blocks receive and return, and its attention calls."""
+"""Observe one model call on one device: what its blocks receive and return, and its attention calls.
+
+``propose.py``, ``gathered_modules.py`` and ``stack.py`` call :func:`observe`. The events are those of
+``para_core/recorder``; the record is described in ``records.py``. Tests: tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -94,6 +98,7 @@ def block_lists(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has_blocks(container: nn.Module) -> bool:
+    """Whether ``container`` is a module list, not one of lists, or an ``nn.Sequential`` of equal modules."""
     blocks = [*container.children()]
     if isinstance(container, nn.Sequential):
         # Modules without children, such as activations and convolutions, are no blocks.
@@ -191,6 +196,7 @@ class _CallObserver:
         return map_leaves(mark, value)
 
     def _note_start(self, event: ModuleStart) -> None:
+        """Note that a module runs, with its arguments if its call may be recorded: not inside a block, but for one."""
         block_list = self._block_lists.get(id(event.module))
         in_block = any(call.block_list is not None for call in self._running)
         arguments = None
@@ -201,6 +207,7 @@ class _CallObserver:
         self._running.append(_RunningCall(event.name, block_list, event.time, arguments))
 
     def _note_end(self, event: ModuleEnd) -> None:
+        """Add the call of a block, of a child of the model, or of a module that attends, to the record."""
         call = self._running.pop()
         while call.name != event.name:  # A module that raised an error, which this one has caught.
             call = self._running.pop()
@@ -238,6 +245,7 @@ class _CallObserver:
         )
 
     def _note_function(self, event: FunctionCall) -> None:
+        """Set the sources of the output from those of the operands, and note softmaxes and joined inputs."""
         operands = [x for x in tree_leaves((event.args, event.kwargs)) if isinstance(x, Tensor)]
         sources = self._sources.sources_of(operands)
         is_derived = self._sources.is_derived(*operands)
@@ -259,6 +267,7 @@ class _CallObserver:
         return len(softmaxes) - 1
 
     def _record(self, value: Any) -> Any:
+        """Return ``value`` with records in place of its tensors, masks and dataclasses, as in ``records.py``."""
         self._alive.append(value)
         return tree_map(self._record_leaf, value)
 
@@ -271,6 +280,7 @@ class _CallObserver:
             return MaskRecord((queries, keys), id(x), self._sources.is_derived(*tensors))
         if not isinstance(x, Tensor):
             return x
+        # Two integers may be the cumulative lengths (0, tokens) of a sequence.
         values: tuple[int, ...] = ()
         if x.shape == (2,) and x.dtype in (torch.int32, torch.int64):
             values = tuple(x.tolist())

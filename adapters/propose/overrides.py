@@ -1,4 +1,9 @@
-"""Answers of the user to propose_plan: parts of a plan that replace the guesses of the same name."""
+"""Answers of the user to propose_plan: parts of a plan that replace the guesses of the same name.
+
+``propose.py`` validates them, and ``search.py`` puts them into each candidate. The questions are in
+``questions.py`` and ``completion.py``, which also reads the answers ``CachedBlocks`` and ``samples``. Tests:
+tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -126,6 +131,11 @@ def with_answers(plan: Plan, answers: Answers) -> Plan:
 
 
 def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) -> Plan:
+    """Return ``plan`` with ``rule`` for a parameter or output of ``module``, or without one if it is None.
+
+    It replaces the rules of all names that ``module``, which may be a pattern, matches. An empty ``module`` stands
+    for the model itself.
+    """
     if not module:
         inputs = {key: old for key, old in plan.inputs.items() if key != parameter}
         return replace(plan, inputs=inputs if rule is None else {**inputs, parameter: rule})

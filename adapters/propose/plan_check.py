@@ -1,4 +1,8 @@
-"""Check a plan against the unmodified model, on virtual ranks: threads of this process."""
+"""Check a plan against the unmodified model, on virtual ranks: threads of this process.
+
+``search.py`` checks each candidate with it, and ``questions.py`` asks where a plan first differs. How virtual ranks
+run is in ``para_core/comparison/virtual_ranks.py``. Tests: tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ class InexactPlanError(Exception):
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """A model and examples of its calls, with which plans are checked."""
+    """A model and examples of its calls, with which plans are checked: one, or the smaller and the larger one."""
 
     module: nn.Module
     examples: Sequence[Mapping[str, Any]]

@@ -1,4 +1,8 @@
-"""The result of :func:`propose_plan`, and its Python source in the form of the modules in adapters/models/."""
+"""The result of :func:`propose_plan`, and its Python source in the form of the modules in adapters/models/.
+
+``search.py`` and ``propose.py`` make it, and ``completion.py`` adds to it. Nothing is guessed or checked here. Tests:
+tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -178,6 +182,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
 
 
 def _is_importable(function: FunctionType) -> bool:
+    """Whether ``from module import name`` gives ``function`` in another program."""
     module = sys.modules.get(function.__module__)
     return function.__module__ != "__main__" and getattr(module, function.__name__, None) is function
 

@@ -1,4 +1,8 @@
-"""The part of a model in which tokens may be sharded, as it was observed in a smaller and in a larger call."""
+"""The part of a model in which tokens may be sharded, as it was observed in a smaller and in a larger call.
+
+``propose.py`` makes a region for each possible start; the files that guess rules read it. Tests:
+tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Guess the rules of block parameters that grow with the tokens, and are not computed from them."""
+"""Guess the rules of block parameters that grow with the tokens, and are not computed from them.
+
+Only ``candidates.py`` calls it. Attention is in ``attention_rules.py``. Tests:
+tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -133,6 +137,7 @@ class _ValueRules:
         return None
 
     def _tensor_rule(self, parameter: str, record: TensorRecord, larger: TensorRecord) -> ShardRule | None:
+        """Return the rule for a tensor of which one dim grows; None if it needs none, or is left whole by choice."""
         region = self.region
         if [record.values, larger.values] == [(0, tokens) for tokens in region.start.tokens]:
             return CumulativeLengths(region.segment)
@@ -163,6 +168,7 @@ class _ValueRules:
         return Split(dim, like=self.region.segment, only="first")
 
     def _mask_rule(self, mask: MaskRecord, larger: MaskRecord) -> SplitMask | None:
+        """Return the rule for a ``BlockMask``; None if it is computed from the tokens, or no segments fit."""
         if mask.derived or mask.lengths == larger.lengths:
             return None
         queries, keys = [

@@ -1,7 +1,8 @@
 """Find along which dims the arguments of a model hold samples, for a model that computes all CFG branches in
 a call.
 
-Rules of this kind are ``batched`` and ``common`` of a :class:`~para_core.plans.plan.Plan`.
+Rules of this kind are ``batched`` and ``common`` of a :class:`~para_core.plans.plan.Plan`. Only ``completion.py``
+calls it. Tests: tests/adapters/propose/test_completion.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Search an exact plan for a region of a model: try each candidate, then variants of those that are not
 exact.
+
+``propose.py`` calls it for each region. Candidates are made in ``candidates.py``, variants in ``text.py`` and
+``gathered_modules.py``, and ``plan_check.py`` checks them. Tests: tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations
@@ -83,6 +86,7 @@ class Search:
             plan = with_answers(candidate.plan, self.answers)
             if plan in self.failures:
                 continue
+            # A plan needs an error, and is not checked yet. Of an inexact one this 0 is replaced or dropped.
             proposal = Proposal(self.name, plan, error=0.0, reasons=self._with_answers(candidate.reasons))
             try:
                 proposal = replace(proposal, error=self.check.measure_error(plan, region.start.entries))

@@ -1,4 +1,8 @@
-"""Guess where tokens may be sharded first, from what grows from a smaller to a larger call."""
+"""Guess where tokens may be sharded first, from what grows from a smaller to a larger call.
+
+``propose.py`` tries the starts in order. Where tokens are gathered is in ``region.py``. Tests:
+tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +109,7 @@ class _GrowingStream:
 
 
 def _growing_streams(name: str, call: ModuleCall, larger_call: ModuleCall) -> Iterator[_GrowingStream]:
+    """Yield the parameter ``name`` if it is a tensor of which exactly one dim grows."""
     record, larger = call.arguments.get(name), larger_call.arguments.get(name)
     if not isinstance(record, TensorRecord) or not isinstance(larger, TensorRecord):
         return

@@ -1,4 +1,7 @@
-"""Derive variants of a plan that shard text as well as the image, from a plan that replicates text."""
+"""Derive variants of a plan that shard text as well as the image, from a plan that replicates text.
+
+Only ``search.py`` calls it, and checks the variants. Tests: tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,7 @@ def _merge_entries(image_rule: ShardRule | None, text_rule: Split | Entries) -> 
 
 
 def _joins_text(rule: ShardRule | None) -> bool:
+    """Whether ``rule`` splits a tensor that has entries for replicated text before or after the tokens."""
     if isinstance(rule, Entries):
         return any(_joins_text(entry) for entry in rule.cuts)
     return isinstance(rule, Split) and (rule.after is not None or rule.then_replicated)
@@ -105,6 +109,7 @@ def _input_rules(region: ObservedRegion, length: int) -> dict[str, Split]:
 
 
 def _rules_of_tensors(value: Any, larger: Any, region: ObservedRegion, length: int) -> set[Split]:
+    """Return the rules of the tensors in an argument, given in both calls; ``length`` is that of the text."""
     rules: set[Split] = set()
     for record, larger_record in zip(tensors_of(value), tensors_of(larger), strict=False):
         grown, dims = grown_dims(record, larger_record), region.start.token_dims(record, larger_record)

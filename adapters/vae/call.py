@@ -1,4 +1,8 @@
-"""Run a call on the rows of an image: choose the ranks over which they are sharded, run it, and gather its output."""
+"""Run a call on the rows of an image: choose the ranks over which they are sharded, run it, and gather its output.
+
+Autoencoders (``run.py``) and UNets (``unet.py``) use it. How a single function computes its rows is in
+``para_core/spatial/mode.py``. Tests: tests/spatial/test_vaes.py, tests/spatial/test_unet_pipelines.py.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +40,13 @@ class RowRanks:
     def __init__(self, ranks: MeshDim, groups: Sequence[ProcessGroup] = ()) -> None:
         self.ranks, self._groups = ranks, groups
         self.mesh = replace(one_guided_rank("cpu"), batch=ranks)
+        # The first ranks by their number, made when they are first needed.
         self._first: dict[int, MeshDim] = {ranks.size: ranks}
 
     def first(self, count: int) -> MeshDim:
-        """Return the first ``count`` ranks as a mesh dim.
-        Its group is None on other ranks, and if ``count`` is 1.
+        """Return the first ``count`` ranks as a mesh dim. Its group is None on other ranks, and if ``count`` is 1.
+
+        All ranks must ask for the same counts in the same order, because the first time may create a group.
         """
         # A compiled graph cannot create a group.
         if torch.compiler.is_compiling() and count < self.ranks.size:
@@ -56,7 +62,7 @@ class RowRanks:
 
     def shard(self, x: Tensor, dim: int, unit: int, min_units: int) -> tuple[RowTag, MeshDim]:
         """Return the tag that says how many rows of ``x``, along ``dim``, each rank gets, and the ranks that
-        get rows.
+        get rows. All ranks must call it with equal sizes, as :meth:`first`.
 
         Every rank except the last gets a multiple of ``unit`` rows, and every rank at least ``min_units``
         units. If ``x`` has too few rows for that, fewer ranks are used, but at least one.
@@ -95,8 +101,8 @@ def run_on_workers(
 
     All ``ranks`` must call this function; ``mesh`` has the same ranks. If there are more ranks than workers,
     one exchange tells the others the structure of the output, and an error of ``compute`` then raises on
-    every rank: as a ``RuntimeError``, unless it is a TypeError or ValueError. With ``gather="first"`` all
-    ranks but the first get zeros.
+    every rank: as a ``RuntimeError``, unless it is a TypeError or ValueError. If all ranks work, an error raises
+    where it occurs, and nothing is exchanged. With ``gather="first"`` all ranks but the first get zeros.
     """
     works = ranks.index < workers
     failure: Exception | None = None
@@ -125,7 +131,7 @@ def run_on_workers(
 
 
 def _gather_output(x: Tensor, workers: int, ranks: MeshDim, gather: GatherTo) -> Tensor:
-    """Return all rows of ``x``.
+    """Return all rows of ``x``. Collective.
 
     If ``x`` has a row tag, each of the first ``workers`` ranks holds some rows; otherwise each holds all of
     ``x``.

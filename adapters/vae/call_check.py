@@ -1,4 +1,8 @@
-"""Verify that all ranks call an autoencoder with equal images and settings, and that each can run the call."""
+"""Verify that all ranks call an autoencoder with equal images and settings, and that each can run the call.
+
+``run.py`` begins each call with it; in a compiled graph nothing is checked. Calls of UNets are compared in
+``adapters/compatibility/checks.py``. Tests: tests/spatial/test_vaes.py.
+"""
 
 from __future__ import annotations
 

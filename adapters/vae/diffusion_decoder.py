@@ -3,6 +3,9 @@
 The attention of these decoders sees a window around each pixel, so ranks fetch the rows of other ranks that
 these windows cover. All other layers compute each token separately. Written for diffusers 0.42
 `ltx2_diffusion_decoder.py`.
+
+``families.py`` names :class:`DecoderRows` for the class, and ``run.py`` attaches it and enters
+:meth:`DecoderRows.sharded` around each call. Tests: tests/spatial/test_diffusion_decoder.py.
 """
 
 from __future__ import annotations
@@ -121,7 +124,10 @@ class DecoderRows:
         generator: Any = None,
         num_inference_steps: int | None = None,
     ) -> Any:
-        """Decode without tiling, like ``LTX2VideoDiffusionDecoder3d.forward``, and return this rank's rows."""
+        """Decode without tiling, like ``LTX2VideoDiffusionDecoder3d.forward``, and return this rank's rows.
+
+        The methods that it calls are the wrapped ones below, which do not shard again while rows are sharded.
+        """
         from diffusers.utils.torch_utils import randn_tensor
 
         if self._dim is None:
@@ -151,6 +157,7 @@ class DecoderRows:
         self, before: int, call: Callable[..., Tensor], decoder: Any, x: Tensor, /, **options: Any
     ) -> Tensor:
         """Return ``call(decoder, x)``, tokens ``[B, T, H, W, C]``, computed with sharded rows and gathered.
+        Collective, unless rows are sharded already.
 
         The row dim of ``x`` is that of a video ``[B, C, T, H, W]`` minus ``before``: 0 for latents, 1 for
         tokens.
@@ -172,7 +179,13 @@ class DecoderRows:
         /,
         num_inference_steps: int,
     ) -> Tensor:
-        """Return all rows of the video of a tile, computed with sharded rows and gathered."""
+        """Return all rows of the video of a tile, computed with sharded rows and gathered. Collective, unless rows
+        are sharded already.
+
+        Args:
+            context: Tokens ``[B, T, H, W, C]``.
+            x_t: Noise ``[B, C, T, H * patch_size, W * patch_size]``.
+        """
         dim = self._dim
         if dim is None or self._sizes is not None or context.shape[dim - 1] < self.ranks.size:
             video: Tensor = call(decoder, context, x_t, num_inference_steps)
@@ -188,7 +201,7 @@ class DecoderRows:
 
     def _attend(self, call: Callable[..., Any], module: Any, x: Tensor, /, block_mask: Any = None) -> Tensor:
         """Fetch the rows that the windows of this rank's rows cover, attend, and return the output of this
-        rank's rows.
+        rank's rows. Collective while rows are sharded.
 
         Counting positions from the first fetched row is exact: attention depends on differences of positions
         only.

@@ -1,5 +1,8 @@
 """The families of autoencoders: all that is particular to a class, and the reasons why others are refused.
 Written for diffusers 0.42.
+
+``run.py`` reads the adapters, ``vae.py`` and ``pipeline.py`` ask whether a class is supported. UNets are in
+``adapters/models/unets.py``. Tests: tests/spatial/test_vaes.py.
 """
 
 from __future__ import annotations
@@ -179,7 +182,10 @@ def parts_of(vae: nn.Module) -> list[nn.Module]:
 
 
 def rows_per_latent(vae: Any) -> int:
-    """Return the number of pixel rows (or sound samples) per latent row, from the config or attributes of ``vae``."""
+    """Return the number of pixel rows (or sound samples) per latent row, from the config or attributes of ``vae``.
+
+    Raises ``StopIteration`` if they tell neither a ratio nor the levels of the encoder.
+    """
     config = vae.config
     # Use vars() instead of getattr(), because the getattr of diffusers also looks in the config, and then
     # warns.

@@ -65,16 +65,16 @@ class VaeRun:
     """The handler of the calls of one autoencoder on several ranks. Raises as :func:`require_parallel_vae`.
 
     Args:
-        modes: Returns the mode under which a call computes this rank's rows, given the ranks that compute
+        make_mode: Returns the mode under which a call computes this rank's rows, given the ranks that compute
             rows.
     """
 
     def __init__(
-        self, vae: nn.Module, row_ranks: RowRanks, method: Method, gather: GatherTo, modes: ImageModes
+        self, vae: nn.Module, row_ranks: RowRanks, method: Method, gather: GatherTo, make_mode: ImageModes
     ) -> None:
         self.adapter = require_parallel_vae(vae, method)
         self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh
-        self.method, self.gather, self.modes = method, gather, modes
+        self.method, self.gather, self.make_mode = method, gather, make_mode
         # Inside a function that the user compiles, these functions run in place of the wrapped encode and
         # decode.
         ways: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
@@ -196,7 +196,7 @@ class VaeRun:
         def in_rows() -> Any:
             if workers.size == 1:
                 return call(vae, x, *args, **kwargs)
-            self.mode = self.modes(workers)
+            self.mode = self.make_mode(workers)
             try:
                 return run_on_rows(
                     self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.sizes)}

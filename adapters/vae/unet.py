@@ -112,9 +112,10 @@ class UnetRun:
         self.rows = RowRanks(one_group(row_mesh), dim_groups(row_mesh))
         self.parameters = parameters_of(module)
         # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again
-        # then.
+        # then. Set from outside, by assume_agreed().
         self.inputs_agreed = False
         self.warnings = WarningLog()
+        # The code inside the UNet when it was last looked at; None before apply().
         self._code: ModelCode | None = None
 
     def _warn_of_foreign_code(self) -> None:
@@ -174,7 +175,9 @@ class UnetRun:
             )
 
     def _run_samples(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """Return ``call(**inputs)``, computed with samples sharded over ``batch`` if they divide evenly, and rows."""
+        """Return ``call(**inputs)``, computed with samples sharded over ``batch`` if they divide evenly, and rows.
+        Collective.
+        """
         num_samples, batch = inputs[self.images[0]].shape[0], self.mesh.batch
         if batch.size == 1 or not self.batched:
             return self._run_rows(call, inputs)
@@ -193,7 +196,9 @@ class UnetRun:
         return pytree.tree_map_only(Tensor, lambda x: all_gather(x, sizes, 0, batch).contiguous(), out)
 
     def _run_rows(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """Return the output of ``call(**inputs)``, computed with rows sharded over the ranks, with all rows."""
+        """Return the output of ``call(**inputs)``, computed with rows sharded over the ranks, with all rows.
+        Collective.
+        """
         sample = inputs[self.images[0]]
         dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
         # With two units a rank holds two rows at the innermost level: match_reshape (para_core/spatial/views.py)

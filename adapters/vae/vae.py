@@ -1,4 +1,9 @@
-"""Run autoencoders of diffusers on several ranks: each rank computes rows of the image, or some of its tiles."""
+"""Run autoencoders of diffusers on several ranks: each rank computes rows of the image, or some of its tiles.
+
+The two public functions: they check and choose ranks. ``run.py`` (``VaeRun``) runs the calls, ``families.py`` says what
+each class of autoencoders needs. ``adapters/vae/pipeline.py`` uses the same parts for ``parallelize_pipe(vae=True)``.
+``tests/spatial/test_vaes.py`` shows mistakes.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.registry import check_pipeline_or_model
-from para_core.adapters.vae.call import (
-    GatherTo,
-    RowRanks,
-)
-from para_core.adapters.vae.families import (
-    Method,
-    parts_of,
-    require_parallel_vae,
-)
+from para_core.adapters.vae.call import GatherTo, RowRanks
+from para_core.adapters.vae.families import Method, parts_of, require_parallel_vae
 from para_core.adapters.vae.run import VaeRun
 from para_core.adapters.weights.feature import ImageModes
 from para_core.adapters.weights.features import require_image_modes
@@ -37,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 Vae = TypeVar("Vae", bound=nn.Module)
 
-# With more ranks than this, parallelize_vae warns: the ranks wait for each other at every layer, which then
-# takes longer than the computation that they save.
+# With more ranks than this, parallelize_vae warns if rows are computed: the ranks wait for each other at every layer,
+# which then takes longer than the computation that they save. Tiles wait for each other only at the end.
 _MOST_USEFUL_RANKS = 8
 
 
@@ -53,10 +51,10 @@ def parallelize_vae(
     """Run one autoencoder on all ranks of a mesh. Each rank passes the same inputs to ``encode`` or
     ``decode``.
 
-    Calling it again replaces the previous settings; :func:`unparallelize_vae` undoes it. If anything is
-    invalid or fails on any rank, every rank raises, and the VAE stays as it was. No gradients are computed.
-    ``vae.decode = torch.compile(vae.decode, fullgraph=True)`` gives one graph per size of the image; in a
-    graph nothing is compared between ranks.
+    Calling it again replaces the previous settings; :func:`unparallelize_vae` undoes it, as does a mesh of
+    one rank. If anything is invalid or fails on any rank, every rank raises, and the VAE stays as it was. No
+    gradients are computed. ``vae.decode = torch.compile(vae.decode, fullgraph=True)`` gives one graph per
+    size of the image; in a graph nothing is compared between ranks.
 
     Args:
         vae (`nn.Module`): An autoencoder of diffusers (docs/vae.md lists them).
@@ -70,14 +68,14 @@ def parallelize_vae(
         gather (`"all"` or `"first"`, defaults to `"all"`): Whether all ranks get the result, or only the
             first rank of the mesh; the others then get zeros of its shape.
         same_bits (`bool`, defaults to `False`): Whether the result has the bytes of one process with
-            ``method="exact"``, on this machine, with this torch and one thread per process. It costs time:
-            for each GroupNorm a rank sends its rows twice (``2 · n · (ranks − 1) / ranks`` bytes of the ``n``
-            bytes of its input) to get whole groups of channels; resampling, transposed convolutions and sums
-            over rows run on gathered rows, in full on each rank; and the first call with each size takes the
-            memory of one process in each function, as it compares each new kind of function on this rank's
-            rows and at their place in zeros of one process's sizes. Functions that differ, such as small
-            convolutions, are computed at that place. A call that is compiled raises, as do functions without
-            a rule.
+            ``method="exact"`` (the tiles of ``"tiled"`` have them in any case), on this machine, with this
+            torch and one thread per process. It costs time: for each GroupNorm a rank sends its rows twice
+            (``2 · n · (ranks − 1) / ranks`` bytes of the ``n`` bytes of its input) to get whole groups of
+            channels; resampling, transposed convolutions and sums over rows run on gathered rows, in full on
+            each rank; and the first call with each size takes the memory of one process in each function, as
+            it compares each new kind of function on this rank's rows and at their place in zeros of one
+            process's sizes. Functions that differ, such as small convolutions, are computed at that place. A
+            call that is compiled raises, as do functions without a rule.
 
     Returns:
         ``vae`` itself.
@@ -101,9 +99,9 @@ def parallelize_vae(
             )
         check_pipeline_or_model("model", vae, "parallelize_pipe(pipe, vae=True) takes a pipeline.")
         require_parallel_vae(module, method, same_bits=same_bits)
-        modes: ImageModes = SpatialShardMode
+        make_mode: ImageModes = SpatialShardMode
         if same_bits:
-            modes = require_image_modes("same_bits")
+            make_mode = require_image_modes("same_bits")
     if mesh is None:
         device_type = next(module.parameters()).device.type
         if dist.is_available() and dist.is_initialized():
@@ -114,7 +112,7 @@ def parallelize_vae(
     if ranks.size == 1:
         unparallelize_vae(vae)
         return vae
-    if ranks.size > _MOST_USEFUL_RANKS and ranks.index == 0:
+    if method == "exact" and ranks.size > _MOST_USEFUL_RANKS and ranks.index == 0:
         logger.warning(
             "parallelize_vae: %d ranks; beyond %d an image of 720 rows is not decoded faster, because ranks wait for "
             "each other at every layer. Pass a smaller mesh, and gather='first' if only one rank needs the image.",
@@ -131,8 +129,10 @@ def parallelize_vae(
                 "the first rank alone runs it, by vae_placement='first' of a parallel pipeline. Place it by 'offload', "
                 "which goes with several ranks, or call unparallelize_pipe(...) of that pipeline first."
             )
+        # VaeRun reads the methods of the VAE and refuses ones that were replaced, so they are restored before. If it
+        # refuses on any rank, the previous settings come back on all.
         unparallelize_vae(vae)
-        VaeRun(module, row_ranks, method, gather, modes).attach(module)
+        VaeRun(module, row_ranks, method, gather, make_mode).attach(module)
     return vae
 
 

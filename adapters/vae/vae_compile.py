@@ -3,6 +3,9 @@
 Dynamo sees the autoencoder as one opaque call, because it cannot trace tensors with tags or sizes of other
 ranks. AOTAutograd then traces the call by running its Python code, so the sharding mode works as in eager
 mode.
+
+Only ``run.py`` calls it, which then runs the function in place of ``encode`` or ``decode``. Tests:
+tests/spatial/test_vaes.py.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ def make_traceable(
     settings = tuple([name for name in vars(vae) if name.startswith(("tile_", "use_"))])
 
     def run(weights: dict[str, Tensor], guarded: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``compute`` with ``weights`` by name. ``guarded`` is not read: Dynamo guards on it."""
         # The autoencoder drops the frames after this call. When the graph is traced, they are still those of
         # an earlier trace.
         if forgets_frames:
@@ -56,6 +60,7 @@ def make_traceable(
     opaque = nonstrict_trace(run)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call ``run``, which Dynamo does not trace into, with the weights and settings of now."""
         weights = {
             **dict(module.named_parameters(remove_duplicate=False)),
             **dict(module.named_buffers(remove_duplicate=False)),

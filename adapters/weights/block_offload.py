@@ -1,4 +1,9 @@
-"""Keep transformer blocks in host memory; each is copied to the device while the block before it runs."""
+"""Keep transformer blocks in host memory; each is copied to the device while the block before it runs.
+
+This is ``offload="blocks"`` of parallelize_pipe, found through ``features.py``. How one block is moved is in
+``host_block.py``; offloads of whole components are in ``offloaded_modules.py``. Tests:
+tests/weights/test_placement.py.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +60,7 @@ class OffloadedBlocks(FeatureChange):
 
     def __init__(self, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, resident: int) -> None:
         self.transformers, self.mesh, self.resident = dict(transformers), mesh, resident
+        # The offloaded blocks of all transformers; empty while nothing is offloaded.
         self._blocks: dict[nn.Module, HostBlock] = {}
         # The device on which each transformer was before, to which :meth:`undo` moves it back.
         self._devices: dict[nn.Module, torch.device] = {}
@@ -102,6 +108,7 @@ class OffloadedBlocks(FeatureChange):
         self.apply()
 
     def _run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run one block with its weights on the device, and begin to copy the block after it."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "offload='blocks' copies weights between two blocks, so the transformer cannot be one "
@@ -118,6 +125,7 @@ class OffloadedBlocks(FeatureChange):
             block.free()
 
     def _run_model(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the transformer, after which no block is on the device."""
         try:
             return call(module, *args, **kwargs)
         finally:
@@ -185,6 +193,7 @@ def _blocks_to_offload(transformer: nn.Module, resident: int) -> list[nn.Module]
 
 def _move_others(module: nn.Module, blocks: set[nn.Module], device: torch.device) -> None:
     """Move all parameters and buffers of ``module`` that are not in ``blocks`` to ``device``."""
+    # The modules that contain a block cannot be moved whole, so their children and own tensors are.
     parents = [
         part for part in module.modules() if part not in blocks and not blocks.isdisjoint(part.modules())
     ]

@@ -1,4 +1,8 @@
-"""The parts of an optional feature: a method of sharding weights, changes of a pipeline, checks, a quantizer."""
+"""The parts of an optional feature: a method of sharding weights, changes of a pipeline, checks, a quantizer.
+
+Here are only the types. Each feature fills them in its own file as ``FEATURE``, and ``features.py`` finds these
+files; the callers of each field are named there and below. Tests: tests/weights/, tests/test_lift_out.py.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +102,9 @@ class ChangeRequest:
 class FeatureChange:
     """A change that a feature makes.
 
-    The methods here do nothing, for features that do not need one of them.
+    The methods here do nothing, for features that do not need one of them. A session calls them on all ranks
+    (``FeaturePart`` in ``adapters/parallel/parts.py``), except :meth:`generation`, which the call of the
+    pipeline enters (``adapters/parallel/call.py``).
     """
 
     # Name of the change in error messages.
@@ -124,7 +130,10 @@ class FeatureChange:
         """
 
     def complete(self) -> None:
-        """Make the part of the change that nothing undoes, after all ranks have applied all changes."""
+        """Make the part of the change that nothing undoes, after all ranks have applied all changes.
+
+        All ranks call it, and if it fails on one of them, it must raise on all (:mod:`.one_way`).
+        """
 
     def generation(self, pipe: Any, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """Return a context in which each generation of ``pipe`` runs.

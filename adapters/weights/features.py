@@ -1,4 +1,9 @@
-"""The table of the optional features of a parallel pipeline. To remove one, delete its files and its line."""
+"""The table of the optional features of a parallel pipeline. To remove one, delete its files and its line.
+
+The functions here look up what a caller needs among the features: ``adapters/parallel`` their changes and
+methods, the checks of ``adapters/compatibility`` and ``adapters/cache`` their checks. A feature itself is described
+in ``feature.py``. Tests: tests/test_lift_out.py, tests/weights/test_fsdp.py.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +103,10 @@ def changes_for(request: ChangeRequest) -> list[FeatureChange]:
 
 
 def _check_known(request: ChangeRequest) -> None:
-    """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks."""
+    """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks.
+
+    In a whole copy of para_core it never raises: it is for copies from which features were deleted.
+    """
     known = {feature.option for feature in features().values()}
     switches = ("vae", "offload", "pipefusion", "same_bits", "products")
     needed = [option for option in switches if request.options.get(option) not in (None, False)]
@@ -123,6 +131,7 @@ def _check_known(request: ChangeRequest) -> None:
 
 def changes_of(pipe: Any) -> Sequence[FeatureChange]:
     """Return the changes that features have made to a parallel pipeline; none if it is not parallel."""
+    # The owner is a ParallelCall, whose room may not be imported here.
     call = slot_owner(pipe, Slot.PARALLEL_PIPE, object)
     changes: Sequence[FeatureChange] = getattr(call, "changes", ())
     return changes

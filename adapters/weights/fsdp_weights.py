@@ -1,4 +1,8 @@
-"""Weights sharded by FSDP2: the method ``"fsdp"`` of shard_weights, and the checks of calls with such weights."""
+"""Weights sharded by FSDP2: the method ``"fsdp"`` of shard_weights, and the checks of calls with such weights.
+
+``features.py`` finds :data:`FEATURE`; ``shard.py`` calls the method, and ``lora.py`` its functions for LoRAs. The
+sharding itself is in ``para_core/weights/fsdp.py``. Tests: tests/weights/test_fsdp.py.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +77,7 @@ def _replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _fsdp_mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """Return the mesh over which FSDP2 has sharded ``module``, also if the user called it; None if it has not."""
     # Test the class first, because shard_mesh looks at all parameters.
     if not is_sharded(module):
         return None

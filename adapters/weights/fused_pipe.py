@@ -1,7 +1,8 @@
 """Apply PipeFusion to the transformers of a diffusers pipeline.
 
 :class:`~para_core.weights.pipefusion.Fusion` computes patch by patch. Here is what it needs to know of a
-pipeline: the patch plan of each transformer, and the CFG branch and the step of each call.
+pipeline: the patch plan of each transformer, and the CFG branch and the step of each call. ``features.py`` finds
+:data:`FEATURE`. Tests: tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class FusedPipe(FeatureChange):
         self._names: dict[int, list[str]] = {}
         # By id of the transformer, the CFG branches of the generation, told apart by conditioning arguments.
         self._branches: dict[int, Branches] = {}
+        # By component name; empty before apply().
         self.fusions: dict[str, Fusion] = {}
 
     def apply(self) -> None:
@@ -89,6 +91,7 @@ class FusedPipe(FeatureChange):
     def _track_name(
         self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
+        """Enter ``module.cache_context(name)``, and keep the name, which is that of a CFG branch."""
         names = self._names[id(module)]
         names.append(str(args[0] if args else kwargs["name"]))
         try:
@@ -98,12 +101,14 @@ class FusedPipe(FeatureChange):
             names.pop()
 
     def _branch_of(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
+        """Return the name of the CFG branch of a call; empty if it is unknown."""
         names = self._names[id(module)]
         # A pipeline that enters cache_context(name) names its CFG branch. Others are told apart by their
         # arguments. An empty name means that this fails: all steps then compute all tokens (_step_of).
         return names[-1] if names else self._branches[id(module)].name_of(arguments) or ""
 
     def _step_of(self, branch: str) -> tuple[int, int]:
+        """Return the step of the next call of ``branch``, and the number of steps. Call it once per call."""
         # The first step computes all tokens. Calls outside of a generation count as one, and so do those of
         # an unknown CFG branch, because the stored keys of another branch would be wrong in silence.
         if not self._tracker.active or not branch:

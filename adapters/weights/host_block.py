@@ -1,4 +1,8 @@
-"""Modules in host memory that are copied to the device while they run, by diffusers' group-offload code."""
+"""Modules in host memory that are copied to the device while they run, by diffusers' group-offload code.
+
+``block_offload.py`` and ``vae_offload.py`` decide when each module is loaded and freed; here is only how. Tests:
+tests/weights/test_placement.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,10 @@ class HostBlock:
         self._offload()
 
     def load(self) -> None:
-        """Start to copy the block to the device, unless the block is there already."""
+        """Start to copy the block to the device, unless the block is there already.
+
+        Call :meth:`wait` before the block runs.
+        """
         if self._state != self._current_state():
             # Tensors of the block were replaced after the last offload: a LoRA was added or fused, or weights
             # were moved, quantized or loaded. Offload the new ones.
@@ -61,6 +68,7 @@ class HostBlock:
         self._is_loaded = False
 
     def _offload(self) -> None:
+        """Move the block's tensors, as they are now, to host memory, with a new group of diffusers for them."""
         # Import here, so that this module can be imported without diffusers.
         from diffusers.hooks.group_offloading import ModuleGroup
 

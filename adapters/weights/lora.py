@@ -4,6 +4,9 @@ peft reads and writes weights as if each rank had all of them. So while a LoRA i
 shapes stand in for sharded weights, and while it is merged, the weights of one layer at a time are gathered,
 and each rank keeps its part of the result. The method of sharding says whether the weights of LoRAs are
 sharded, too.
+
+``shard.py`` calls :func:`follow_loras` for each component that it shards; ``staged_loras.py``, which does the same
+for stages, shares the functions that compare. Tests: tests/weights/test_lora.py.
 """
 
 from __future__ import annotations
@@ -39,12 +42,12 @@ CHANGES = (*ADDS, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", 
 
 
 def on_all_ranks(ranks: Ranks) -> AbstractContextManager[object]:
-    """Return a context that raises an exception of one of ``ranks`` on all of them."""
+    """Return a context that raises an exception of one of ``ranks`` on all of them. Collective at its end."""
     return together(ranks, "a LoRA could not be changed")
 
 
 def agree_on_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` on all of ``ranks`` if they add different LoRAs.
+    """Raise ``ValueError`` on all of ``ranks`` if they add different LoRAs. Collective.
 
     Ranks that hold different parts of the weights cannot compare these later. ``args`` and ``kwargs`` are the
     arguments of the method that adds a LoRA: its weights by name, a configuration, or the path of a file,
@@ -89,7 +92,7 @@ class _ShardedLoras:
         self._merge_wrapper = self._merge
 
     def add(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method that adds a LoRA, with weights of global shapes."""
+        """Run a method that adds a LoRA, with weights of global shapes. Collective."""
         names = set(getattr(module, "peft_config", None) or ())
         with on_all_ranks(self._ranks), self._following(module, names):
             check_initialization(module, args, kwargs)
@@ -98,7 +101,7 @@ class _ShardedLoras:
                 return call(module, *args, **kwargs)
 
     def change(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method that changes or removes LoRAs."""
+        """Run a method that changes or removes LoRAs. Collective."""
         names = set(getattr(module, "peft_config", None) or ())
         with on_all_ranks(self._ranks), self._following(module, names):
             return call(module, *args, **kwargs)
@@ -127,7 +130,7 @@ class _ShardedLoras:
 
     @contextmanager
     def _global_shapes(self, module: nn.Module) -> Iterator[None]:
-        """Give weights their global shapes in the ``with`` block, because peft sizes adapters by them.
+        """Give weights their global shapes in the ``with`` block, because peft sizes adapters by them. Collective.
 
         The weights of existing adapters are gathered. Zeros that take no memory replace the other sharded
         weights.
@@ -154,6 +157,7 @@ class _ShardedLoras:
         fill_slots(lora_layers(self._module), Slot.LORA, {"merge": wrapper, "unmerge": wrapper})
 
     def _merge(self, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Merge or unmerge the LoRAs of ``layer`` with its whole weight. Collective."""
         with self._method.gather_layers(self._module, [layer]):
             return call(layer, *args, **kwargs)
 

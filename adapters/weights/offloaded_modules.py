@@ -1,4 +1,9 @@
-"""Keep the weights of whole components in host memory. Optionally only the first rank runs them."""
+"""Keep the weights of whole components in host memory. Optionally only the first rank runs them.
+
+``text_encoder_offload.py`` and ``vae_offload.py`` are the features that use it; transformers are offloaded block by
+block (``block_offload.py``). ``split_tensors`` and ``join_tensors`` also serve ``encoded_prompts.py``. Tests:
+tests/weights/test_placement.py.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +90,7 @@ class OffloadedModules(FeatureChange):
     option: str
     methods: Sequence[str] = ("__call__",)
     first_rank_only: bool = False
+    # By component name; empty while nothing is offloaded.
     _before: dict[str, _StateBefore] = field(default_factory=dict, init=False)
 
     def apply(self) -> None:
@@ -115,6 +121,7 @@ class OffloadedModules(FeatureChange):
                 )
 
     def _offload(self, name: str, module: nn.Module, device: torch.device) -> None:
+        """Move ``module``, the component ``name``, to host memory, and note what :meth:`undo` restores."""
         attributes = {
             part: {name for name in _HOOK_ATTRIBUTES if name in vars(part)} for part in module.modules()
         }
@@ -153,10 +160,14 @@ class OffloadedModules(FeatureChange):
 
 
 def offloader_of(module: nn.Module) -> Offloader | None:
-    """Return what offloads ``module`` or a part of it; None if nothing does."""
+    """Return what offloads ``module`` or a part of it; None if nothing does.
+
+    Of accelerate's hooks and of ``offload="blocks"`` only those on ``module`` itself are found.
+    """
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         return Offloader(f"accelerate's {type(hook).__name__}", "pipe.remove_all_hooks()")
+    # An OffloadedBlocks, whose file imports this one.
     owner: Any = slot_owner(module, Slot.OFFLOADED_BLOCK, object)
     if owner is not None:
         offloader: Offloader = owner.offloader

@@ -1,4 +1,9 @@
-"""Quantize transformers with torchao."""
+"""Quantize transformers with torchao.
+
+``adapters/parallel/load_sharded.py`` and ``fleet/build.py`` call it through ``require_quantizer()`` of
+``features.py``. How quantized weights are sharded and moved is in ``para_core/weights/parameters.py``. Tests:
+tests/weights/test_load.py, tests/weights/test_quantized_files.py.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 :func:`prepare_sharding` validates everything on all ranks and changes nothing; :meth:`Sharding.run` then
 shards. Nothing gathers the weights again. How weights are sharded is the matter of a method
-(:class:`ShardMethod`), which this file looks up by name.
+(:class:`ShardMethod`), which this file looks up by name: ``fsdp_weights.py`` and ``tensor_weights.py``.
+``adapters/parallel/resolve.py`` and ``load_sharded.py`` call it, too. Tests: tests/weights/test_fsdp.py,
+tests/weights/test_tensor.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The record of a component whose weights are sharded, and the methods that it refuses from then on."""
+"""The record of a component whose weights are sharded, and the methods that it refuses from then on.
+
+``shard.py`` makes the record after it has sharded the component, and ``one_way.py`` asks for it. The sharding is not
+here, nor are the methods for LoRAs (``lora.py``). Tests: tests/weights/test_fsdp.py.
+"""
 
 from __future__ import annotations
 
@@ -90,6 +94,7 @@ class ShardedComponent:
         return call(module, *args, **kwargs)
 
     def _raise_on_move(self, present: set[Any], wanted: Any) -> None:
+        """Raise ``RuntimeError``: the weights have the dtypes or devices ``present``, and ``wanted`` was asked for."""
         raise RuntimeError(
             f"the weights of this {unwrapped_class(self.module).__name__} are sharded by FSDP2, as "
             f"{' and '.join(sorted(map(str, present)))}, and stay so; asked for was {wanted}. Load the "
@@ -110,7 +115,7 @@ def is_distributed(module: nn.Module) -> bool:
 
 def compare_calls(module: nn.Module, ranks: Ranks) -> None:
     """Wrap ``module``, whose weights are sharded, so that all of ``ranks`` compare that they make each call
-    of it.
+    of it. Each call of it is then collective.
 
     A rank that makes another call then raises on all of them, and a missing rank is named in the log; FSDP2
     alone would hang. Do not use this for a transformer, which is called in each step, and whose plan compares
@@ -131,6 +136,7 @@ def _agree_and_call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Compare with all ``ranks`` that they call the module ``name``, then run the call. Collective."""
     if not torch.compiler.is_compiling():
         agree(record, ranks, call=name)
     return call(module, *args, **kwargs)
@@ -139,6 +145,7 @@ def _agree_and_call(
 def _raise_on_shards(
     problem: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
+    """Raise ``RuntimeError`` in place of ``call``. ``problem`` is a sentence that says what would go wrong."""
     raise RuntimeError(
         f"the weights of this {unwrapped_class(module).__name__} are sharded. {problem} Load the pipeline "
         "again, and do it before its weights are sharded (shard_weights, or weights= of parallelize_pipe)."

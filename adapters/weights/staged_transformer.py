@@ -7,6 +7,8 @@ move, cast or save all weights raise. LoRAs are changed by :mod:`.staged_loras`.
 Other methods see freed weights as tensors on the meta device. ``state_dict()`` returns them too, and cannot
 raise, because diffusers and peft read its names and shapes while they load a LoRA: to save a model, load it
 again.
+
+``features.py`` finds :data:`FEATURE`. Tests: tests/weights/test_stages.py.
 """
 
 from __future__ import annotations
@@ -134,7 +136,7 @@ class StageChange(FeatureChange):
         empty_slots([self._owner, *self._module.modules()], Slot.STAGED_WEIGHTS)
 
     def complete(self) -> None:
-        """Free the weights of the blocks of other stages."""
+        """Free the weights of the blocks of other stages. Collective, unless an earlier call has freed them."""
         if self._stages is None or self._was_split:
             return
         with one_way(self._owner, [self._module], self._mesh, "freeing the blocks of other stages"):
@@ -215,6 +217,7 @@ def _check_earlier_stages(owner: Any, module: nn.Module, mesh: GuidedMesh) -> No
 def _raise_on_freed_blocks(
     action: str, call: object, module: nn.Module, /, *args: object, **kwargs: object
 ) -> None:
+    """Raise ``RuntimeError`` in place of ``call``. ``action`` names what ``call`` does, such as ``"moving it"``."""
     raise RuntimeError(
         f"this {original_class(module).__name__} runs in stages, and this rank holds only the blocks of its stage: "
         f"{action} would leave out the others. {load_again(module)} Do it before parallelize_pipe(pipe, mesh=mesh)."
@@ -230,6 +233,7 @@ def _raise_on_moved_layer(
 def _raise_on_freed_blocks_of_pipe(
     action: str, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
+    """Raise ``RuntimeError`` in place of a method of the pipeline if one of its transformers runs in stages."""
     staged = [module for module in transformers_of(pipe).values() if stages_of(module) is not None]
     if staged:
         _raise_on_freed_blocks(action, call, staged[0])

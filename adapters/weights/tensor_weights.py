@@ -1,5 +1,8 @@
 """Weights sharded by tensor parallelism: the method ``"tensor"`` of shard_weights, and the checks of calls
 with such weights.
+
+``features.py`` finds :data:`FEATURE`; ``shard.py`` calls the method. The sharding itself is in
+``para_core/weights/tensor.py``. Tests: tests/weights/test_tensor.py.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ def _check_tensor_component(name: str, module: nn.Module, ranks: Ranks) -> None:
 
 
 def _require_tensor_plan(module: nn.Module, name: str) -> TensorPlan:
+    """Return the tensor plan of ``module``. Raise ``ValueError``, which names it ``name``, if there is none."""
     plan = tensor_plan_for(module)
     if plan is None:
         raise ValueError(

@@ -1,5 +1,8 @@
 """Keep the weights of autoencoders in host memory, and copy them to the device once per ``encode`` or
 ``decode``.
+
+This is ``vae_placement="offload"`` and ``"first"`` of parallelize_pipe, found through ``features.py``. What both
+have in common with text encoders is in ``offloaded_modules.py``. Tests: tests/weights/test_placement.py.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class OffloadedVaes(OffloadedModules):
     name = "placing the VAE"
 
     def _place(self, module: nn.Module, device: torch.device) -> None:
+        """Move the children of ``module`` to host memory, and wrap its methods, which copy them to ``device``."""
         from diffusers.hooks import HookRegistry
 
         host = _HostVae(module, device)
@@ -65,7 +69,9 @@ class _HostVae:
         self.device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._blocks: dict[nn.Module, HostBlock] = {}
+        # Names of the children that are on the device now, because a method runs.
         self._loaded: set[str] = set()
+        # Called because it moves all children to host memory.
         self._blocks_of(module, unused=None)
 
     def run(
@@ -84,6 +90,7 @@ class _HostVae:
 
     @contextmanager
     def _on_device(self, module: nn.Module, unused: str | None) -> Iterator[None]:
+        """Have the children of ``module`` on the device inside the ``with`` block, except the one named ``unused``."""
         # If a method of the autoencoder calls another one, the inner one may need parts that the outer one
         # does not. It loads what is missing, and frees only that.
         blocks = self._blocks_of(module, None if self._loaded else unused)

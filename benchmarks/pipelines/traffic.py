@@ -1,6 +1,6 @@
 """The operations of a model call, and the bytes that each rank of a mesh sends for them.
 
-The planner has an approximation of this (para_core/adapters/planner/predict.py). :mod:`benchmarks.pipelines.observe`
+The planner has an approximation of this (adapters/planner/predict.py). :mod:`benchmarks.pipelines.observe`
 records the operations on one device. The small exchanges that compare inputs between ranks are not counted.
 """
 

@@ -1,5 +1,8 @@
 """Plans of ACE-Step and Stable Audio.
 Compared with ComfyUI 0.33.0, ``comfy/ldm/ace`` and ``comfy/ldm/audio``.
+
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Checked on ComfyUI's own
+code by ``python -m benchmarks.comfyui.classes``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Plans of Cosmos Predict 2. Compared with ComfyUI 0.33.0, ``comfy/ldm/cosmos/predict2.py``."""
+"""Plans of Cosmos Predict 2. Compared with ComfyUI 0.33.0, ``comfy/ldm/cosmos/predict2.py``.
+
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Checked on ComfyUI's own
+code by ``python -m benchmarks.comfyui.classes``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from para_core.plans.plan import Attention, Gather, Plan, Split
 
 from .recorded import RecordedPlan
 
-VIDEO = "x_B_T_H_W_D"
+VIDEO = "x_B_T_H_W_D"  # name of the blocks' argument with the video: [B, T, H, W, D], of patches
 
 PLAN = Plan(
     inputs={},
@@ -36,7 +40,7 @@ ARGUMENTS = ("x", "timesteps", "context", "fps", "padding_mask", "denoise_mask")
 
 
 def _expand_times_to_frames(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments with a timestep for each frame. A single one would have no frames to split."""
+    """Return the arguments with a timestep for each frame of patches. A single one would have no frames to split."""
     times = arguments["timesteps"]
     patch: Any = model.patch_temporal
     if times.ndim > 1 and times.shape[1] > 1:

@@ -1,4 +1,8 @@
-"""Plans of models whose blocks attend to the image, and then to the text. Compared with ComfyUI 0.33.0."""
+"""Plans of models whose blocks attend to the image, and then to the text. Compared with ComfyUI 0.33.0.
+
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Checked on ComfyUI's own
+code by ``python -m benchmarks.comfyui.classes``.
+"""
 
 from __future__ import annotations
 

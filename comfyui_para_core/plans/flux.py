@@ -1,4 +1,8 @@
-"""Plans of FLUX.1, FLUX.2, Chroma and Chroma Radiance. Compared with ComfyUI 0.33.0."""
+"""Plans of FLUX.1, FLUX.2, Chroma and Chroma Radiance. Compared with ComfyUI 0.33.0.
+
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Checked on ComfyUI's own
+code by ``python -m benchmarks.comfyui.classes``. Qwen-Image and HunyuanVideo take parts of it from here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Plans of LTX-Video. Compared with ComfyUI 0.33.0, ``comfy/ldm/lightricks/model.py``."""
+"""Plans of LTX-Video and LTX-2. Compared with ComfyUI 0.33.0, ``comfy/ldm/lightricks``.
+
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Checked on ComfyUI's own
+code by ``python -m benchmarks.comfyui.classes``.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +45,14 @@ LTX_VIDEO = RecordedPlan(
 
 
 def _name_times_of_frames(model: nn.Module, arguments: Mapping[str, Any]) -> str:
-    """Name timesteps of frames, which the blocks get in an object that repeats them for all tokens of a frame."""
+    """Name timesteps of frames, which the blocks of LTX-2 get in an object that repeats them for all tokens
+    of a frame.
+    """
     timestep = arguments["timestep"]
     return "timesteps that differ between frames" if timestep.ndim > 1 and timestep.shape[1] > 1 else ""
 
 
+# A table with an entry for each token, as in LTX_VIDEO.
 POSITIONS = Entries((Split(dim=1, like="video"), None))
 LTX2 = RecordedPlan(
     cls="lightricks.av_model.LTXAVModel",

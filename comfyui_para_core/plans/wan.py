@@ -1,4 +1,9 @@
-"""Plans of Wan. Compared with ComfyUI 0.33.0, ``comfy/ldm/wan/model.py``."""
+"""Plans of Wan. Compared with ComfyUI 0.33.0, ``comfy/ldm/wan``.
+
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Checked on ComfyUI's own
+code by ``python -m benchmarks.comfyui.classes``. On a stand-in for ComfyUI, :data:`WAN` alone is used by
+tests/comfyui/test_pack.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Access control of the server: the API key, the Host header, requests from pages of other sites; and its
 address.
+
+`server.py` puts :meth:`Access.require` before each route but ``/health``, ``/openapi.json`` and the pages.
+Answers to the preflights of browsers (CORS) are Starlette's. Tests: tests/fleet/test_server.py,
+tests/fleet/test_http.py.
 """
 
 from __future__ import annotations

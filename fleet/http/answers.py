@@ -1,4 +1,8 @@
-"""Responses of the server in the form of OpenAI's API: JSON bodies, server-sent events, and results by URL."""
+"""Responses of the server in the form of OpenAI's API: JSON bodies, server-sent events, and results by URL.
+
+`server.py` calls it for each request that was generated. Error responses stand in `errors.py`, those of
+asynchronous videos in `videos.py`. Tests: tests/fleet/test_openai.py, tests/fleet/test_server.py.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,7 @@ def answer_body(
         ]
     else:
         data = [{"b64_json": _encode_base64(output)} for output in result.outputs]
+    # A pipeline of layers gives several files for one seed: then the last files get none.
     for entry, seed in zip(data, job.request.seeds, strict=False):
         entry["seed"] = seed
     names = ("seconds", "size", "mesh", "versions")
@@ -68,7 +73,7 @@ async def answer_events(
     progress = job.request.delivery.progress
     if progress:
         yield _encode_event({"type": "accepted", "id": job.id_})
-    partials = 0
+    partials = 0  # number of previews that were sent
     waiting.add_done_callback(lambda _: job.events.put_nowait(None))
     while (event := await job.events.get()) is not None:
         if isinstance(event, Output):

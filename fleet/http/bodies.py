@@ -1,4 +1,9 @@
-"""Reading and validation of HTTP bodies into requests, within the limits of the server."""
+"""Reading and validation of HTTP bodies into requests, within the limits of the server.
+
+`server.py` calls :func:`read_content` and then :func:`read_request` in a thread, for images and videos.
+Fields that the commands have too are checked in `request.py` and `request_schema.py`. Tests:
+tests/fleet/test_server.py, tests/fleet/test_hostile.py, tests/fleet/test_fields.py.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +86,9 @@ class ServerOptions:
     # Of a request, the time in the queue included; asynchronous videos have no such limit.
     seconds: float = 600.0
     retries: int = 0  # how often a request is run again after its replica died
-    memory: Memory | None = None  # predicted memory of a rank, which also limits the pixels
+    # Predicted memory of a rank, which also limits the pixels. Server.set_memory sets it after the replicas
+    # have loaded; None before, and if it cannot be predicted.
+    memory: Memory | None = None
 
     @property
     def most_pixels(self) -> int:
@@ -167,7 +174,8 @@ def read_request(
 ) -> Request:
     """Validate a body, the result of :func:`read_content`, and return its request.
 
-    ``schema`` is the result of :func:`body_schema`. Images are decoded to validate them.
+    ``schema`` is the result of :func:`body_schema`. Images are decoded to validate them. ``loras`` is None if
+    the server takes no LoRAs; then ``schema`` has no such field either.
 
     Raises:
         RequestError: The body is not valid, or the request exceeds a limit.

@@ -1,4 +1,7 @@
-"""Reading of multipart forms, with which OpenAI's clients send images."""
+"""Reading of multipart forms, with which OpenAI's clients send images.
+
+`bodies.py` calls it, and validates the fields. Tests: tests/fleet/test_openai.py, tests/fleet/test_fields.py.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,9 @@ async def read_form(
     headers: Headers, chunks: AsyncGenerator[bytes], max_bytes: int
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the fields and files of a multipart form, with which OpenAI's clients send images.
+
+    The value of a field that is a file is the key of its contents in the second dict. A field that is sent
+    several times is a list. ``max_bytes`` limits each field that is no file; the caller limits ``chunks``.
 
     Raises:
         RequestError: The form is malformed, or has too many files or fields.

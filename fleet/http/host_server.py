@@ -1,4 +1,9 @@
-"""The server: a web server and the owner of the replicas, which may be on other hosts, in this process."""
+"""The server: a web server and the owner of the replicas, which may be on other hosts, in this process.
+
+`cli/serve.py` calls :func:`run_server`. The routes stand in `server.py`, which other web servers can run as
+an ASGI application, and the replicas in `pool.py`. Tests: tests/fleet/test_host_server.py,
+tests/cli/test_interrupts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Requests of a server, waiting or running: how many there may be, batches, retries, cancellation and
 metrics.
+
+`server.py` and `videos.py` start a :class:`Job`, wait for it and end it, in this order; `pool.py` runs
+batches of them and finishes them. Tests: tests/fleet/test_queue.py, tests/fleet/test_server.py.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class Job:
     # What progress was called with. None is the end, which answer_events adds.
     events: asyncio.Queue[int | Output | None] = field(default_factory=asyncio.Queue)
     steps_done: int = 0
-    cancelled: bool = False
+    cancelled: bool = False  # whether Jobs.cancel was called; the job may end with a result nevertheless
 
     def progress(self, event: int | Output) -> None:
         """Note an event of the request: the number of finished steps, or a partial image."""
@@ -66,7 +69,7 @@ class Job:
         self.events.put_nowait(event)
 
     def finish(self, outcome: Result | Exception) -> None:
-        """Set the answer of the current try."""
+        """Set the answer of the current try. Raise InvalidStateError if it has one already."""
         if isinstance(outcome, Exception):
             self.answer.set_exception(outcome)
         else:
@@ -108,8 +111,8 @@ class Jobs:
     ) -> None:
         self._replicas, self._options, self._fits = replicas, options, fits
         self._free = replicas.count
-        self._jobs: dict[str, Job] = {}
-        self._waiting: list[Job] = []
+        self._jobs: dict[str, Job] = {}  # those that wait or run, by id
+        self._waiting: list[Job] = []  # those of them that are in no batch yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._start: float | None = time.monotonic()  # of the server; None after the first request
         self.metrics = Metrics()
@@ -217,6 +220,9 @@ class Jobs:
             job.task.exception()
 
     async def _run(self, job: Job) -> Result:
+        """Return the result of a job that is in the queue. Enqueue it again if its replica died and it may
+        retry.
+        """
         retries = self._options.retries
         while True:
             try:
@@ -236,6 +242,7 @@ class Jobs:
         self._dispatch()
 
     def _dispatch(self) -> None:
+        """Give batches to the free replicas. Called whenever a job is enqueued or a replica becomes free."""
         while self._free and self._waiting:
             self._free -= 1
             # The batch runs in a separate task, so that it ends properly even if no client waits any more: a

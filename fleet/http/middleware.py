@@ -1,4 +1,8 @@
-"""ASGI middleware of the server: an id and a line in the log for each HTTP request, and answers to HEAD."""
+"""ASGI middleware of the server: an id and a line in the log for each HTTP request, and answers to HEAD.
+
+`server.py` adds it, and writes the reason of a refusal to :func:`record_of` the request. Tests:
+tests/fleet/test_http.py.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ class HttpRecord:
     """Facts about an HTTP request that its scope lacks, for the log."""
 
     id_: str
-    reason: str = ""  # why the request was refused or failed
+    reason: str = ""  # why the request was refused or failed; server.py sets it
 
 
 def record_of(scope: Scope) -> HttpRecord:

@@ -1,4 +1,9 @@
-"""Replicas that one process owns: it starts them, gives them batches, and starts them again when they die."""
+"""Replicas that one process owns: it starts them, gives them batches, and starts them again when they die.
+
+`host_server.py` makes the pool and starts it, and `jobs.py` gives it batches, no more at once than it has
+replicas. A replica itself stands in `../local_replica.py` and `../group.py`. Tests:
+tests/fleet/test_queue.py.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +57,7 @@ class Pool:
         self._replicas = make_replicas(recipe, options, replicas)
         # After stop it holds a None, which each caller that waits passes on to the next.
         self._free: asyncio.Queue[Replica | None] = asyncio.Queue()
-        self._running: dict[str, Replica] = {}
+        self._running: dict[str, Replica] = {}  # replicas of the jobs that run, by the id of the job
         self._open = False  # between start and stop
         self._watching: asyncio.Task[None] | None = None
         self._restarts: set[asyncio.Task[None]] = set()

@@ -1,7 +1,8 @@
 """The HTTP server, as an ASGI application with the routes of OpenAI's images and videos API.
 
 Requests wait in :class:`para_core.fleet.http.jobs.Jobs`, and run on the replicas of a
-:class:`para_core.fleet.http.pool.Pool`.
+:class:`para_core.fleet.http.pool.Pool`. `host_server.py` runs the application; bodies are read in
+`bodies.py`, and responses made in `answers.py`. Tests: tests/fleet/test_server.py.
 """
 
 from __future__ import annotations
@@ -90,7 +91,11 @@ class Server:
         self.app.add_middleware(RequestLog, path=options.request_log, ending=lambda: self.ending)
 
     def set_memory(self, memory: Memory | None) -> None:
-        """Limit the pixels of results by the predicted memory of a rank. None sets no such limit."""
+        """Limit the pixels of results by the predicted memory of a rank. None sets no such limit.
+
+        Called before :attr:`loading` becomes False, so that no larger request was accepted. :class:`Jobs` and
+        :class:`Videos` keep the earlier options, of which they need no memory.
+        """
         self._options = replace(self._options, memory=memory)
 
     @property
@@ -192,6 +197,7 @@ class Server:
         return Response(outputs[index].data, media_type=MEDIA_TYPES[outputs[index].format_])
 
     async def _read(self, http: HttpRequest) -> Request:
+        """Return the request in the body of ``http``. Raise RequestError if it is refused."""
         if self.loading:
             raise RequestError(503, "loading", "the model is being loaded.", {"Retry-After": "5"})
         # The number of waiting requests is checked before the body is received, because the body may be
@@ -233,6 +239,7 @@ class Server:
         return warnings
 
     async def _wait(self, job: Job, http: HttpRequest, base_url: str | None) -> Result:
+        """Return the result of a job, and store its files if ``base_url`` is set, for the route of files."""
         result = await self._jobs.wait(job, http.is_disconnected, self._options.seconds)
         if base_url is not None:
             stored = self._stored

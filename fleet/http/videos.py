@@ -1,5 +1,8 @@
 """Asynchronous videos: requests that run without a waiting client, with results that are kept on disk for a
 while.
+
+`server.py` adds these routes for pipelines of videos; ``/v1/videos/sync`` is one of its own. Tests:
+tests/fleet/test_openai.py.
 """
 
 from __future__ import annotations
@@ -194,6 +197,9 @@ class Videos:
             # Remove the files of a video that was deleted while they were being written.
             if job.id_ not in self._records:
                 self._remove(job.id_)
+
+    # A record has the keys of create, and "files", their names in the folder, once the video is completed. A
+    # deleted one is no longer in _records, and is not written again.
 
     def _fail(self, record: dict[str, Any], code: str, message: str) -> None:
         self._end(record, status="failed", error={"code": code, "message": message})

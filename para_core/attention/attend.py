@@ -13,6 +13,8 @@ A function around such a function is such a function again:
 :mod:`para_core.attention.gradients.contract` has the same contract for gradients. Its ``Backward`` and
 ``QueryGradients`` are the twins of :data:`Attend` and :class:`Accumulator`, and read the same masks: whoever changes
 one of these here, or :class:`Mask`, changes the twin too.
+
+:func:`para_core.attention.usp.compose` nests the functions of a call. Tests: tests/attention/test_exactness.py.
 """
 
 from __future__ import annotations
@@ -89,11 +91,12 @@ class Accumulator:
     Attributes:
         merged: One partial result for each piece of the queries.
         received: Tensors from other ranks, on which the result must depend in autograd, or a rank that uses
-            none of them would leave out the collective of the backward.
+            none of them would leave out the collective of the backward. The ring styles append them.
         results_of_others: Results ``(out, lse)`` of all queries that other ranks computed, still to be
-            merged.
+            merged. :mod:`.grid_2d` appends them.
         last_steps: Functions that change the merged ``(out, lse)`` in place, called by :meth:`finish`. Only
-            for attention that autograd does not record.
+            for attention that autograd does not record. :func:`~para_core.attention.low_rows.level_low_rows`
+            appends one.
     """
 
     queries: list[Tensor]  # The queries of each piece.

@@ -1,4 +1,9 @@
-"""The options of attention over a mesh that do not depend on a call's tensors."""
+"""The options of attention over a mesh that do not depend on a call's tensors.
+
+The modes, plans and adapters make the value, and :class:`~para_core.attention.spec.AttentionSpec` keeps it.
+What an optional option changes is asked of its value (:mod:`.option`), so no option is named here. Tests:
+tests/adapters/test_attention_options.py and tests/adapters/test_refused_options.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The plan of one attention call: which algorithms it needs, and which tokens each rank sends to which rank."""
+"""The plan of one attention call: which algorithms it needs, and which tokens each rank sends to which rank.
+
+:class:`~para_core.attention.mesh_attention.MeshAttention` makes a plan for each set of shapes and flags. The
+operators of a graph get its spec as text and read the plan back (:func:`cached_plan`). What is computed by a
+plan is in :mod:`.usp`. Tests: tests/attention/test_exactness.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,8 @@ class AttentionPlan:
     Args:
         spec: The call, without the sizes of batch and heads.
         one_shape: Whether all calls with this plan have tensors of the same shapes, dtype and device. They
-            are then not looked up in each exchange.
+            are then not looked up in each exchange. True only for plans that
+            :class:`~para_core.attention.mesh_attention.MeshAttention` keeps by shapes, or uses for one call.
     """
 
     spec: AttentionSpec

@@ -1,4 +1,9 @@
-"""Check the backend of local attention that a user named, and ask PyTorch for its choice if none was named."""
+"""Check the backend of local attention that a user named, and ask PyTorch for its choice if none was named.
+
+:mod:`.mesh_attention` calls :func:`check_some_backend` and :func:`computes_in_float32` when it plans a call,
+and :mod:`.local` calls :func:`check_backend` when it computes one. Tests:
+tests/attention/test_backend_selection.py.
+"""
 
 from __future__ import annotations
 

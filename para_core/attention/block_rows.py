@@ -1,4 +1,8 @@
-"""The places of the tokens of each rank of a Ulysses group: in its own tensors, and in the group's block."""
+"""The places of the tokens of each rank of a Ulysses group: in its own tensors, and in the group's block.
+
+:class:`~para_core.attention.ulysses.UlyssesPlan` makes them for queries and keys, and the swaps
+(:mod:`.swap`) read them. Tests: tests/attention/test_exactness.py.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 Query i sees key j if ``block_mask[i // query_block, j // key_block]`` is True. i and j are positions in the
 whole sequence, whatever ranks hold the tokens. The user's tensor is read once; everything else is integer
 arithmetic on the host.
+
+:class:`~para_core.modes.block_sparse.BlockSparseAttnMode` makes the mask; :mod:`.tiles` asks it for tiles,
+and :mod:`.direct_ring` which ranks see which. Tests: tests/attention/test_block_sparse.py.
 """
 
 from __future__ import annotations

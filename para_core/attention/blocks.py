@@ -1,5 +1,8 @@
 """Attention of one rank's queries to a block of keys that it holds: the innermost function, by a backend or
 by a user's function, and the one around it that expands key heads.
+
+:func:`~para_core.attention.usp.compose` nests them; their gradients are in :mod:`.gradients.blocks`. Tests:
+tests/attention/test_exactness.py, and tests/attention/test_inputs.py for a user's function.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ the size and the properties of their mask (:class:`MaskRecord`). From this all r
 (:func:`settle_masks`): an error, or which mask each rank uses. A conclusion must follow from the records of
 all ranks alone, never from this rank's tensors: otherwise one rank would raise and the others wait for it in
 a collective.
+
+:class:`~para_core.attention.mesh_attention.MeshAttention` calls these functions, in a graph or with
+``assume_equal`` none of them; the modes use the error messages. Tests: tests/attention/test_inputs.py,
+tests/attention/test_mask_rows.py and tests/modes/test_unified.py.
 """
 
 from __future__ import annotations
@@ -239,7 +243,7 @@ def warn_of_single_tokens(spec: AttentionSpec) -> None:
 
 
 def describe_mask(spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor) -> MaskRecord:
-    """Return what this rank sends to the others about its ``mask``.
+    """Return what this rank sends to the others about its ``mask``. Collective only if it raises.
 
     Raises:
         RuntimeError: The device of this rank failed. Raised on every rank.

@@ -8,6 +8,11 @@ Without gradients, :func:`level_rows` shifts the first kind of rows to 0, and :f
 -inf by a number so low that merging gives the block no weight. Rows without any key are then found by their
 lse, :func:`clear_rows_without_key`. :class:`FiniteMaskedRows` corrects the lse of each block instead. It
 serves a user's attention function, which may be differentiated, and the backward.
+
+:mod:`.low_rows` applies both in the forward, and :mod:`para_core.attention.gradients.blocks` the class in the
+backward. Masks that a user passes reach this file as :func:`~para_core.attention.masks.mask_of_block` returns
+them. Tests: tests/attention/test_exactness.py, whose masks have such rows, and
+tests/attention/test_gradients.py.
 """
 
 from __future__ import annotations

@@ -13,6 +13,10 @@ compute a call with a mask tensor, with other bits.
 
 On a CPU, queries are computed in the blocks of one process (:mod:`.query_blocks`), as the last block of a
 call may get other bits; not in compiled code, and not for a gradient.
+
+:class:`GatheredKeys` is the style of ``rotate_method="gathered"``, which ``same_bits`` needs over a ring
+(``adapters/same_bits.py``). The gradient is in :mod:`para_core.attention.gradients.gathered`. Tests:
+tests/attention/test_gathered.py and tests/same_bits/test_attention.py.
 """
 
 from __future__ import annotations

@@ -23,6 +23,10 @@ keys of the column while results are sent.
 
 A forward call launches 7 operators with one column; otherwise 17, and one merge for each column after the
 second. float32 needs no casts, so there the numbers are 6 and 14. They do not depend on the number of ranks.
+
+:class:`Grid2D` is the style of ``rotate_method="2d"``. The shape of the grid is chosen in :mod:`.grid_shape`,
+and the gradient is in :mod:`para_core.attention.gradients.grid_2d`. Tests: tests/attention/test_exactness.py,
+and tests/attention/test_grid_2d.py for the bytes.
 """
 
 from __future__ import annotations
@@ -171,7 +175,9 @@ class Arriving(NamedTuple):
 def start_copies(
     rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[Arriving] = ()
 ) -> Arriving:
-    """Start an all-to-all that sends ``rows`` to each of ``peers`` and receives ``sizes[i]`` rows from ``peers[i]``."""
+    """Start an all-to-all that sends ``rows`` to each of ``peers`` and receives ``sizes[i]`` rows from ``peers[i]``.
+    Collective; the other arguments are those of :func:`start_parts`.
+    """
     copies = rows
     if len(peers) != 1:
         copies = rows.expand(len(peers), *rows.shape)
@@ -187,7 +193,7 @@ def start_parts(
     earlier: Sequence[Arriving] = (),
 ) -> Arriving:
     """Start an all-to-all that sends the next ``send[i]`` rows of ``rows``, ``[S, B, H, D]``, to
-    ``peers[i]``.
+    ``peers[i]``. Collective over the whole ring ``dim``; ranks that are no peers get nothing.
 
     ``receive[i]`` rows are received from ``peers[i]``. ``peers`` are ascending, as an all-to-all reads and
     writes its buffers in the order of ranks. In autograd this all-to-all depends on the ``earlier`` ones.
@@ -220,8 +226,10 @@ def grid_2d(attend: Attend, grid: Grid2D) -> Attend:
 def _attend_in_grid(
     attend: Attend, grid: Grid2D, into: Accumulator, key: Tensor, value: Tensor, *, is_last: bool
 ) -> None:
-    """Add attention to the keys of all ring ranks to ``into``.
-    ``others`` are the queries of the row's other ranks.
+    """Add attention to the keys of all ring ranks to ``into``. Collective.
+
+    ``others`` in the body is the accumulator of the queries of the row's other ranks, whose results are sent back to
+    these ranks. It is None in a grid of one column.
     """
     query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
     S = query.shape[2]

@@ -1,6 +1,9 @@
 """Attention in which each head attends to a share of the keys. Not exact. Imports no torch.
 
 :mod:`~para_core.attention.approximate.snapkv` computes it, and is imported when it is first needed.
+
+:class:`~para_core.modes.kept_keys.SparseKVAttnMode` and AttentionSchedule set the option. Tests:
+tests/attention/approximate/test_kept_keys.py and tests/adapters/test_schedule_of_keys.py.
 """
 
 from __future__ import annotations

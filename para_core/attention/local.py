@@ -1,4 +1,9 @@
-"""Compute attention and its gradient on one device, or by a user's function, for the tokens that a rank holds."""
+"""Compute attention and its gradient on one device, or by a user's function, for the tokens that a rank holds.
+
+:mod:`.usp` and :mod:`.blocks` call the forward, :mod:`.gradients.blocks` the backward. Nothing here
+communicates. Which backends can compute a call is checked in :mod:`.backend_selection`, before ranks wait for
+each other. Tests: tests/attention/test_local.py, and tests/attention/test_inputs.py for a user's function.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +89,8 @@ def local_attention_with_lse(
     Args:
         backend: The name of the backend; by default SDPA chooses.
         hides_rows: Whether the mask may hide all keys of a row. If not, such rows are not looked for.
-        choice: The result of :func:`choose_backend` for this call, if it is known.
+        choice: The result of :func:`choose_backend` for this call, if it is known. Not read if there is a
+            ``backend``.
 
     Returns:
         ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in

@@ -1,4 +1,8 @@
-"""A call of attention on one device, and the tensors that backends make for it."""
+"""A call of attention on one device, and the tensors that backends make for it.
+
+:mod:`.blocks` and :mod:`.usp` make the calls, :mod:`.local` computes them. Tests:
+tests/attention/test_local.py and tests/attention/test_cuda_paths.py.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@ rows.
 
 They change the mask once per call, and need nothing from the attention that they wrap, on one rank or on
 several.
+
+:func:`~para_core.attention.usp.compose` puts one of them around everything else, so that a mask is changed
+once and not once per block. The gradient is :func:`para_core.attention.gradients.blocks.low_rows_backward`.
+Tests: tests/attention/test_exactness.py.
 """
 
 from __future__ import annotations

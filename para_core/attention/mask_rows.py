@@ -7,6 +7,9 @@ all equal, which is a mask of keys.
 
 ``cp.shard`` marks the part that it returns (:func:`mark_part`). Views of a marked tensor have the mark of
 their base, and a mode marks what is computed from it row by row (:func:`follow_parts`).
+
+``cp.shard`` and :mod:`para_core.modes.functional` set marks; :mod:`.call_agreement` reads them, in eager
+calls in which ranks exchange the properties of their masks. Tests: tests/attention/test_mask_rows.py.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ or has size 1 (broadcast). A dim of size 1 stays 1 on every rank, so a key-paddi
 S_k]``. If the key dim is local, the mask is gathered along it with all its rows; a mask with a row per query
 then temporarily needs as much memory as on one device. If the query dim is local, rows are sent together with
 the queries: to the Ulysses group, and to other ring ranks if these compute the queries, too.
+
+:mod:`.mesh_attention` and, in eager code with an exchange, :mod:`.call_agreement` call these functions.
+Whether the rows of a local mask are really those of its rank is decided in :mod:`.mask_rows`. Tests:
+tests/attention/test_exactness.py and tests/attention/test_inputs.py.
 """
 
 from __future__ import annotations

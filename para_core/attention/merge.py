@@ -1,4 +1,9 @@
-"""Merge partial attention results by their lse, with custom operators that the host dispatches as one launch each."""
+"""Merge partial attention results by their lse, with custom operators that the host dispatches as one launch each.
+
+:class:`~para_core.attention.attend.Accumulator` holds a :class:`Merged` for each piece of queries;
+:func:`~para_core.attention.local.continue_attention` and :mod:`.blocks` add to it. The kernel is in
+``kernels/merge.py``. Tests: tests/kernels/test_small_kernels.py and tests/attention/test_exactness.py.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +98,8 @@ class Merged:
         count: Number of partial results that were merged.
         out, lse: The merged result; not set while ``count`` is 0. A result that :meth:`add` merged has
             ``out`` in the dtype of lse, so that the caller rounds it only once.
-        choices: The backends that SDPA has chosen for the blocks so far, by their sizes and strides.
+        choices: The backends that SDPA has chosen for the blocks so far, by their sizes and strides. Written and
+            read by :func:`~para_core.attention.local.continue_attention`.
     """
 
     count = 0
@@ -106,7 +112,11 @@ class Merged:
         self.choices: dict[Any, int] = {}
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Merge a partial result into the accumulator. Differentiable if gradients are enabled."""
+        """Merge a partial result into the accumulator. Differentiable if gradients are enabled.
+
+        The first result is kept as it is, also its dtype. Whether gradients are enabled must not change between the
+        calls for one accumulator.
+        """
         self.count += 1
         if self.count == 1:
             self.out, self.lse = out, lse

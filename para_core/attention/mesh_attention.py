@@ -1,4 +1,10 @@
-"""``scaled_dot_product_attention`` over a mesh: validate a call, compare it between ranks, and compute it."""
+"""``scaled_dot_product_attention`` over a mesh: validate a call, compare it between ranks, and compute it.
+
+:class:`~para_core.modes.unified.UnifiedAttnMode` and the plans (:mod:`para_core.plans.planned_attention`)
+call it for each intercepted call. This file computes nothing: :mod:`.usp` does. Tests:
+tests/attention/test_inputs.py for what is accepted and refused, test_exactness.py there for results,
+test_launches.py for the time of the host.
+"""
 
 from __future__ import annotations
 
@@ -96,6 +102,7 @@ class MeshAttention:
         self._assume_equal, self._attn_func = assume_equal, attn_func
         self._options_text = options.as_text()
         self._host_groups = HostGroups(mesh)
+        # The cache of the current state, and those of all states: see switch_cache(). Keys are those of _lookup_key().
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
 
@@ -241,7 +248,9 @@ class MeshAttention:
         return prepared
 
     def raise_everywhere(self, error: Exception) -> NoReturn:
-        """Raise ``error``. In eager code every rank raises it, unless ``assume_equal`` is set."""
+        """Raise ``error``. In eager code every rank raises it, unless ``assume_equal`` is set: the others get it in the
+        exchange at the start of their call. So call this only in place of that exchange.
+        """
         if not (self._assume_equal or torch.compiler.is_compiling()):
             self._mesh.check_alive()
             agree(error, self._mesh)
@@ -259,7 +268,7 @@ class MeshAttention:
         is_cast: bool,
     ) -> Tensor:
         """Compute a validated call with 4-D tensors. ``is_cast`` says whether autocast is on, and has cast
-        them. Collective.
+        them. Collective. ``extents`` are None if no rank has a mask.
         """
         if query.is_meta:
             # For meta tensors only the shape of the result is needed, so nothing is sent.

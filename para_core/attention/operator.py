@@ -4,6 +4,10 @@ In a graph, each call is one opaque operator, and so is its gradient. The compil
 reorder the collectives inside; a ring of any size is one node; lengths are plain integers at run time; and a
 rank without tokens or heads takes part in the collectives. The operator gets the tensors, the spec of the
 call as constant JSON (``AttentionSpec.text``), and the lengths.
+
+:class:`~para_core.attention.mesh_attention.MeshAttention` calls :func:`differentiable_usp` if gradients are
+enabled or a graph is traced. Tests: tests/attention/test_exactness.py, and tests/attention/test_gradients.py
+for a missing feature.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ def differentiable_usp(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Return the output of :func:`~para_core.attention.usp.usp_forward`, differentiable; one operator in a
-    graph.
+    graph. Collective.
 
     Raises:
         RuntimeError: The call requires a gradient, and the feature that computes it was removed.

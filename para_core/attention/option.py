@@ -2,6 +2,10 @@
 
 :mod:`.features` lists the classes. The core asks the values that a call has, and names none of them. Imports
 no torch, so that a command can validate a value at once.
+
+The subclasses are in :mod:`.rounding`, :mod:`.block_sparse` and :mod:`.kept_keys`; :mod:`.attention_options`,
+:mod:`.spec`, :mod:`.usp` and the gradient ask them. Tests: those of the subclasses, such as
+tests/attention/test_block_sparse.py and tests/attention/approximate/.
 """
 
 from __future__ import annotations

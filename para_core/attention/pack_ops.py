@@ -2,6 +2,9 @@
 
 They can also round to 8 bits, which is not exact and forward only: a vector ``[D]`` of one token and head is
 sent as D + 4 bytes, and the last 4 bytes are its scale.
+
+The formats of :mod:`.wire` and :mod:`.rounding` call the operators; :mod:`.swap` and :mod:`.ring` make the
+regions. The kernels are in ``kernels/pack.py``. Tests: tests/kernels/test_pack.py.
 """
 
 from __future__ import annotations

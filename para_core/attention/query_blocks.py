@@ -4,6 +4,8 @@ A CPU computes queries in blocks, from the first one on (FlashAttentionKernel.cp
 ``q_split_size``), and the rows of a smaller block may get other bits. So a rank that has some of the queries
 computes whole blocks of one process, with zeros in place of the queries that it does not have. This is not
 done on a GPU, where nothing was measured.
+
+Only :class:`~para_core.attention.gathered.GatheredKeys` uses it. Tests: tests/same_bits/test_attention.py.
 """
 
 from __future__ import annotations
@@ -67,12 +69,16 @@ def place_in_blocks(runs: Sequence[Run], total: int) -> QueryBlocks:
 
 
 def _blocks_of_run(start: int, length: int, size: int) -> range:
+    """Return the numbers of the blocks of ``size`` queries that a run overlaps; none for an empty run."""
     if length == 0:
         return range(0)
     return range(start // size, (start + length - 1) // size + 1)
 
 
 def _start_of(start: int, length: int, size: int, starts: dict[int, int]) -> int:
+    """Return where a run stands in the call, given where each block begins there. All blocks of a run are in the call,
+    one after the other, so it stays in one piece.
+    """
     if length == 0:
         return 0
     return starts[start // size] + start % size

@@ -14,6 +14,10 @@ The host launches one operator to pack, and per block one attention, one hop and
 ``backend="triton"`` attention continues from the earlier blocks' result, without a merge.
 
 The gradient (:mod:`para_core.attention.gradients.ring`) passes the blocks around again.
+
+The styles ``"alltoall"`` and ``"allgather"`` of ``rotate_method``; :mod:`.direct_ring`, :mod:`.gathered` and
+the sparse attention use :class:`Packing`, too. Tests: tests/attention/test_exactness.py, and
+tests/attention/test_traffic.py for bytes and memory.
 """
 
 from __future__ import annotations
@@ -116,7 +120,7 @@ def pass_on_blocks(
 ) -> Iterator[tuple[Hop, Block]]:
     """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first.
 
-    Blocks are passed on from neighbour to neighbour.
+    Blocks are passed on from neighbour to neighbour. Collective: R - 1 hops. Only for a plan with hops.
     """
     hops, dim = plan.hops, plan.dim
     arriving = [start_ring_shift(sent, packing.numel(hops[0].source), dim)]
@@ -135,7 +139,9 @@ def pass_on_blocks(
 def gather_blocks(
     local_block: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block]]:
-    """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first, by one all-gather."""
+    """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first, by one all-gather.
+    Collective.
+    """
     arriving = start_all_gather(packing.pad(sent), plan.dim)
     del sent
     yield OWN_BLOCK, local_block

@@ -1,4 +1,10 @@
-"""The plan of a ring: which tokens each rank sends, and the contract of the ways to send them."""
+"""The plan of a ring: which tokens each rank sends, and the contract of the ways to send them.
+
+:class:`~para_core.attention.attention_plan.AttentionPlan` makes the plan and chooses the style. The styles
+themselves are in :mod:`.ring`, :mod:`.direct_ring`, :mod:`.gathered` and :mod:`.grid_2d`, their gradients in
+:mod:`para_core.attention.gradients`. Tests: tests/attention/test_exactness.py and
+tests/attention/test_traffic.py.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +143,8 @@ class RingStyle:
 
     def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
         """Return ``call``, to this rank's keys, with all keys.
-        Collective. For styles with :attr:`has_all_keys`.
+        Collective. For styles with :attr:`has_all_keys`: :func:`~para_core.attention.usp.attend_block` calls no other.
+        The mask of ``call`` has a column for each key of the sequence already, or one.
         """
         raise NotImplementedError
 
@@ -152,7 +159,9 @@ class RingStyle:
 
     @property
     def other_queries(self) -> Sequence[Run]:
-        """The positions of queries of other ranks that this rank computes, too."""
+        """The positions of queries of other ranks that this rank computes, too. Their rows follow those of this rank's
+        queries in the mask of the call (:func:`~para_core.attention.masks.mask_of_block`).
+        """
         return ()
 
     def add_other_rows(self, mask: Tensor) -> Tensor:
@@ -160,5 +169,9 @@ class RingStyle:
         return mask
 
     def over_ring(self, attend: Attend) -> Attend:
-        """Return attention to the keys of all ring ranks, which is collective, given attention to one block."""
+        """Return attention to the keys of all ring ranks, which is collective, given attention to one block.
+
+        The returned function is called once per call, with this rank's block. It calls ``attend`` for each block, with
+        the number that the block has in the tiling of its accumulator.
+        """
         raise NotImplementedError

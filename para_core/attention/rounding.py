@@ -1,5 +1,9 @@
 """The exchange in 8 bits: tensors are rounded for sending.
 Not exact, and only in calls that require no gradient.
+
+It is the option ``comm_dtype``. The rounding itself is in the operators of :mod:`.pack_ops`, the format that
+rounds nothing in :mod:`.wire`. Tests: tests/attention/approximate/test_wire.py, and
+tests/kernels/test_pack.py for its error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""A schedule of attention over denoising steps. Imports no torch, so that a command can validate it at once."""
+"""A schedule of attention over denoising steps. Imports no torch, so that a command can validate it at once.
+
+This file says which attention a step has. ``adapters/parallel/scheduled_attention.py`` sets it before each
+step of a pipeline. Tests: tests/adapters/test_attention_options.py and
+tests/adapters/test_schedule_of_keys.py.
+"""
 
 from __future__ import annotations
 

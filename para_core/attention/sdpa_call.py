@@ -1,4 +1,9 @@
-"""The arguments of an intercepted call of ``scaled_dot_product_attention``: a named tuple, and their validation."""
+"""The arguments of an intercepted call of ``scaled_dot_product_attention``: a named tuple, and their validation.
+
+The modes of :mod:`para_core.modes` bind the calls that they intercept, and :mod:`.mesh_attention` validates
+them by the functions below. What depends on the layouts, such as the last two dims of a mask, is checked in
+:mod:`.masks` and :mod:`.call_agreement`. Tests: tests/attention/test_inputs.py and tests/test_bad_input.py.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,8 @@ class SdpaCall(NamedTuple):
     ``SdpaCall(*args, **kwargs)`` binds the arguments of an intercepted call like SDPA's signature. The class
     is a named tuple because Dynamo can trace its construction, which takes only a microsecond in eager code.
     ``query`` is ``[..., H, S_q, D]``, ``key`` and ``value`` are ``[..., H_kv, S_k, D]`` and ``[..., H_kv,
-    S_k, D_v]``, and ``attn_mask`` is bool or float, broadcastable to ``[..., H, S_q, S_k]``.
+    S_k, D_v]``, and ``attn_mask`` is bool or float, broadcastable to ``[..., H, S_q, S_k]``. Only
+    :mod:`para_core.modes.flash_attention` sets ``lengths``.
     """
 
     query: Tensor

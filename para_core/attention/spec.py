@@ -3,6 +3,9 @@ form.
 
 The JSON is a constant argument of the operators in compiled graphs: what it contains is compiled into a
 graph, and what may be symbolic, lengths and numbers of heads, is passed beside it as integers.
+
+:mod:`.mesh_attention` and flex attention make it. What follows from it, which tokens are sent where, is in
+:mod:`.attention_plan`. Tests: tests/attention/test_exactness.py, in eager code and in graphs.
 """
 
 from __future__ import annotations

@@ -14,6 +14,10 @@ heads each::
 How a table is packed is chosen once per set of shapes. Slices of equal size are one strided view, so the
 number of launches does not depend on the number of ranks. On a GPU one kernel copies all slices
 (:mod:`.pack_ops`), which is also the only way to send in another format (:mod:`.wire`).
+
+:class:`~para_core.attention.ulysses.UlyssesPlan` makes the swaps. Where each token lies in a block is
+computed in :mod:`.block_rows`. Tests: tests/attention/test_exactness.py and test_traffic.py, and
+tests/kernels/test_old_gpus.py for the choice of a kernel.
 """
 
 from __future__ import annotations
@@ -111,7 +115,12 @@ class Swap:
         self._steps: dict[Any, Steps] = {}
 
     def exchange(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the results of the exchange of ``tensors``, after all ranks of the mesh dim have sent their parts."""
+        """Return the results of the exchange of ``tensors``, after all ranks of the mesh dim have sent their parts.
+        Collective.
+
+        ``tensors`` are in the order of ``rows`` and ``heads``. All have one batch size, dtype and device, and all but
+        the last have one width.
+        """
         if self._is_traced:
             steps = self._plan(tensors)
         else:

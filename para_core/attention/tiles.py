@@ -10,6 +10,10 @@ causal call on two ring ranks of four tokens, for the rank with the tokens 4 to 
 
 Everything here is integer arithmetic, done once per call with the same shapes. A list of positions is given
 as runs ``(start, length)``.
+
+The ring styles make a :class:`Tiling` for each plan; :class:`~para_core.attention.attend.Accumulator` and the
+gradient split their tensors by it. Other masks by position than :class:`Causal` are in :mod:`.block_sparse`.
+Tests: tests/attention/test_exactness.py and tests/attention/test_block_sparse.py.
 """
 
 from __future__ import annotations
@@ -151,7 +155,11 @@ class Tiling:
         return cut(join_neighbours(self._queries), edges) or [(0, 0)]
 
     def tiles(self, block: int) -> list[tuple[int, Tile]]:
-        """Return ``(index of the piece, tile)`` for all tiles of the block with the number ``block``, by piece."""
+        """Return ``(index of the piece, tile)`` for all tiles of the block with the number ``block``, by piece.
+
+        The index is that of :attr:`pieces`, and so of the parts of :meth:`split`. With masks, pieces that see no key
+        have no tile.
+        """
         if block not in self._tiles:
             self._tiles[block] = self._tiles_of(self._blocks[block])
         return self._tiles[block]
@@ -168,7 +176,11 @@ class Tiling:
         ]
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Split ``x`` along its queries, dim 2, into one tensor per piece; ``x`` itself if dim 2 has size 1."""
+        """Split ``x`` along its queries, dim 2, into one tensor per piece; ``x`` itself if dim 2 has size 1.
+
+        The parts are views, because the gradient adds to them in place. ``x`` has rows of these queries only: a mask
+        with rows of other queries is cut before.
+        """
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 and lengths != [1]:
             return [x] * len(lengths)

@@ -1,4 +1,9 @@
-"""The swap of all heads of this rank's tokens for this rank's heads of all tokens of its Ulysses group."""
+"""The swap of all heads of this rank's tokens for this rank's heads of all tokens of its Ulysses group.
+
+One direction of :mod:`.swap`; :class:`~para_core.attention.ulysses.UlyssesPlan` makes it for query, key and
+value, for a mask, and for the gradient of the output. Tests: tests/attention/test_exactness.py, and
+test_traffic.py and test_launches.py there for bytes, copies and launches.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +59,7 @@ class ToHeads(Swap):
         return partial(self._pack, shapes, groups, numel)
 
     def _choose_unpack(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Unpack:
+        # One table needs no kernel: the results are views of it, or of one concatenation of its rows.
         if self.wire.needs_regions or (by_kernel and len(shapes.tables) > 1):
             return self._regions_unpacker(shapes, dtype)
         if len(shapes.tables) > 1:
@@ -77,6 +83,7 @@ class ToHeads(Swap):
 
     @property
     def _leaves_out_replicated(self) -> bool:
+        """Whether the tensors have tokens that are not sent, so that packing must cut them out first."""
         return not self.replicated and any(rows.replicates for rows in self.rows)
 
     def _pack(
@@ -180,6 +187,9 @@ class ToHeads(Swap):
         return results
 
     def _regions_unpacker(self, shapes: Shapes, dtype: torch.dtype) -> Unpack:
+        """Return the function that unpacks by a kernel. It copies replicated tokens and does not sum them, so it is not
+        for an exchange with ``replicated``: that of the gradient of the output, a single tensor that is sent as it is.
+        """
         index = self.dim.index
         blocks = [[_sharded_blocks(rows, rank) for rank in range(self.dim.size)] for rows in self.rows]
         regions = self.regions(shapes, blocks, by_head=False)
@@ -303,6 +313,7 @@ def _parts_of_groups(
 
 
 def _sharded_blocks(rows: BlockRows, rank: int) -> list[Run]:
+    """Return where the sharded tokens of ``rank`` lie in the block, as runs ``(start, length)``."""
     return join_neighbours([(row.block, row.length) for row in rows.of_peers[rank] if not row.replicated])
 
 

@@ -1,4 +1,10 @@
-"""The swap of this rank's heads of all tokens of its Ulysses group for all heads of this rank's tokens."""
+"""The swap of this rank's heads of all tokens of its Ulysses group for all heads of this rank's tokens.
+
+The other direction of :mod:`.swap`; :class:`~para_core.attention.ulysses.UlyssesPlan` makes it for the
+output, with ``replicated``, and for the gradients of query, key and value. Tests:
+tests/attention/test_exactness.py and tests/attention/test_gradients.py, and test_traffic.py there for bytes
+and copies.
+"""
 
 from __future__ import annotations
 

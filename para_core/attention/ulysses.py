@@ -21,6 +21,10 @@ all-to-all, one copy after the second and, with more than one sample, one copy b
 
 The backward runs the transposed all-to-alls: one for the gradient of the output (those of replicated tokens
 are summed over ranks), and one for the gradients of query, key and value together.
+
+:class:`~para_core.attention.attention_plan.AttentionPlan` makes the :class:`UlyssesPlan`, and :mod:`.usp` and
+its gradient call it. How a tensor is packed is in :mod:`.swap`, :mod:`.to_heads` and :mod:`.to_tokens`.
+Tests: tests/attention/test_exactness.py, and tests/attention/test_traffic.py for the bytes.
 """
 
 from __future__ import annotations
@@ -119,7 +123,7 @@ class UlyssesPlan:
     @cached_property
     def leave(self) -> Exchange:
         """A function that exchanges ``(out,)``, the output's block ``[B, H_local, S_block, D_v]``, by one
-        all-to-all for all heads of this rank's tokens, ``([B, H, S_local, D_v],)``.
+        all-to-all for all heads of this rank's tokens, ``([B, H, S_local, D_v],)``. Collective, as is :attr:`enter`.
         """
         swap = ToTokens(
             [self.queries],

@@ -1,6 +1,11 @@
 """Unified sequence parallelism (USP): SDPA over a ``ring × ulysses`` mesh (arXiv:2405.07719).
 
 Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the groups form a ring.
+
+:class:`~para_core.attention.mesh_attention.MeshAttention`, which validates a call before, calls
+:func:`usp_forward` directly or through the operators of :mod:`.operator` and :mod:`.gradients.operator`. The
+backward is :mod:`para_core.attention.gradients.usp`. Tests: tests/attention/test_exactness.py and
+test_launches.py.
 """
 
 from __future__ import annotations
@@ -69,7 +74,7 @@ def attend_over_mesh(
     attn_func: LocalAttention | None = None,
     save: bool = False,
 ) -> tuple[Tensor, Saved | None]:
-    """Return what :func:`usp_forward` returns, if autocast is off."""
+    """Return what :func:`usp_forward` returns, if autocast is off. Collective."""
     if save:
         plan = plan.with_gradients
     ulysses = plan.ulysses
@@ -158,6 +163,7 @@ def attend_all(
     attn_func: LocalAttention | None,
 ) -> tuple[Tensor, Tensor]:
     """Return out in the dtype of query, and lse, of this rank's queries over the keys of all ring ranks.
+    Collective over the ring.
 
     Args:
         key_heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
@@ -202,5 +208,6 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
     return level_low_rows(attend, spec.options.backend)
 
 
-# The composition of a plan is made once. A plan is compared by identity.
+# The composition of a plan is made once. A plan is compared by identity. What an attn_func composes is not kept: the
+# function may be another object in each call.
 compose_once = lru_cache(maxsize=1024)(compose)

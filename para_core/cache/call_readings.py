@@ -24,6 +24,7 @@ class CallReading:
         branch: The name of the branch, or one name for all branches in the batch.
         num_branches, batch: Number of branches and number of samples in the batch, over all ranks; ``batch``
             is 0 if unknown.
+        threshold_decides: Whether the threshold decides, and not a policy.
         room: Maximum number of stored residuals, and therefore of residuals in a forecast.
         events: The begin and the end of the call on a CUDA device.
         start, host_seconds: The time of the begin, and the duration, on the host.
@@ -35,6 +36,7 @@ class CallReading:
     num_branches: int
     batch: int
     threshold: float
+    threshold_decides: bool
     room: int
     events: tuple[Any, ...]
     start: float
@@ -87,6 +89,7 @@ class CallReadings:
             num_branches=cache.num_branches,
             batch=cache.batch,
             threshold=cache.threshold,
+            threshold_decides=cache.options.policy is None,
             room=cache.options.chosen_forecast.num_residuals,
             events=events,
             start=time.perf_counter(),

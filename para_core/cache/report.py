@@ -1,4 +1,9 @@
-"""An optional feature: the readings of the calls of a model with a cache, and the report for the user."""
+"""An optional feature: the report of a cache's steps for the user: its rows, as text, as JSON and as a plot.
+
+:mod:`para_core.cache.call_readings` collects the readings during a call; this file turns them into rows when the user
+asks, and registers their observer. Users call ``cache_report(pipe)`` and :func:`model_cache_report`. Mistakes show in
+``tests/cache/test_report.py``, and in ``tests/cache/test_options.py``, which compares rows with a second program.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from torch import Tensor, nn
 
 from para_core.cache.apply import require_cache
 from para_core.cache.call_readings import CallReading, CallReadings
-from para_core.cache.decision import Verdict
+from para_core.cache.decision import DecisionOutcome, Verdict
 from para_core.cache.registry import register_observer
 
 if TYPE_CHECKING:
@@ -37,7 +42,8 @@ class CachedStep:
         call: Index of the model call. Branches that ran in one call have the same index.
         samples: The difference of each sample of this branch.
         held_back_by: Names of the branches and samples whose differences caused the call to be computed,
-            although others in the same call could have been skipped.
+            although others in the same call could have been skipped. Empty with a policy, which is asked about the
+            largest difference only.
         forecast_from: Number of computed steps from which the residual of a skipped step was forecast; 0 for
             a computed step.
     """
@@ -73,7 +79,7 @@ def readings_of(cache: BlockCache) -> ReportedReadings:
 
 
 def model_cache_report(model: nn.Module) -> CacheReport:
-    """Return a report of the model calls since the last :func:`reset_cache`, of at most the last 4096 calls.
+    """Return a report of the model calls since the last :func:`reset_cache`, of at most ``MOST_READINGS`` calls.
 
     Raises:
         ValueError: The model has no cache.
@@ -101,63 +107,74 @@ def _convert_to_rows(readings: Iterable[CallReading]) -> list[CachedStep]:
 
 def _rows_of_call(reading: CallReading, call: int) -> list[CachedStep]:
     """Return the rows of one model call, one per branch in its batch. ``call`` is the index of the call."""
-    outcome: list[Any] = list(reading.outcome)
-    for index, value in enumerate(outcome):
-        if isinstance(value, Tensor):
-            outcome[index] = value.tolist()
-    differences, verdict, computed, samples = outcome
-    verdict = Verdict(int(verdict))
-    if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
-        # The differences did not decide this step, but a graph computes them anyway. Leave them out of the
-        # report.
-        differences = [None] * samples
-    # The branches in the batch have equal parts of the samples, in order. A plan may give this rank only a
-    # part of the batch, so compute the number of branches in this part.
-    num_branches = reading.num_branches
-    if reading.batch != 0:
-        num_branches = reading.num_branches * samples // reading.batch
-    by_branch = {reading.branch: differences}
-    if num_branches > 1 and samples % num_branches == 0:
-        each = len(differences) // num_branches
-        by_branch = {
-            f"{reading.branch}/{i}": differences[i * each : (i + 1) * each] for i in range(num_branches)
-        }
+    outcome = _outcome_as_numbers(reading.outcome)
+    by_branch = _split_by_branch(reading, outcome)
     held_back_by: tuple[str, ...] = ()
-    if verdict is Verdict.MISS:
+    if outcome.verdict is Verdict.MISS and reading.threshold_decides:
         held_back_by = _names_above(by_branch, reading.threshold)
     num_used = 0
-    if verdict.skips:
-        num_used = min(int(computed), reading.room)
+    if outcome.verdict.skips:
+        num_used = min(int(outcome.computed), reading.room)
     seconds = reading.seconds
-    rows = []
-    for name, branch_differences in by_branch.items():
-        measured = [x for x in branch_differences if x is not None]
-        # max() ignores a NaN that is not the first item.
-        largest = next((x for x in measured if math.isnan(x)), max(measured, default=None))
-        row = CachedStep(
+    return [
+        CachedStep(
             step=reading.step,
-            branch=name,
-            difference=largest,
+            branch=branch,
+            difference=_largest(differences),
             threshold=reading.threshold,
-            verdict=verdict,
+            verdict=outcome.verdict,
             seconds=seconds,
             call=call,
-            samples=tuple(branch_differences),
+            samples=tuple(differences),
             held_back_by=held_back_by,
             forecast_from=num_used,
         )
-        rows.append(row)
-    return rows
+        for branch, differences in by_branch.items()
+    ]
 
 
-def _names_above(by_branch: Mapping[str, Sequence[float]], threshold: float) -> tuple[str, ...]:
+def _outcome_as_numbers(outcome: DecisionOutcome) -> DecisionOutcome:
+    """Return ``outcome`` with Python numbers, and without differences that did not decide: None for each sample."""
+    numbers: list[Any] = [value.tolist() if isinstance(value, Tensor) else value for value in outcome[:3]]
+    differences, verdict, computed = numbers[0], Verdict(int(numbers[1])), numbers[2]
+    # A graph computes the differences in any case.
+    if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
+        differences = [None] * outcome.samples
+    return DecisionOutcome(differences, verdict, computed, outcome.samples)
+
+
+def _split_by_branch(reading: CallReading, outcome: DecisionOutcome) -> dict[str, list[float | None]]:
+    """Return the differences of each branch in the call, by its name.
+
+    The branches in a batch have equal parts of its samples, in order. If the samples of this rank do not divide so,
+    they are listed under the name of the whole batch.
+    """
+    # A plan may give this rank only a part of the batch, so compute the number of branches in this part.
+    num_branches = reading.num_branches
+    if reading.batch != 0:
+        num_branches = reading.num_branches * outcome.samples // reading.batch
+    differences = outcome.differences
+    if num_branches <= 1 or outcome.samples % num_branches != 0:
+        return {reading.branch: differences}
+    each = len(differences) // num_branches
+    return {f"{reading.branch}/{i}": differences[i * each : (i + 1) * each] for i in range(num_branches)}
+
+
+def _largest(differences: Iterable[float | None]) -> float | None:
+    """Return the largest difference, NaN if one is NaN, and None if none was compared."""
+    measured = [x for x in differences if x is not None]
+    # max() ignores a NaN that is not the first item.
+    return next((x for x in measured if math.isnan(x)), max(measured, default=None))
+
+
+def _names_above(by_branch: Mapping[str, Sequence[float | None]], threshold: float) -> tuple[str, ...]:
     """Return the names of the branches and samples whose differences reach ``threshold``; none if all of them do."""
     count = 0
     names = []
     for branch, differences in by_branch.items():
         for index, difference in enumerate(differences):
             count += 1
-            if difference >= threshold:
+            if difference is not None and difference >= threshold:
                 names.append(_name_of_sample(branch, index, len(differences)))
     if len(names) == count:
         return ()
@@ -175,9 +192,9 @@ class CacheReport:
     """The report of a cache's last generation. ``print(report)`` shows a table.
 
     Args:
-        rows: One row per step and CFG branch.
+        rows: One row per step and CFG branch; with several cached transformers, those of one after those of another.
         rule, forecast: The names of the rule that compares steps, and of the forecast.
-        dropped: Number of earlier model calls without a row: only the last 4096 calls are kept.
+        dropped: Number of earlier model calls without a row: only the last ``MOST_READINGS`` calls are kept.
     """
 
     rows: Sequence[CachedStep]
@@ -264,7 +281,6 @@ class CacheReport:
     def _figure(self) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
 
         branches = sorted({row.branch for row in self.rows})
         figure = Figure(figsize=(8, 0.5 + 2.5 * len(branches)), layout="constrained")
@@ -272,25 +288,8 @@ class CacheReport:
         shown: dict[str, Any] = {}
         for index, branch in enumerate(branches):
             axes = figure.add_subplot(len(branches), 1, index + 1)
-            rows = [row for row in self.rows if row.branch == branch]
-            finite = [(row.step, _finite(row.difference), row.hit) for row in rows]
-            measured = [(step, y, hit) for step, y, hit in finite if y is not None]
-            axes.plot([step for step, _, _ in measured], [y for _, y, _ in measured], color="0.6", zorder=1)
-            for hit, color, label in ((True, "tab:green", "skipped"), (False, "tab:red", "computed")):
-                chosen = [(step, y) for step, y, was_hit in measured if was_hit is hit]
-                axes.scatter([step for step, _ in chosen], [y for _, y in chosen], color=color, label=label)
-            others = [row.step for row in rows if row.difference is None]
-            axes.scatter(
-                others, [0] * len(others), color="tab:blue", marker="x", label="computed without comparison"
-            )
-            if rows and math.isfinite(rows[0].threshold):
-                axes.axhline(rows[0].threshold, color="0.3", linestyle="--", label="threshold")
-            axes.set(
-                title=f"Branch {branch!r}: change since the last computed step",
-                xlabel="step",
-                ylabel=self.rule,
-            )
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            _plot_rows(axes, [row for row in self.rows if row.branch == branch])
+            axes.set(title=f"Branch {branch!r}: change since the last computed step", ylabel=self.rule)
             handles, labels = axes.get_legend_handles_labels()
             shown.update(zip(labels, handles, strict=True))
         # Place the legend below all plots, because inside a plot it would hide points.
@@ -300,7 +299,42 @@ class CacheReport:
         return figure
 
 
+def _plot_rows(axes: Any, rows: Sequence[CachedStep]) -> None:
+    """Plot the differences and thresholds of one branch. A step without a finite difference is a cross at 0."""
+    from matplotlib.ticker import MaxNLocator
+
+    measured = [row for row in rows if _finite(row.difference) is not None]
+    axes.plot([row.step for row in measured], [row.difference for row in measured], color="0.6", zorder=1)
+    for hit, color, label in ((True, "tab:green", "skipped"), (False, "tab:red", "computed")):
+        chosen = [row for row in measured if row.hit is hit]
+        axes.scatter(
+            [row.step for row in chosen], [row.difference for row in chosen], color=color, label=label
+        )
+    others = [row for row in rows if row.difference is None]
+    crosses = (
+        ("computed without comparison", "tab:blue", [row.step for row in others if not row.hit]),
+        ("skipped without comparison", "tab:green", [row.step for row in others if row.hit]),
+        ("computed: not finite", "tab:red", [row.step for row in rows if row.verdict is Verdict.NOT_FINITE]),
+    )
+    for label, color, steps in crosses:
+        if steps:
+            axes.scatter(steps, [0] * len(steps), color=color, marker="x", label=label)
+    thresholds = [row.threshold for row in rows]
+    if any(map(math.isfinite, thresholds)):
+        axes.step(
+            [row.step for row in rows],
+            thresholds,
+            where="mid",
+            color="0.3",
+            linestyle="--",
+            label="threshold",
+        )
+    axes.set(xlabel="step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _finite(x: float | None) -> float | None:
+    """Return ``x``, or None if it is no finite number."""
     if x is None or not math.isfinite(x):
         return None
     return x

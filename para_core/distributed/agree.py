@@ -18,6 +18,9 @@ comes from data that is equal on all of them:
 2. Otherwise the ranks gather the records themselves, padded to the longest one. All ranks have the same
    headers, so either all ranks reach this step or none. Every rank then raises the same error, or finds that
    only the JSON differs (1 and 1.0), but not the values, and continues.
+
+Records that differ are described by :mod:`.records`, and late ranks by :mod:`.late_ranks`. Tests:
+tests/distributed/test_agree.py and tests/test_bad_input.py.
 """
 
 from __future__ import annotations
@@ -139,7 +142,7 @@ def together(ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this c
 def raise_on_all_ranks(
     error: Exception, ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this call"
 ) -> NoReturn:
-    """Raise ``error``, an exception of this rank, on all ``ranks``, with ``what`` as prefix.
+    """Raise ``error``, an exception of this rank, on all ``ranks``, with ``what`` as prefix. Collective.
 
     The other ranks take part by their next :func:`agree` or :func:`together`, which then raises. If they all
     have raised this error already, it is raised again without an exchange.

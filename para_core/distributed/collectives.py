@@ -7,6 +7,10 @@ every device (gloo has no point-to-point for CUDA tensors).
 parts differ in size would then run their collectives in different orders, and hang. Therefore every
 collective of a graph, forward and backward, takes a one-element tensor from the previous collective as an
 input. This data dependency keeps the order (:func:`define_collective`).
+
+Every function here is called by all ranks of its mesh dim; transfers between two ranks are in
+:mod:`.point_to_point`. Tests: tests/distributed/test_graph_order.py and tests/test_cuda_graphs.py for graphs,
+tests/attention/test_traffic.py for what is sent, and all tests on several ranks.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ class Travelling(NamedTuple):
 
 def swap_evenly(x: Tensor, dim: MeshDim) -> Tensor:
     """Return the result of an all-to-all of equal parts of the contiguous ``x``, split along its first dim.
+    Collective.
 
     The result has the shape of ``x``. Only for eager code without gradients, where all ranks know that all
     parts are equal: the backend gets no sizes, and nothing is looked up, which is faster than
@@ -56,7 +61,7 @@ def start_all_to_all(
     x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim
 ) -> Travelling:
     """Start an all-to-all of the contiguous ``x`` over the ranks of ``dim``. :func:`wait` returns the
-    received tensor.
+    received tensor. Collective. ``x`` must not change before that.
 
     If ``x`` requires a gradient, or a graph is traced, the operator :func:`all_to_all` runs instead, and has
     ended when this function returns.
@@ -93,6 +98,9 @@ _ALL_TO_ALL = dist.AllToAllOptions()
 def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: int = 1) -> Travelling:
     """Start to send the 1-dim ``x`` to the rank ``distance`` positions after this one along ``dim``, and to
     receive ``receive_size`` elements from the rank ``distance`` positions before it. Positions wrap around.
+
+    Collective: an all-to-all, in which every rank of ``dim`` takes part with the same ``distance``, also if it has
+    nothing to send or to receive.
     """
     send_sizes = [0] * dim.size
     receive_sizes = [0] * dim.size
@@ -108,7 +116,9 @@ def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: in
 
 
 def start_all_gather(x: Tensor, dim: MeshDim) -> Travelling:
-    """Start an all-gather in rank order of the 1-dim ``x``, whose length is the same on all ranks of ``dim``."""
+    """Start an all-gather in rank order of the 1-dim ``x``, whose length is the same on all ranks of ``dim``.
+    Collective. :func:`wait` returns the gathered tensor.
+    """
     if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
         return Travelling(all_gather(x, [x.numel()] * dim.size, 0, dim), None)
     gathered = x.new_empty(dim.size * x.numel())
@@ -295,7 +305,7 @@ define_collective(
 
 
 def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
-    """Exchange rows of ``x`` over ``dim`` by an all-to-all. It is differentiable, in eager code and in
+    """Exchange rows of ``x`` over ``dim`` by an all-to-all. Collective. It is differentiable, in eager code and in
     graphs.
 
     The first ``send_sizes[0]`` rows (along the first dim) are sent to rank 0 of ``dim``, and so on;
@@ -325,7 +335,8 @@ class HostGroups:
     """The process groups that send CPU tensors among the ranks of a mesh, looked up once and cached.
 
     A caller that often exchanges bytes passes this object in place of the mesh to the functions of
-    :mod:`para_core.distributed.agree`, which look up the groups in the first exchange.
+    :mod:`para_core.distributed.agree`, which look up the groups in the first exchange: ``by_dim`` is empty until then,
+    and :func:`all_gather_bytes` fills it, by names of mesh dims.
     """
 
     def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:

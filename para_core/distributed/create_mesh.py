@@ -1,4 +1,9 @@
-"""Create a mesh: choose its shape, create its process groups, and check that no two ranks use the same GPU."""
+"""Create a mesh: choose its shape, create its process groups, and check that no two ranks use the same GPU.
+
+The sizes are chosen in :mod:`.mesh_shape`; a mesh that exists is read by :mod:`.mesh`. Users call
+:func:`init_context_parallel_mesh`; modes, plans and ``adapters/default_mesh.py`` call
+:func:`check_distinct_gpus` on a user's mesh. Tests: tests/distributed/test_mesh.py.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +133,9 @@ def init_context_parallel_mesh(
 
 
 def _agree_on_arguments(**arguments: object) -> None:
-    """Raise ``ValueError`` on every rank if ``arguments`` differ between ranks, which would make different groups."""
+    """Raise ``ValueError`` on every rank if ``arguments`` differ between ranks, which would make different groups.
+    Collective.
+    """
 
     def explain(records: list[Record]) -> str:
         fields = "; ".join(describe_differences(records))
@@ -143,7 +150,7 @@ def _agree_on_arguments(**arguments: object) -> None:
 
 
 def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of all ranks with this ``shape`` and these dim ``names``.
+    """Return a mesh of all ranks with this ``shape`` and these dim ``names``. Collective.
 
     All dims of size 1 share one process group of this rank alone, which is created once, without
     communication and without an NCCL communicator. ``init_device_mesh`` would create a group for each of

@@ -1,4 +1,8 @@
-"""Fingerprints of tensors, by which ranks compare their inputs."""
+"""Fingerprints of tensors, by which ranks compare their inputs.
+
+``adapters/agree/arguments.py`` and ``adapters/agree/loras.py`` call them; nothing here communicates. Tests:
+tests/distributed/test_fingerprints.py.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +132,7 @@ def _words(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _sum_words(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the fingerprints of tensors on one device as int64, ``[len(tensors)]``."""
+    """Return the fingerprints of tensors on one device as int64, ``[len(tensors)]``. There is at least one tensor."""
     sizes = [-(-x.nbytes // _WORD_BYTES) for x in tensors]
     if sum(sizes) > _MAX_WORDS and len(tensors) > 1:
         half = len(tensors) // 2

@@ -1,4 +1,9 @@
-"""Process groups: those of CPU tensors beside a mesh dim's own, and those that this package creates and finds again."""
+"""Process groups: those of CPU tensors beside a mesh dim's own, and those that this package creates and finds again.
+
+The groups of a mesh itself are made in :mod:`.create_mesh`. :mod:`.collectives` sends the bytes of agreements
+over :func:`host_group`; sharded weights, rows of images and :mod:`.point_to_point` call
+:func:`find_or_make_group`. Tests: tests/distributed/test_mesh.py and tests/adapters/parallel/test_undo.py.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +84,8 @@ def find_or_make_group(
     """Return the process group with this ``description``; create it if it does not exist.
 
     Unlike ``dist.new_group``, this function is only called by the member ``ranks``, which may have created
-    different numbers of groups before. In the group the ranks are sorted.
+    different numbers of groups before. In the group the ranks are sorted. All members must call it, with the same
+    arguments, before one of them uses the group.
 
     Only the description identifies a group, so it must differ for different ranks or backends. ``backend`` and
     ``timeout`` are those of a new group: a group that exists keeps its own.

@@ -5,6 +5,9 @@ time-out, but after 10 s, and ever more seldom afterwards, one of the waiting ra
 rank that has waited for a second signs in at torch's store with the name of its call. The ranks of the group
 that have not signed in with that name are late. An exchange that all ranks reach within a second does nothing
 of this.
+
+:func:`~para_core.distributed.collectives.all_gather_bytes` calls it, so it serves every agreement, and no
+collective of tensors. Tests: tests/distributed/test_late_ranks.py.
 """
 
 from __future__ import annotations

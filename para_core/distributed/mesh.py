@@ -1,4 +1,8 @@
-"""Convert a user's mesh, a ``DeviceMesh`` or a ``ProcessGroup``, to the types that this package uses internally."""
+"""Convert a user's mesh, a ``DeviceMesh`` or a ``ProcessGroup``, to the types that this package uses internally.
+
+Features hold these types and not the user's mesh, which is made in :mod:`.create_mesh` or by the user.
+Nothing here communicates. Tests: tests/distributed/test_mesh.py.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,10 @@ class MeshDim:
 
     ``index`` is the position of this rank along the dim. ``group_name`` is the process group's name, by which
     graphs look the group up. A dim of size 1 has no group; its ``group_name`` is "".
+
+    A dim that :func:`read_mesh` has restored has a name and no group, so
+    :func:`~para_core.distributed.collectives.group_of` looks the group up. The ring of
+    :meth:`SequenceMesh.single_rank` has size 1, and the rank in the sequence as its index.
     """
 
     name: str

@@ -4,6 +4,9 @@ Each call of :func:`override_timeouts` sets a timeout and returns a function tha
 timeout of the last call that is not undone yet. When all calls are undone, it has the timeout from before the
 first call again. Calls may be undone in any order. If the user sets another timeout on the group in the
 meantime, undoing a call does not change that timeout.
+
+``adapters/parallel/parts.py`` calls it for the option ``timeout``. Tests:
+tests/adapters/parallel/test_undo.py.
 """
 
 from __future__ import annotations

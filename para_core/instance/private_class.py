@@ -12,6 +12,9 @@ the graph of a module that was compiled in place (``Module.compile``) is kept if
 ``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would silently lose the
 record, and run without para_core. Copying an instance with a record therefore raises ``TypeError``, unless
 every slot permits copies that lack it.
+
+Only :mod:`.record` gives an instance its private class and takes it away. Tests:
+tests/instance/test_record.py and tests/adapters/test_one_instance.py.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ def enter_private_class(instance: Any, methods: Iterable[str]) -> None:
         private = _make_private_class(base)
         _PRIVATE_CLASSES[id(base)] = private
     for method in methods:
+        # A method stays in the class when the slot is emptied: it then calls that of the original class.
         if method not in vars(private):
             setattr(private, method, _entry(base, method))
     if type(instance) is not private:
@@ -107,6 +111,7 @@ def _make_private_class(base: type) -> type:
         # the private class, models without a record would get a class with it.
         "__class__": property(_shown_class, _replace_original),
         "_para_core_original": base,
+        # The class in the user's or a library's source, by which classes are compared (:func:`_metaclass`).
         "_para_core_written": _without_fsdp(base),
     }
     private: type = _metaclass(type(base))(base.__name__, (base,), namespace)

@@ -8,6 +8,9 @@ because the method may have parameters with these names. The slots of a method r
 
 The record is in the instance's ``__dict__``, and exists while a slot is filled. The methods find it there
 through the private class of the instance (:mod:`para_core.instance.private_class`).
+
+Features that run around methods of an instance call these functions, instead of replacing methods. Tests:
+tests/instance/test_record.py.
 """
 
 from __future__ import annotations
@@ -64,11 +67,15 @@ class InstanceRecord:
     fillings: Mapping[Key, Filling] = field(default_factory=dict)
     # By method, the functions of all slots, nested around the method.
     chains: dict[str, Wrapper] = field(default_factory=dict)
-    # In place of __call__ if the module was compiled in place; None if slots replace other methods too.
+    # In place of __call__ if the module was compiled in place; None if slots replace other methods too, or if the
+    # instance is no module. The private class then runs the chain of __call__ around the compiled code.
     compiled_call: Wrapper | None = None
 
     def compose(self, instance: Any) -> None:
-        """Nest the functions of the filled slots around the methods of ``instance``."""
+        """Nest the functions of the filled slots around the methods of ``instance``.
+
+        To be called after every change of :attr:`fillings`, and of the original class of ``instance``.
+        """
         base = original_class(instance)
         # A sort is stable, so among fillings of one slot the one that was filled last is outermost. To fill a
         # filled slot again keeps its place.

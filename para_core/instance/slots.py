@@ -1,4 +1,8 @@
-"""The slots of an instance, in the order in which calls of its methods pass them."""
+"""The slots of an instance, in the order in which calls of its methods pass them.
+
+:mod:`.record` fills and empties slots, and nests their functions in this order; the features call it. Tests:
+tests/instance/test_record.py for the mechanism, and those of each feature for its place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Gather the tokens that the ranks of one mesh dim hold, in the order of the sequence, and the transpose of that."""
+"""Gather the tokens that the ranks of one mesh dim hold, in the order of the sequence, and the transpose of that.
+
+:func:`gather` serves :mod:`para_core.spatial.fetch`; :func:`gather_gradient` serves the gradients of gathered
+keys (``para_core/attention``), whose forward gathers packed blocks instead. Tests:
+tests/layout/test_sequence.py and tests/attention/test_gradients.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The pieces of a sequence that each rank holds, or each group of ranks after it has exchanged tokens for heads."""
+"""The pieces of a sequence that each rank holds, or each group of ranks after it has exchanged tokens for heads.
+
+A :class:`~para_core.layout.sequence.SequenceLayout` says what a user declared, per segment; a :class:`Layout`
+says where the parts lie. Attention, fetches and the rows of images use the latter. Tests:
+tests/layout/test_sequence.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ class Piece(NamedTuple):
 class Layout:
     """The pieces that each of some ranks holds, in the order in which they lie in its tensor. All ranks hold
     equally many pieces, which :meth:`group_ranks` relies on: piece i of each rank is a part of the same
-    segment.
+    segment. A piece may be empty.
 
     Lengths may be symbolic: this class only adds them.
 

@@ -1,6 +1,9 @@
 """Arithmetic on runs ``(start, length)`` of positions, and taking the tokens at runs from a tensor.
 
 Except for :func:`take` and :func:`add_at`, everything here is integer arithmetic.
+
+Attention and :mod:`.gather` call these functions. Tests: the examples below,
+tests/attention/test_exactness.py and tests/attention/test_block_sparse.py.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ def cut(runs: Sequence[Run], edges: Iterable[int]) -> list[Run]:
 
 
 def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """Return the intersection of two ascending lists of runs, ascending, without empty runs.
+    """Return the intersection of two ascending lists of runs, ascending, without empty runs. The runs of each list must
+    be disjoint.
 
     >>> intersect([(0, 4), (6, 4)], [(2, 5), (8, 9)])
     [(2, 2), (6, 1), (8, 2)]
@@ -78,7 +82,8 @@ def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
 def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
     """Convert ascending ``runs`` of positions to runs of offsets in the concatenation of the runs ``block``.
 
-    The result is in the order of the block. Adjacent runs are joined.
+    The result is in the order of the block. Adjacent runs are joined. Positions that the block does not have are left
+    out.
 
     >>> offsets([(4, 1), (7, 2)], [(0, 2), (4, 6)])
     [(2, 1), (5, 2)]
@@ -93,7 +98,10 @@ def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
 
 
 def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
-    """Return the concatenation of the slices of ``x`` at ``runs`` ``(start, length)`` along ``dim``."""
+    """Return the concatenation of the slices of ``x`` at ``runs`` ``(start, length)`` along ``dim``.
+
+    A single run gives a view, or ``x`` itself if the run has its length; several runs give a copy.
+    """
     if len(runs) == 1:
         start, length = runs[0]
         return x if length == x.size(dim) else x.narrow(dim, start, length)
@@ -103,7 +111,8 @@ def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
 def add_at(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor) -> None:
     """Add ``x`` in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
 
-    ``x`` is first summed over the dims in which ``total`` has size 1.
+    ``x`` is first summed over the dims in which ``total`` has size 1. There must be at least one run, and
+    the lengths of all must add up to that of ``x``.
     """
     for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
         slice_of_total = total.narrow(dim, *run)

@@ -8,6 +8,9 @@ specialized for ``together``.
 
 Tuples are made of lists, ``tuple([...])``, because Dynamo traces a list comprehension more simply than a
 generator expression, which is an object with a frame.
+
+Users make them as ``para_core.Segment`` and ``para_core.SequenceLayout``. What groups of ranks hold, and rows
+of images, are :class:`para_core.layout.pieces.Layout`. Tests: tests/layout/test_sequence.py.
 """
 
 from __future__ import annotations
@@ -191,6 +194,8 @@ class SequenceLayout:
             rank: The index of the rank.
             replicated: Whether to return only the tokens of replicated segments (True), only those of sharded
                 segments (False), or both (None).
+
+        A run may be empty: each segment has as many runs on every rank.
 
         >>> SequenceLayout((Segment("text", 3), Segment("image", 5)), ranks=2).runs(1)
         ((2, 1), (6, 2))

@@ -5,6 +5,9 @@ These functions work over a whole mesh, may be traced by Dynamo, and are differe
 
 A layout here has as many ranks as its mesh. A wrong number of tokens raises on the rank that has it, while
 the others wait in the collective, so callers that cannot trust a length must compare it on all ranks first.
+
+The modes (``cp.shard``, ``cp.gather``) and the plans call them. Tests: tests/modes/test_unified.py and
+tests/plans/test_exactness.py, and tests/layout/test_sequence.py for :func:`copy_runs`.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def copy_runs(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
 
 def gather_parts(x: Tensor, dim: int, sizes: Sequence[int], mesh: SequenceMesh) -> Tensor:
     """Return the parts ``x`` of all sequence ranks, of length ``sizes[rank]`` along ``dim``, rank by rank.
-    Collective.
+    Collective. Unlike :func:`gather_tokens` it knows no layout, so nothing is brought into the order of a sequence.
 
     Parts are gathered first over the Ulysses ranks, which are neighbours, then over the ring.
     """
@@ -83,7 +86,9 @@ def gather_sizes(layout: SequenceLayout, mesh: SequenceMesh) -> GatherSizes:
 
 
 def _sizes_by_dim(sizes: Sequence[int], mesh: SequenceMesh) -> tuple[list[int], list[int]]:
-    """Return the ``sizes`` of the ranks in this rank's Ulysses group, and the sums of all groups."""
+    """Return the ``sizes`` of the ranks in this rank's Ulysses group, and the sums of all groups, in the order of the
+    ring: what :func:`~para_core.distributed.collectives.all_gather` needs over ``ulysses`` and then over ``ring``.
+    """
     width = mesh.ulysses.size
     blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
     return list(blocks[mesh.ring.index]), [sum(block) for block in blocks]

@@ -3,6 +3,10 @@
 The *sizes* of an image are the numbers of rows of the ranks, in rank order: those of
 :meth:`Layout.consecutive <para_core.layout.pieces.Layout.consecutive>`. A *run* is ``(start, length)`` in
 rows of the full image; it may reach beyond the image's edge.
+
+The rules of :mod:`para_core.spatial` and of the same bits call it; the rows are then fetched in
+:mod:`para_core.spatial.fetch`. Everything here is integer arithmetic, equal on all ranks. Tests:
+tests/spatial/test_functions.py, and the examples below.
 """
 
 from __future__ import annotations
@@ -62,9 +66,9 @@ class Windows(NamedTuple):
 def _output_sizes(sizes: Sizes, total: int, first: Callable[[int], int]) -> Sizes:
     """Return the sizes of an operator's ``total`` output rows.
 
-    A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on. If a rank would
-    then get no rows, the sizes are even instead. This happens after many causal convolutions, which shift
-    rows to later ranks.
+    A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on, which must not
+    decrease with ``start``. If a rank would then get no rows, the sizes are even instead. This happens after many
+    causal convolutions, which shift rows to later ranks.
     """
     starts = [0] + [min(max(first(start), 0), total) for start, _ in bounds_of(sizes)[1:]]
     output = tuple([stop - start for start, stop in zip(starts, [*starts[1:], total], strict=True)])

@@ -1,4 +1,9 @@
-"""Rules for convolutions, pools and ``stft``, whose windows need rows of neighbouring ranks."""
+"""Rules for convolutions, pools and ``stft``, whose windows need rows of neighbouring ranks.
+
+Rules are explained in :mod:`.rules`. Which rows a rank needs is computed in :mod:`para_core.layout.windows`;
+:mod:`para_core.same_bits.image_rows` also reads calls by :func:`read_convolution` and :func:`read_pool`.
+Tests: tests/spatial/test_functions.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rules for functions that create tensors, of sizes that were read from a sharded one."""
+"""Rules for functions that create tensors, of sizes that were read from a sharded one.
+
+Rules are explained in :mod:`.rules`; :mod:`.mode` calls these also if no tensor is sharded. Tests:
+tests/spatial/test_functions.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 rows.
 
 Rows are sharded over all ranks of a mesh. :func:`one_group` combines the dims of the mesh into one.
+
+The autoencoders and UNets of ``adapters/vae/`` enter it, and :mod:`para_core.same_bits.image_rows` derives
+the mode with the bits of one process from it. Each rule is in one of the files that ``RULES`` lists. Tests:
+tests/spatial/test_functions.py, and tests/spatial/test_vaes.py with models.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from para_core.torch_internals import (
 )
 
 # The rule for each function name. The mode raises for a function that is not in here, if one of its tensors
-# is sharded.
+# is sharded. A name in two files has the rule of the later one.
 RULES: dict[str, Any] = {
     name: rule
     for module in (rules, factories, views, convolution, norm, products, resample)
@@ -148,8 +152,8 @@ def _unwrap(x: Any) -> Any:
 
 
 def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
-    """Return one mesh dim with the ranks of all dims of ``mesh``.
-    Every rank of the mesh must call this function.
+    """Return one mesh dim with the ranks of all dims of ``mesh``, in the order of the global ranks if there are several
+    dims. Collective: every rank of the mesh must call this function.
     """
     if isinstance(mesh, ProcessGroup):
         return dim_of_group("rows", mesh)

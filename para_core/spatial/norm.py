@@ -1,4 +1,8 @@
-"""Rules for norms over sharded rows, and the operators of a group norm: Triton kernels on GPUs, PyTorch elsewhere."""
+"""Rules for norms over sharded rows, and the operators of a group norm: Triton kernels on GPUs, PyTorch elsewhere.
+
+Rules are explained in :mod:`.rules`. Layer norms, which work along one dim, are there too. The kernels are in
+``kernels/norm.py``. Tests: tests/spatial/test_functions.py and tests/kernels/test_small_kernels.py.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +88,7 @@ def normalized_on_gpu(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Return what :func:`norm_reference.normalized` returns, by the Triton kernel if it can run."""
+    """Return what :func:`norm_reference.normalize` returns, by the Triton kernel if it can run."""
     fused = load_kernel("norm", x.device)
     if fused is None or not are_floats(x, of_ranks, *_without_none(weight, bias)):
         return norm_reference.normalize(x, of_ranks, shares, groups, weight, bias, eps)

@@ -1,5 +1,9 @@
 """Rules for matrix products and attention of sharded rows.
 Queries stay sharded; keys and values are gathered.
+
+Rules are explained in :mod:`.rules`. This attention knows no ring and no Ulysses exchange: that of
+transformers is :mod:`para_core.attention`. Tests: tests/spatial/test_functions.py, and
+tests/spatial/test_vaes.py for masks.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ def run_matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
 def _multiply(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``. If the rows of ``a`` are sharded, the output is too, and a sharded ``b`` is gathered.
+    Collective if something is gathered or summed.
 
     If the dim that the product sums over is sharded in ``a``, the products of all ranks are summed. Linear
     attention therefore exchanges a channels × channels matrix instead of all tokens.
@@ -86,7 +91,10 @@ def _require_broadcast(func: Function, dim: int | None, rows: RowTag | None, oth
 
 
 def _role(x: Tensor, rows: RowTag | None, second_last: str, last: str) -> str | None:
-    """Return ``last`` or ``second_last`` if that dim of ``x`` is sharded, ``"batch"`` for another; None if none is."""
+    """Return ``last`` or ``second_last`` if that dim of ``x`` is sharded, ``"batch"`` for another; None if none is.
+
+    The roles are ``"row"`` (of a), ``"column"`` (of b) and ``"inner"``, the dim that the product sums over.
+    """
     if rows is None:
         return None
     return {1: last, 2: second_last}.get(x.ndim - rows.dim, "batch")
@@ -203,7 +211,9 @@ def _require_mask_part(
 
 
 def _is_mask_of_queries(mask: Tensor, rows_m: RowTag, rows_q: RowTag, ranks: MeshDim) -> bool:
-    """Whether a sharded mask is sharded like the queries, or equal for all tokens of a frame, on every rank."""
+    """Whether a sharded mask is sharded like the queries, or equal for all tokens of a frame, on every rank.
+    Collective in the latter case, and the host then waits for the device.
+    """
     if rows_m.dim != mask.ndim - 2 or rows_m.total != rows_q.total:
         return False
     if rows_m == rows_q.at(rows_m.dim):

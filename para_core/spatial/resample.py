@@ -1,4 +1,7 @@
-"""Rules that run padding, interpolation and pixel shuffles on sharded rows."""
+"""Rules that run padding, interpolation and pixel shuffles on sharded rows.
+
+Rules are explained in :mod:`.rules`. Tests: tests/spatial/test_functions.py.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +125,11 @@ def run_interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
 def _tag_of_repeated_rows(
     rows: RowTag, axis: int, mode: str, scales: list[Any] | None, sizes: Any, recompute: Any
 ) -> RowTag | None:
-    """Return the sharding of the output if each rank can repeat its rows without rows of other ranks, else None."""
+    """Return the sharding of the output if each rank can repeat its rows without rows of other ranks, else None.
+
+    ``axis`` is the index of the sharded dim among the spatial dims, and so in ``scales`` and ``sizes``, of which one is
+    None.
+    """
     if scales is not None:
         factor = scales[axis]
         is_repetition = factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))
@@ -145,7 +152,7 @@ def _sizes_and_step(
     rows: RowTag, axis: int, scales: list[Any] | None, sizes: Any, recompute: Any
 ) -> tuple[Sizes, float]:
     """Return the number of output rows of each rank, and the distance between output rows in input rows, as
-    PyTorch computes it.
+    PyTorch computes it. ``axis`` is as in :func:`_tag_of_repeated_rows`.
     """
     before = sum(rows.sizes)
     if scales is not None:
@@ -176,6 +183,7 @@ class _Resampling(NamedTuple):
     stop: int
 
 
+# Leave inference mode, because kept tensors may be used outside of it later.
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
@@ -236,7 +244,7 @@ def _weights_on(resampling: _Resampling, dtype: torch.dtype, device: torch.devic
 def _resample(
     ranks: MeshDim, x: Tensor, rows: RowTag, sizes: Sizes, step: float, mode: str, align: bool
 ) -> Tensor:
-    """Return this rank's output rows of ``x`` interpolated along the sharded dim only.
+    """Return this rank's output rows of ``x`` interpolated along the sharded dim only. Collective.
 
     Args:
         sizes: Number of output rows of each rank.

@@ -1,5 +1,8 @@
 """Sharded rows: the tag of a tensor that holds some, the sizes that carry their numbers, and the error for
 mixing them.
+
+The rules set and read tags (:mod:`.rules`), and the autoencoders read those of what they return. Who has
+which rows of a tag is exchanged in :mod:`.fetch`. Tests: tests/spatial/test_functions.py.
 """
 
 from __future__ import annotations

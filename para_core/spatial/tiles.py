@@ -3,6 +3,10 @@
 Such code computes all tiles before it reads the first one. Each rank therefore computes only its own tiles,
 and represents every tile by a :class:`Pending`, a tensor whose value it may not have yet. The first read of a
 tile exchanges all tiles.
+
+``adapters/vae/run.py`` makes a :class:`Tiles` for each tiled call of an autoencoder. Rows of one image over
+ranks, without tiles, are :mod:`.mode`. Tests: tests/spatial/test_vaes.py, and tests/spatial/test_functions.py
+for :class:`Pending`.
 """
 
 from __future__ import annotations
@@ -24,19 +28,22 @@ class Tiles(TorchFunctionMode):
     rank only.
 
     ``ranks`` are the ranks over which tiles are distributed, ``mesh`` the same ranks, for the exchange of
-    shapes.
+    shapes. All ranks must make the same calls, and read the tiles in the same order, because a read may be an exchange.
     """
 
     def __init__(self, ranks: MeshDim, mesh: GuidedMesh) -> None:
         super().__init__()
         self.ranks, self.mesh = ranks, mesh
+        # The number of the current tile, by which its rank is chosen.
         self.tile = -1
+        # Whether the next call begins a tile. A VAE passes its ``feat_cache`` also to the first call of a tile.
         self.fresh = True
         # The outputs that this rank has computed or received, by number of the call.
         self._values: dict[int, Any] = {}
         self._owners: list[int] = []
         # Number of calls whose outputs every rank has.
         self._num_exchanged = 0
+        # Writes of pending tiles into other tensors, as (target, index, tile), until one of the targets is read.
         self._writes: list[tuple[Tensor, Any, Pending]] = []
 
     def begin_tile(self) -> None:

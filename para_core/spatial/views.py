@@ -1,4 +1,8 @@
-"""Rules for views, indexing, splitting and concatenation, which may move the sharded rows to another dim."""
+"""Rules for views, indexing, splitting and concatenation, which may move the sharded rows to another dim.
+
+Rules are explained in :mod:`.rules`. Nothing here is collective but :func:`~para_core.spatial.rules.align`.
+Tests: tests/spatial/test_functions.py, and the examples below.
+"""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def expect(pipe_times, options, groups, first, rest):
 def rows_of(name, index, groups, verdict, differences, known, options, samples):
     branches = [f"{name}/{i}" if groups > 1 else name for i in range(groups)]
     each, held = samples // groups, ()
-    if verdict == "miss":
+    if verdict == "miss" and "policy" not in options:
         names = [f"{branch} sample {i}" if each > 1 else branch for branch in branches for i in range(each)]
         held = [x for x, d in zip(names, differences, strict=True) if d >= options["residual_diff_threshold"]]
         held = () if len(held) == samples else tuple(held)

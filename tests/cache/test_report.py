@@ -72,6 +72,23 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
     assert (points, computed, others) == ([[2, pytest.approx(0.05)]], [[3, pytest.approx(1.0)]], [[0, 0], [1, 0]])
 
 
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize(
+    ("options", "first", "crosses"),
+    [
+        ({"compute_steps": [0, 2]}, [1.0] * 4, {"skipped without": [1, 3], "computed without": [0, 2]}),
+        ({}, [1.0, float("nan"), 1.0, 1.0], {"computed: not finite": [1, 2], "computed without": [0]}),
+    ],
+)
+def test_plot_says_why_a_step_has_no_difference(options, first, crosses):
+    pipe = cached(**options)
+    pipe(first)
+    (axes,) = cache_report(pipe)._figure().axes
+    points = {each.get_label(): each.get_offsets()[:, 0].tolist() for each in axes.collections}
+    found = {label: steps for label, steps in points.items() if label not in ("skipped", "computed")}
+    assert found == {next(x for x in points if x.startswith(label)): steps for label, steps in crosses.items()}
+
+
 def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch, tmp_path):
     monkeypatch.setattr(call_readings, "MOST_READINGS", 5)
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.0)

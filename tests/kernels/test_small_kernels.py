@@ -18,7 +18,7 @@ from tests.kernels.layouts import laid_out, normal
 pytestmark = pytest.mark.slow
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-CHUNK = residual.BLOCK * residual.STEPS
+CHUNK = residual.BLOCK * residual.BLOCKS_PER_CHUNK
 
 
 # -- One function each: inputs by shape, and the formula.
@@ -164,9 +164,20 @@ def test_nonfinite_element_is_seen_where_it_is(bad):
     assert normalized[:, :2].isnan().all() and normalized[:, 2:].isfinite().all()
 
 
-def test_too_many_residuals_for_a_launch_are_refused():
-    with pytest.raises(ValueError, match=r"4 residuals; .*3"):
-        residual.forecast(torch.empty(1), [torch.empty(1)] * 4, [1.0] * 4)
+@pytest.mark.parametrize("name", ["change", "moments", "moments, channels last"])
+def test_more_chunks_than_a_block_holds_are_added_in_rounds(name, monkeypatch):
+    for module in (residual, norm):
+        monkeypatch.setattr(module, "BLOCK", 16)
+        monkeypatch.setattr(module, "BLOCKS_PER_CHUNK", 1)
+    kernel, _, _, inputs_of, _ = FUNCTIONS[name]
+    inputs = inputs_of((1, 4, 19, 17) if name.startswith("moments") else (2, 16 * 40 + 3))
+    check(name, kernel(*inputs), inputs)
+
+
+@pytest.mark.parametrize(("residuals", "weights"), [(4, 4), (2, 1), (1, 2), (0, 0)])
+def test_other_numbers_of_residuals_or_weights_are_refused(residuals, weights):
+    with pytest.raises(ValueError, match=rf"{residuals} residuals and {weights} weights; expected 1 to 3"):
+        residual.forecast(torch.empty(1), [torch.empty(1)] * residuals, [1.0] * weights)
 
 
 # -- A group norm over ranks.

@@ -57,7 +57,7 @@ def _enlarge_blocks() -> None:
     for name in ("para_core.kernels.norm", "para_core.kernels.residual"):
         if find_spec(name) is not None:
             kernel: Any = import_module(name)
-            kernel.BLOCK, kernel.STEPS = 1 << 14, 1
+            kernel.BLOCK, kernel.BLOCKS_PER_CHUNK = 1 << 14, 1
     row_blocks._ELEMENTS = 1 << 14
 
 

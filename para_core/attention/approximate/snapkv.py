@@ -12,6 +12,9 @@ computed.
 
 The host waits for the device once per call, to read how many keys of each ring block are kept. It does not
 wait if all keys are sent and a mask hides those that are not kept (see :func:`attend_to_kept_keys`).
+
+:class:`~para_core.attention.kept_keys.KeptKeys`, the option, imports this file and calls :func:`select_keys`,
+:func:`hide` and :func:`attend_to_kept_keys`. Tests: tests/attention/approximate/test_kept_keys.py.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def select_keys(
 
     Collective; the result is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an
     observed query gets no vote from this query. ``heads`` is the key head of each query head; None if heads
-    are grouped evenly.
+    are grouped evenly. The tensors are those of :func:`~para_core.attention.usp.attend_block`: they have the heads of
+    this rank after the Ulysses exchange, and the columns of ``mask`` are positions in the whole sequence.
     """
     observed = kept.choose_observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
@@ -73,6 +77,7 @@ def select_keys(
         hidden = _positions_of(runs, query.device) > _to_device([observed], query.device).mT
         logits = logits.masked_fill(hidden, float("-inf"))
     dim = plan.dim
+    # Each ring rank has the lse over the keys that it counts. The outer logsumexp is over all keys.
     lse = all_gather(logits.logsumexp(-1)[None], [1] * dim.size, 0, dim).logsumexp(0)
     votes = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).sum(2)
     runs_of_ranks = [_counted_runs(plan, index) for index in range(dim.size)]
@@ -87,6 +92,7 @@ def select_keys(
 
 
 def _positions_of(runs: Sequence[Run], device: torch.device) -> Tensor:
+    """Return the positions of ``runs`` in their order, int64 ``[n]``; an empty tensor if there are no runs."""
     parts = [torch.arange(start, start + length, device=device) for start, length in runs]
     return torch.cat([torch.arange(0, device=device), *parts])
 
@@ -209,7 +215,7 @@ def _kept_blocks(
     key: Tensor, value: Tensor, is_kept: Tensor, mask: Tensor, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield ``(keys, values, mask)`` of each ring block, this rank's first, with the kept keys and values
-    only.
+    only. Collective: the caller must take all blocks.
 
     For heads that keep fewer keys of a block than others, other keys fill up the tensors, and the mask hides
     these. The next block is in flight while the caller computes. Buffers with gradients are appended to

@@ -1,4 +1,8 @@
-"""Attention of other libraries, which para_core does not install: functions that their backends share."""
+"""Attention of other libraries, which para_core does not install: functions that their backends share.
+
+:mod:`.flash3`, :mod:`.flash4` and :mod:`.sage` are the backends that use them. Tests:
+tests/attention/test_libraries.py, with stand-ins for the libraries.
+"""
 
 from __future__ import annotations
 

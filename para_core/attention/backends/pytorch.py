@@ -3,6 +3,10 @@
 The requirements of the fused kernels are taken from the sources of PyTorch 2.13. Paths in comments are
 relative to ``aten/src/ATen/native``; ``mem_eff`` is ``transformers/cuda/mem_eff_attention``, which torch
 installs among its headers.
+
+:mod:`para_core.attention.local` calls these functions; the gradients are in :mod:`.pytorch_backward`. Tests:
+tests/attention/test_local.py on a CPU, and tests/attention/test_cuda_paths.py for the requirements of GPU
+kernels.
 """
 
 from __future__ import annotations

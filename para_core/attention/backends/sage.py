@@ -1,4 +1,8 @@
-"""SageAttention, as a function for ``attn_func=`` and by name for ``backend=``. **Not exact**."""
+"""SageAttention, as a function for ``attn_func=`` and by name for ``backend=``. **Not exact**.
+
+:mod:`.library` has what the libraries share. Tests: tests/attention/test_libraries.py, with a stand-in for
+the library.
+"""
 
 from __future__ import annotations
 

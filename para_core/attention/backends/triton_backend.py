@@ -1,4 +1,9 @@
-"""Attention by a Triton kernel of :mod:`para_core.kernels`: functions that its backends share."""
+"""Attention by a Triton kernel of :mod:`para_core.kernels`: functions that its backends share.
+
+:mod:`.triton_exact` and :mod:`.triton_int8` are the backends. Tests:
+tests/attention/test_backend_selection.py and tests/attention/test_local.py; of the kernels themselves
+tests/kernels/test_attention.py.
+"""
 
 from __future__ import annotations
 

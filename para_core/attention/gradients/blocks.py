@@ -1,4 +1,9 @@
-"""The gradient of attention to a block of keys that this rank holds, and of what is around it on one rank."""
+"""The gradient of attention to a block of keys that this rank holds, and of what is around it on one rank.
+
+:func:`~para_core.attention.gradients.usp.compose_backward` nests these functions as
+:func:`~para_core.attention.usp.compose` nests their forwards. Nothing here communicates. Tests:
+tests/attention/test_gradients.py.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +30,7 @@ def local_backward(backend: Backend | None, scale: float | None) -> Backward:
             tiling.split(x)
             for x in (into.query, into.grad_out, into.out, into.lse[..., None], into.grad_query)
         ]
+        # The mask of each piece, and views of its gradient, to which each tile adds in place.
         rows = None
         if into.mask is not None:
             rows = tiling.split(into.mask)

@@ -3,6 +3,9 @@
 With out and lse over *all* keys, the gradient is additive over blocks of keys (FlashAttention,
 arXiv:2205.14135, appendix B). So a function around such a function is such a function again, as in the
 forward (:mod:`para_core.attention.attend`).
+
+The functions are in the other files of this folder, and :mod:`.usp` there nests them. Tests:
+tests/attention/test_gradients.py.
 """
 
 from __future__ import annotations

@@ -3,22 +3,25 @@
 In the backward, queries are sent together with out, its gradient and lse; keys are sent as in the forward.
 Gradients return in float32 (4 bytes), or in float64 for float64 inputs:
 
-    queries:                       B · H · (e · (D + 2 · D_v) + 4) · S_i · (c - 1)
+    queries:                       B · H · (e · (D + 2 · D_v) + 4) · S_i · (c - 1)  (4 for lse; 8 if it is float64)
     gradients of queries:          4 · B · H · D · Σ_row S_j
     keys and values:               B · e · H_kv · (D + D_v) · T_i · (r - 1)
     gradients of keys and values:  4 · B · H_kv · (D + D_v) · Σ_column T_j
+
+``Grid2D.gradient`` in :mod:`para_core.attention.grid_2d` names this function, and the composition of gradients
+(:mod:`para_core.attention.gradients.usp`) calls it. ``tests/attention/test_grid_2d.py`` counts launches and bytes,
+``tests/attention/test_gradients.py`` compares the numbers with one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from para_core.attention.attend import Block
-from para_core.attention.gradients.contract import Backward, QueryGradients
+from para_core.attention.gradients.contract import Backward, QueryGradients, add_to_sent_keys
 from para_core.attention.grid_2d import (
     Grid2D,
     join_by_token,
@@ -28,8 +31,7 @@ from para_core.attention.grid_2d import (
     view_as_lse,
     view_lse_as,
 )
-from para_core.layout.runs import add_at, take
-from para_core.layout.sequence import Run
+from para_core.layout.runs import take
 
 
 def grid_2d_backward(block_backward: Backward, grid: Grid2D) -> Backward:
@@ -46,52 +48,72 @@ def grid_2d_backward(block_backward: Backward, grid: Grid2D) -> Backward:
 def _gradients_in_grid(
     block_backward: Backward, grid: Grid2D, into: QueryGradients, key: Tensor, value: Tensor
 ) -> Block:
-    query, out, lse, mask = into.query, into.out, into.lse, into.mask
-    dim, S, sizes, D, D_v = grid.plan.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
+    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``.
+    Collective.
+
+    All ranks start the same all-to-alls in the same order: of the row's queries, of the column's keys, of the
+    gradients of queries, of the gradients of keys. Those of queries run on all ranks or on none: no rank has others
+    in its row only if the grid has one column. Each rank has others in its column, because ``choose_grid`` never
+    returns a single row. ``into.mask`` has the rows of this rank's queries, then those of the row's other ranks.
+    """
+    query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
+    num_own, width, value_width = query.shape[2], query.shape[3], value.shape[3]
     sent_keys = take(key, 2, grid.plan.sent_runs), take(value, 2, grid.plan.sent_runs)
+    arriving_queries = returning_queries = None
     if grid.row:
-        sent = join_by_token(query, into.grad_out, out, view_lse_as(lse, query.dtype))
+        # All of the dtype of query, or torch.cat would convert the bits of lse.
+        sent = join_by_token(query, into.grad_out, into.out, view_lse_as(into.lse, query.dtype))
         arriving_queries = start_copies(sent, grid.row, sizes, dim)
     arriving_keys = start_copies(join_by_token(*sent_keys), grid.column, grid.column_sizes, dim)
-    local = replace(into, mask=_take_rows(mask, 0, S), grad_mask=_take_rows(into.grad_mask, 0, S))
-    of_own_keys = block_backward(local, key, value, 0)
-    others = None
-    if grid.row:
-        rows = arriving_queries.wait()
-        q, do, o, bits = split_by_head(rows, D, D_v, D_v, rows.shape[3] - D - 2 * D_v)
-        others = QueryGradients(
-            do,
-            q,
-            o,
-            view_as_lse(bits, lse.dtype),
-            _take_rows(mask, S, sum(sizes)),
-            grid.row_tiling,
-            into.key_heads,
-            torch.zeros_like(q, dtype=lse.dtype),
-            _take_rows(into.grad_mask, S, sum(sizes)),
-        )
-        _put(of_own_keys, grid.plan.sent_runs, block_backward(others, *sent_keys, 0))
-    keys, values = split_by_head(arriving_keys.wait(), D, D_v)
-    of_column = None
-    if others is not None:
-        of_column = block_backward(others, keys, values, 1)
-        arriving_queries = start_parts(
-            join_by_token(others.grad_query), grid.row, sizes, [S] * len(grid.row), dim
-        )
-    grads = block_backward(local, keys, values, 1)
-    if of_column is not None:
-        for grad, other in zip(grads, of_column, strict=True):
-            grad.add_(other)
-    num_own = [sent_keys[0].shape[2]] * len(grid.column)
-    arriving_keys = start_parts(join_by_token(*grads), grid.column, grid.column_sizes, num_own, dim)
-    if others is not None:
-        into.grad_query.add_(split_by_head(_sum_over_ranks(arriving_queries.wait(), len(grid.row)), D)[0])
-    _put(
-        of_own_keys,
-        grid.plan.sent_runs,
-        split_by_head(_sum_over_ranks(arriving_keys.wait(), len(grid.column)), D, D_v),
+    local = replace(
+        into, mask=_take_rows(into.mask, 0, num_own), grad_mask=_take_rows(into.grad_mask, 0, num_own)
     )
-    return of_own_keys
+    own_grads = block_backward(local, key, value, 0)
+    others = None
+    if arriving_queries is not None:
+        others = _queries_of_row(grid, into, arriving_queries.wait(), value_width)
+        add_to_sent_keys(own_grads, block_backward(others, *sent_keys, 0), grid.plan)
+    keys, values = split_by_head(arriving_keys.wait(), width, value_width)
+    grads_of_others = None
+    if others is not None:
+        grads_of_others = block_backward(others, keys, values, 1)
+        sent = join_by_token(others.grad_query)
+        returning_queries = start_parts(sent, grid.row, sizes, [num_own] * len(grid.row), dim)
+    grads = block_backward(local, keys, values, 1)
+    if grads_of_others is not None:
+        for grad, other in zip(grads, grads_of_others, strict=True):
+            grad.add_(other)
+    num_sent = [sent_keys[0].shape[2]] * len(grid.column)
+    returning_keys = start_parts(join_by_token(*grads), grid.column, grid.column_sizes, num_sent, dim)
+    if returning_queries is not None:
+        into.grad_query.add_(
+            split_by_head(_sum_over_ranks(returning_queries.wait(), len(grid.row)), width)[0]
+        )
+    grad_key, grad_value = split_by_head(
+        _sum_over_ranks(returning_keys.wait(), len(grid.column)), width, value_width
+    )
+    add_to_sent_keys(own_grads, (grad_key, grad_value), grid.plan)
+    return own_grads
+
+
+def _queries_of_row(grid: Grid2D, into: QueryGradients, rows: Tensor, value_width: int) -> QueryGradients:
+    """Return the queries of the row's other ranks before any block, from the ``rows`` that arrived, and with their
+    rows of the masks of ``into``.
+    """
+    num_own, width = into.query.shape[2], into.query.shape[3]
+    lse_width = rows.shape[3] - width - 2 * value_width
+    query, grad_out, out, lse_bits = split_by_head(rows, width, value_width, value_width, lse_width)
+    return QueryGradients(
+        grad_out=grad_out,
+        query=query,
+        out=out,
+        lse=view_as_lse(lse_bits, into.lse.dtype),
+        mask=_take_rows(into.mask, num_own, sum(grid.row_sizes)),
+        tiling=grid.row_tiling,
+        key_heads=into.key_heads,
+        grad_query=torch.zeros_like(query, dtype=into.lse.dtype),
+        grad_mask=_take_rows(into.grad_mask, num_own, sum(grid.row_sizes)),
+    )
 
 
 def _take_rows(mask: Tensor | None, first: int, length: int) -> Tensor | None:
@@ -99,11 +121,6 @@ def _take_rows(mask: Tensor | None, first: int, length: int) -> Tensor | None:
     if mask is None or mask.shape[2] == 1:
         return mask
     return mask.narrow(2, first, length)
-
-
-def _put(totals: Sequence[Tensor], runs: Sequence[Run], parts: Sequence[Tensor]) -> None:
-    for total, part in zip(totals, parts, strict=True):
-        add_at(total, 2, runs, part)
 
 
 def _sum_over_ranks(rows: Tensor, num_ranks: int) -> Tensor:

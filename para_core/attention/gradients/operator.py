@@ -3,6 +3,10 @@ graph.
 
 Both save the same tensors (:func:`_save`) and have the same backward. Every rank must run the backward,
 because it is collective.
+
+:func:`~para_core.attention.operator.differentiable_usp` calls :func:`differentiate`, which it finds by its
+line in :mod:`para_core.attention.features`. The backward itself is :mod:`.usp` of this folder. Tests:
+tests/attention/test_gradients.py, and tests/attention/test_exactness.py for graphs.
 """
 
 from __future__ import annotations
@@ -56,7 +60,10 @@ def _outputs(saved: Saved | None, plan: AttentionPlan) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], plan: AttentionPlan) -> None:
-    """Save for the backward what :class:`Saved` holds, from the inputs and outputs of an operator or function."""
+    """Save for the backward what :class:`Saved` holds, from the inputs and outputs of an operator or function.
+
+    The saved tensors are the mask, a marker that is not read, and the fields of :class:`Saved` in their order.
+    """
     query, key, value, mask, *_ = inputs
     out, lse, block_query, block_key, block_value, block_out, *_ = output
     ctx.mark_non_differentiable(*output[1:])

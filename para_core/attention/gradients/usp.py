@@ -1,4 +1,8 @@
-"""The gradient of unified sequence parallelism."""
+"""The gradient of unified sequence parallelism.
+
+:mod:`.operator` of this folder calls :func:`usp_backward`, the twin of
+:func:`~para_core.attention.usp.usp_forward`. Tests: tests/attention/test_gradients.py.
+"""
 
 from __future__ import annotations
 

@@ -311,7 +311,10 @@ CASES = {
     "check_has_transformer": (lambda _: case(None, Parts(prior=nn.Linear(1, 1))), "^Parts .*transformer.*" + SUPPORTED),
     "check_not_fsdp1": (lambda _: case(by_fsdp1(flux_transformer())), FSDP1),
     "check_not_wrapped": (lambda _: case(nn.DataParallel(flux_transformer())), "DataParallel" + WRAPPED),
-    "check_not_wrapped, twice": (lambda _: case(Engine(nn.DataParallel(flux_transformer()))), "Engine" + WRAPPED),
+    "check_not_wrapped, twice": (
+        lambda _: case(Engine(nn.DataParallel(flux_transformer()))),
+        f"Engine{WRAPPED}.module$",
+    ),
     "check_no_tensor_ranks_of_unet": (
         lambda mesh: case(unet(), component="unet", mesh=on_tensor_ranks(mesh)),
         "'tensor'",
