@@ -1,4 +1,10 @@
-"""Replicas on Ray: ranks as actors in one placement group, which run one pipeline."""
+"""Replicas on Ray: ranks as actors in one placement group, which run one pipeline; and the connection to a cluster.
+
+replicas.py calls this file, if :func:`~para_core.fleet.choice_of_ray.uses_ray`: :func:`connect`, then
+:func:`require_cluster`, then it makes a :class:`RayReplica` for each group of ranks. The other half is rank_actor.py,
+which runs in the ranks; replica.py has the contract, which LocalReplica keeps, too. Tests: tests/fleet/test_ray.py with
+stand-ins for Ray, and test_replicas.py with a cluster.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -41,7 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 class RayReplica(Replica):
-    """A :class:`~para_core.fleet.replica.Replica` of Ray actors. ``name`` is its name in the log."""
+    """A :class:`~para_core.fleet.replica.Replica` of Ray actors. ``name`` is its name in the log.
+
+    :meth:`stop` may be called while another method waits for the actors, which then end with Ray's errors. Such a
+    method keeps the list ``actors`` with which it began: if the attribute is another list later, the replica was
+    stopped, and no rank has died by itself.
+    """
 
     def __init__(self, recipe: Recipe, options: ReplicaOptions, name: str = "replica") -> None:
         super().__init__()
@@ -59,7 +70,7 @@ class RayReplica(Replica):
         """Place the ranks and load the pipeline on them. If the replica runs already, it is stopped first.
 
         Raise RuntimeError if the cluster has no free resources within the recipe's timeout, or if loading
-        fails.
+        fails. The replica is stopped then, and also if the call is cancelled.
         """
         await self.stop()
         begun = time.monotonic()
@@ -67,9 +78,12 @@ class RayReplica(Replica):
         if self._started:
             begins, ready = "restarting", "ready again"
         logger.info("%s: %s, %d ranks", self._name, begins, self._options.ranks)
-        await self._place_actors()
         try:
+            await self._place_actors()
             await self._load_actors()
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
         except (ray.exceptions.RayError, RankDied) as error:
             await self.stop()
             logger.error("%s: cannot start: %s", self._name, describe_cause(error))
@@ -107,27 +121,30 @@ class RayReplica(Replica):
 
     async def _load_actors(self) -> None:
         """Connect the ranks and load the pipeline on them. Raise RankDied or Ray's error if one cannot."""
+        actors = self.actors
         # Ranks watch signals before they load, so that a death while loading has its reason, too.
-        watching = [actor.watch_signals.remote() for actor in self.actors]
+        watching = [actor.watch_signals.remote() for actor in actors]
         self._processes = [(pid, Notes(folder)) for pid, folder in await asyncio.gather(*watching)]
         # A rank on another node removes its folder itself, now: Ray kills ranks, so they cannot do it at
         # their end.
-        elsewhere = [rank for rank, (_, notes) in enumerate(self._processes) if not notes.readable]
-        await asyncio.gather(*[self.actors[rank].remove_notes.remote() for rank in elsewhere])
+        elsewhere = [
+            actor for actor, (_, notes) in zip(actors, self._processes, strict=True) if not notes.readable
+        ]
+        await asyncio.gather(*[actor.remove_notes.remote() for actor in elsewhere])
         # All ranks join the store of the first rank, so that has to be open before.
-        host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
-        port = await self.actors[0].open_store.remote(host)
-        async with self._logging_progress():
-            await asyncio.gather(*[self._join(rank, host, port) for rank in range(len(self.actors))])
+        host = await actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
+        port = await actors[0].open_store.remote(host)
+        async with self._logging_progress(actors[0]):
+            await asyncio.gather(*[self._join(actors, rank, host, port) for rank in range(len(actors))])
 
     @asynccontextmanager
-    async def _logging_progress(self) -> AsyncIterator[None]:
-        """Inside this context, log here what the first rank reports of its loading."""
+    async def _logging_progress(self, first: Any) -> AsyncIterator[None]:
+        """Inside this context, log here what ``first``, the actor of the first rank, reports of its loading."""
         position = LogPosition()
 
         async def read() -> None:
             nonlocal position
-            log = self.actors[0].loading_log.options(concurrency_group=CONTROL)
+            log = first.loading_log.options(concurrency_group=CONTROL)
             position, entries = await log.remote(position)
             log_entries(entry._replace(message=f"{self._name}: {entry.message}") for entry in entries)
 
@@ -145,12 +162,25 @@ class RayReplica(Replica):
             polling.cancel()
         await read()
 
-    async def _join(self, rank: int, host: str, port: int) -> None:
-        """Let a rank load the pipeline together with the others. Raise RankDied if it dies."""
+    async def _join(self, actors: Sequence[Any], rank: int, host: str, port: int) -> None:
+        """Let a rank load the pipeline together with the others. Raise RankDied if it dies or was stopped."""
         try:
-            await self.actors[rank].join.remote(host, port)
+            await actors[rank].join.remote(host, port)
         except ray.exceptions.ActorDiedError as error:
+            # When one rank dies, start stops the others, and this is how they end.
+            self._check_not_stopped(actors, error)
             raise RankDied(f"rank {rank} died: {self._describe_end(rank, error)}.", rank) from error
+
+    def _check_not_stopped(self, actors: Sequence[Any], error: BaseException) -> None:
+        """Raise RankDied from ``error`` if the replica was stopped since its actors were ``actors``."""
+        if self.actors is not actors:
+            raise RankDied("the replica was stopped.") from error
+
+    def _require_actors(self) -> list[Any]:
+        """Return the actors. Raise RankDied if the replica is not running."""
+        if not self.actors:
+            raise RankDied("the replica is not running.")
+        return self.actors
 
     def _describe_end(self, rank: int, error: BaseException) -> str:
         """Return how rank ``rank`` ended, such as ``"SIGKILL"``, for an error that Ray raised; and log it
@@ -183,8 +213,7 @@ class RayReplica(Replica):
     async def _run_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
     ) -> list[Result | RequestFailed | Cancelled]:
-        if not self.actors:
-            raise RankDied("the replica is not running.")
+        actors = self._require_actors()
         # Number of partial images that were passed to progress. Polling is cancelled at the end, so the
         # answers have all of them.
         sent = 0
@@ -192,10 +221,16 @@ class RayReplica(Replica):
         async def poll() -> None:
             nonlocal sent
             reported = 0
+            # The requests of a batch advance together, so the first stands for all.
+            id_ = batch[0][0]
+            # If the rank dies or is stopped, the answers below say so.
             while True:
                 await asyncio.sleep(_POLL_SECONDS)
-                rank = self.actors[0].progress.options(concurrency_group=CONTROL)
-                done, previews = await rank.remote(batch[0][0], sent)
+                rank = actors[0].progress.options(concurrency_group=CONTROL)
+                try:
+                    done, previews = await rank.remote(id_, sent)
+                except ray.exceptions.RayError:
+                    return
                 sent += len(previews)
                 if done > reported:
                     progress(done)
@@ -205,9 +240,15 @@ class RayReplica(Replica):
 
         polling = asyncio.ensure_future(poll())
         try:
-            refs = [actor.generate_batch.remote(batch) for actor in self.actors]
+            refs = [actor.generate_batch.remote(batch) for actor in actors]
             answers = (await _wait_for_answers(refs))[0]
+        except asyncio.CancelledError:
+            # The ranks end after their step, and the next batch waits in their actors until then.
+            for id_, _ in batch:
+                self.cancel(id_)
+            raise
         except RankDied as error:
+            self._check_not_stopped(actors, error)
             if error.rank is None:
                 logger.error("%s: %s", self._name, error)
                 await self.stop()
@@ -232,17 +273,17 @@ class RayReplica(Replica):
             self.actors[0].cancel.options(concurrency_group=CONTROL).remote(id_)
 
     async def memory(self) -> Memory | None:
-        memory: Memory | None = await self.actors[0].memory.remote()
+        memory: Memory | None = await self._require_actors()[0].memory.remote()
         return memory
 
     async def alive(self) -> bool:
         if not self._loaded:
             return False
-        actors = list(self.actors)
+        actors = self.actors
         pings = [actor.ping.options(concurrency_group=CONTROL).remote() for actor in actors]
         answers = await asyncio.gather(*pings, return_exceptions=True)
         errors = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, BaseException)}
-        if actors == self.actors:  # else the replica was stopped meanwhile
+        if actors is self.actors:  # else the replica was stopped meanwhile
             for rank, error in errors.items():
                 self._describe_end(rank, error)
         return len(answers) > 0 and not errors
@@ -264,17 +305,19 @@ def require_cluster(options: ReplicaOptions, replicas: int) -> None:
                 f"{has.get(kind, 0):g}: use fewer (--replicas, --ranks), or add nodes with ray start."
             )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fit = sum(
-        min(int(node.get(kind, 0) // (each * options.ranks)) for kind, each in bundle.items())
-        for node in nodes
-    )
+    fit = sum(_count_fitting(node, bundle, options.ranks) for node in nodes)
     if not options.spread and fit < replicas:
-        kind = next(reversed(bundle))
+        has_of_kind = [f"{', '.join(f'{node.get(kind, 0):g}' for node in nodes)} {kind}s" for kind in bundle]
         raise ValueError(
             f"{replicas} replicas of {options.ranks} ranks need one node each, and the nodes of the Ray cluster have "
-            f"{', '.join(f'{node.get(kind, 0):g}' for node in nodes)} {kind}s: use fewer ranks (--ranks), or serve "
-            "--spread, which places a replica on several nodes."
+            f"{' and '.join(has_of_kind)}: use fewer ranks (--ranks), or serve --spread, which places a replica on "
+            "several nodes."
         )
+
+
+def _count_fitting(node: Mapping[str, float], bundle: Mapping[str, float], ranks: int) -> int:
+    """Return how many replicas of ``ranks`` ranks, which take a ``bundle`` each, fit on a node with these resources."""
+    return min(int(node.get(kind, 0) // (each * ranks)) for kind, each in bundle.items())
 
 
 def connect(cpus: int, *, debug: bool) -> bool:
@@ -375,8 +418,12 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
                     raise RankDied(f"rank {rank} died: {describe_cause(error)}", rank) from error
                 errors += [x.outcome for x in task.result() if isinstance(x.outcome, Exception)]
     finally:
-        for task in pending:
-            task.cancel()
+        for task in tasks:
+            if not task.done():
+                task.cancel()
+            elif not task.cancelled():
+                # If two ranks died, only the first was raised. Asyncio reports exceptions that nobody has read.
+                task.exception()
     return [task.result() for task in tasks]
 
 

@@ -52,7 +52,9 @@ class Replica(ABC):
 
     @abstractmethod
     async def memory(self) -> Memory | None:
-        """Return the predicted memory of a rank, or None if it cannot be predicted. Only while it runs."""
+        """Return the predicted memory of a rank, or None if it cannot be predicted.
+        Raise RankDied if the replica is not running.
+        """
 
     async def generate(self, request: Request) -> Result:
         """Run one request after all requests that were sent earlier, and return its result.
@@ -78,7 +80,8 @@ class Replica(ABC):
         again for each.
 
         Raises:
-            RankDied: The replica is not running, or a rank died. The replica is then stopped.
+            RankDied: The replica is not running, was stopped meanwhile, or a rank died. The replica is then
+                stopped.
         """
         async with self._turn:
             outcomes = await self._run_batch(batch, progress)

@@ -328,7 +328,8 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-# Returns the innermost torch.autograd.graph.saved_tensors_hooks. If a checkpoint made these hooks, a cell of
+# Returns the innermost torch.autograd.graph.saved_tensors_hooks; None if none is set. With the argument True also
+# while autograd traces, as in a backward of a graph. If a checkpoint made these hooks, a cell of
 # their closure contains a CheckpointFrame.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 CheckpointFrame = torch.utils.checkpoint._CheckpointFrame

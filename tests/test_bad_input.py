@@ -141,10 +141,7 @@ CUTS = {
         lambda cp, x, bad: cp.shard(X, dim=1, sequence=cp.sequence(9 if bad else 10)),
         ("mesh rank 3: ", " 10 ", "dim 1", "sequence=", " 9"),
     ),
-    "dim": (
-        lambda cp, x, bad: cp.shard(X.transpose(0, 2), dim=7 if bad else 1),
-        ("mesh rank 3: dim=7 ", "[4, 10, 2]"),
-    ),
+    "dim": (lambda cp, x, bad: cp.shard(X.transpose(0, 2), dim=7 if bad else 1), ("mesh rank 3: dim=7 ", "[4, 10, 2]")),
     "twice": (
         lambda cp, x, bad: cp.shard(X, dim=1, sequence=cp.sequence(10), balance="causal" if bad else None),
         ("mesh rank 3: ", "sequence=", "balance="),

@@ -116,6 +116,8 @@ class BlockCache:
         self.step = Step()
         self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
         self._device = torch.device("cpu")
+        # The traced form reads the module, blocks, options, threshold, roles and step, so it comes after these.
+        # _forget_states resets it, so it comes before that.
         self.traced = traced_form(self)
         self._forget_states()
 

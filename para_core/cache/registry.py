@@ -2,15 +2,19 @@
 
 A feature is a file of this folder that calls one of the functions below when it is imported. ``__init__``
 imports it, in one line. Without that line, its options are refused, and a graph with a cache raises.
+
+Readers: options.py (forecasts), and :class:`~para_core.cache.block_cache.BlockCache` (observers and the traced form).
+Tests: tests/cache/test_options.py, and test_graph.py for the traced form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from para_core.cache.forecast_rule import Forecast
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
     from para_core.cache.block_roles import BlockRole
     from para_core.cache.decision import DecisionInput, DecisionOutcome
+    from para_core.cache.options import CacheOptions
 
 
 class Orders(NamedTuple):
@@ -34,20 +39,43 @@ class Orders(NamedTuple):
 
 # Forecasts that the option ``forecast`` selects by name.
 FORECASTS: dict[str, Forecast] = {}
-# Empty without the feature that has forecasts of an order; else its entry. The same holds for _TRACED_FORMS.
-_ORDERS: list[Orders] = []
+
+
+@dataclass
+class _Features:
+    """The features of which there is at most one; None without the feature."""
+
+    orders: Orders | None = None
+    # Makes the traced form of a cache.
+    make_traced_form: Callable[[BlockCache], TracedForm] | None = None
+
+
+_FEATURES = _Features()
 
 
 def register_forecast(forecast: Forecast) -> None:
-    """Make ``forecast`` a value of the option ``forecast``, by its name."""
+    """Make ``forecast`` a value of the option ``forecast``, by its name.
+
+    Raises:
+        ValueError: Another forecast has this name.
+    """
+    if forecast.name in FORECASTS:
+        raise ValueError(f"two features register a forecast named {forecast.name!r}. Give one another name.")
     FORECASTS[forecast.name] = forecast
 
 
 def register_orders(forecast_of: Callable[[int], Forecast], *, on_schedule: int) -> None:
     """Compute forecasts of an order above 0 by ``forecast_of(order)``.
     The arguments are those of :class:`Orders`.
+
+    Raises:
+        RuntimeError: A feature has registered orders before.
     """
-    _ORDERS.append(Orders(forecast_of, on_schedule))
+    if _FEATURES.orders is not None:
+        raise RuntimeError(
+            "two features register forecasts of an order, and the cache uses one. Import one of them."
+        )
+    _FEATURES.orders = Orders(forecast_of, on_schedule)
 
 
 def forecast_of_order(order: int) -> Forecast:
@@ -56,16 +84,18 @@ def forecast_of_order(order: int) -> Forecast:
     Raises:
         ValueError: No feature has forecasts of an order above 0.
     """
-    for orders in _ORDERS:
-        return orders.forecast_of(order)
-    raise ValueError(
-        f"forecast_order is {order}, and this copy of para_core has no forecasts; expected 0, or leave it out."
-    )
+    if _FEATURES.orders is None:
+        raise ValueError(
+            f"forecast_order is {order}, and this copy of para_core has no forecasts; expected 0, or leave it out."
+        )
+    return _FEATURES.orders.forecast_of(order)
 
 
 def order_on_schedule() -> int:
     """Return the order of the forecast that a pipeline with a schedule uses by default."""
-    return max([orders.on_schedule for orders in _ORDERS], default=0)
+    if _FEATURES.orders is None:
+        return 0
+    return _FEATURES.orders.on_schedule
 
 
 class CallObserver(Protocol):
@@ -93,8 +123,42 @@ def register_observer(make: Callable[[], CallObserver]) -> None:
     OBSERVERS.append(make)
 
 
+class GraphDecider(Protocol):
+    """The decider of one CFG branch in a graph, as block_run.py and graph.py use it.
+
+    Its counterpart in eager code is :class:`~para_core.cache.decision.NumberDecider`.
+    """
+
+    # True, which tells it from a NumberDecider.
+    in_graph: ClassVar[bool]
+    # The compared values of the last computed step, whose shape, dtype and device those of the next must have.
+    first: Tensor
+
+    def decide(self, inputs: DecisionInput, numbers: Tensor) -> tuple[Tensor, DecisionOutcome]:
+        """Return whether to skip the step, as a bool tensor, and the outcome. ``numbers`` is a ``StepNumbers``."""
+
+    def weights(self, options: CacheOptions, numbers: Tensor) -> list[Any]:
+        """Return the weights of the stored residuals in the forecast of a skipped step, as tensors or numbers."""
+
+    def leave_graph(self) -> None:
+        """Clone the tensors that a graph returned."""
+
+
 class TracedForm(Protocol):
-    """The part of a cache that runs while a graph is traced."""
+    """The part of a cache that runs while a graph is traced.
+
+    Its methods are called in this order. If the model's blocks are compiled, the first and the last line are around
+    them, in eager code; if the whole model is compiled, :meth:`enter` takes their place.
+
+    ==========================================  =======================================================
+    :meth:`begin_call`                          by ``BlockCache.run``, which a call of the model begins
+    :meth:`enter`                               by ``apply_cache``, in a graph of the whole model
+    :meth:`begin`, or in later steps            by block_run.py, after the first blocks
+    :meth:`decide`
+    :meth:`run_block`                           by block_run.py, once for each block that may be skipped
+    :meth:`end_call`                            by ``BlockCache.run``, if a graph has decided
+    ==========================================  =======================================================
+    """
 
     def begin_call(self, arguments: Mapping[str, Any], device: torch.device) -> None:
         """Prepare an eager call of the model, inside of which graphs may run, with these arguments."""
@@ -107,7 +171,7 @@ class TracedForm(Protocol):
     def enter(self, arguments: Mapping[str, Any]) -> None:
         """Begin a call of the model that is being traced."""
 
-    def begin(self, inputs: DecisionInput) -> Any:
+    def begin(self, inputs: DecisionInput) -> GraphDecider:
         """Return the decider of a branch that begins with this call."""
 
     def decide(self, inputs: DecisionInput) -> None:
@@ -175,16 +239,25 @@ class NoTracedForm:
         )
 
 
-_TRACED_FORMS: list[Callable[[BlockCache], TracedForm]] = []
-
-
 def register_traced_form(make: Callable[[BlockCache], TracedForm]) -> None:
-    """Run the cache inside graphs by ``make(cache)``."""
-    _TRACED_FORMS.append(make)
+    """Run the cache inside graphs by ``make(cache)``.
+
+    Raises:
+        RuntimeError: A feature has registered a traced form before.
+    """
+    if _FEATURES.make_traced_form is not None:
+        raise RuntimeError(
+            "two features register a cache inside graphs, and a cache has one. Import one of them."
+        )
+    _FEATURES.make_traced_form = make
 
 
 def traced_form(cache: BlockCache) -> TracedForm:
-    """Return the part of ``cache`` that runs while a graph is traced."""
-    for make in _TRACED_FORMS:
-        return make(cache)
-    return NoTracedForm()
+    """Return the part of ``cache`` that runs while a graph is traced.
+
+    ``BlockCache.__init__`` calls this before it is done: ``make`` may read the module, ``blocks``, ``options``,
+    ``threshold``, ``roles`` and ``step`` of the cache, and nothing else.
+    """
+    if _FEATURES.make_traced_form is None:
+        return NoTracedForm()
+    return _FEATURES.make_traced_form(cache)

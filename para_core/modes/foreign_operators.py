@@ -1,6 +1,8 @@
 """Recognize attention operators of other packages, which a mode must compute over the mesh or refuse.
 
-A feature of :mod:`para_core.modes.registry` may compute some of them; all others are refused.
+A feature of :mod:`para_core.modes.registry` may compute some of them; all others are refused. Callers:
+:mod:`.interceptor`, for modes and the dispatcher; flash_attention.py; the recorder; and ``Region``, which asks whether
+a mode is needed. Tests: tests/modes/test_foreign_operators.py has a table of names, test_flash_attention.py the calls.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,11 +23,23 @@ from para_core.torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
 Operator = Any
 
 OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
-_COMPUTES_ATTENTION = re.compile(r"attention|attn|fmha")
-_FORWARD_OF_A_LIBRARY = re.compile(r"(mha_|flash_)?(varlen_)?fwd(_kvcache\w*)?")
+# Names of attention: torch_attn::_varlen_attn, transformers_msa::sparse_atten (but not "attenuate"), xformers' fmha,
+# torchao::fp8_fa3_rope_sdpa.
+_COMPUTES_ATTENTION = re.compile(r"atten(?!u)|attn|fmha|sdpa")
+# Namespaces whose forward has no such name: flash_attn and builds of it from the Hub, xformers_flash,
+# _vllm_fa2_C and _vllm_fa3_C (FlashAttention 2 and 3 of vLLM), sgl_kernel (FlashAttention 3 of SGLang).
+_LIBRARIES = re.compile(r"flash|attn|fa2|fa3|sgl_kernel")
+# Their forwards: fwd, varlen_fwd, mha_fwd, flash_fwd, fwd_kvcache_mla, varlen_fwd_sparse. fwd_combine is none.
+_FORWARD_OF_A_LIBRARY = re.compile(r"(mha_|flash_)?(varlen_)?fwd(_(kvcache|sparse)\w*)?")
+# Names that contain one of attention, but that compute a gradient, merge parts of an output, or prepare arguments:
+# flash_attn_varlen_bwd, merge_attn_states, flash_attn_combine, get_attn_scheduler_metadata, create_attention_mask.
+# Each alternative must be certain: an operator that is taken for something else attends to one rank's tokens, with no
+# error, while a refusal names the way out. So masked_attention, attention_pair_bias and rope_sdpa do not match.
 _COMPUTES_SOMETHING_ELSE = re.compile(
-    r"backward|bwd|grad|mask|bias|combine|merge|metadata|rotary|rope|norm|quant|entropy|cache_(update|append)"
+    r"backward|bwd|merge_att|(?<!_no)_grad$|_(combine|metadata|entropy|masks?|cache_(update|append))$"
 )
+# Arguments that an operator takes besides query, key and value: unified_attention_with_output, attn_with_mask.
+_OTHER_ARGUMENTS = re.compile(r"_with_\w*")
 
 # Operators of other packages that interceptor.py intercepts at the dispatcher, as (namespace, name). Eager
 # inference under a plan enters no mode, and the dispatcher intercepts only operators that are registered by
@@ -40,8 +55,6 @@ DISPATCHED_OPERATORS = (
     ("xformers_flash", "flash_fwd"),
     ("xformers_flash3", "flash_fwd"),
 )
-# Maximum number of stack frames that are searched for the Python function of a custom operator.
-_MAX_FRAMES = 6
 _DISPATCHED_NAMESPACES = frozenset(namespace for namespace, _ in DISPATCHED_OPERATORS)
 
 
@@ -61,12 +74,9 @@ def _computes_attention(operator: Operator) -> bool:
     # scaled_dot_product_attention pass, too, because modes handle it like F.scaled_dot_product_attention.
     if namespace == "aten" and (isinstance(operator, OpOverload) or name == "scaled_dot_product_attention"):
         return False
-    if _COMPUTES_SOMETHING_ELSE.search(name):
-        return False
     if _COMPUTES_ATTENTION.search(name):
-        return True
-    of_library = re.search("flash|attn|fa2|fa3", namespace) is not None
-    return of_library and _FORWARD_OF_A_LIBRARY.fullmatch(name) is not None
+        return _COMPUTES_SOMETHING_ELSE.search(_OTHER_ARGUMENTS.sub("", name)) is None
+    return _LIBRARIES.search(namespace) is not None and _FORWARD_OF_A_LIBRARY.fullmatch(name) is not None
 
 
 def overload_of(operator: Operator) -> OpOverload:
@@ -92,19 +102,25 @@ def is_called_by_a_graph(operator: Operator) -> bool:
     """Whether a compiled graph is calling ``operator``. Such a call was already handled when the graph was
     traced.
 
-    Graphs call overloads. The Python function of a ``torch.library.custom_op`` (FlashAttention-3 has one)
-    also calls an overload, but the stack then shows this function as the caller.
+    Graphs call overloads, from code that torch generates or from torch itself (``fx.Interpreter``). An overload that
+    other code calls, as ``sgl_kernel`` does, is called by no graph; nor is one that the Python function of a
+    ``torch.library.custom_op`` calls (FlashAttention-3 has one). Code without a module name counts as generated.
+
+    Call this function from a mode: it looks for the caller outside of this package.
     """
     if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
         return False
-    frame = sys._getframe(1)
-    depth = 0
-    # Between the two frames are those of torch's call of the mode; more frames would only cost time.
-    while frame.f_back is not None and depth < _MAX_FRAMES:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__") or ""
+        # Skip what stands between the mode and the caller: this package, the call of the operator, and modes of users
+        # and of torch (torch.device is one).
+        passes_on = module.startswith("para_core.") or module == "torch._ops"
+        if not passes_on and frame.f_code.co_name != "__torch_function__":
+            if frame.f_code is CustomOpDef.__call__.__code__:
+                return False
+            return module == "" or module.startswith("torch.")
         frame = frame.f_back
-        depth += 1
-        if frame.f_code is CustomOpDef.__call__.__code__:
-            return False
     return True
 
 

@@ -1,14 +1,15 @@
 """Find the submodules of a model that a plan names, and collect the rules of each.
 
-:mod:`.region` wraps what :func:`match_modules` finds. Caches, stages, PipeFusion and tensor parallelism use the
-same patterns and parameter names. Tests: tests/plans/test_plan.py, tests/plans/test_exactness.py.
+:mod:`.region` wraps what :func:`match_modules` finds, and ``parallelize_transformer`` checks a plan by it before it
+changes anything. Caches, stages, PipeFusion, tensor parallelism and the planner use the same patterns and parameter
+names. Tests: tests/plans/test_plan.py, tests/plans/test_exactness.py.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,16 @@ from torch import nn
 
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
-from para_core.plans.plan import AttentionByHeads, AttentionRule, Gather, Halo, Plan, ShardRule
+from para_core.plans.plan import (
+    AttentionByHeads,
+    AttentionRule,
+    Gather,
+    Halo,
+    OneForEach,
+    Plan,
+    ShardRule,
+    Split,
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,8 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
 
     Raises:
         ValueError: The plan names a module that does not exist. Only entries of ``Plan.attention`` may match
-            nothing; but if one is an :class:`AttentionByHeads`, its projections and output must exist.
+            nothing; but if one is an :class:`AttentionByHeads`, its projections and output must exist. Or it first
+            splits a segment inside a module of ``Plan.attention``.
     """
     required = [ModuleRules(name, shard_rules=tuple(rules.items())) for name, rules in plan.inner.items()]
     required += [
@@ -99,7 +110,51 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
                 matches[name] = submodule, earlier_rules.with_more(rules)
             else:
                 matches[name] = submodule, rules
+    if plan.inner:
+        _check_splits(plan, matches)
     return matches
+
+
+def _check_splits(plan: Plan, matches: Mapping[str, tuple[nn.Module, ModuleRules]]) -> None:
+    """Raise ``ValueError`` if a segment is split only inside modules whose attention calls the plan describes.
+
+    Such a module takes the segments at the moment of its call (``PlannedAttention.copy_for_calls``), so that its
+    attention would be on this rank's tokens only.
+    """
+    # Splits of a segment inside an attention module, as (segment, name of the split module, of the outer module).
+    inside: list[tuple[str, str, str]] = []
+    split_outside = set()
+    for rule in plan.inputs.values():
+        if isinstance(rule, Split):
+            split_outside.add(rule.segment)
+    for name, (_, rules) in matches.items():
+        for _, rule in rules.shard_rules:
+            if not isinstance(rule, Split) or rule.segment is None:
+                continue
+            outer = _outer_attention(name, matches)
+            if outer is None:
+                split_outside.add(rule.segment)
+            else:
+                inside.append((rule.segment, name, outer))
+    for segment, name, outer in inside:
+        if segment not in split_outside:
+            raise ValueError(
+                f"the plan splits {segment!r} at {name}, inside {outer}, whose attention it describes: that attention "
+                f"would see this rank's tokens only. Split {segment!r} before {outer} is called, or at its inputs."
+            )
+
+
+def _outer_attention(name: str, matches: Mapping[str, tuple[nn.Module, ModuleRules]]) -> str | None:
+    """Return the outermost module around ``name`` whose attention calls the plan describes; None if there is none."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        outer = ".".join(parts[:depth])
+        if outer not in matches:
+            continue
+        attention = matches[outer][1].attention
+        if isinstance(attention, OneForEach) or (isinstance(attention, tuple) and attention != ()):
+            return outer
+    return None
 
 
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:

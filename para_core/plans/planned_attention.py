@@ -1,4 +1,10 @@
-"""Attention of a model with a plan: compute each intercepted call over the segments that the plan names."""
+"""Attention of a model with a plan: compute each intercepted call over the segments that the plan names.
+
+A call of the model goes through the files of this folder: :mod:`.region` makes a :class:`PlannedAttention` and sets its
+segments, :mod:`.interception` passes the model's attention calls to it, and :mod:`.submodule_calls` copies it for
+modules that the plan describes. Tests: tests/plans/test_exactness.py and test_plan.py. Models with masks of the forms
+``"keys"`` (LTX, Allegro) and ``"pairs"`` (HunyuanVideo) are in tests/adapters/test_transformers.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +33,8 @@ from para_core.plans.exchange import PAST
 from para_core.plans.plan import Attention
 from para_core.torch_internals import top_saved_tensors_hooks
 
-# Maximum number of MeshAttention objects that are cached per model. A full cache is emptied.
+# Maximum number of entries in each of the two caches of a PreparedAttention, `attentions` and `computed_by`. A
+# full cache is emptied.
 _MOST_KNOWN = 64
 
 # Segments that no call shards count as replicated. mesh.single_rank() needs such segments, in a layout of all
@@ -79,6 +86,11 @@ class PlannedAttention:
     """The attention function of one call of a model, or of a module in it. Inactive until the plan has
     sharded tokens.
 
+    A call of the model has one, and a copy of it (:meth:`copy_for_calls`) for each module whose attention the plan
+    describes. A copy has the segments and the flag ``active`` of the moment of the module's call, and nobody changes
+    them later. So no segment may be split for the first time inside such a module, which
+    :func:`~para_core.plans.module_matching.match_modules` refuses.
+
     Args:
         prepared: The settings, and what is kept between calls of the model.
         calls: The segments of the first, second, … attention call. The last entry also applies to further
@@ -86,12 +98,16 @@ class PlannedAttention:
         bind: Binds a function to this call of the model, for the recomputation of activation checkpointing.
 
     Attributes:
-        active: Whether attention is intercepted; one for each copy.
+        segments: The segments that the call has sharded or replicated so far. Set by ``Region``, before ``active``.
+        active: Whether attention is intercepted; one for each copy. Set by ``Region.intercept_if_sharded``; reset by
+            :mod:`.submodule_calls` after an output was gathered, and by ``Interception.switch_off`` for a while.
         intercepted: Whether a call was intercepted; shared by the copies of a model call.
+            :class:`~para_core.plans.attention_check.AttentionCheck` has a table of what sets and resets it.
         skipped: Whether other code of this package computes or skips attention, so that calls may be missing;
-            shared.
+            shared. Set by ``allow_skipped_attention`` of :mod:`.current_call`.
         hooks_outside: The number of ``saved_tensors_hooks`` around the call of the model. A checkpoint that
-            set some of them runs the whole call again, which shards and intercepts by itself.
+            set some of them runs the whole call again, which shards and intercepts by itself. Set by
+            ``Interception``.
     """
 
     def __init__(
@@ -157,8 +173,9 @@ class PlannedAttention:
         """Make all ``torch.utils.checkpoint`` calls of the model whose forward is running recompute with this
         attention.
 
-        The caller has found hooks of saved tensors, as a checkpoint sets them, outside of a compiled
-        function.
+        The caller has found that ``top_saved_tensors_hooks(True)`` is not None, outside of a compiled function: some
+        hooks for saved tensors are set, and a checkpoint sets such hooks. That test stands in front of each call of
+        this method, because it costs less than the call.
         """
         for recomputation in RECOMPUTATION:
             recomputation.attention_called(self.prepared, partial(self.bind, self), self.hooks_outside)
@@ -168,36 +185,23 @@ class PlannedAttention:
         device if no key is sharded. Collective, unless no key is sharded.
 
         Raises:
-            ValueError: The number of queries or keys does not fit the plan. Ranks compare nothing here; they
-                all raise because they run one plan with equal arguments.
+            ValueError: The number of queries or keys, or the mask, does not fit the plan. Ranks compare nothing
+                here; they all raise because they run one plan with equal arguments.
         """
         if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
             self.bind_checkpoint()
-        query = call.query
-        key = call.key
-        value = call.value
-        attn_mask = call.attn_mask
         attention = self.calls[min(self._num_calls, len(self.calls) - 1)]
         if len(self.calls) > 1:
             self._num_calls += 1
         self.intercepted[0] = True
-        over_mesh = self._over_mesh(attention)
+        over_mesh = self._computed_by(attention)
         if over_mesh is None:
             if call.lengths is not None:
-                call.lengths.check(query.shape[-2], key.shape[-2])
+                call.lengths.check(call.query.shape[-2], call.key.shape[-2])
             return call.on_one_device()
-        if attn_mask is None or attention.mask is None or not self._has_sharded_keys(attention):
+        if call.attn_mask is None or attention.mask is None or not self._has_sharded_keys(attention):
             return over_mesh(call)
-        if attention.mask == "keys":
-            _, key_layout = planned_layouts(
-                attention, segments_of(self.segments), self.mesh, query.shape[-2], key.shape[-2]
-            )
-            attn_mask = gather_tokens(attn_mask, -1, key_layout, self.mesh)
-            return over_mesh(call.with_tensors(query, key, value, attn_mask))
-        valid = attn_mask.diagonal(dim1=-2, dim2=-1)
-        out = over_mesh(call.with_tensors(query, key, value, valid[..., None, :]))
-        # The mask forbids an invalid token, such as padding, to attend to anything, so its output is zero.
-        return out.masked_fill(~valid[..., None], 0.0)
+        return self._attend_with_mask(attention, over_mesh, call, call.attn_mask)
 
     attend = __call__
 
@@ -205,28 +209,66 @@ class PlannedAttention:
         """Raise ``error``. Ranks that run one plan make the same calls, so it is raised on all of them."""
         raise error
 
+    def _attend_with_mask(
+        self, attention: Attention, over_mesh: MeshAttention, call: SdpaCall, mask: Tensor
+    ) -> Tensor:
+        """Return the output of a call whose mask has the form that the plan names (:attr:`Attention.mask`).
+        Raise ``ValueError`` if it has another.
+        """
+        query = call.query
+        key = call.key
+        if attention.mask == "keys":
+            if guard_or_false(mask.shape[-1] != key.shape[-2]):
+                raise ValueError(
+                    f"attn_mask has {mask.shape[-1]} columns, and Attention(mask='keys') is for those of this rank's "
+                    f"{key.shape[-2]} keys. Expand the mask along the keys, or leave mask='keys' out of the plan."
+                )
+            # Its rows may be this rank's, too, and a MeshAttention takes a mask of which at most one dim is.
+            _, key_layout = planned_layouts(
+                attention, segments_of(self.segments), self.mesh, query.shape[-2], key.shape[-2]
+            )
+            whole_mask = gather_tokens(mask, -1, key_layout, self.mesh)
+            return over_mesh(call.with_tensors(query, key, call.value, whole_mask))
+        if mask.dtype != torch.bool or guard_or_false(mask.shape[-2] != mask.shape[-1]):
+            raise ValueError(
+                f"attn_mask is {mask.dtype} of shape {list(mask.shape)}, and Attention(mask='pairs') is for a bool "
+                "mask with a row and a column for each token of this rank. Leave mask='pairs' out of the plan."
+            )
+        # A single row is left, so that only the keys are this rank's, and the MeshAttention gathers them.
+        valid = mask.diagonal(dim1=-2, dim2=-1)
+        out = over_mesh(call.with_tensors(query, key, call.value, valid[..., None, :]))
+        # The mask forbids an invalid token, such as padding, to attend to anything, so its output is zero.
+        return out.masked_fill(~valid[..., None], 0.0)
+
     def begin_other_call(self, *, counts: bool) -> MeshAccess | None:
-        """Return the mesh and the layouts for an attention call that is no SDPA; None if no key is sharded."""
+        """Return the mesh and the layouts for an attention call that is no SDPA; None if no key is sharded.
+
+        The form of a mask (:attr:`Attention.mask`) is ignored: such a call is one of ``flex_attention``, which has no
+        tensor as a mask, but a BlockMask that a :class:`~para_core.plans.plan.SplitMask` has sharded.
+        """
         attention = self.calls[min(self._num_calls, len(self.calls) - 1)]
         if len(self.calls) > 1 and counts:
             self._num_calls += 1
         self.intercepted[0] = True
-        if self._over_mesh(attention) is None:
+        if self._computed_by(attention) is None:
             return None
         layouts = partial(planned_layouts, attention, segments_of(self.segments), self.mesh)
         return MeshAccess(self.mesh, layouts, self.prepared.options, assume_equal=True)
 
-    def _over_mesh(self, attention: Attention) -> MeshAttention | None:
+    def _computed_by(self, attention: Attention) -> MeshAttention | None:
         """Return the :class:`MeshAttention` for a plan entry, or None if SDPA on one device computes it."""
         if torch.compiler.is_compiling():
-            return self._find(attention)
+            return self._kept_mesh_attention(attention)
         known = self._known_computations.get(id(attention))
         if known is None:
-            known = attention, self._find(attention)
+            known = attention, self._kept_mesh_attention(attention)
             self._known_computations[id(attention)] = known
         return known[1]
 
-    def _find(self, attention: Attention) -> MeshAttention | None:
+    def _kept_mesh_attention(self, attention: Attention) -> MeshAttention | None:
+        """Return what :meth:`_computed_by` returns, without its cache. In eager code the :class:`MeshAttention` for
+        sharded keys is kept between calls of the model.
+        """
         if not self._has_sharded_keys(attention):
             if attention.keys is None or self.prepared.cross is None:
                 return None
@@ -239,19 +281,19 @@ class PlannedAttention:
             )
         segments = segments_of(self.segments)
         if torch.compiler.is_compiling():
-            return self._make(attention, segments)
+            return self._new_mesh_attention(attention, segments)
         attentions = self.prepared.attentions
         if (attention, segments) not in attentions:
             if len(attentions) >= _MOST_KNOWN:
                 attentions.clear()
-            attentions[attention, segments] = self._make(attention, segments)
+            attentions[attention, segments] = self._new_mesh_attention(attention, segments)
         return attentions[attention, segments]
 
     def _has_sharded_keys(self, attention: Attention) -> bool:
         sharded = [name for name, _, replicated, *_ in self.segments if not replicated]
         return bool(set(sharded) & set(attention.keys or attention.queries))
 
-    def _make(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
+    def _new_mesh_attention(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)
         options = self.prepared.options
         if attention.keys is not None and self.prepared.cross is not None:
@@ -300,8 +342,8 @@ def layout_of_segments(
     on this rank.
 
     One of ``names`` may be missing in ``segments``, those of the current model call. It counts as replicated,
-    with the remaining tokens. ``kind`` is used in error messages. Raise ``ValueError`` if ``num_tokens`` does
-    not fit the segments.
+    with the remaining tokens. If several are missing, no tokens may remain, and each is empty. ``kind`` is used in
+    error messages. Raise ``ValueError`` if ``num_tokens`` does not fit the segments.
     """
     by_name = {segment.name: segment for segment in segments}
     local = sum([by_name[name].size(mesh.rank, mesh.ranks) for name in names if name in by_name])

@@ -157,26 +157,20 @@ def run_attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
         raise unknown(func, rows, "its channels are sharded")
     if rows_k is not None:
         key, value = _gather_keys(func, key, value, rows_k, ranks)
-    if mask is not None:
-        mask = _require_mask_part(func, mask, rows_q, rows_k, ranks)
+    if is_causal and mask is not None:
+        raise unknown(
+            func, rows, "it has a mask and is_causal=True, of which most of PyTorch's kernels take one"
+        )
     if rows_q is not None and is_causal:
         # Compare positions in the whole sequence.
         positions = part_of(torch.arange(rows_q.total, device=query.device), rows_q.at(0), ranks)
-        visible = positions[:, None] >= torch.arange(key.shape[-2], device=query.device)
-        mask, is_causal = _hide(mask, ~visible), False
+        mask, is_causal = positions[:, None] >= torch.arange(key.shape[-2], device=query.device), False
+    elif mask is not None:
+        mask = _require_mask_part(func, mask, rows_q, rows_k, ranks)
     out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options)
     if rows_q is None:
         return out
     return set_rows(out, rows_q.at(out.ndim - 2))
-
-
-def _hide(mask: Tensor | None, hidden: Tensor) -> Tensor:
-    """Return ``mask``, bool or float or None, in which the keys where ``hidden`` is True are hidden, too."""
-    if mask is None:
-        return ~hidden
-    if mask.dtype == torch.bool:
-        return mask & ~hidden
-    return torch.where(hidden, -torch.inf, mask)
 
 
 def _gather_keys(

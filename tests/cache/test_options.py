@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from para_core import apply_cache, model_cache_report
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, cache_report
 from para_core.adapters.cache.threshold_warnings import warn_of_outcomes
+from para_core.cache import registry
 from para_core.cache.apply import cache_options
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.decision import DecisionOutcome, Verdict
@@ -481,3 +482,22 @@ def test_policy_reading_numbers_raises_in_graph():
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
     with pytest.raises(RuntimeError, match=r"policy=.*cautious .*& .*\|"):
         pipe([1.0, 1.0])
+
+
+def test_a_copy_without_features_names_what_it_lacks_and_each_is_registered_once(monkeypatch):
+    monkeypatch.setattr(registry, "_FEATURES", registry._Features())
+    assert registry.order_on_schedule() == 0
+    with pytest.raises(ValueError, match=r"forecast_order is 2, .*no forecasts"):
+        CacheOptions(residual_diff_threshold=0.1, forecast_order=2)
+    with pytest.raises(RuntimeError, match=r"no cache inside compiled graphs.*compile_repeated_blocks"):
+        registry.traced_form(None).enter({})
+    registry.register_traced_form(lambda cache: cache)
+    registry.register_orders(lambda order: MEAN, on_schedule=3)
+    assert (registry.traced_form("a cache"), registry.order_on_schedule()) == ("a cache", 3)
+    monkeypatch.setitem(registry.FORECASTS, "mean", MEAN)
+    with pytest.raises(RuntimeError, match="two features register a cache inside graphs"):
+        registry.register_traced_form(lambda cache: cache)
+    with pytest.raises(RuntimeError, match="two features register forecasts of an order"):
+        registry.register_orders(lambda order: MEAN, on_schedule=1)
+    with pytest.raises(ValueError, match="'mean'"):
+        registry.register_forecast(MEAN)

@@ -21,11 +21,7 @@ class Model:
     def __call__(self, x, branch, form="tuple"):
         self.calls += 1
         out = x.sin() * (branch + 1)
-        outputs = {
-            "parts": ([out], None, (x[:1] + branch,)),
-            "twice": (torch.cat([out] * 2),),
-            "dict": {"sample": out},
-        }
+        outputs = {"parts": ([out], None, (x[:1] + branch,)), "twice": (torch.cat([out] * 2),), "dict": {"sample": out}}
         return outputs.get(form, (out, (x[:1] + branch).double()))
 
 

@@ -172,13 +172,7 @@ def test_shared_gpu_raises_on_its_ranks(rank_pool):
 
 # By mesh shape (batch, ring, ulysses): sizes of new groups, and how many groups are requested of torch. A group of
 # all ranks is the default group, dims of size 1 share one, and for dims of 2 torch creates both on every rank.
-GROUPS = {
-    (1, 1, 4): ([1], 1),
-    (1, 4, 1): ([], 0),
-    (4, 1, 1): ([], 0),
-    (1, 2, 2): ([2, 2], 4),
-    (2, 2, 1): ([2, 2], 4),
-}
+GROUPS = {(1, 1, 4): ([1], 1), (1, 4, 1): ([], 0), (4, 1, 1): ([], 0), (1, 2, 2): ([2, 2], 4), (2, 2, 1): ([2, 2], 4)}
 
 
 def groups_made(shapes):

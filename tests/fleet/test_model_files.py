@@ -271,10 +271,7 @@ def test_damaged_file_and_lora_are_refused(tmp_path, name, contents, named):
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [
-        ({"size": "40x24"}, "size is 40x24.* 32x16 or 48x32"),
-        ({"width": 5}, "'width' is 5.* expected 16\\."),
-    ],
+    [({"size": "40x24"}, "size is 40x24.* 32x16 or 48x32"), ({"width": 5}, "'width' is 5.* expected 16\\.")],
 )
 def test_size_that_the_pipeline_would_round_is_refused(values, expected):
     model = find_model(None)

@@ -1,7 +1,10 @@
 """Ray with stand-ins: the cluster to which a fleet connects, and the answers of the ranks of a replica."""
 
 import asyncio
+import gc
+import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,9 +13,12 @@ pytest.importorskip("ray", reason="the extra ray is not installed")
 import ray
 
 from para_core.fleet import group
+from para_core.fleet.build import find_model
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import Answer
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import make_request
 from para_core.launcher.errors import Cancelled, RankDied
 
 JOIN, NEW, LOCAL = "joined", "None with True CPUs", "local with True CPUs"
@@ -80,6 +86,10 @@ def test_replica_without_room_names_spread(monkeypatch):
         group.require_cluster(ReplicaOptions(3), 2)
     with pytest.raises(ValueError, match=r"4 replicas of 2 ranks .*8 CPUs, .*6"):
         group.require_cluster(ReplicaOptions(2, spread=True), 4)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 4.0, "GPU": 8.0}}] * 2)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 16.0})
+    with pytest.raises(ValueError, match=r"nodes of the Ray cluster have 4, 4 CPUs and 8, 8 GPUs: use fewer ranks"):
+        group.require_cluster(ReplicaOptions(8), 1)
 
 
 GRACE = 0.2
@@ -122,3 +132,115 @@ def test_slow_ranks_are_waited_for_unless_another_one_failed(monkeypatch, answer
     with pytest.raises(RankDied, match=died):
         wait_for(*answers)
     assert time.perf_counter() - start < 10.0
+
+
+class Actor:
+    """An actor whose methods return ``answers``, by name. The others, and all after its end, fail when it ends."""
+
+    def __init__(self, **answers):
+        self.answers, self.calls, self.died = answers, [], asyncio.Event()
+
+    def __getattr__(self, name):
+        async def answer(*args):
+            self.calls.append((name, *args))
+            if name in self.answers and not self.died.is_set():
+                return self.answers[name]
+            await self.died.wait()
+            raise ray.exceptions.ActorDiedError
+
+        method = SimpleNamespace(remote=lambda *args: asyncio.ensure_future(answer(*args)))
+        method.options = lambda **_: method
+        return method
+
+
+LOADING = {"watch_signals": (1, "/nowhere"), "remove_notes": None, "__ray_call__": "here", "open_store": 1}
+RUNNING = {**LOADING, "loading_log": (0, []), "join": None, "progress": (0, []), "cancel": None}
+REQUEST = ("a", make_request({"prompt": "a"}, find_model(None), seed=0))
+
+
+@pytest.fixture
+def ask(monkeypatch, caplog):
+    """Return a function that runs ``question(replica, actors)``, and returns the errors that were logged meanwhile."""
+    monkeypatch.setattr(ray, "kill", lambda actor: actor.died.set())
+    monkeypatch.setattr(group, "_POLL_SECONDS", 0.01)
+
+    def ask(question, answers):
+        async def run():
+            replica = group.RayReplica(Recipe(""), ReplicaOptions(2))
+            actors = [Actor(**answers), Actor(**answers)]
+
+            async def place():
+                for actor in actors:
+                    actor.died = asyncio.Event()
+                replica.actors = actors
+
+            monkeypatch.setattr(replica, "_place_actors", place)
+            await question(replica, actors)
+            await asyncio.sleep(0.05)
+            # Asyncio logs an exception that nobody has read when the task is collected.
+            gc.collect()
+
+        asyncio.run(run())
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+    return ask
+
+
+async def stop_while_a_request_runs(replica, actors):
+    await replica.start()
+    running = asyncio.ensure_future(replica.generate_batch([REQUEST]))
+    await asyncio.sleep(0.05)
+    await replica.stop()
+    with pytest.raises(RankDied, match=r"the replica was stopped\."):
+        await running
+    for call in (replica.memory, lambda: replica.generate_batch([REQUEST])):
+        with pytest.raises(RankDied, match="not running"):
+            await call()
+
+
+async def cancel_a_start_and_a_batch(replica, actors):
+    await replica.start()
+    running = asyncio.ensure_future(replica.generate_batch([REQUEST]))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    await asyncio.wait([running])
+    assert ("cancel", "a") in actors[0].calls and replica.running
+    del actors[1].answers["join"]
+    starting = asyncio.ensure_future(replica.start())
+    await asyncio.sleep(0.05)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled() and not replica.running and actors[1].died.is_set()
+
+
+async def die_together(replica, actors):
+    await replica.start()
+    running = asyncio.ensure_future(replica.generate_batch([REQUEST]))
+    await asyncio.sleep(0.05)
+    for actor in actors:
+        actor.died.set()
+    with pytest.raises(RankDied, match="rank 0 died"):
+        await running
+
+
+async def die_while_loading(replica, actors):
+    starting = asyncio.ensure_future(replica.start())
+    await asyncio.sleep(0.05)
+    actors[0].died.set()
+    with pytest.raises(RuntimeError, match="rank 0 died"):
+        await starting
+
+
+@pytest.mark.parametrize(
+    ("question", "answers", "errors"),
+    [
+        (stop_while_a_request_runs, RUNNING, []),
+        (cancel_a_start_and_a_batch, RUNNING, []),
+        (die_together, RUNNING, ["rank 0 died"]),
+        (die_while_loading, LOADING, ["rank 0 died", "cannot start: rank 0 died"]),
+    ],
+)
+def test_the_end_of_ranks_is_told_once_and_by_its_reason(ask, question, answers, errors):
+    logged = ask(question, answers)
+    assert len(logged) == len(errors), logged
+    assert all(error in message for error, message in zip(errors, logged, strict=True)), logged

@@ -99,6 +99,8 @@ def refuse():
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     calls["UnifiedAttnMode.disable()"] = functools.partial(operator, q, k, v)
     calls["a_library.memory_efficient_attention"] = functools.partial(call_other_library, q, k, v)
+    overload = torch.ops.a_library.memory_efficient_attention.default
+    calls["a_library.memory_efficient_attention.default"] = lambda: overload(q, k, v)
     with torch.no_grad(), UnifiedAttnMode(cpu_mesh(1, 2)) as cp:
         messages = {name: outcome(call) for name, call in calls.items()}
         with cp.using(cp.sequence(8), key_layout=cp.sequence(12)):

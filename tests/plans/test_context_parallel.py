@@ -4,6 +4,7 @@ import diffusers
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from para_core import ContextParallelConfig, ParallelConfig, apply_context_parallel, remove_context_parallel
@@ -11,9 +12,11 @@ from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
 PLAN = WanTransformer3DModel._cp_plan
-
-
 THEIRS = diffusers.ContextParallelConfig
+
+
+def named_mesh(shape, *names):
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def call(transformer):
@@ -31,9 +34,12 @@ CONFIGS = {
         context_parallel_config=THEIRS(ulysses_degree=2, ulysses_anything=True)
     ),
     "theirs, a mesh": lambda: THEIRS(ring_degree=2, ring_anything=True, mesh=cpu_mesh(2, 1)),
+    "dims in another order": lambda: ContextParallelConfig(mesh=named_mesh((2, 1), "ulysses", "ring")),
+    "a further dim": lambda: ContextParallelConfig(mesh=named_mesh((1, 2, 1), "ulysses", "ring", "fsdp")),
 }
 BAD = {
     "too many": (lambda: ContextParallelConfig(ring_degree=3), ValueError, r"3 × 1 = 3.* 2 ranks"),
+    "too few": (ContextParallelConfig, ValueError, r"1 × 1 = 1.* 2 ranks"),
     "none": (lambda: ContextParallelConfig(ring_degree=0), ValueError, "ring_degree.* 0"),
     "no such method": (
         lambda: ContextParallelConfig(ring_degree=2, rotate_method="p2p"),
@@ -45,6 +51,7 @@ BAD = {
         ValueError,
         r"ring × ulysses = 1 × 2.* 2 × None",
     ),
+    "no ring": (lambda: ContextParallelConfig(ring_degree=1, mesh=cpu_mesh(2, 1)), ValueError, "2 × 1.* 1 × None"),
     "weights": (
         lambda: diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig(tp_degree=2)),
         ValueError,

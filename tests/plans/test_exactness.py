@@ -81,11 +81,7 @@ def cut(dim: int = 1, dims: int = 3, output: bool = False) -> Any:
 
 
 GATHER = ContextParallelOutput(gather_dim=1, expected_dims=3)
-INSIDE = {
-    "rotation": {0: cut(dim=0, dims=2, output=True)},
-    "blocks.0": {"hidden_states": cut()},
-    "proj_out": GATHER,
-}
+INSIDE = {"rotation": {0: cut(dim=0, dims=2, output=True)}, "blocks.0": {"hidden_states": cut()}, "proj_out": GATHER}
 
 
 def tokens(num: int) -> Tensor:

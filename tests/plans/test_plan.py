@@ -115,19 +115,22 @@ class Grouped(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.heads = 4
+        self.heads, self.mask = 4, None
         self.q, self.k, self.v = nn.Linear(20, 16), nn.Linear(20, 8), nn.Linear(20, 8)
         self.out = nn.Linear(16, 20)
 
     def forward(self, x):
         q, k, v = (project(x).unflatten(2, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, self.mask, enable_gqa=True)
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-def with_grouped_heads(num):
-    plan = replace(HEADS, inputs={"input": Split(dim=1, segment="tokens")}, attention={"0": BY_HEADS})
-    planned(nn.Sequential(Grouped()), plan, [noise(2, num, 20)])
+def with_grouped_heads(attention, mask=None, inner=None):
+    model = nn.Sequential(Grouped())
+    model[0].mask = mask
+    inputs = {} if inner else {"input": Split(1, "tokens")}
+    plan = replace(HEADS, inputs=inputs, inner=inner or {}, attention={"0": attention})
+    planned(model, plan, [noise(2, 7, 20)])
 
 
 def with_fused(parts):
@@ -144,6 +147,8 @@ def by_heads(parts):
 
 
 INPUT = {"hidden_states": cut()}
+TO_ITSELF, ONE = (Attention(("tokens",)),), torch.zeros(1, 1)
+SPLIT_INSIDE = {f"0.{name}": {"input": Split(1, "tokens")} for name in "qkv"}
 SUMS = r"scaled_dot_product_attention .*LinearAttention\("
 REFUSED = [
     (with_unfitting_plan, (), ValueError, r"'nothing'.* Model "),
@@ -155,8 +160,11 @@ REFUSED = [
     (by_rows, (None, 3), ValueError, r"3 rows on 2 ranks.* 2 "),
     (by_rows, (None, 6, True), RuntimeError, r"OfRows .*activation checkpointing"),
     (with_bypass_in_a_graph, (), RuntimeError, "2 ranks"),
+    (with_grouped_heads, (TO_ITSELF, None, SPLIT_INSIDE), ValueError, "'tokens' at 0.q, inside 0,"),
+    (with_grouped_heads, ((Attention(("tokens",), None, "keys"),), ONE), ValueError, "1 columns.* [34] keys"),
+    (with_grouped_heads, ((Attention(("tokens",), None, "pairs"),), ONE), ValueError, r"float32 .* \[1, 1\].*'pairs'"),
     (with_fused, (None,), ValueError, "qkv"),
-    (with_grouped_heads, (7,), ValueError, r"4 heads.*\[4, 2\]"),
+    (with_grouped_heads, (BY_HEADS,), ValueError, r"4 heads.*\[4, 2\]"),
     (*by_heads((3, 1)), r"\(3, 1\) .*qkv"),
     (*published({"": INPUT}), "'hidden_states' .*gather"),
     (*published({"": {**INPUT, 0: cut(output=True)}, "proj_out": GATHER}), r"outputs \[0\]"),

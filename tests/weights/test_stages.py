@@ -200,11 +200,7 @@ def fail_and_generate(kind, where, nccl):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "ranks", "where", "nccl"),
-    [
-        ("PipeFusion", 2, "call", True),
-        ("PipeFusion", 3, "callback", False),
-        ("stages", 2, "after the blocks", True),
-    ],
+    [("PipeFusion", 2, "call", True), ("PipeFusion", 3, "callback", False), ("stages", 2, "after the blocks", True)],
 )
 def test_a_generation_after_a_failed_one_is_right(rank_pool, kind, ranks, where, nccl):
     expected = on_one_rank(kind)

@@ -419,10 +419,7 @@ CASES = {
         r"^pipe\.transformer .*compiled .*\(weights='tensor'\)" + BLOCKS,
     ),
     "check_cached_model_not_replaced": (lambda _: of_pipe(flux_pipe(), flux_transformer()), "another .*cache"),
-    "check_one_device": (
-        lambda _: of_pipe(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1})),
-        BALANCED,
-    ),
+    "check_one_device": (lambda _: of_pipe(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1})), BALANCED),
     "check_one_device, of the model": (
         lambda _: of_pipe(pipe_with(lambda model: changed(model, hf_device_map={"a": 0, "b": 1}))),
         BALANCED,

@@ -77,12 +77,7 @@ CASES = [
 @pytest.mark.parametrize("learns", [False, True], ids=["forward", "gradient"])
 @pytest.mark.parametrize(
     ("ring", "ulysses", "share", "window", "options"),
-    [
-        (3, 1, 0.4, 4, {}),
-        (2, 2, 0.4, 4, {}),
-        (1, 3, 0.7, 64, {}),
-        (2, 1, 1.0, 1, {"attn_func": own_attention}),
-    ],
+    [(3, 1, 0.4, 4, {}), (2, 2, 0.4, 4, {}), (1, 3, 0.7, 64, {}), (2, 1, 1.0, 1, {"attn_func": own_attention})],
 )
 def test_kept_keys_equal_dense_masked_attention(rank_pool, ring, ulysses, share, window, options, learns):
     cases = [sparse(case, share, window) for case in CASES if not learns or case.qkv()[0].numel()]
