@@ -1,5 +1,8 @@
 """Guess the block stack of a model from one observed call: which lists of blocks there are, and what they
 pass on.
+
+:mod:`para_core.adapters.propose.stack` calls it, and checks its guesses by calls. Tests:
+tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations
