@@ -1,4 +1,9 @@
-"""Gather the tokens that the ranks of one mesh dim hold, in the order of the sequence, and the transpose of that."""
+"""Gather the tokens that the ranks of one mesh dim hold, in the order of the sequence, and the transpose of that.
+
+:mod:`para_core.attention.flex_exchange`, :mod:`para_core.attention.gradients.gathered` and
+:mod:`para_core.spatial.fetch` call it. Tests: tests/layout/test_sequence.py for the order, and for gradients
+tests/modes/test_flex_attention.py and tests/attention/test_gathered.py.
+"""
 
 from __future__ import annotations
 
