@@ -2,6 +2,8 @@
 
 One program merges some rows of one head. It reads out and lse of both sides once and writes the result once,
 optionally in place. Bytes per row, with e bytes per element: D · (e_a + e_b + e_out) + 12.
+
+:mod:`para_core.attention.merge` calls it. Tests: tests/kernels/test_small_kernels.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 warm-up.
 
 Nothing is shown unless a handler is attached. Records of a counted phase have the attributes ``done`` and
-``total``.
+``total``. Commands (:mod:`para_core.cli.progress`), ranks (:mod:`para_core.launcher.report_loading`) and replicas
+attach handlers. Tests: tests/cli/test_progress.py and tests/launcher/test_loading.py.
 """
 
 from __future__ import annotations
