@@ -1,5 +1,9 @@
-"""Kernel of attention forward, which can continue a partial result; :mod:`para_core.kernels.attention_launch`
-launches it.
+"""Kernel of attention forward, which can continue a partial result.
+
+:mod:`para_core.kernels.attention_launch` launches it, after :meth:`KernelCall.prepare` has brought the arguments into
+the form that the kernel reads; :mod:`para_core.kernels.attention_reference` is the reference. Tests:
+tests/kernels/test_attention.py for the numbers, in Triton's interpreter (marked ``slow``: not in ``make check``), and
+test_compiled.py for registers and spills on each GPU.
 
 One program computes BLOCK_M queries of one head. It visits the keys in tiles of BLOCK_N with an online
 softmax (FlashAttention-2, arXiv:2307.08691). The softmax has base 2: scores are multiplied by log2(e), so
@@ -35,7 +39,7 @@ _LOWEST = tl.constexpr(-2.0e38)
 @triton.jit
 def _tiles(
     acc, acc_rest, total, peak, q, q_rest, k_head, k_scales, v_head, mask_head, step_k, step_v, step_mask_rows,
-    step_mask_keys, rows, num_queries, first, last, shift, score_scale,
+    step_mask_keys, rows, num_queries, first, last, shift, row_scale,
     D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr, V: tl.constexpr, V_REST: tl.constexpr,
     V_END: tl.constexpr, MASK: tl.constexpr, MASK_HAS_ROWS: tl.constexpr, CAUSAL: tl.constexpr,
     IN_RANGES: tl.constexpr, NEGATIVE: tl.constexpr, EIGHT_BITS: tl.constexpr, COMPARED: tl.constexpr,
@@ -49,6 +53,8 @@ def _tiles(
     times log2(e); -inf before a query has seen a key. The arguments are those of :func:`attention_kernel`,
     offset to the head.
 
+    row_scale: The scale of the scores, not negative: a number; with EIGHT_BITS ``[BLOCK_M]``, which includes
+        the scale of each rounded query.
     COMPARED: whether a tile may contain keys that some queries must not see, so that positions must be
         compared.
     """
@@ -69,24 +75,23 @@ def _tiles(
             )
             # Pass out_dtype, because Triton 3.6 otherwise assumes a float32 result, also for integers.
             scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee", out_dtype=scores.dtype)
-        # With 8 bits, score_scale is per row, because it includes the scale of each query.
-        scale_of_rows = score_scale
+        scale = row_scale
         if EIGHT_BITS:
             scores = (
                 scores.to(tl.float32) * _load_block(k_scales + keys, inside, inside, COMPARED, False)[None, :]
             )
-            scale_of_rows = score_scale[:, None]
+            scale = row_scale[:, None]
         if NEGATIVE:
             scores = -scores
 
         if MASK == "none" and not COMPARED:
-            # Every query sees every key, so no score is -inf, and the scale, which is positive (NEGATIVE),
+            # Every query sees every key, so no score is -inf, and the scale, which is not negative (NEGATIVE),
             # can be applied to the maximum and in the exponent.
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
-            weights = tl.exp2(scores * scale_of_rows - new_peak[:, None])
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * row_scale)
+            weights = tl.exp2(scores * scale - new_peak[:, None])
             shrink = tl.exp2(peak - new_peak)
         else:
-            scores = scores * scale_of_rows
+            scores = scores * scale
             if MASK != "none":
                 if MASK == "bits":
                     mask_tile = _bits(
@@ -109,13 +114,15 @@ def _tiles(
                     scores = tl.where(mask_tile != 0, scores, float("-inf"))
                 else:
                     mask_tile = mask_tile.to(tl.float32)
-                    bias = tl.maximum(mask_tile, _LOWEST) * LOG2_E
+                    # By default, tl.maximum returns the other number for NaN, and NaN would hide a key.
+                    bias = tl.maximum(mask_tile, _LOWEST, propagate_nan=tl.PropagateNan.ALL) * LOG2_E
                     scores += tl.where(mask_tile == float("-inf"), float("-inf"), bias)
             if COMPARED:
                 visible = inside[None, :]
                 if CAUSAL:
                     visible = visible & (keys[None, :] <= rows[:, None] + shift)
                 scores = tl.where(visible, scores, float("-inf"))
+            # These maxima skip NaN. The weight of such a score is NaN nevertheless, and so is the row's sum.
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             # If a row has seen no key yet, -inf minus -inf would be NaN, so use 0 as its origin.
             origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -146,7 +153,7 @@ def _tiles(
 def _round_queries(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr):
     """Round queries to int8.
 
-    Returns the two blocks of rounded queries, the scale of each query's scores, and the number that each
+    Returns the two blocks of rounded queries, the scale of each query's scores ``[BLOCK_M]``, and the number that each
     query's scores lack because ``mean`` was subtracted from the keys.
     """
     dims = tl.arange(0, D)
@@ -158,8 +165,8 @@ def _round_queries(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.con
         x_rest = x_rest.to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(x_rest), 1))
         lost += tl.sum(x_rest * tl.load(mean + more, mask=more < D_END, other=0.0)[None, :], 1)
-    # An integer cannot be NaN. If a row is not finite, ``lost`` is NaN, so adding 0 · lost makes the row's
-    # scale NaN.
+    # An integer cannot be NaN. If a row is not finite, ``lost`` is infinite or NaN, so 0 · lost is NaN, and adding
+    # it makes the row's scale NaN.
     step = tl.maximum(largest, 1e-30) / 127 + 0.0 * lost
     x = to_int8(x / step[:, None])
     if D_REST > 0:
@@ -175,8 +182,11 @@ def _bits(
     """Return a tile of a mask of bits, keys ``start`` to ``start + BLOCK_N - 1``, as 0 or 1: ``[rows or 1,
     BLOCK_N]``.
 
-    Groups of 32 keys that begin at ``last`` or later load nothing, and give 0. ANY_START: whether ``start``
-    may be other than a multiple of 32. Each word of 32 keys is then loaded twice, otherwise once.
+    Groups of 32 keys that begin at ``last`` or later load nothing, and give 0. BLOCK_N must be a multiple of 32.
+
+    HAS_ROWS: whether the mask has a row for each query; otherwise its only row is that of all queries.
+    ANY_START: whether ``start`` may be other than a multiple of 32. Each word of 32 keys is then loaded twice,
+        otherwise once.
     """
     groups = tl.arange(0, BLOCK_N // 32)
     at = words + (start // 32 + groups).to(tl.int64)[None, :] * step_words
@@ -223,10 +233,20 @@ def attention_kernel(
     """Compute BLOCK_M queries of one head per program.
 
     ``step_*`` are strides in elements; those of query, key, value, out_so_far and out are in units of UNIT
-    elements. Last dims have stride 1. The D_END dims of query and key are read in two blocks of D and D_REST
-    dims, the V_END dims of value in blocks of V and V_REST. With CAUSAL, query i sees keys up to i + shift.
-    With NEGATIVE the scale is ``-score_scale``. With EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and
-    key_mean ``[B, H_kv, D_END]``, float32.
+    elements. Last dims of these five have stride 1. The D_END dims of query and key are read in two blocks of D
+    and D_REST dims, the V_END dims of value in blocks of V and V_REST. With CAUSAL, query i sees keys up to i +
+    shift. score_scale includes log2(e) and is not negative; with NEGATIVE the scale is ``-score_scale``.
+
+    The launch ensures, and the kernel does not check:
+
+    - ``ranges`` ``[B or 1, R, 2]`` is int32, its last two dims contiguous. The ranges of a sample are ascending
+      and disjoint (:func:`~para_core.kernels.attention_reference.attention` demands it of the user): a key in
+      two ranges would count twice, where the reference takes the union.
+    - ``lse`` and ``lse_so_far`` are float32 ``[B, H, S_q]``, contiguous, so the same offset is used for both.
+    - ``out_so_far`` is finite also in rows whose ``lse_so_far`` is -inf, where it is multiplied by 0.
+    - MASK is ``"none"``; ``"bool"``, bytes; ``"float"``, numbers of up to 32 bits; or ``"bits"``, int32 words of
+      32 keys, for which BLOCK_N is a multiple of 32. With MASK_HAS_ROWS, ``mask`` has a row for each query.
+    - With EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and key_mean ``[B, H_kv, D_END]``, float32, contiguous.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
@@ -280,11 +300,12 @@ def attention_kernel(
     key_head = head // GROUP
     k_head = key + (sample * step_kb + key_head * step_kh) * UNIT
     k_scales = key_scales
+    row_scale = score_scale
     lost = 0.0
     if EIGHT_BITS:
         of_head = sample * (HEADS // GROUP) + key_head
         k_scales = key_scales + of_head * num_keys
-        q, q_rest, score_scale, lost = _round_queries(
+        q, q_rest, row_scale, lost = _round_queries(
             q, q_rest, key_mean + of_head * D_END, score_scale, D, D_REST, D_END
         )
     if NEGATIVE:
@@ -314,7 +335,7 @@ def attention_kernel(
             acc, acc_rest, total, peak = _tiles(
                 acc, acc_rest, total, peak, q, q_rest, k_head, k_scales, v_head, mask_head, step_k * UNIT,
                 step_v * UNIT, step_mask_rows, step_mask_keys, rows, num_queries, plain if COMPARED else first,
-                last if COMPARED else plain, shift, score_scale, D, D_REST, D_END, V, V_REST, V_END, MASK,
+                last if COMPARED else plain, shift, row_scale, D, D_REST, D_END, V, V_REST, V_END, MASK,
                 MASK_HAS_ROWS, CAUSAL, HAS_RANGES, NEGATIVE, EIGHT_BITS, COMPARED, BLOCK_N,
             )  # fmt: skip
 

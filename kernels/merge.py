@@ -48,7 +48,8 @@ def merge_kernel(
     of_b = tl.load(
         lse_b + batch * lse_b_batch + head * lse_b_head + row * lse_b_row, mask=is_row, other=minus_infinity
     )
-    peak = tl.maximum(of_a, of_b)
+    # By default, the maximum of NaN and -inf is -inf, and the row would seem to see no key.
+    peak = tl.maximum(of_a, of_b, propagate_nan=tl.PropagateNan.ALL)
     # -inf minus -inf is NaN, so give rows without a key finite numbers here; their result is set below.
     empty = peak == minus_infinity
     peak = tl.where(empty, 0.0, peak)

@@ -2,17 +2,15 @@
 warm-up.
 
 Nothing is shown unless a handler is attached. Records of a counted phase have the attributes ``done`` and
-``total``.
-
-``fleet/`` and :mod:`para_core.launcher.report_loading` report and listen; ``cli/progress.py`` draws. Tests:
-tests/cli/test_progress.py, tests/fleet/test_rank.py.
+``total``. Commands (:mod:`para_core.cli.progress`), ranks (:mod:`para_core.launcher.report_loading`) and replicas
+attach handlers. Tests: tests/cli/test_progress.py and tests/launcher/test_loading.py.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -26,7 +24,11 @@ DIFFUSERS = "diffusers.pipelines.pipeline_utils"
 
 @contextmanager
 def pass_records_to(handler: logging.Handler, source: logging.Logger = logger) -> Iterator[None]:
-    """Inside this context, pass the records of ``source`` at INFO or above to ``handler`` alone."""
+    """Inside this context, pass the records of ``source`` at INFO or above to ``handler`` alone.
+
+    For loggers of para_core, whose records ``handler`` shows. Use :func:`copy_records_to` for a logger of
+    another library.
+    """
     level, propagate = source.level, source.propagate
     source.addHandler(handler)
     source.setLevel(logging.INFO)
@@ -38,6 +40,34 @@ def pass_records_to(handler: logging.Handler, source: logging.Logger = logger) -
         source.propagate = propagate
         source.setLevel(level)
         source.removeHandler(handler)
+
+
+class _Onward(logging.Handler):
+    """Handler of the logger ``source`` that gives records to the handlers above ``source``: those records that
+    reached them before :func:`pass_records_to` changed its level and ``propagate``.
+    """
+
+    def __init__(self, source: logging.Logger) -> None:
+        super().__init__()
+        self._above, self._level = source.parent, source.level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # The level above is looked up here, because what runs in the context may change it.
+        if self._above is not None and record.levelno >= (self._level or self._above.getEffectiveLevel()):
+            self._above.callHandlers(record)
+
+
+@contextmanager
+def copy_records_to(handler: logging.Handler, source: logging.Logger) -> Iterator[None]:
+    """Inside this context, pass the records of ``source`` at INFO or above to ``handler``, too. The handlers
+    above ``source`` get the records that they get without this context, such as warnings.
+    """
+    onward: AbstractContextManager[None] = nullcontext()
+    # Inside another such context, the outer one passes records on.
+    if source.propagate:
+        onward = pass_records_to(_Onward(source), source)
+    with onward, pass_records_to(handler, source):
+        yield
 
 
 def report(text: str, done: int | None = None, total: int | None = None) -> None:
@@ -60,21 +90,32 @@ def readable_bytes(count: float) -> str:
 
 def component_bytes(folder: Path | None) -> dict[str, int]:
     """Return the bytes of weights by subfolder of a pipeline's folder.
-    Subfolders without weights are left out.
+    Subfolders without weights, or that cannot be read, are left out.
     """
     sizes: dict[str, int] = {}
     if folder is None:
         return sizes
     for subfolder in folder.iterdir():
-        if not subfolder.is_dir():
-            continue
-        by_format = dict.fromkeys(_WEIGHTS, 0)
-        for file in subfolder.iterdir():
+        # A file may be a link to nothing. That is for the loader to report, not for a line of progress.
+        with suppress(OSError):
+            size = _weight_bytes(subfolder)
+            if size:
+                sizes[subfolder.name] = size
+    return sizes
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Return the bytes of the weights in the largest format in ``folder``; 0 if it is no folder.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    by_format = dict.fromkeys(_WEIGHTS, 0)
+    if folder.is_dir():
+        for file in folder.iterdir():
             if file.suffix in by_format:
                 by_format[file.suffix] += file.stat().st_size
-        if any(by_format.values()):
-            sizes[subfolder.name] = max(by_format.values())
-    return sizes
+    return max(by_format.values())
 
 
 class _ComponentCounter(logging.Handler):
@@ -135,5 +176,5 @@ def report_components(name: str, components: Sequence[str]) -> Iterator[None]:
     report(f"loading {name}: {len(components)} components, {size}")
     source = logging.getLogger(DIFFUSERS)
     counter = _ComponentCounter(name, len(components))
-    with pass_records_to(counter, source):
+    with copy_records_to(counter, source):
         yield

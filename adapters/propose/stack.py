@@ -3,6 +3,9 @@
 One call shows the blocks and their streams. Whether an optional argument changes the streams between blocks,
 or the blocks that run, shows when the model is called without any optional argument, and then with each one
 alone.
+
+A guess may be wrong. :mod:`para_core.adapters.propose.completion`, the only caller, takes the first one with which a
+cached call with all of its arguments is exact. Tests: tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations
@@ -72,6 +75,8 @@ def _guess_optional(
     plain = _leave_out(module, region, inputs, _optional_arguments(module, inputs, conditions))
     if plain is None:
         return
+    # The larger call of this region still has all arguments, so the two calls are no longer one part in two sizes,
+    # which ObservedRegion promises. Of guess_blocks, only the conditions compare them: take those from above.
     blocks = guess_blocks(replace(region, small=plain.observed))
     if blocks is None:
         return
@@ -91,7 +96,8 @@ def _guess_optional(
 def _optional_arguments(module: nn.Module, inputs: Mapping[str, Any], conditions: Sequence[str]) -> list[str]:
     """Return the names of ``inputs`` that have a default in ``forward`` and are no conditions.
 
-    Booleans and strings are left out: they decide what the model returns.
+    Booleans and strings are left out, because they decide what the model returns; and None, which models take for
+    no argument.
     """
     parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
     optional = []
@@ -114,8 +120,11 @@ class _PlainCall:
 def _leave_out(
     module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any], optional: Sequence[str]
 ) -> _PlainCall | None:
-    """Return the call without the ``optional`` arguments that the model can do without; None if there is
-    none.
+    """Return the call without the ``optional`` arguments that the model can do without; None if it can do
+    without none of them alone.
+
+    They are tried one after the other, in the order of ``optional``. An argument that can only go together with
+    a later one stays. The arguments that stay are in all calls that are compared, and so are not probed.
     """
     plain = None
     for name in optional:
@@ -158,10 +167,13 @@ class _Probe:
     tolerance: float
 
     def effect_of(self, name: str, value: Any) -> _Effect:
-        """Return what the optional argument ``name`` with this ``value`` changes."""
+        """Return what the optional argument ``name`` with this ``value`` changes: nothing, if the model cannot be
+        called with it alone.
+        """
         inputs = {**self.plain.inputs, name: value}
         observed = _observe_or_none(self.module, self.region, inputs)
         if observed is None:
+            # The effect is unknown. The caller of guess_stacks checks the guess in a call with all arguments.
             return _Effect()
         if _block_order(observed, self.blocks) != _block_order(self.plain.observed, self.blocks):
             reason = f"{name}: it changes which blocks run, so calls with it are not cached."

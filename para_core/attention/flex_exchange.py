@@ -7,6 +7,9 @@ offset. :func:`leave` sends outputs back to the ranks that hold the tokens.
 
 Both functions call differentiable operators, in eager code and in graphs. Like those of
 :mod:`para_core.attention.operator`, the operators take the specification of the call as JSON.
+
+:mod:`para_core.modes.flex_attention` calls this module, and :mod:`para_core.modes.block_masks` asks it which queries a
+rank gets. Tests: tests/modes/test_flex_attention.py.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tup
 
     The results are ``[B, H_local, S_group, D]`` and twice ``[B, H_kv_local, S, D]``, in the order of the
     sequence.
+
+    Collective, as is the backward, unless the mesh of ``plan`` is this rank alone (``SequenceMesh.single_rank``).
+    The gradients of replicated tokens are those of this rank's copy: their sum over the ranks is left to whoever
+    has made the copies, like that of weights.
     """
     query, key, value, _ = torch.ops.para_core.flex_enter(
         query, key, value, plan.spec.text, plan.spec.numbers
@@ -42,6 +49,9 @@ def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
     """Return all heads of the outputs of this rank's tokens, ``[B, H, S_local, D]``: the inverse of
     :func:`enter`. ``out`` is ``[B, H_local, S_group, D]``, the outputs of the queries that :func:`enter`
     returned, in their order.
+
+    Collective under the same condition, as is the backward, which sums the gradients of replicated tokens over
+    the ranks that computed their heads.
     """
     local, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
     return local  # type: ignore[no-any-return]
@@ -53,7 +63,7 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
     There is one run if the group holds the whole sequence; otherwise one per segment, or two per segment that
     is balanced for a causal mask. Lengths may be symbolic, so they are not compared.
     """
-    # Compare with layout.ranks, not with 1: a rank that computes without the others (``SequenceMesh.alone``)
+    # Compare with layout.ranks, not with 1: a rank that computes without the others (``SequenceMesh.single_rank``)
     # has a mesh of one rank, but holds only one of ``layout.ranks`` parts.
     if mesh.ulysses.size == layout.ranks or not layout.sharded:
         return [(0, layout.total)]
@@ -63,7 +73,12 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
 
 
 # The functions below implement the operators. ``*call`` stands for the spec as text, its numbers, and the
-# argument ``after`` that every operator of define_collective has.
+# argument ``after`` that every operator of define_collective has. A function and its ``_shape`` return tensors of
+# equal shapes and strides; test_results_have_the_traced_shapes compares them.
+#
+# All use ``ordered_ulysses`` and not ``ulysses``, because the user's functions get indices of the sequence. The Ulysses
+# exchange comes first. After it, a rank holds for its heads what its group holds, and ``spec.keys`` is the layout of
+# these parts on the ranks of the ring. So the exchange over the ring comes second, and first in the backward.
 
 
 def _plan_of(text: str, numbers: list[int], *_: Any) -> AttentionPlan:

@@ -53,9 +53,10 @@ def main(channel: Channel, rank: int, ranks: int) -> None:
 
 def _load_pipe(connection: CallerConnection) -> Any:
     """Make the process group, load the pipeline, tell the caller so, and return the pipeline. Collective."""
+    from para_core.launcher.import_warnings import hide_import_warnings
     from para_core.launcher.process_group import accept_repeated_init, join_process_group
     from para_core.launcher.randomness import random_state_of_rank, set_random_state
-    from para_core.launcher.report_loading import quiet_imports, report_loading_to
+    from para_core.launcher.report_loading import report_loading_to
     from para_core.launcher.steps import hook_progress_bars
 
     def exchange_port(port: int | None) -> int:
@@ -72,7 +73,7 @@ def _load_pipe(connection: CallerConnection) -> Any:
         connection.rank, connection.ranks, job.host, exchange_port, timeout
     )
     set_random_state(job.random)
-    with report_loading_to(connection), quiet_imports(), accept_repeated_init(timeout):
+    with report_loading_to(connection), hide_import_warnings(), accept_repeated_init(timeout):
         pipe = job.load.load()()
     description = _describe_pipe(pipe)
     if not callable(pipe) and not description.methods:

@@ -1,9 +1,13 @@
-"""Lines about loading, which the first rank sends to the caller: components of a pipeline, with their bytes."""
+"""Lines about loading, which the first rank sends to the caller: components of a pipeline, with their bytes.
+
+:mod:`para_core.launcher.rank` sends them while the user's ``load`` runs; :mod:`para_core.progress` describes the
+records that they are made of. Tests: tests/launcher/test_loading.py, and test_calls.py for the lines of a real
+pipeline.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +16,7 @@ from para_core.launcher.connection import CallerConnection
 from para_core.progress import (
     DIFFUSERS,
     component_bytes,
+    copy_records_to,
     counts_components,
     folder_on_disk,
     pass_records_to,
@@ -22,13 +27,13 @@ from para_core.progress import logger as reports
 # diffusers logs "Loaded NAME as CLASS from `NAME` subfolder of FOLDER." after each component of a pipeline.
 _LOADED = re.compile(r"Loaded (?P<name>\S+) as \S+ from `\S+` subfolder of (?P<folder>.+)\.$")
 
-# Loggers of libraries that warn when they are imported.
-_CHATTY = ("torch", "torchao", "accelerate", "peft", "huggingface_hub")
-
 
 class _LoadingHandler(logging.Handler):
     """A handler that sends a line to the caller for each component of a pipeline that diffusers has loaded,
-    and for each record of :mod:`para_core.progress`.
+    and for each record of :mod:`para_core.progress`. Other records, such as warnings of diffusers, send nothing.
+
+    Before the first component of a folder it also tells the caller to import a module, and sends the size of
+    all components.
     """
 
     def __init__(self, connection: CallerConnection) -> None:
@@ -41,6 +46,7 @@ class _LoadingHandler(logging.Handler):
             self._send(record.getMessage(), getattr(record, "done", None), getattr(record, "total", None))
             return
         match = _LOADED.match(record.getMessage())
+        # Inside report_components, the records of para_core.progress have a line for each component already.
         if match is None or counts_components():
             return
         folder = match["folder"]
@@ -59,31 +65,13 @@ class _LoadingHandler(logging.Handler):
 
 @contextmanager
 def report_loading_to(connection: CallerConnection) -> Iterator[None]:
-    """Inside this context, in which the pipeline is loaded, let the first rank send lines to the caller."""
+    """Inside this context, in which the pipeline is loaded, let the first rank send lines to the caller.
+
+    The records of :mod:`para_core.progress` go to the caller alone. What diffusers logs is shown as before, too.
+    """
     if connection.rank > 0:
         yield
         return
     lines = _LoadingHandler(connection)
-    with pass_records_to(lines, logging.getLogger(DIFFUSERS)), pass_records_to(lines):
+    with copy_records_to(lines, logging.getLogger(DIFFUSERS)), pass_records_to(lines):
         yield
-
-
-@contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Inside this context, hide what libraries log when they are imported, such as optional parts that are missing."""
-    loggers = [logging.getLogger(name) for name in _CHATTY]
-    levels = [logger.level for logger in loggers]
-    # Transformers and diffusers set the level of their loggers at import, to the variable's or to WARNING.
-    variables = [name for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY") if name not in os.environ]
-    os.environ.update(dict.fromkeys(variables, "error"))
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name in variables:
-            del os.environ[name]
-            logging.getLogger(name.partition("_")[0].lower()).setLevel(logging.WARNING)
-        for logger, level in zip(loggers, levels, strict=True):
-            if logger.level == logging.ERROR:
-                logger.setLevel(level)

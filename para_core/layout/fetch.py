@@ -2,6 +2,10 @@
 
 All of them are one all-to-all over one mesh dim, described by a :class:`FetchPlan`. They are differentiable:
 in the backward, too, every rank takes part in the exchange, whether it has sent and received anything or not.
+
+:mod:`para_core.layout.halo` and :mod:`para_core.spatial.fetch` call this module. Tests: tests/layout/test_sequence.py
+for plans, the rows ``rows`` of tests/plans/test_exactness.py for the exchange and its gradients, and
+tests/spatial/test_functions.py for rows of images.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from para_core.distributed.mesh import MeshDim
 from para_core.layout.pieces import Layout
 from para_core.layout.sequence import Run
 
-# For each rank, the runs (start, length) of positions of the sequence that it fetches.
+# For each rank, the runs (start, length) of positions of the sequence that it fetches. If a gradient is needed,
+# every rank must have at least one run, which may be empty (:func:`start_exchange`).
 Wanted = tuple[tuple[Run, ...], ...]
 
 
@@ -43,12 +48,14 @@ class FetchPlan(NamedTuple):
         receives: For each sending rank, the number of tokens that this rank receives.
         runs: For each run that this rank fetches, the parts of which it consists.
         is_local: Whether every rank already holds all that it fetches, so that nothing is exchanged.
+        has_runs: Whether every rank fetches at least one run, empty or not. All ranks have the same value.
     """
 
     sends: tuple[tuple[Run, ...], ...]
     receives: tuple[int, ...]
     runs: tuple[tuple[Span, ...], ...]
     is_local: bool
+    has_runs: bool
 
 
 def plan_spans(spans_of_ranks: Sequence[Sequence[Sequence[Span]]], rank: int) -> FetchPlan:
@@ -64,7 +71,7 @@ def plan_spans(spans_of_ranks: Sequence[Sequence[Sequence[Span]]], rank: int) ->
             receives[span.sender] += span.length
     is_local = all(span.sender in (None, receiver) for receiver, spans in enumerate(flat) for span in spans)
     runs = tuple([tuple(spans) for spans in spans_of_ranks[rank]])
-    return FetchPlan(tuple(sends), tuple(receives), runs, is_local)
+    return FetchPlan(tuple(sends), tuple(receives), runs, is_local, has_runs=all(spans_of_ranks))
 
 
 @lru_cache(maxsize=4096)
@@ -117,8 +124,8 @@ def plan_halo(sizes: Sequence[int], size: int, rank: int, *, wraps: bool = False
     """Return the plan that fetches the last ``size`` tokens of the rank before, and the first of the rank
     after.
 
-    ``sizes`` are the numbers of tokens of consecutive ranks; each must be at least ``size``. They may be
-    symbolic, as this function compares no sizes.
+    ``sizes`` are the numbers of tokens of consecutive ranks; each must be at least ``size``, which
+    :func:`para_core.plans.exchange.add_halo` checks. They may be symbolic, as this function compares no sizes.
 
     Args:
         wraps: Whether the last rank comes before the first. Otherwise the first rank gets nothing from
@@ -145,52 +152,75 @@ def start_exchange(
 
     Collective, unless the plan is local, which it is on all ranks or on none. ``x`` must not change before
     the returned function has been called, because parts may be sent from its memory, and this rank's own
-    parts are taken then.
+    parts are taken then. Nor may it change in place afterwards while the results are used: a run that this rank
+    holds itself, in one piece, is a view of ``x``.
 
     Args:
         x: This rank's tokens, along ``dim``.
         fill: Value of tokens that no rank holds.
+
+    Raises:
+        ValueError: ``x`` requires a gradient, and some rank fetches no run. All ranks raise if the ``x`` of all
+            requires one.
     """
+    if x.requires_grad and torch.is_grad_enabled() and not (plan.is_local or plan.has_runs):
+        raise ValueError(
+            "a gradient is needed, and some rank fetches no run. Its result would not depend on the exchange, so the "
+            "other ranks would wait for it in the backward. Give that rank an empty run, such as (0, 0)."
+        )
     tokens = x.movedim(dim, 0)
-    rest, size = tokens.shape[1:], tokens.shape[1:].numel()
+    size = tokens.shape[1:].numel()
+    receive_sizes = [number * size for number in plan.receives]
     in_flight = None
     if not plan.is_local:
         parts = [tokens.narrow(0, *run).reshape(-1) for runs in plan.sends for run in runs]
         send_sizes = [sum([length for _, length in runs]) * size for runs in plan.sends]
-        receive_sizes = [number * size for number in plan.receives]
         in_flight = start_all_to_all(_concatenate_vectors(parts, tokens), send_sizes, receive_sizes, ranks)
 
     def finish() -> list[Tensor]:
         received: Sequence[Tensor] = ()
-        needs_gradient = False
         if in_flight is not None:
-            received = wait(in_flight).split([number * size for number in plan.receives])
-            # Whether a tensor of a graph needs a gradient is known only after the graph was traced.
-            needs_gradient = torch.is_grad_enabled() and (
-                torch.compiler.is_compiling() or received[0].requires_grad
-            )
-        num_read = [0] * ranks.size
-        fetched: list[Tensor] = []
-        for spans in plan.runs:
-            parts = []
-            for span in spans:
-                if span.sender is None:
-                    parts.append(tokens.new_full((span.length, *rest), fill))
-                elif span.sender == ranks.index:
-                    parts.append(tokens.narrow(0, span.start, span.length))
-                else:
-                    start = num_read[span.sender]
-                    num_read[span.sender] += span.length
-                    part = received[span.sender].narrow(0, start * size, span.length * size)
-                    parts.append(part.view(span.length, *rest))
-            if not fetched and needs_gradient and not _receives(plan, ranks.index):
-                # Without this part the result would not depend on the exchange, and the backward would skip
-                # it.
-                parts.append(received[0].view(0, *rest))
-            fetched.append(_concatenate(parts, tokens, dim))
-        return fetched
+            received = wait(in_flight).split(receive_sizes)
+        runs = _parts_of_runs(plan, tokens, received, ranks, fill)
+        if runs and received and _needs_gradient(received[0]) and not _receives(plan, ranks.index):
+            # Without this part, which is empty, the result would not depend on the exchange. The backward would skip
+            # it, and the other ranks would hang, as ``rows`` of test_exactness.py would on 2 × 2 ranks.
+            runs[0].append(received[0].view(0, *tokens.shape[1:]))
+        return [_concatenate(parts, tokens, dim) for parts in runs]
 
     return finish
+
+
+def _parts_of_runs(
+    plan: FetchPlan, tokens: Tensor, received: Sequence[Tensor], ranks: MeshDim, fill: float
+) -> list[list[Tensor]]:
+    """Return the parts of each run of ``plan``, with their tokens first: views of ``tokens``, which are this
+    rank's own, and of ``received``, the vectors that each rank has sent; and tensors of ``fill``.
+    """
+    rest, size = tokens.shape[1:], tokens.shape[1:].numel()
+    num_read = [0] * ranks.size
+    runs = []
+    for spans in plan.runs:
+        parts = []
+        for span in spans:
+            if span.sender is None:
+                parts.append(tokens.new_full((span.length, *rest), fill))
+            elif span.sender == ranks.index:
+                parts.append(tokens.narrow(0, span.start, span.length))
+            else:
+                # A rank sends its spans in the order of the runs, so they are read from the front on.
+                start = num_read[span.sender]
+                num_read[span.sender] += span.length
+                part = received[span.sender].narrow(0, start * size, span.length * size)
+                parts.append(part.view(span.length, *rest))
+        runs.append(parts)
+    return runs
+
+
+def _needs_gradient(received: Tensor) -> bool:
+    """Whether a backward may follow that must reach the exchange from which ``received`` comes."""
+    # Whether a tensor of a graph needs a gradient is known only after the graph was traced.
+    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or received.requires_grad)
 
 
 def _receives(plan: FetchPlan, rank: int) -> bool:
@@ -219,7 +249,7 @@ def fetch(
     x: Tensor, dim: int, layout: Layout, wanted: Sequence[Run], ranks: MeshDim, *, fill: float = 0.0
 ) -> Tensor:
     """Return this rank's run ``wanted[rank]`` of the sequence of which ``x`` is the part in ``layout``.
-    Collective.
+    The result may be a view of ``x`` (:func:`start_exchange`). Collective.
     """
     plan = plan_fetch(layout, tuple([(run,) for run in wanted]), ranks.index)
     (part,) = start_exchange(x, dim, plan, ranks, fill=fill)()
@@ -227,7 +257,9 @@ def fetch(
 
 
 def relayout(x: Tensor, dim: int, layout: Layout, other: Layout, ranks: MeshDim) -> Tensor:
-    """Return this rank's part in the layout ``other`` of what ``x`` is the part in ``layout``. Collective."""
+    """Return this rank's part in the layout ``other`` of what ``x`` is the part in ``layout``. The result may be
+    a view of ``x`` (:func:`start_exchange`). Collective.
+    """
     wanted = tuple([tuple(other.runs(rank)) for rank in range(ranks.size)])
     parts = start_exchange(x, dim, plan_fetch(layout, wanted, ranks.index), ranks)()
     if len(parts) == 1:

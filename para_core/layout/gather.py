@@ -1,8 +1,8 @@
 """Gather the tokens that the ranks of one mesh dim hold, in the order of the sequence, and the transpose of that.
 
-:func:`gather` serves :mod:`para_core.spatial.fetch`; :func:`gather_gradient` serves the gradients of gathered
-keys (``para_core/attention``), whose forward gathers packed blocks instead. Tests:
-tests/layout/test_sequence.py and tests/attention/test_gradients.py.
+:mod:`para_core.attention.flex_exchange`, :mod:`para_core.attention.gradients.gathered` and
+:mod:`para_core.spatial.fetch` call it. Tests: tests/layout/test_sequence.py for the order, and for gradients
+tests/modes/test_flex_attention.py and tests/attention/test_gathered.py.
 """
 
 from __future__ import annotations

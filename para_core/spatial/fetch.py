@@ -29,7 +29,8 @@ def start_fetch(
     function that waits for the rows, and returns one tensor for each of this rank's runs.
 
     Collective, unless every rank holds all of its runs. ``x`` must not change before the returned function has been
-    called: :func:`~para_core.layout.fetch.start_exchange` may send from its memory until then.
+    called: :func:`~para_core.layout.fetch.start_exchange` may send from its memory until then. Results may be views of
+    ``x``, also those of :func:`fetch_rows` and :func:`relayout_rows`.
 
     Args:
         x: This rank's rows, sharded as ``rows`` says.

@@ -298,13 +298,13 @@ def test_continued_ring_merges_different_means(is_causal):
 # NumPy warns about inf - inf.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 3])
 def test_nonfinite_element_is_seen(bad, which):
-    tensors = make(5, 18, dtype=torch.float16, batch=1)
-    tensors[which][0, 1, 3, 7] = bad
-    out, lse = attention_int8.attention(*tensors)
+    arrays = [*make(5, 18, dtype=torch.float16, batch=1), torch.zeros(1, 2, 5, 18)]
+    arrays[which][0, 1, 3, 7] = bad
+    out, lse = attention_int8.attention(*arrays[:3], mask=arrays[3] if which == 3 else None)
     assert out[0, 0].isfinite().all()
-    affected = out[0, 1, 3] if which == 0 else out[0, 1]
+    affected = out[0, 1] if which == 1 else out[0, 1, 3]
     assert affected.isnan().all()
     assert lse[0, 1, 3].isnan()
 

@@ -162,6 +162,10 @@ def test_nonfinite_element_is_seen_where_it_is(bad):
     x[0, 0, 5, 9] = bad
     (normalized,) = normalized_by_ranks(norm, [x], 2, None, None, 1e-5)
     assert normalized[:, :2].isnan().all() and normalized[:, 2:].isfinite().all()
+    sides = partial_results((1, 1, 2, 4))
+    sides[1][0, 0, 1], sides[3][0, 0, 1] = bad, -torch.inf
+    for merged in merge.merge(*sides):
+        assert not merged[0, 0, 0].isnan().any() and merged[0, 0, 1].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["change", "moments", "moments, channels last"])

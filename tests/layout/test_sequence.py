@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from para_core import Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim
 from para_core.layout import gather
-from para_core.layout.fetch import plan_fetch
+from para_core.layout.fetch import plan_fetch, start_exchange
 from para_core.layout.pieces import Layout
 from para_core.layout.sequence import even_layout
 from para_core.layout.tokens import copy_runs
@@ -96,6 +96,10 @@ def test_layouts_are_values_and_last_ranks_hold_no_tokens_if_few():
     assert SequenceLayout((Segment("text", 3, replicated=True),), 2) != SequenceLayout((Segment("text", 3),), 2)
 
 
+def fetch_without_runs(x):
+    start_exchange(x, 0, plan_fetch(Layout.consecutive((2, 2)), ((), ((0, 2),)), 0), MeshDim("", 2, 0, "", None))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -104,11 +108,11 @@ def test_layouts_are_values_and_last_ranks_hold_no_tokens_if_few():
         (lambda: Segment("video", 8, together=0), "together=0"),
         (lambda: Segment("video", 8, balanced=True, together=2), "balanced=True"),
         (lambda: SequenceLayout((), ranks=2), "Segment"),
-        (lambda: SequenceLayout((Segment("image", 4),), ranks=0), "ranks >= 1, got 0"),
         (lambda: SequenceLayout((Segment("image", 4),), ranks=-3), "ranks >= 1, got -3"),
+        (lambda: fetch_without_runs(torch.ones(2, requires_grad=True)), "no run"),
     ],
 )
-def test_what_is_no_layout_is_an_error(make, message):
+def test_what_is_no_layout_or_fetch_is_an_error(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

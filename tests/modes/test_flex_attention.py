@@ -8,8 +8,14 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
+from para_core.attention.attention_options import AttnOptions
+from para_core.attention.attention_plan import AttentionPlan
+from para_core.attention.flex_exchange import enter, leave
+from para_core.attention.spec import AttentionSpec
+from para_core.distributed.mesh import sequence_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.outcomes import outcome
+from tests.operators import Operators
 from tests.tiny import cpu_mesh
 
 
@@ -134,6 +140,29 @@ def attend_compiled():
 
 def test_compiled_with_captured_tensors_equals_one_device(rank_pool):
     assert max(rank_pool.run(attend_compiled, 2)) < 1e-5
+
+
+def compare_with_traced():
+    """Return the operators that ran, and whether their results have the traced shapes and strides."""
+    layout, compared = SequenceLayout((Segment("text", 5, replicated=True), Segment("image", 8)), 2), []
+    for shape in ((2, 1), (1, 2)):
+        mesh = sequence_mesh(cpu_mesh(*shape))
+        inputs = [x.requires_grad_() for x in make_qkv(layout.size(mesh.rank), 4, H_kv=2, D=16)]
+        plan = AttentionPlan(AttentionSpec(layout, layout, mesh, 4, 2, options_text=AttnOptions().as_text()))
+        with Operators() as operators:
+            query, key, value = enter(*inputs, plan)
+            torch.autograd.grad(leave(query, plan).sum() + key.sum() + value.sum(), inputs)
+        for operator, args, out in operators.calls:
+            if "flex_" in str(operator):
+                traced = operator(*[x.to("meta") if isinstance(x, torch.Tensor) else x for x in args])
+                same = [(x.shape, x.stride()) == (y.shape, y.stride()) for x, y in zip(out, traced, strict=True)]
+                compared.append((str(operator), all(same)))
+    return compared
+
+
+def test_results_have_the_traced_shapes(rank_pool):
+    for compared in rank_pool.run(compare_with_traced, 2):
+        assert len(compared) == 8 and all(same for _, same in compared), compared
 
 
 MISUSES = {

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import transformers
 from para_core import check_parallel
 from para_core.adapters import Adapter, parallelize_transformer, propose_plan
 from para_core.adapters.models import ADAPTERS
+from para_core.adapters.propose import stack
 from para_core.adapters.propose.proposal import Proposal, source_of
 from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.comparison.cached_call import CachedCallError
 from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
 from para_core.plans import plan as rules
 from para_core.plans.apply import apply_plan
@@ -208,6 +211,26 @@ def test_arguments_between_blocks_and_that_leave_out_blocks_are_named(more):
     assert proposal.blocks.uncached == tuple(more)
     assert re.search(r"residuals: .*blocks of layers", str(proposal))
     assert ("left_out: " in str(proposal)) == bool(more)
+
+
+def test_argument_with_which_no_cached_call_is_exact_is_named():
+    failure = CachedCallError("a call that skips blocks is not exact")
+    with mock.patch.object(stack, "error_of_cached_call", side_effect=failure):
+        proposal = propose_plan(fill(painter(), seed=1), [painter_inputs(n, controlled=True) for n in (17, 31)])
+    assert proposal.blocks.uncached == ("residuals",)
+    assert f"residuals: with it {failure}" in str(proposal)
+
+
+def test_guess_is_checked_with_arguments_that_fail_alone():
+    def forward(self, latents, caption, positions, residuals=None, left_out=None):
+        if left_out is not None and residuals is None:
+            raise ValueError("left_out needs residuals")
+        return models.paint(self, latents, caption, positions, residuals, left_out)
+
+    examples = [{"left_out": 1, **painter_inputs(tokens, controlled=True)} for tokens in (17, 31)]
+    proposal = propose_plan(fill(painter(forward), seed=1), examples)
+    assert proposal.blocks is None
+    assert "between=('residuals',)" in proposal.questions[0] and "skips blocks fails" in proposal.questions[0]
 
 
 def test_a_decoder_fills_its_cache_on_every_rank():
