@@ -285,7 +285,7 @@ def _read_device(text: str) -> Device:
     speed = 1e12 * _require_figure(text, teraflops, "TFLOPs (dense, 16 bits)")
     device = Device(name, speed, memory, speed / _OPERATIONS_PER_BYTE, "pcie4")
     usual_link, host_bandwidth = link_named(link, device).name, PCIE4
-    if "5" in usual_link:
+    if usual_link in ("nvlink5", "pcie5", "pcie5 via host"):
         host_bandwidth = PCIE5
     return replace(device, link=usual_link, host_bandwidth=host_bandwidth)
 
@@ -338,14 +338,17 @@ def link_named(name: str | Link | None, device: Device) -> Link:
     if isinstance(name, Link):
         return name
     if name is None:
-        return LINKS[device.link]
+        name = device.link
     if not isinstance(name, str):
         raise TypeError(
             f"link is {name!r}; expected a name such as 'nvlink', or a para_core.devices.Link with its figures."
         )
     wanted = " ".join(name.lower().split())
-    if _NUMBER.fullmatch(wanted) and float(wanted) > 0:
-        return Link(f"{wanted} GB/s", LINKS[device.link].latency, float(wanted) * 1e9)
+    number = wanted.removesuffix(" gb/s")
+    if _NUMBER.fullmatch(number) and float(number) > 0:
+        # A device that the user describes may have such a link itself.
+        latency = LINKS.get(device.link, LINKS["pcie4"]).latency
+        return Link(f"{number} GB/s", latency, float(number) * 1e9)
     if wanted in _GENERATIONS and device.link.startswith(wanted):
         wanted = device.link
     elif wanted == "nvlink":

@@ -11,6 +11,14 @@ from dataclasses import dataclass
 FEWEST_STEPS = 8
 
 
+# The smallest value of each option, and the reason.
+_SMALLEST = {
+    "num_patches": (2, ", because a single patch is a step without patches: leave pipefusion= out"),
+    "warmup_steps": (1, ", because patches need the keys of an earlier step"),
+    "cooldown_steps": (0, ""),
+}
+
+
 @dataclass(frozen=True)
 class PipeFusion:
     """Options of PipeFusion, for ``parallelize_pipe(pipe, pipefusion=PipeFusion(...))``.
@@ -19,7 +27,7 @@ class PipeFusion:
 
     Args:
         num_patches (`int`, defaults to `4`): Number of patches into which the tokens of an image or video are
-            split. More patches mean less idle time of the stages, but more work for the host.
+            split, at least 2. More patches mean less idle time of the stages, but more work for the host.
         warmup_steps (`int`, defaults to `1`): Number of steps at the start, at least one, that are computed
             exactly, without patches.
         cooldown_steps (`int`, defaults to `0`): Number of steps at the end that are computed exactly, without
@@ -34,14 +42,11 @@ class PipeFusion:
     cooldown_steps: int = 0
 
     def __post_init__(self) -> None:
-        for name, smallest in {"num_patches": 1, "warmup_steps": 1, "cooldown_steps": 0}.items():
+        for name, (smallest, why) in _SMALLEST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"PipeFusion({name}={value!r}): expected an integer.")
             if value < smallest:
-                why = ""
-                if name == "warmup_steps":
-                    why = ", because patches need the keys of an earlier step"
                 raise ValueError(f"PipeFusion({name}={value}): expected at least {smallest}{why}.")
 
     def is_whole(self, index: int, total: int) -> bool:

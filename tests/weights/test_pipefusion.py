@@ -286,6 +286,7 @@ def plan_in_patches(dim, *cuts):
             "5 groups of 2 frames .*num_patches=6 ",
         ),
         (lambda: PipeFusion(warmup_steps=0), ValueError, r"warmup_steps=0\).*1"),
+        (lambda: PipeFusion(1), ValueError, "num_patches=1.*at least 2, .*leave pipefusion= out"),
         (lambda: PipeFusion(2.0), TypeError, r"num_patches=2\.0\)"),
         (lambda: fuse_and_run("flux", 4), TypeError, "pipefusion .*4; .*PipeFusion"),
         (lambda: fuse_and_run("stable diffusion 3", PipeFusion()), TypeError, "PipeFusion .*SD3Transformer2DModel"),
