@@ -25,7 +25,7 @@ from para_core.fleet.request_schema import read_size
 from para_core.pipeline_options import PIPELINE, RANKS
 
 if TYPE_CHECKING:
-    from para_core.adapters.planner.prediction import Prediction
+    from para_core.adapters.planner.predict import Prediction
     from para_core.adapters.planner.predictions import Predictions
     from para_core.adapters.planner.work import Workload
     from para_core.fleet.pipeline_info import Model
@@ -245,8 +245,7 @@ def _count(described: Model, sizes: dict[str, Any], dtype: str) -> Workload:
     """Return the work of the described pipeline; its weights alone if its operations cannot be counted."""
     import torch
 
-    from para_core.adapters.planner.count import UnknownModelError
-    from para_core.adapters.planner.pipe_workload import uncounted_workload
+    from para_core.adapters.planner.count import UnknownModelError, uncounted_workload
     from para_core.adapters.planner.plan_mesh import workload_of
     from para_core.fleet.without_weights import without_weights
     from para_core.torch_internals import fake_tensor_logger
@@ -331,8 +330,8 @@ def _options_of(row: Prediction) -> dict[str, str]:
     """
     placement = row.placement
     named = dict(row.options)
-    if placement.resident is not None:
-        named = row.options_beside("offload")
+    if placement.resident is not None and placement.encoders == "offload":
+        del named["text_encoders"]
     if placement.takes_turns:
         named["offload"] = "model"
     if placement.quantize is not None:

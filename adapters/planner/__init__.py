@@ -1,8 +1,8 @@
 """Predict whether a generation fits, which mesh is best, and a range of seconds.
 
 ``work`` and ``weights`` say what a generation takes, ``predict`` what it costs on one mesh, ``choose`` which
-mesh is best, and ``predictions`` says it. ``count`` counts the work on a model without weights; published
-models have counts.
+mesh is best, and ``predictions`` says it. ``count`` counts on a model without weights, and ``published`` has
+stored counts.
 """
 
 from collections.abc import Mapping

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from para_core.adapters.planner.mesh import MeshShape, all_shapes
-from para_core.adapters.planner.predict import Machine, memory_of, predict, problem_of
-from para_core.adapters.planner.prediction import Prediction, default_text_encoders
-from para_core.adapters.planner.weights import Placement
+from para_core.adapters.planner.predict import Machine, Prediction, can_move_blocks, memory_of, predict
+from para_core.adapters.planner.weights import Placement, default_text_encoders
 from para_core.adapters.planner.work import Workload
 from para_core.distributed.mesh_shape import mesh_sizes, parse_mesh_sizes
 from para_core.option_values import QUANTIZE
@@ -17,16 +16,14 @@ from para_core.option_values import QUANTIZE
 # The ways to hold the weights of the transformer, as the option ``weights`` of parallelize_pipe.
 WeightsOption = Literal["replicate", "fsdp", "tensor"]
 Offload = Literal["blocks", "model"]
-# Meshes whose predicted seconds differ by at most this factor count as equally fast. The median error of
-# predicted seconds is larger ("errors" in benchmarks/results/planner_check.json), so a finer comparison would
-# say nothing.
+# Meshes whose predicted seconds differ by at most this factor count as equally fast. The median error of the
+# seconds is larger ("errors" in benchmarks/results/planner_check.json).
 EQUALLY_FAST = 1.1
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The user's choices besides the sizes of a mesh. The planner chooses what the user leaves at its
-    default.
+    """The user's choices besides the number of ranks. The planner chooses what is left at its default.
 
     The arguments are as in ``plan_mesh``, which documents them.
 
@@ -40,12 +37,9 @@ class Choices:
     mesh: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.weights is not None:
-            _check_value("weights", self.weights, get_args(WeightsOption))
-        if self.quantize is not None:
-            _check_value("quantize", self.quantize, QUANTIZE)
-        if not isinstance(self.offload, bool):
-            _check_value("offload", self.offload, get_args(Offload))
+        _check_value("weights", self.weights, (None, *get_args(WeightsOption)))
+        _check_value("quantize", self.quantize, (None, *QUANTIZE))
+        _check_value("offload", self.offload, (True, False, *get_args(Offload)))
         if self.offload in get_args(Offload) and self.weights in ("fsdp", "tensor"):
             raise ValueError(
                 f"weights is {self.weights!r} with offload {self.offload!r}; expected 'replicate'."
@@ -54,17 +48,16 @@ class Choices:
         parse_mesh_sizes(",".join(f"{name}={size}" for name, size in self.mesh.items()))
 
 
-def _check_value(name: str, value: Any, values: Collection[str]) -> None:
+def _check_value(name: str, value: Any, values: Collection[Any]) -> None:
     if value not in values:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, values))}.")
 
 
 def rank_meshes(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[Prediction]:
-    """Return the predictions for all allowed meshes of ``ranks`` ranks, the chosen one first, then by
-    seconds.
+    """Return the predictions for all allowed meshes of ``ranks`` ranks: the chosen one, then by seconds.
 
-    Meshes that fit come before those that do not, and meshes that cannot run come last. If no mesh runs with
-    exact weights, and the user has named no scheme, int8 weights are tried.
+    After the meshes that fit come those that do not, by memory, and meshes that cannot run come last. If no
+    mesh runs with exact weights, and the user has named no scheme, int8 weights are tried.
 
     Raises:
         ValueError: The choices allow no mesh of this number of ranks.
@@ -74,32 +67,23 @@ def rank_meshes(work: Workload, machine: Machine, ranks: int, choices: Choices) 
         # Meshes that cannot run at all are listed once.
         quantized = _predict_all(work, machine, ranks, replace(choices, quantize="int8"))
         rows += [row for row in quantized if not row.problem]
-    rows.sort(key=lambda row: (bool(row.problem), not row.fits, row.seconds))
-    equal = [
-        row for row in rows if row.runs == rows[0].runs and row.seconds <= EQUALLY_FAST * rows[0].seconds
-    ]
-    if rows[0].runs:
-        best = min(equal, key=_preference)
-    else:
-        best = rows[0]
+    rows.sort(key=lambda row: (bool(row.problem), max(0.0, row.memory - row.room), row.seconds))
+    best = rows[0]
+    if best.runs:
+        slowest = EQUALLY_FAST * best.seconds
+        best = min((row for row in rows if row.runs and row.seconds <= slowest), key=_preference)
     return [best, *[replace(row, why=_reason(row, best)) for row in rows if row is not best]]
 
 
 def _preference(row: Prediction) -> tuple[bool, int, bool, int, int, float]:
     """Return the sort key of equally fast meshes: weights that stay, then CFG branches on own ranks, then Ulysses."""
     shape, moves = row.shape, row.placement.resident is not None or row.shape.fsdp
-    return (
-        moves,
-        -shape.batch,
-        shape.ring_method != "rotate",
-        shape.pipe,
-        shape.tensor * shape.ring,
-        row.seconds,
-    )
+    is_grid = shape.ring_method != "rotate"
+    return moves, -shape.batch, is_grid, shape.pipe, shape.tensor * shape.ring, row.seconds
 
 
 def _reason(row: Prediction, best: Prediction) -> str:
-    """Return why ``best`` is chosen and not ``row``; empty if ``row`` cannot run, which has its own reason."""
+    """Return why ``best`` is chosen and not ``row``; empty if ``row`` cannot run, which its problem says."""
     if row.problem:
         return ""
     if not row.fits:
@@ -111,66 +95,53 @@ def _reason(row: Prediction, best: Prediction) -> str:
 
 
 def _predict_all(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[Prediction]:
-    """Return the predictions for each allowed mesh.
+    """Return the predictions for each allowed mesh, each with the first placement of its weights that fits.
 
-    A mesh that does not fit is predicted again, with weights that FSDP2 shards and with blocks in host
-    memory, if ``choices`` allow that.
+    If the user has chosen neither, a mesh that needs blocks in host memory is predicted with FSDP2 as well.
     """
     rows: list[Prediction] = []
     for shape in _allowed_shapes(ranks, choices):
-        if choices.weights == "fsdp" and ranks > 1:
-            rows.append(_predict_first_fit(replace(shape, fsdp=True), work, machine, choices))
-            continue
         row = _predict_first_fit(shape, work, machine, choices)
         rows.append(row)
-        if row.fits or row.problem:
-            continue
-        if choices.weights is None and shape.sequence > 1 and shape.tensor == shape.pipe == 1:
+        is_open = choices.weights is None and choices.offload not in get_args(Offload)
+        moves = row.placement.resident is not None or not row.fits
+        if is_open and moves and not row.problem and shape.sequence > 1 and shape.tensor == shape.pipe == 1:
             rows.append(_predict_first_fit(replace(shape, fsdp=True), work, machine, choices))
-        if choices.offload is True and _can_move_blocks(shape, work):
-            rows.append(
-                predict(shape, work, machine, _with_most_resident(row.placement, shape, work, row.room))
-            )
     return rows
 
 
 def _predict_first_fit(shape: MeshShape, work: Workload, machine: Machine, choices: Choices) -> Prediction:
     """Return the prediction of a mesh with the first placement of its weights that fits; the last if none fits."""
-    room = machine.rank_room
-    for usual in _placements(shape, work, choices):
-        placement = usual
-        if choices.offload == "blocks" and _can_move_blocks(shape, work):
-            placement = _with_most_resident(usual, shape, work, room)
-        if memory_of(shape, work, placement) <= room or problem_of(shape, work, placement.quantize):
+    for placement in _placements(shape, work, machine, choices):
+        row = predict(shape, work, machine, placement)
+        if row.fits or row.problem:
             break
-    row = predict(shape, work, machine, placement)
-    if choices.offload == "blocks" and not row.problem and not _can_move_blocks(shape, work):
-        return replace(row, problem="its blocks cannot wait in host memory")
     return row
 
 
-def _placements(shape: MeshShape, work: Workload, choices: Choices) -> Iterator[Placement]:
-    """Yield the usual placement, then with text encoders in host memory, then with the VAE there, too."""
-    if choices.offload == "model":
-        yield Placement(takes_turns=True, quantize=choices.quantize)
-        return
+def _placements(shape: MeshShape, work: Workload, machine: Machine, choices: Choices) -> Iterator[Placement]:
+    """Yield the usual placement, then with text encoders, with the VAE and with blocks in host memory, too."""
     placement = Placement(default_text_encoders(shape), quantize=choices.quantize)
+    if choices.offload == "model":
+        yield replace(placement, takes_turns=True)
+        return
     if choices.offload == "blocks":
         placement = replace(placement, encoders="offload")
-    yield placement
+    placements = [placement]
     waiting: Literal["first", "offload"] = "offload"
     if shape.ranks > 1:
         waiting = "first"
     if work.weights.encoders.total and not placement.encoders_wait:
-        placement = replace(placement, encoders=waiting)
-        yield placement
+        placements.append(replace(placements[-1], encoders=waiting))
     if work.weights.vae:
-        yield replace(placement, vae=waiting)
-
-
-def _can_move_blocks(shape: MeshShape, work: Workload) -> bool:
-    """Whether transformer blocks can wait in host memory: only whole blocks can be moved between host and device."""
-    return shape.tensor == shape.pipe == 1 and not shape.fsdp and len(work.weights.blocks) > 1
+        placements.append(replace(placements[-1], vae=waiting))
+    for placement in placements:
+        if choices.offload == "blocks":
+            yield _with_most_resident(placement, shape, work, machine.rank_room)
+        else:
+            yield placement
+    if choices.offload is True and can_move_blocks(shape, work):
+        yield _with_most_resident(placements[-1], shape, work, machine.rank_room)
 
 
 def _with_most_resident(placement: Placement, shape: MeshShape, work: Workload, room: float) -> Placement:
@@ -183,25 +154,23 @@ def _with_most_resident(placement: Placement, shape: MeshShape, work: Workload, 
 
 
 def _allowed_shapes(ranks: int, choices: Choices) -> list[MeshShape]:
-    """Return the shapes of meshes of ``ranks`` ranks that ``choices`` allow.
-    Raise ValueError if there are none.
-    """
+    """Return the shapes of ``ranks`` ranks that ``choices`` allow. Raise ValueError if there are none."""
     allowed = list(all_shapes(ranks))
-    if choices.mesh and ranks > 1:
-        sizes = {"tensor": 1, "pipe": 1, **mesh_sizes(ranks, choices.mesh)}
-        allowed = [shape for shape in allowed if shape.sizes == {name: sizes[name] for name in shape.sizes}]
-    if choices.weights is not None and ranks > 1:
-        allowed = [shape for shape in allowed if (shape.tensor > 1) == (choices.weights == "tensor")]
-    if choices.weights == "fsdp" and ranks > 1:
-        allowed = [shape for shape in allowed if shape.sequence > 1 and shape.pipe == 1]
-    if choices.weights is not None and "pipe" not in choices.mesh:
+    weights = choices.weights
+    if weights is not None and "pipe" not in choices.mesh:
         allowed = [shape for shape in allowed if shape.pipe == 1]
+    if ranks > 1:
+        if choices.mesh:
+            sizes = {"tensor": 1, "pipe": 1, **mesh_sizes(ranks, choices.mesh)}
+            allowed = [shape for shape in allowed if shape.sizes == sizes]
+        if weights is not None:
+            allowed = [shape for shape in allowed if (shape.tensor > 1) == (weights == "tensor")]
+        if weights == "fsdp":
+            sharded = [shape for shape in allowed if shape.sequence > 1 and shape.pipe == 1]
+            allowed = [replace(shape, fsdp=True) for shape in sharded]
     if not allowed:
-        demanded = ""
-        if choices.weights is not None:
-            demanded = f" and weights {choices.weights!r}"
         limits = ", ".join(f"{name}={size}" for name, size in choices.mesh.items())
         raise ValueError(
-            f"mesh is {limits!r}{demanded}: no mesh of {ranks} ranks has both. Use other sizes, or leave one out."
+            f"mesh is {limits!r} and weights {weights!r}: no mesh of {ranks} ranks has both. Leave one of them out."
         )
     return allowed

@@ -1,7 +1,8 @@
-"""Count the operations of a transformer call and the bytes of its weights, on models without weights."""
+"""Count the work of one generation, its operations and the bytes of weights, on models without weights."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +16,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from para_core.adapters.inspect.block_stack import stack_of, why_no_stages
-from para_core.adapters.inspect.components import blocks_of, config_and_depths
-from para_core.adapters.planner.inputs import INPUTS
+from para_core.adapters.inspect.components import (
+    blocks_of,
+    components_with_blocks,
+    config_and_depths,
+    vaes_of,
+)
+from para_core.adapters.inspect.guidance import default_guidance, number_of_heads
+from para_core.adapters.planner.inputs import HIDDEN_SHAPES, default_sizes, make_inputs
 from para_core.adapters.planner.weights import ModuleBytes, Weights
-from para_core.adapters.planner.work import AttentionWork, CallWork, GenerationSizes
-from para_core.adapters.registry import plan_for, tensor_plan_for
-from para_core.instance.private_class import unwrapped_class
+from para_core.adapters.planner.work import AttentionWork, CallWork, GenerationSizes, Workload, check_size
+from para_core.adapters.registry import plan_for, tensor_plan_for, transformers_of
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class, unwrapped_class
 from para_core.plans.module_matching import ModuleRules, match_modules, matching_modules, parameters_of
 from para_core.plans.plan import Plan, ShardRule, Split
 from para_core.recorder.events import (
@@ -58,9 +66,7 @@ def without_data(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
 
 
 class _AllValid(TorchFunctionMode):
-    """Mode in which ``torch.nonzero`` returns all indices: fake tensors have no values.
-    Mochi then counts all text.
-    """
+    """Mode in which ``torch.nonzero``, which Mochi calls on its mask of text, returns all indices."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -70,14 +76,69 @@ class _AllValid(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# -- The work of a generation.
+
+
+def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Workload:
+    """Return the work of one generation with ``pipe``, of its default sizes but for those of ``changed``.
+
+    Raises:
+        UnknownModelError: ``pipe`` has no transformer, or its inputs or plan are unknown.
+        ValueError: The pipeline cannot generate a result of this size.
+    """
+    transformer = next(iter(transformers_of(pipe).values()), None)
+    if transformer is None:
+        raise UnknownModelError(
+            f"{type(pipe).__name__} has no transformer; expected a pipeline with one, or the name of a published model."
+        )
+    sizes, default_steps = default_sizes(pipe, transformer, changed)
+    # The inputs of a modular pipeline are those of its blocks.
+    of_blocks = (getattr(x, "name", None) for x in getattr(getattr(pipe, "blocks", None), "inputs", ()))
+    accepted = {*inspect.signature(original_class(pipe).__call__).parameters, *of_blocks}
+    is_video = "num_frames" in accepted or "frames" not in changed
+    check_size(original_class(pipe).__name__, sizes, is_video=is_video)
+    dtype = next((x.dtype for x in transformer.parameters() if x.is_floating_point()), torch.bfloat16)
+    with without_data(dtype):
+        call = count_call(transformer, sizes)
+    plan = plan_for(transformer)
+    branches = 2
+    if default_guidance(pipe, transformer) is None:
+        branches = 1
+    return Workload(
+        name=f"{_model_name(pipe)}, {sizes}",
+        sizes=sizes,
+        steps=steps or default_steps,
+        weights=pipe_weights(pipe),
+        call=call,
+        branches=branches,
+        batched=plan is not None and bool(plan.batched) and branches > 1,
+        heads=number_of_heads(transformer) or 0,
+    )
+
+
+def uncounted_workload(pipe: Any, reason: str) -> Workload:
+    """Return a workload with only the weights of ``pipe``, whose operations cannot be counted for ``reason``."""
+    return Workload(_model_name(pipe), GenerationSizes(0, 0, 1, 0), 0, pipe_weights(pipe), uncounted=reason)
+
+
+def pipe_weights(pipe: Any) -> Weights:
+    """Return the bytes of the weights of ``pipe``."""
+    transformers, vaes = transformers_of(pipe), vaes_of(pipe).values()
+    encoders = [module for name, module in components_with_blocks(pipe).items() if name not in transformers]
+    counted = {id(x) for x in (*transformers.values(), *encoders, *vaes)}
+    modules = {id(x): x for x in map(uncompiled, pipe.components.values()) if isinstance(x, nn.Module)}
+    other = sum(bytes_of(x) for key, x in modules.items() if key not in counted)
+    first, vae = next(iter(transformers.values()), nn.Module()), sum(map(bytes_of, vaes))
+    return count_weights(first, encoders, vae=vae, other=other, transformers=len(transformers))
+
+
+def _model_name(pipe: Any) -> str:
+    """Return the last part of the folder or repository from which ``pipe`` was made; its class if that is unknown."""
+    path = str(getattr(pipe, "name_or_path", None) or "").rstrip("/")
+    return path.rpartition("/")[2] or original_class(pipe).__name__
+
+
 # -- Operations of a call.
-
-
-def check_known(transformer: nn.Module) -> None:
-    """Raise UnknownModelError if the inputs of ``transformer`` are unknown."""
-    name = unwrapped_class(transformer).__name__
-    if name not in INPUTS:
-        raise UnknownModelError(f"the inputs of {name} are unknown; expected one of {', '.join(INPUTS)}.")
 
 
 def count_call(transformer: nn.Module, sizes: GenerationSizes) -> CallWork:
@@ -88,14 +149,14 @@ def count_call(transformer: nn.Module, sizes: GenerationSizes) -> CallWork:
     Raises:
         UnknownModelError: The inputs or the plan of the transformer are unknown.
     """
-    check_known(transformer)
-    cls = unwrapped_class(transformer)
+    cls, plan = unwrapped_class(transformer), plan_for(transformer)
+    if plan is None or cls.__name__ not in HIDDEN_SHAPES:
+        raise UnknownModelError(
+            f"the inputs of {cls.__name__} are unknown; expected one of {', '.join(HIDDEN_SHAPES)}."
+        )
     config, _ = config_and_depths(transformer)
     copy = cls(**config).eval()
-    plan = plan_for(copy)
-    if plan is None:
-        raise UnknownModelError(f"there is no plan for {cls.__name__}.")
-    return _CallCount(copy, plan).run(INPUTS[cls.__name__](copy.config, sizes))
+    return _CallCount(copy, plan).run(make_inputs(copy, sizes))
 
 
 class _CallCount:
@@ -111,25 +172,23 @@ class _CallCount:
         self._rules: dict[int, list[ModuleRules]] = {}
         for module, rules in match_modules(model, plan).values():
             self._rules.setdefault(id(module), []).append(rules)
-        self._tensor_splits = {id(layer.weight): along for layer, along in _tensor_layers(model)}
+        # By the weight's id: the layers whose results tensor ranks add up.
+        self._rowwise = {id(layer.weight) for layer, along in _tensor_layers(model) if along == "rowwise"}
         # The number of attention calls, by their sizes.
         self._attention: dict[AttentionWork, int] = {}
-        # As in CallWork.
-        self._split, self._summed = 0.0, 0.0
+        self._summed = 0.0
 
     def run(self, inputs: dict[str, Any]) -> CallWork:
         """Call the model, and return the work of the call."""
         self._operators.is_sharded = _shards_any(self._plan.inputs, inputs)
         with Recorder(self._note, compute_attention=attend_without_data).watch(self._model, operators=True):
-            output = self._model(**inputs, return_dict=False)
+            self._model(**inputs, return_dict=False)
         return CallWork(
             attention=tuple(replace(call, calls=number) for call, number in self._attention.items()),
-            products=(self._operators.products[0], self._operators.products[1]),
-            moved=(self._operators.moved[0], self._operators.moved[1]),
+            products=self._operators.products,
+            moved=self._operators.moved,
             peak=(self._operators.peak[0], self._operators.peak[1]),
-            split=self._split,
             summed=self._summed,
-            returned=sum(x.numel() * x.element_size() for x in leaf_tensors(output)),
             launches=self._operators.launches,
         )
 
@@ -137,9 +196,8 @@ class _CallCount:
         match event:
             case ModuleStart():
                 for rules in self._rules.get(id(event.module), ()):
-                    values = dict(zip(parameters_of(event.module), event.args, strict=False)) | dict(
-                        event.kwargs
-                    )
+                    by_position = zip(parameters_of(event.module), event.args, strict=False)
+                    values = {**dict(by_position), **event.kwargs}
                     self._operators.is_sharded |= _shards_any(rules.of_inputs, values)
             case ModuleEnd():
                 for rules in self._rules.get(id(event.module), ()):
@@ -152,7 +210,9 @@ class _CallCount:
             case AttentionEnd():
                 self._operators.in_attention = False
             case FunctionCall() if event.function is F.linear:
-                self._note_linear(event)
+                # Its operators are counted as those of others are.
+                if any(id(x) in self._rowwise for x in (*event.args, *event.kwargs.values())):
+                    self._summed += event.output.numel() * event.output.element_size()
             case OperatorCall():
                 self._operators.note(event)
 
@@ -172,18 +232,6 @@ class _CallCount:
         )
         self._attention[call] = self._attention.get(call, 0) + 1
         self._operators.launches += 1
-
-    def _note_linear(self, event: FunctionCall) -> None:
-        """Note which work of a linear layer tensor ranks share. Its operators are counted as those of others are."""
-        if len(event.args) > 1:
-            weight = event.args[1]
-        else:
-            weight = event.kwargs["weight"]
-        split = self._tensor_splits.get(id(weight))
-        if split is not None:
-            self._split += 2.0 * event.output.numel() * weight.shape[1]
-        if split == "rowwise":
-            self._summed += event.output.numel() * event.output.element_size()
 
 
 def _tensor_layers(model: nn.Module) -> list[tuple[nn.Linear, str]]:
@@ -244,19 +292,16 @@ def module_bytes(module: nn.Module) -> ModuleBytes:
     root = sum(x.numel() * x.element_size() for x in outside)
     # While a block runs, FSDP2 holds the buffer in which it gathered the block and the weights made from that
     # buffer, and already gathers the next block.
-    gathered = max(
-        (2 * first + second for first, second in pairwise(block_bytes)), default=2 * sum(block_bytes)
-    )
+    pairs = [2 * first + second for first, second in pairwise(block_bytes)]
+    gathered = max(pairs, default=2 * sum(block_bytes))
     largest = max((x.numel() * x.element_size() for x in module.parameters()), default=0)
-    return ModuleBytes(bytes_of(module), sum(block_bytes) + root, root + gathered, len(blocks) + 1, largest)
+    return ModuleBytes(bytes_of(module), sum(block_bytes) + root, root + gathered, largest)
 
 
 def _add_up(modules: Sequence[ModuleBytes]) -> ModuleBytes:
     """Return the bytes of modules that run one after the other."""
-    total, sharded, at_once, parts, largest = zip(
-        *map(astuple, [ModuleBytes(parts=0), *modules]), strict=True
-    )
-    return ModuleBytes(sum(total), sum(sharded), max(at_once), max(1, sum(parts)), max(largest))
+    total, sharded, at_once, largest = zip(*map(astuple, [ModuleBytes(), *modules]), strict=True)
+    return ModuleBytes(sum(total), sum(sharded), max(at_once), max(largest))
 
 
 def bytes_of(module: nn.Module) -> int:
@@ -265,11 +310,7 @@ def bytes_of(module: nn.Module) -> int:
 
 
 def _share_in_8_bits(module: nn.Module) -> float:
-    """Return the bytes of the module if weights of linear layers have 1 byte per element, divided by its
-    bytes.
-
-    Each row of such a weight has a float32 scale.
-    """
+    """Return the share of the module's bytes that is left with linear weights of 8 bits, a scale per row."""
     linears = {id(part.weight): part.weight for part in module.modules() if isinstance(part, nn.Linear)}
     saved = sum(x.numel() * (x.element_size() - 1) - 4 * x.shape[0] for x in linears.values())
     return 1.0 - saved / max(1, bytes_of(module))

@@ -18,9 +18,10 @@ from para_core.adapters.default_mesh import MeshChoice
 from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.inspect.guidance import default_guidance, number_of_heads
 from para_core.adapters.planner.count import UnknownModelError
-from para_core.adapters.planner.plan_mesh import plan_mesh, workload_of
+from para_core.adapters.planner.plan_mesh import plan_mesh
 from para_core.adapters.registry import transformers_of
 from para_core.devices import gpu_at_hand
+from para_core.distributed.mesh_shape import largest_divisor
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,7 @@ def _predict_choice(
 ) -> MeshChoice:
     """Return the mesh that :func:`plan_mesh` predicts to be best.
 
-    Raise NotPredictedError if the planner does not know the devices or the pipeline, or counting its
-    operations failed.
+    Raise NotPredictedError if the planner does not know the devices or the pipeline, or counting failed.
     """
     if on_host != ranks:
         # The network between the hosts is not known. (None stands for an unknown number of ranks on each.)
@@ -76,22 +76,27 @@ def _predict_choice(
         way = weights
     try:
         # Predict for eager code, because it is unknown whether the pipeline will be compiled later.
-        work = workload_of(owner)
         predictions = plan_mesh(
-            work, ranks=ranks, device=device, ranks_per_host=ranks, compiled=False, weights=way, offload=False
+            owner,
+            ranks=ranks,
+            device=device,
+            ranks_per_host=ranks,
+            compiled=False,
+            weights=way,
+            offload=False,
         )
     except UnknownModelError as error:
         raise NotPredictedError(str(error)) from None
     except Exception as error:
         # Catch everything: the pipeline's class or config may be the user's own, so counting may raise
         # anything. Warn, because a later version may choose another mesh.
+        reason = f"{type(error).__name__}: {error}"
         logger.warning(
-            "the mesh could not be predicted (%s: %s), so it follows from the number of heads and of ranks. Pass mesh= "
-            "to choose one.",
-            type(error).__name__,
-            error,
+            "the mesh could not be predicted (%s), so it follows from the number of heads and of ranks. Pass mesh= to "
+            "choose one.",
+            reason,
         )
-        raise NotPredictedError(f"{type(error).__name__}: {error}") from error
+        raise NotPredictedError(reason) from error
     best = predictions.best
     if best.problem:
         raise NotPredictedError(best.problem)
@@ -109,10 +114,9 @@ def choose_mesh(
 ) -> MeshChoice:
     """Return the sizes of a mesh of ``num_ranks`` ranks by a fixed rule.
 
-    With guidance, each of the two CFG branches gets half of the ranks. The ranks of a branch go to Ulysses,
-    as many as the key heads and one host allow, and the rest to the ring. Sharded weights come first:
-    ``"tensor"`` takes the fewest ranks (at least two) that divide the heads; ``"fsdp"`` keeps at least two
-    ranks per branch.
+    With guidance, each of the two CFG branches gets half of the ranks. Those of a branch go to Ulysses, as many
+    as the key heads and one host allow, the rest to the ring. Sharded weights come first: ``"tensor"``
+    takes the fewest ranks (at least two) that divide the heads; ``"fsdp"`` keeps at least two per branch.
 
     Args:
         num_heads: Number of key heads; None if unknown, which sets no limit.
@@ -120,13 +124,11 @@ def choose_mesh(
         ranks_per_host: Number of ranks on each host; None if all are on one host, or if it is unknown.
         weights: ``"fsdp"`` or ``"tensor"``; with any other value every rank holds all weights.
     """
-    on_host = gcd(num_ranks, ranks_per_host or num_ranks)
-    sizes = [
-        size for size in range(2, on_host + 1) if on_host % size == 0 and (num_heads or size) % size == 0
-    ]
+    per_host = ranks_per_host or num_ranks
     tensor = 1
-    if weights == "tensor" and sizes:
-        tensor = sizes[0]
+    if weights == "tensor":
+        on_host = gcd(num_ranks, per_host, num_heads or 0)
+        tensor = next((size for size in range(2, on_host + 1) if on_host % size == 0), 1)
     remaining = num_ranks // tensor
     # FSDP2 shards weights over the ranks of one branch, so a branch needs at least two.
     batch = 1
@@ -134,19 +136,13 @@ def choose_mesh(
         batch = 2
     remaining //= batch
     # A group of consecutive ranks is on one host if its size divides the number of ranks on the host.
-    neighbours = gcd(remaining, max((ranks_per_host or num_ranks) // tensor, 1))
-    most = neighbours
+    neighbours = gcd(remaining, max(per_host // tensor, 1))
+    ulysses = largest_divisor(neighbours, (num_heads or num_ranks) // tensor)
+    reasons = [guidance or "no guidance by default", "heads not known"]
     if num_heads is not None:
-        most = min(neighbours, num_heads // tensor)
-    ulysses = next(size for size in range(most, 0, -1) if neighbours % size == 0)
-    heads = "heads not known"
-    if num_heads is not None:
-        heads = f"{num_heads} heads"
-    hosts = ""
-    if ranks_per_host not in (None, num_ranks):
-        hosts = f", {ranks_per_host} ranks on a host"
-    sharded = ""
+        reasons[1] = f"{num_heads} heads"
     if weights in ("fsdp", "tensor"):
-        sharded = f"weights={weights!r}, "
-    reason = f"{sharded}{guidance or 'no guidance by default'}, {heads}{hosts}"
-    return MeshChoice(batch, remaining // ulysses, ulysses, reason, tensor=tensor)
+        reasons.insert(0, f"weights={weights!r}")
+    if per_host != num_ranks:
+        reasons.append(f"{ranks_per_host} ranks on a host")
+    return MeshChoice(batch, remaining // ulysses, ulysses, ", ".join(reasons), tensor=tensor)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from para_core.attention.features import load
+from para_core.distributed.mesh_shape import MESH_NAMES
 from para_core.option_values import RING_STYLES
-
-DIMS = ("pipe", "batch", "ring", "ulysses", "tensor")
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of the mesh dims. Ranks along ``tensor`` are neighbours, ranks along ``pipe`` are farthest
-    apart.
+    """The sizes of the mesh dims. Ranks along ``tensor`` are neighbours, those along ``pipe`` farthest apart.
 
     Args:
         batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number
@@ -45,7 +44,7 @@ class MeshShape:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the mesh dims by name."""
-        return {name: getattr(self, name) for name in DIMS}
+        return {name: getattr(self, name) for name in MESH_NAMES}
 
     def __str__(self) -> str:
         """Return the mesh dims with several ranks, and the ring method and FSDP2 if they are used."""
@@ -58,26 +57,21 @@ class MeshShape:
 
 
 def all_shapes(ranks: int) -> Iterator[MeshShape]:
-    """Yield the shape of every possible mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or
-    2.
+    """Yield the shape of every mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or 2.
 
     A pipeline cannot use stages and tensor parallelism together.
     """
-    for batch in (1, 2):
-        if ranks % batch:
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    for batch, stages, tensor, ring in product((1, 2), sizes, sizes, sizes):
+        ulysses, rest = divmod(ranks, batch * stages * tensor * ring)
+        if rest or (stages > 1 and tensor > 1):
             continue
-        for stages in divisors(ranks // batch):
-            tensor_sizes = [1]
-            if stages == 1:
-                tensor_sizes = divisors(ranks // batch)
-            for tensor in tensor_sizes:
-                sequence = ranks // (batch * stages * tensor)
-                for ring in divisors(sequence):
-                    yield MeshShape(batch, stages, ring, sequence // ring, tensor)
-                    for name, style in RING_STYLES.items():
-                        # A grid with one column is the same as a ring.
-                        if style.grid is not None and grid_of(name, ring, 1, 1)[1] > 1:
-                            yield MeshShape(batch, stages, ring, sequence // ring, tensor, name)
+        shape = MeshShape(batch, stages, ring, ulysses, tensor)
+        yield shape
+        for name in RING_STYLES:
+            # A grid with one column is the same as a ring.
+            if grid_of(name, ring, 1, 1)[1] > 1:
+                yield replace(shape, ring_method=name)
 
 
 def grid_of(ring_method: str, ranks: int, heads: int, key_heads: int) -> tuple[int, int]:
@@ -89,8 +83,3 @@ def grid_of(ring_method: str, ranks: int, heads: int, key_heads: int) -> tuple[i
         return ranks, 1
     shape: tuple[int, int] = load(style.grid)(ranks, heads, key_heads)
     return shape
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of ``number`` in ascending order."""
-    return [size for size in range(1, number + 1) if number % size == 0]

@@ -8,19 +8,16 @@ from typing import Any
 from para_core.adapters.planner.choose import Choices, Offload, WeightsOption
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.planner.predict import Machine, memory_of
-from para_core.adapters.planner.prediction import default_text_encoders
 from para_core.adapters.planner.predictions import Predictions, predict_meshes
 from para_core.adapters.planner.published import find_published, published_workload
-from para_core.adapters.planner.weights import Placement
+from para_core.adapters.planner.weights import Placement, default_text_encoders
 from para_core.adapters.planner.work import Workload, require_positive
 from para_core.devices import Device, Link, device_named, link_named
 from para_core.option_values import Quantize, TextEncoders, VaePlacement
 
-# Memory is predicted for square results with these sides, in pixels. The two predictions give the bytes per
-# pixel, as the slope of a line.
+# The bytes per pixel are the slope between the bytes of square results with these sides, in pixels.
 _SIDES = (512, 1024)
-# Ranks of a host with NVLink between all of them, by device, if not 8 as usual: a GB200 NVL72 is one rack of
-# 72.
+# Ranks with NVLink between all of them, by device, if not 8 as usual: a GB200 NVL72 is one rack.
 _RANKS_PER_HOST = {"GB200": 72}
 
 
@@ -48,35 +45,28 @@ def plan_mesh(
     Nothing is downloaded or computed: operations and bytes are counted on the model without weights.
 
     Args:
-        pipe_or_name (`DiffusionPipeline`, `str` or `Workload`): A pipeline with a transformer, the name or
-            the Hub repository of a published model (``"FLUX.1-dev"``, ``"Wan 2.2 A14B"``, …) in any spelling,
-            or counted work.
+        pipe_or_name (`DiffusionPipeline`, `str` or `Workload`): A pipeline with a transformer, counted work,
+            or the name or Hub repository of a published model (``"FLUX.1-dev"``) in any spelling.
         ranks (`int`): Number of ranks.
         device (`str` or `Device`, defaults to `"H100"`): The device of each rank: a name, your own figures as
             ``"name,GB,TFLOPs,link"``, or a :class:`~para_core.devices.Device`.
         link (`str` or `Link`, *optional*): Link between the devices of a host: a name, or the GB/s that a
-            device sends, such as ``"11"``, which ``para_core doctor`` measures. Defaults to the usual one of
-            the device.
+            device sends, which ``para_core doctor`` measures. Defaults to the usual one of the device.
         between (`str` or `Link`, defaults to `"infiniband"`): Link between hosts.
         ranks_per_host (`int`, *optional*): Ranks per host. Defaults to 8, and to 72 for a GB200.
         height, width, frames, steps (`int`, *optional*): Sizes of the generation. Default to those of the
             pipeline, or to the published ones.
-        compiled (`bool`, defaults to `True`): Whether the transformer is compiled. In eager code the host
-            takes longer.
-        weights (`"replicate"`, `"fsdp"` or `"tensor"`, *optional*): The way to shard weights that every mesh
-            must use, as in :func:`parallelize_pipe`. By default any; ``"fsdp"`` only for meshes that do not
-            fit otherwise.
+        compiled (`bool`, defaults to `True`): Whether the transformer is compiled, which saves host time.
+        weights (`"replicate"`, `"fsdp"` or `"tensor"`, *optional*): The way to shard weights on every mesh, as
+            in :func:`parallelize_pipe`. By default any; ``"fsdp"`` only if a mesh does not fit otherwise.
         mesh (`Mapping[str, int]`, *optional*): Largest sizes of mesh dims. Only the mesh that follows from
             them is predicted, as :func:`init_context_parallel_mesh` chooses it. Defaults to every mesh.
-        memory (`float`, *optional*): Bytes that a rank may hold. Defaults to the memory of the device less 6
-            GB.
+        memory (`float`, *optional*): Bytes that a rank may hold. Defaults to those of the device less 6 GB.
         offload (`bool`, `"blocks"` or `"model"`, defaults to `True`): Whether meshes that do not fit may keep
-            transformer blocks in host memory; text encoders and the VAE are moved there first. ``"blocks"``:
-            every mesh keeps some blocks there. ``"model"``: only the component that runs is on the device, as
-            with diffusers' ``enable_model_cpu_offload``.
-        quantize (`str`, *optional*): Scheme of quantized weights (docs/weights.md), which is not exact. Its
-            bytes are predicted, its speed is not. Defaults to exact weights, and to ``"int8"`` if no mesh
-            fits otherwise.
+            blocks in host memory, after text encoders and the VAE. ``"blocks"``: every mesh keeps some there.
+            ``"model"``: only the component that runs is on the device (``enable_model_cpu_offload``).
+        quantize (`str`, *optional*): Scheme of quantized weights (docs/weights.md), which is not exact, at
+            the speed of exact ones. Defaults to exact weights, and to ``"int8"`` if no mesh fits otherwise.
 
     Returns:
         The :class:`~para_core.adapters.planner.predictions.Predictions`.
@@ -110,9 +100,7 @@ def workload_of(
     frames: int | None = None,
     steps: int | None = None,
 ) -> Workload:
-    """Return the work of one generation with a pipeline or a published model.
-    Arguments and errors as in plan_mesh.
-    """
+    """Return the work of one generation. The arguments and errors are as in :func:`plan_mesh`."""
     options = {"height": height, "width": width, "frames": frames}
     changed = {name: require_positive(name, value) for name, value in options.items() if value is not None}
     if steps is not None:
@@ -120,7 +108,7 @@ def workload_of(
     if isinstance(pipe_or_name, str):
         return published_workload(find_published(pipe_or_name), changed, steps)
     # Imported here, because a published model needs no torch.
-    from para_core.adapters.planner.pipe_workload import pipe_workload
+    from para_core.adapters.planner.count import pipe_workload
 
     return pipe_workload(pipe_or_name, changed, steps)
 
@@ -142,8 +130,7 @@ def predict_bytes(
     many blocks stay on the device (None for all), and where the text encoders and the VAE are.
 
     Raises:
-        TypeError: The planner does not know the pipeline. Counting a pipeline of the user's own may raise
-            anything.
+        TypeError: The planner does not know the pipeline. A pipeline of the user's own may raise anything.
     """
     sizes: dict[str, Any] = dict(mesh)
     shape = MeshShape(**sizes, fsdp=fsdp)

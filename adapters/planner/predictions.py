@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from para_core.adapters.planner.choose import EQUALLY_FAST, Choices, rank_meshes
 from para_core.adapters.planner.mesh import MeshShape
-from para_core.adapters.planner.predict import Machine, predict
-from para_core.adapters.planner.prediction import Prediction
+from para_core.adapters.planner.predict import Machine, Prediction, predict
 from para_core.adapters.planner.weights import Placement
-from para_core.adapters.planner.work import Workload, require_positive
+from para_core.adapters.planner.work import Workload
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 # compiled transformers, of eager ones on one device, and of eager ones on several. See
 # benchmarks/results/planner_check.json.
 PUBLISHED_RATIOS = {"compiled": (1.06, 1.81), "eager": (0.69, 4.8), "eager, one device": (0.63, 1.57)}
-# Numbers of ranks that are compared with the one that the user names.
+# Numbers of ranks that are compared with the one that the user names: fewer if it runs, else more.
 _OTHER_RANKS = (1, 2, 4, 8, 16, 32, 64)
 # Rows of a printed table.
 _PRINTED = 10
@@ -34,17 +32,17 @@ class Predictions:
     the best mesh, call ``parallelize_pipe(pipe, mesh=predictions.init_mesh(), **predictions.best.options)``.
 
     Args:
-        rows (`tuple[Prediction, ...]`): The prediction of each mesh, with the placement of weights that it
-            needs.
+        rows (`tuple[Prediction, ...]`): The prediction of each mesh, with the placement that it needs.
         on_one (`Prediction`): One device that holds everything, in the placement that the user has chosen.
-        others (`Mapping[int, Prediction]`): The best mesh of other numbers of ranks with which one runs.
+        other (`Prediction`, *optional*): The mesh of the fewest ranks that are as fast as the chosen mesh, or
+            that run if it does not. None if there is none with another number of ranks.
     """
 
     work: Workload
     machine: Machine
     rows: tuple[Prediction, ...]
     on_one: Prediction
-    others: Mapping[int, Prediction] = field(default_factory=dict)
+    other: Prediction | None = None
 
     @property
     def best(self) -> Prediction:
@@ -87,22 +85,21 @@ class Predictions:
     @property
     def verdict(self) -> str:
         """Whether the generation fits these devices, and the range of seconds."""
-        best, devices = self.best, f"{self.ranks} × {self.machine.device.name}"
-        least, most = map(duration, self.seconds_of(best))
-        name, ending = f"{self.work.name}, {self.work.steps} steps", f"It takes {least} to {most}."
+        name, ending = f"{self.work.name}, {self.work.steps} steps", ""
         if self.work.uncounted:
             name = f"{self.work.name}, weights alone"
-            ending = f"Activations and seconds are not predicted: {self.work.uncounted}"
-        elif not best.runs:
-            ending = ""
-        return f"{name}: {self._fit(devices)}. {ending}".strip()
+            ending = f" Activations and seconds are not predicted: {self.work.uncounted}"
+        elif self.best.runs:
+            least, most = map(duration, self.seconds_of(self.best))
+            ending = f" It takes {least} to {most}."
+        return f"{name}: {self._fit()}.{ending}"
 
-    def _fit(self, devices: str) -> str:
-        """Return whether ``devices`` hold what the best mesh needs, as a part of a sentence."""
-        best, on_one = self.best, gigabytes(self.on_one.memory)
+    def _fit(self) -> str:
+        """Return whether the devices hold what the best mesh needs, as a part of a sentence."""
+        best, devices = self.best, f"{self.ranks} × {self.machine.device.name}"
         if best.problem:
             return f"cannot run on {devices}: {best.problem}"
-        needed, room = gigabytes(best.memory), gigabytes(best.room)
+        needed, room, on_one = map(gigabytes, (best.memory, best.room, self.on_one.memory))
         if not best.fits:
             return (
                 f"does not fit {devices}: a rank needs at least {needed} GB ({best}), and may hold {room} GB"
@@ -113,30 +110,21 @@ class Predictions:
             best = replace(best, shape=replace(best.shape, ring=1, ulysses=1, batch=1, pipe=1))
         if str(best) == str(self.on_one):
             return f"fits {devices}: {used}"
-        description = str(best).removeprefix("one rank, ")
+        condition = "only with"
         if self.on_one.fits:
-            return f"fits {devices} with {description}: {used} (one device holds all of it, {on_one} GB)"
-        return f"fits {devices} only with {description}: {used} (all of it needs {on_one} GB)"
+            condition = "with"
+        description = str(best).removeprefix("one rank, ")
+        return f"fits {devices} {condition} {description}: {used} (one device needs {on_one} GB)"
 
     @property
     def advice(self) -> str:
-        """Whether using all ranks is worthwhile or, if no mesh runs, how many ranks could run it."""
-        larger = [ranks for ranks in self.others if ranks > self.ranks]
-        if not self.best.runs:
-            if larger:
-                return f"It runs on {larger[0]} ranks: {self.others[larger[0]]}."
+        """The smaller number of ranks that is as fast or, if no mesh runs, the one that could run it."""
+        if self.other is None:
             return ""
-        if self.work.uncounted:
-            return ""
-        for ranks, row in self.others.items():
-            if ranks < self.ranks and row.seconds <= EQUALLY_FAST * self.best.seconds:
-                return f"{ranks} of these {self.ranks} ranks are as fast: use the others for other prompts."
-        times = [
-            f"{ranks}: {row.seconds / self.best.seconds:.2g} × ({row})" for ranks, row in self.others.items()
-        ]
-        if times:
-            return f"Seconds of other numbers of ranks, relative to these: {'; '.join(times)}."
-        return ""
+        fewest = self.other.shape.ranks
+        if self.best.runs:
+            return f"{fewest} of these {self.ranks} ranks are as fast: use the others for other prompts."
+        return f"It runs on {fewest} ranks: {self.other}."
 
     def _table(self) -> list[str]:
         """Return the lines of a Markdown table of the first meshes."""
@@ -153,41 +141,41 @@ class Predictions:
             least, most = self.seconds_of(row)
             seconds = f"{duration(least)} to {duration(most)}"
             lines.append(f"| {row} | {seconds} | {gigabytes(row.memory)} | {row.problem or row.why} |")
-        more = len(self.rows) - _PRINTED
-        if more > 0:
-            return [*lines, "", f"{more} more meshes: --json, or rows in Python."]
+        if len(self.rows) > _PRINTED:
+            lines += ["", f"{len(self.rows) - _PRINTED} more meshes: --json, or rows in Python."]
         return lines
 
 
 def predict_meshes(
     work: Workload, machine: Machine, ranks: int, choices: Choices | None = None
 ) -> Predictions:
-    """Predict all meshes of ``ranks`` ranks, a positive integer. Without ``choices`` the planner chooses
-    everything.
+    """Predict all meshes of ``ranks`` ranks. Without ``choices`` the planner chooses everything.
 
     Raises:
-        ValueError: ``ranks`` is no positive integer, or ``choices`` allow no mesh of this number of ranks.
+        ValueError: ``choices`` allow no mesh of this number of ranks.
     """
-    require_positive("ranks", ranks)
     choices = choices or Choices()
     rows = rank_meshes(work, machine, ranks, choices)
     usual = Placement(quantize=choices.quantize, takes_turns=choices.offload == "model")
     on_one = predict(MeshShape(), work, machine, usual)
-    others: dict[int, Prediction] = {}
-    for other in _OTHER_RANKS:
-        # More than 8 ranks are tried only if so many are given, or if nothing else runs.
-        if other == ranks or (
-            other > max(8, ranks) and (rows[0].runs or any(size > ranks for size in others))
-        ):
+    return Predictions(work, machine, tuple(rows), on_one, _find_other(work, machine, rows[0], choices))
+
+
+def _find_other(work: Workload, machine: Machine, best: Prediction, choices: Choices) -> Prediction | None:
+    """Return the field ``other`` of :class:`Predictions` whose chosen mesh is ``best``."""
+    if work.uncounted and best.runs:
+        return None
+    for ranks in _OTHER_RANKS:
+        if ranks == best.shape.ranks or (ranks < best.shape.ranks) != best.runs:
             continue
         try:
-            row = rank_meshes(work, machine, other, choices)[0]
+            row = rank_meshes(work, machine, ranks, choices)[0]
         except ValueError:
             # The mesh that the user demands has no such number of ranks.
             continue
-        if row.runs:
-            others[other] = row
-    return Predictions(work, machine, tuple(rows), on_one, others)
+        if row.runs and (not best.runs or row.seconds <= EQUALLY_FAST * best.seconds):
+            return row
+    return None
 
 
 def gigabytes(size: float) -> str:

@@ -1,8 +1,6 @@
-"""Published models with stored counts, from which their work at any size follows without torch, weights or a
-download.
+"""Published models with stored counts, from which their work at any size follows without torch or a download.
 
-``python -m benchmarks.planner.counts`` writes counts.json. A number ``[a, b]`` in it stands for ``a + b *
-tokens``.
+``python -m benchmarks.planner.counts`` writes counts.json, in which ``[a, b]`` stands for ``a + b * tokens``.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ def read_counts() -> Mapping[str, Any]:
 
 
 def find_published(name: str) -> str:
-    """Return the published model with this name or Hub repository. Case, spaces and punctuation do not
-    matter.
+    """Return the published model with this name or Hub repository, by its letters and digits alone.
 
     Raises:
         ValueError: No published model has this name.
@@ -46,8 +43,7 @@ def find_published(name: str) -> str:
 
 
 def published_workload(name: str, changed: Mapping[str, int], steps: int | None) -> Workload:
-    """Return the work of one generation with the published model ``name``, with other sizes if they are
-    ``changed``.
+    """Return the work of one generation with the published model ``name``, at sizes that may be ``changed``.
 
     Raises:
         ValueError: The model cannot generate a result of this size.
@@ -78,12 +74,10 @@ def _read_call(stored: Mapping[str, Any], tokens: int) -> CallWork:
     def number(coefficients: tuple[float, float]) -> float:
         return coefficients[0] + coefficients[1] * tokens
 
-    pairs = {name: tuple(map(number, stored[name])) for name in ("products", "moved", "peak")}
-    numbers = {name: number(stored[name]) for name in ("split", "summed", "returned")}
-    attention = tuple(
-        AttentionWork(
-            **{**call, "queries": round(number(call["queries"])), "keys": round(number(call["keys"]))}
-        )
-        for call in stored["attention"]
-    )
-    return CallWork(**{**stored, **pairs, **numbers, "attention": attention})
+    numbers = {name: number(stored[name]) for name in ("products", "moved", "summed")}
+    attention = []
+    for call in stored["attention"]:
+        lengths = {name: round(number(call[name])) for name in ("queries", "keys")}
+        attention.append(AttentionWork(**{**call, **lengths}))
+    peak = tuple(map(number, stored["peak"]))
+    return CallWork(**{**stored, **numbers, "peak": peak, "attention": tuple(attention)})

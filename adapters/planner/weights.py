@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.option_values import TextEncoders, VaePlacement
@@ -14,8 +15,7 @@ class Placement:
     """The placement of weights that the mesh does not shard.
 
     Args:
-        encoders, vae (`str`): Placements of the text encoders and of the VAE, as in
-            ``parallelize_pipe``.
+        encoders, vae (`str`): Placements of the text encoders and of the VAE, as in ``parallelize_pipe``.
         resident (`int`, *optional*): Number of transformer blocks, counted from the first, that stay on the
             device; the others wait in host memory. None if all blocks stay on the device.
         quantize (`str`, *optional*): Scheme of ``from_pretrained_sharded(quantize=...)``, which is not exact.
@@ -40,22 +40,27 @@ class Placement:
         return self.vae != "replicate"
 
 
+def default_text_encoders(shape: MeshShape) -> Literal["replicate", "fsdp"]:
+    """Return the placement of text encoders that ``parallelize_pipe`` chooses by default on this mesh."""
+    if shape.tensor > 1 or shape.fsdp:
+        return "fsdp"
+    return "replicate"
+
+
 @dataclass(frozen=True)
 class ModuleBytes:
     """The bytes of one module's parameters.
 
     Args:
-        sharded (`float`): Bytes of the parameters that FSDP2 would shard, and gather in ``parts`` units.
+        sharded (`float`): Bytes of the parameters that FSDP2 would shard.
         at_once (`float`): Bytes of gathered weights that FSDP2 would hold at the same time: a block, the
             buffer in which it was gathered, the next block, and parameters outside blocks.
-        largest_layer (`float`): Bytes of the largest layer, the only one on the device if the module waits on
-            the host.
+        largest_layer (`float`): Bytes of the largest layer, of a waiting module the only one on the device.
     """
 
     total: float = 0
     sharded: float = 0
     at_once: float = 0
-    parts: int = 1
     largest_layer: float = 0
 
     def at_rest(self, ranks: int) -> float:
@@ -66,25 +71,16 @@ class ModuleBytes:
         """Return the bytes that a rank sends in one call to gather the module's weights over ``ranks`` ranks."""
         return self.sharded * (ranks - 1) / ranks
 
-    def scale(self, factor: float) -> ModuleBytes:
-        """Return the bytes of the module with weights of ``factor`` times the size."""
-        return replace(
-            self, total=factor * self.total, sharded=factor * self.sharded, at_once=factor * self.at_once
-        )
-
 
 @dataclass(frozen=True)
 class Weights:
-    """The bytes of a pipeline's parameters: of one of its ``transformers``, of all text encoders, and of the
-    rest.
+    """The bytes of a pipeline's parameters: of one of its ``transformers``, all text encoders, and the rest.
 
     Args:
         tensor (`float`): Bytes of one transformer's parameters that tensor parallelism would split.
         vae, other (`float`): Bytes of all autoencoders, and of all other modules.
-        blocks (`tuple[tuple[float, float], ...]`): Relative cost and bytes of each block of a transformer, in
-            order.
-        in_8_bits (`float`): Bytes of a transformer whose linear layers have 8 bits, divided by
-            ``transformer.total``.
+        blocks (`tuple[tuple[float, float], ...]`): Relative cost and bytes of each block of a transformer.
+        in_8_bits (`float`): Bytes of a transformer with linear layers of 8 bits, over ``transformer.total``.
         no_stages (`str`): The reason why the model cannot run in stages; empty if it can.
     """
 
@@ -100,12 +96,12 @@ class Weights:
 
     def quantize(self, placement: Placement) -> Weights:
         """Return these weights in 8 bits if ``placement`` quantizes them."""
-        factor = self.in_8_bits
         if placement.quantize is None:
             return self
+        factor, module = self.in_8_bits, self.transformer
         return replace(
             self,
-            transformer=self.transformer.scale(factor),
+            transformer=ModuleBytes(factor * module.total, factor * module.sharded, factor * module.at_once),
             tensor=factor * self.tensor,
             blocks=tuple((cost, factor * size) for cost, size in self.blocks),
         )
@@ -114,66 +110,56 @@ class Weights:
         """Return the bytes of weights that are always on the device, on the rank that holds most."""
         if placement.takes_turns:
             return 0.0
-        held = self._transformers(shape, placement) + self.other
+        held = self.transformers * self._transformer_at_rest(shape, placement) + self.other
         if placement.encoders == "replicate":
             held += self.encoders.total
         elif placement.encoders == "fsdp":
             held += self.encoders.at_rest(shape.ranks)
-        if placement.vae_waits:
-            return held
-        return held + self.vae
+        if not placement.vae_waits:
+            held += self.vae
+        return held
 
-    def while_encoding(self, placement: Placement) -> float:
-        """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the text encoders run."""
+    def while_running(self, shape: MeshShape, placement: Placement) -> tuple[float, float, float]:
+        """Return the bytes on a rank beside :meth:`at_rest` while it encodes, denoises and decodes."""
         if placement.takes_turns:
-            return self.encoders.total
+            return self.encoders.total, self.transformer.total, self.vae
+        encoding = denoising = decoding = 0.0
         if placement.encoders == "fsdp":
-            return self.encoders.at_once
-        if placement.encoders_wait:
-            return self.encoders.largest_layer
-        return 0.0
-
-    def while_denoising(self, shape: MeshShape, placement: Placement) -> float:
-        """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the transformer runs."""
-        if placement.takes_turns:
-            return self.transformer.total
+            encoding = self.encoders.at_once
+        elif placement.encoders_wait:
+            encoding = self.encoders.largest_layer
         if shape.fsdp:
-            return self.transformer.at_once
-        return 0.0
+            denoising = self.transformer.at_once
+        if placement.vae_waits:
+            decoding = self.vae
+        return encoding, denoising, decoding
 
-    def while_decoding(self, placement: Placement) -> float:
-        """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the VAE runs."""
-        if placement.vae_waits or placement.takes_turns:
-            return self.vae
-        return 0.0
-
-    def in_host_memory(self, placement: Placement) -> float:
-        """Return the bytes of weights in the host memory of each rank: text encoders, VAE and transformer blocks."""
+    def waiting(self, placement: Placement) -> float:
+        """Return the bytes of components in host memory, which a generation copies to the device once."""
         if placement.takes_turns:
             return self.transformers * self.transformer.total + self.encoders.total + self.vae + self.other
-        waiting = self.transformers * self.copied(placement)
+        waiting = 0.0
         if placement.encoders_wait:
             waiting += self.encoders.total
         if placement.vae_waits:
-            return waiting + self.vae
+            waiting += self.vae
         return waiting
 
-    def copied(self, placement: Placement) -> float:
+    def waiting_blocks(self, placement: Placement) -> float:
         """Return the bytes of one transformer's blocks in host memory, which each call copies to the device."""
         if placement.resident is None:
             return 0.0
         return sum(size for _, size in self.blocks[placement.resident :])
 
-    def _transformers(self, shape: MeshShape, placement: Placement) -> float:
+    def _transformer_at_rest(self, shape: MeshShape, placement: Placement) -> float:
         if shape.fsdp:
-            return self.transformers * self.transformer.at_rest(shape.sequence)
+            return self.transformer.at_rest(shape.sequence)
         absent = self.tensor * (1 - 1 / shape.tensor)
         if 1 < shape.pipe <= len(self.blocks):
             stages = split_by_cost([cost for cost, _ in self.blocks], shape.pipe)
             largest = max(sum(size for _, size in self.blocks[stage.start : stage.stop]) for stage in stages)
             absent += sum(size for _, size in self.blocks) - largest
         if placement.resident is not None:
-            # Two of the blocks in host memory are on the device at a time: the one that runs, and the next
-            # one.
-            absent += self.copied(placement) - 2 * max(size for _, size in self.blocks)
-        return self.transformers * (self.transformer.total - absent)
+            # Two of the waiting blocks are on the device at a time: the one that runs, and the next one.
+            absent += self.waiting_blocks(placement) - 2 * max((size for _, size in self.blocks), default=0)
+        return self.transformer.total - absent

@@ -1,7 +1,6 @@
 """The work of one generation: sizes, operations of a transformer call, weights. Imports no torch.
 
-:mod:`para_core.adapters.planner.count` counts it on a model without weights; published models have stored
-counts.
+:mod:`.count` counts it on a model without weights, and :mod:`.published` has stored counts.
 """
 
 from __future__ import annotations
@@ -10,18 +9,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from para_core.adapters.planner.weights import Weights
 
 
 @dataclass(frozen=True)
 class GenerationSizes:
-    """Sizes of one generation: pixels, frames (1 for an image) and text tokens; and the dtype of its inputs.
+    """Sizes of one generation: pixels, frames (1 for an image) and text tokens.
 
-    A latent pixel has ``spatial`` pixels along each side, and a latent frame after the first has ``temporal``
-    frames. A dtype of None stands for torch's default.
+    A latent pixel has ``spatial`` pixels along each side, a latent frame ``temporal`` frames, the first one 1.
     """
 
     height: int
@@ -30,13 +25,10 @@ class GenerationSizes:
     text: int
     spatial: int = 8
     temporal: int = 4
-    dtype: torch.dtype | None = None
 
     @property
     def latents(self) -> tuple[int, int, int]:
-        """Number of frames, height and width of the latents.
-        Both are even: pixels that are left over are cut.
-        """
+        """Number of frames, height and width of the latents. Both sides are even: the rest is cut."""
         height, width = (2 * (side // (2 * self.spatial)) for side in (self.height, self.width))
         return (self.frames - 1) // self.temporal + 1, height, width
 
@@ -52,13 +44,6 @@ class GenerationSizes:
             return pixels
         return f"{pixels} × {self.frames}"
 
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an empty tensor of the dtype of the inputs, or of ``dtype``."""
-        # Imported here, because the sizes of a published model need no torch.
-        import torch
-
-        return torch.empty(shape, dtype=dtype or self.dtype)
-
 
 def check_size(name: str, sizes: GenerationSizes, *, is_video: bool) -> None:
     """Raise ValueError if model ``name`` cannot generate ``sizes``: frames of an image, or less than one token."""
@@ -67,8 +52,7 @@ def check_size(name: str, sizes: GenerationSizes, *, is_video: bool) -> None:
     least = 2 * sizes.spatial  # For most models a token is 2 × 2 latent pixels.
     if min(sizes.height, sizes.width) < least:
         raise ValueError(
-            f"{sizes.width} × {sizes.height} pixels are less than one token of {name}; expected at least {least} × "
-            f"{least}."
+            f"{sizes.width} × {sizes.height} pixels are no token of {name}; expected at least {least} × {least}."
         )
 
 
@@ -100,47 +84,33 @@ class AttentionWork:
 
 @dataclass(frozen=True)
 class CallWork:
-    """The work of one transformer call on one device: while its tokens are sharded over ranks, and otherwise.
+    """The work of one transformer call on one device.
 
     Args:
-        products (`tuple[float, float]`): Floating-point operations of matrix products and convolutions.
-        moved (`tuple[float, float]`): Bytes that other operators read and write.
-        peak (`tuple[float, float]`): Bytes of activations when they are largest.
-        split (`float`): Operations of ``products`` that tensor ranks share.
+        products (`float`): Floating-point operations of matrix products and convolutions.
+        moved (`float`): Bytes that other operators read and write.
+        peak (`tuple[float, float]`): Bytes of activations at their peak: of those that ranks shard, and of
+            those that each rank holds.
         summed (`float`): Bytes of the results that tensor ranks add up.
-        returned (`float`): Bytes of the output.
         launches (`int`): Number of operators that are not views; an attention call counts as one.
     """
 
     attention: tuple[AttentionWork, ...] = ()
-    products: tuple[float, float] = (0.0, 0.0)
-    moved: tuple[float, float] = (0.0, 0.0)
+    products: float = 0.0
+    moved: float = 0.0
     peak: tuple[float, float] = (0.0, 0.0)
-    split: float = 0.0
     summed: float = 0.0
-    returned: float = 0.0
     launches: int = 0
-
-    @property
-    def longest(self) -> AttentionWork | None:
-        """The attention call with the most queries; None if there is no attention."""
-        return max(self.attention, key=lambda call: call.queries, default=None)
 
     def divide_samples(self, parts: int) -> CallWork:
         """Return the work of one of ``parts`` equal parts of the samples; launches stay as many."""
-
-        def share(pair: tuple[float, float]) -> tuple[float, float]:
-            return pair[0] / parts, pair[1] / parts
-
-        return replace(
-            self,
+        return CallWork(
             attention=tuple(replace(call, samples=-(-call.samples // parts)) for call in self.attention),
-            products=share(self.products),
-            moved=share(self.moved),
-            peak=share(self.peak),
-            split=self.split / parts,
+            products=self.products / parts,
+            moved=self.moved / parts,
+            peak=(self.peak[0] / parts, self.peak[1] / parts),
             summed=self.summed / parts,
-            returned=self.returned / parts,
+            launches=self.launches,
         )
 
 
@@ -157,8 +127,7 @@ class Workload:
         batched (`bool`): Whether one transformer call computes all branches, as samples of a batch. Otherwise
             there is one call for each.
         heads (`int`): Number of key heads of the transformer; 0 if it is unknown.
-        uncounted (`str`): Why the operations are not counted, so that only weights are compared; empty if
-            they are.
+        uncounted (`str`): The reason why only weights are compared, not operations; empty if both are.
     """
 
     name: str
@@ -172,9 +141,7 @@ class Workload:
     uncounted: str = ""
 
     def call_on_rank(self, batch: int) -> tuple[CallWork, int]:
-        """Return the work of a transformer call on a rank, with ``batch`` ranks along that mesh dim, and its
-        calls per step.
-        """
+        """Return the work of a call and the calls per step of a rank, with ``batch`` ranks along that dim."""
         if self.batched:
             return self.call.divide_samples(batch), 1
         return self.call, -(-self.branches // batch)

@@ -29,10 +29,9 @@ def counted(name: str) -> dict[str, Any]:
     model, modules = PUBLISHED[name], published_modules(name)
     grids = [(rows, columns, frames if model.sizes.frames > 1 else 1) for rows, columns, frames in GRIDS]
     works = [counted_workload(name, sizes_of(model.sizes, *grid), model.steps, modules) for grid in grids]
-    sizes = {name: value for name, value in asdict(model.sizes).items() if name != "dtype"}
     return {
         "repository": model.repository,
-        "sizes": sizes,
+        "sizes": asdict(model.sizes),
         "steps": model.steps,
         "branches": works[0].branches,
         "batched": works[0].batched,
@@ -60,14 +59,10 @@ def stored_call(calls: Sequence[CallWork], tokens: Sequence[int]) -> dict[str, A
         for name in ("queries", "keys"):
             fixed[name] = coefficients([getattr(x, name) for x in at_sizes], tokens)
         attention.append(fixed)
-    pairs = {
-        name: [coefficients([getattr(call, name)[i] for call in calls], tokens) for i in (0, 1)]
-        for name in ("products", "moved", "peak")
-    }
-    numbers = {
-        name: coefficients([getattr(call, name) for call in calls], tokens) for name in ("split", "summed", "returned")
-    }
-    return {"attention": attention, **pairs, **numbers, "launches": calls[0].launches}
+    names = ("products", "moved", "summed")
+    numbers = {name: coefficients([getattr(call, name) for call in calls], tokens) for name in names}
+    peak = [coefficients([call.peak[i] for call in calls], tokens) for i in (0, 1)]
+    return {"attention": attention, **numbers, "peak": peak, "launches": calls[0].launches}
 
 
 def coefficients(values: Sequence[float], tokens: Sequence[int]) -> list[float]:

@@ -30,7 +30,7 @@ from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.planner.count import count_call, count_weights, without_data
-from para_core.adapters.planner.inputs import INPUTS
+from para_core.adapters.planner.inputs import make_inputs
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.planner.predict import memory_of
 from para_core.adapters.planner.work import GenerationSizes, Workload
@@ -56,14 +56,16 @@ class Stack:
     config: dict[str, Any]
     sizes: GenerationSizes
     meshes: tuple[tuple[dict[str, int], bool], ...]
+    dtype: torch.dtype = torch.float32
 
 
 STACKS = {
     "FLUX.1, 1 + 2 blocks of real size, bfloat16": Stack(
         "FluxTransformer2DModel",
         {"num_layers": 1, "num_single_layers": 2, "guidance_embeds": True},
-        GenerationSizes(512, 512, 1, 128, dtype=torch.bfloat16),
+        GenerationSizes(512, 512, 1, 128),
         (({}, False), ({"ulysses": 2}, False), ({"tensor": 2}, False), ({"ulysses": 2}, True)),
+        torch.bfloat16,
     ),
     "small FLUX, float32": Stack(
         "FluxTransformer2DModel",
@@ -76,13 +78,13 @@ STACKS = {
             "pooled_projection_dim": 64,
             "axes_dims_rope": (16, 24, 24),
         },
-        GenerationSizes(1024, 1024, 1, 128, dtype=torch.float32),
+        GenerationSizes(1024, 1024, 1, 128),
         (({}, False), ({"ring": 2}, False), ({"tensor": 2}, False), ({"pipe": 2}, False), ({"ring": 2}, True)),
     ),
     "small Wan, float32": Stack(
         "WanTransformer3DModel",
         {"num_layers": 6, "num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048, "text_dim": 256},
-        GenerationSizes(512, 512, 9, 128, dtype=torch.float32),
+        GenerationSizes(512, 512, 9, 128),
         (({}, False), ({"ulysses": 2}, False), ({"tensor": 2}, False)),
     ),
 }
@@ -93,7 +95,7 @@ def transformer_of(stack: Stack) -> Any:
     """Return the transformer with random weights."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(stack.sizes.dtype)
+    torch.set_default_dtype(stack.dtype)
     try:
         return getattr(diffusers, stack.cls)(**stack.config).eval()
     finally:
@@ -103,10 +105,15 @@ def transformer_of(stack: Stack) -> Any:
 def predicted(stack: Stack, dims: dict[str, int], fsdp: bool) -> float:
     """Return the bytes of a rank that the planner predicts."""
     transformer = transformer_of(stack)
-    with without_data(stack.sizes.dtype):
+    with without_data(stack.dtype):
         call = count_call(transformer, stack.sizes)
     work = Workload("", stack.sizes, 1, count_weights(transformer, [], vae=0.0, other=0.0), call)
     return memory_of(replace(MeshShape(**dims), fsdp=fsdp), work)
+
+
+def zeros_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros of the shape of ``x``, and of ``dtype`` if ``x`` has fractions."""
+    return torch.zeros_like(x, dtype=dtype if x.is_floating_point() else x.dtype)
 
 
 def measured(name: str, dims: dict[str, int], fsdp: bool) -> dict[str, Any]:
@@ -125,7 +132,7 @@ def measured(name: str, dims: dict[str, int], fsdp: bool) -> dict[str, Any]:
         weights: Any = "fsdp" if fsdp else "tensor" if "tensor" in dims else None
         parallelize_pipe(pipe, mesh=mesh, weights=weights)
     # They are equal on all ranks.
-    inputs = tree_map_only(torch.Tensor, torch.zeros_like, INPUTS[stack.cls](transformer.config, stack.sizes))
+    inputs = tree_map_only(torch.Tensor, partial(zeros_of, dtype=stack.dtype), make_inputs(transformer, stack.sizes))
     with torch.no_grad():
         transformer(**inputs, return_dict=False)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:

@@ -17,8 +17,7 @@ from benchmarks.harness import markdown_table, parser_of, read_results, write_re
 from para_core.adapters.planner.choose import Choices
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.planner.plan_mesh import workload_of
-from para_core.adapters.planner.predict import Machine, predict, traffic_of
-from para_core.adapters.planner.prediction import Prediction
+from para_core.adapters.planner.predict import Machine, Prediction, predict, traffic_of
 from para_core.adapters.planner.predictions import duration, predict_meshes
 from para_core.adapters.planner.weights import Placement
 from para_core.adapters.planner.work import Workload
@@ -155,8 +154,7 @@ def weights_row(work: Workload) -> dict[str, Any]:
     for ranks in WEIGHT_RANKS:
         shape = MeshShape(ring=ranks, fsdp=True)
         # A rank either denoises or encodes, so the larger of both counts.
-        gathered = max(weights.transformer.at_once, weights.while_encoding(placement))
-        fsdp[ranks] = (weights.at_rest(shape, placement) + gathered) / 1e9
+        fsdp[ranks] = (weights.at_rest(shape, placement) + max(weights.while_running(shape, placement))) / 1e9
     _, passes = work.call_on_rank(1)
     received = {
         "fsdp": {ranks: passes * weights.transformer.gathered(ranks) / 1e9 for ranks in WEIGHT_RANKS},

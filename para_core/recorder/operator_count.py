@@ -38,19 +38,17 @@ class OperatorCount:
         launches: Number of launches. Operators inside attention are left out.
         products: Floating-point operations of matrix products and convolutions outside of attention.
         moved: Bytes that all other launches outside of attention read and write.
-        peak: The bytes of tensors of the call when their sum was largest, inside attention too. A tensor
-            counts until it is freed, so it counts for too long if the caller keeps its event.
+        peak: The bytes of tensors of the call when their sum was largest, inside attention too: first of those
+            that were made while ``is_sharded`` was True, then of the others. A tensor counts until it is freed,
+            so it counts for too long if the caller keeps its event.
         is_sharded: Whether the operators that follow work on sharded tokens. The caller sets it before them.
         in_attention: Whether the operators that follow compute an attention call. The caller sets it.
-
-    ``products``, ``moved`` and ``peak`` are pairs, as in the planner's ``CallWork``: first of operators that ran
-    (for ``peak``, of tensors that were made) while ``is_sharded`` was True, then of the others.
     """
 
     def __init__(self) -> None:
         self.launches = 0
-        self.products = [0.0, 0.0]
-        self.moved = [0, 0]
+        self.products = 0.0
+        self.moved = 0
         self.peak = [0, 0]
         self.is_sharded = self.in_attention = False
         self._in_memory = [0, 0]
@@ -59,22 +57,22 @@ class OperatorCount:
     def note(self, event: OperatorCall) -> None:
         """Count the operator of ``event``."""
         operands, results = leaf_tensors((event.args, event.kwargs)), leaf_tensors(event.output)
-        index = int(not self.is_sharded)
-        self._note_memory(results, {storage_id(x.untyped_storage()) for x in operands}, index)
+        self._note_memory(results, {storage_id(x.untyped_storage()) for x in operands})
         if self.in_attention or not is_launch(event.operator):
             return
         self.launches += 1
         operations = operations_of_product(event)
         if operations is None:
-            self.moved[index] += sum(_bytes_in_memory(x) for x in (*operands, *results))
+            self.moved += sum(_bytes_in_memory(x) for x in (*operands, *results))
         else:
-            self.products[index] += operations
+            self.products += operations
 
-    def _note_memory(self, results: Sequence[Tensor], operands: set[int], index: int) -> None:
-        """Count the storages of ``results`` that are new, until they are freed.
+    def _note_memory(self, results: Sequence[Tensor], operands: set[int]) -> None:
+        """Count the storages of ``results`` that are new, until they are freed, as those of sharded tokens or of others.
 
-        ``operands`` are the ids of the operands' storages, and ``index`` is 0 for sharded tokens, 1 for others.
+        ``operands`` are the ids of the operands' storages.
         """
+        index = int(not self.is_sharded)
         for x in results:
             storage = x.untyped_storage()
             # A result in the storage of an operand is a view, or was written in place.

@@ -12,8 +12,8 @@ import torch
 from diffusers import FluxPipeline
 
 from para_core.adapters import plan_mesh
-from para_core.adapters.planner.inputs import INPUTS
-from para_core.adapters.planner.prediction import default_text_encoders
+from para_core.adapters.planner.inputs import HIDDEN_SHAPES
+from para_core.adapters.planner.weights import default_text_encoders
 from para_core.cli.app import run
 from para_core.fleet.pipeline_info import find_tiny_flux
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
@@ -121,7 +121,7 @@ def test_weights_of_a_unet_are_compared_with_the_card(capsys, tmp_path):
 
 def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, monkeypatch):
     # The inputs of the FLUX transformer are unknown to the planner, so that its operations cannot be counted.
-    monkeypatch.delitem(INPUTS, "FluxTransformer2DModel")
+    monkeypatch.delitem(HIDDEN_SHAPES, "FluxTransformer2DModel")
     flux = str(find_tiny_flux())
     parts = FluxPipeline.from_pretrained(flux, dtype=torch.bfloat16).components
     modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}

@@ -10,20 +10,20 @@ from benchmarks.harness import PeakMemory
 from benchmarks.planner.published_models import PUBLISHED, counted_workload, published_modules
 from para_core.adapters import plan_mesh
 from para_core.adapters.planner.count import bytes_of, count_call, without_data
-from para_core.adapters.planner.inputs import INPUTS
+from para_core.adapters.planner.inputs import make_inputs
 from para_core.adapters.planner.plan_mesh import workload_of
 from para_core.adapters.planner.published import find_published, published_workload
 from para_core.adapters.planner.work import GenerationSizes
 from tests.tiny import flux_pipe
 from zoo.tiny.transformers.registry import MODELS
 
-SIZES = GenerationSizes(height=64, width=96, frames=9, text=5, dtype=torch.float32)
+SIZES = GenerationSizes(height=64, width=96, frames=9, text=5)
 
 
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_counts_of_a_model_equal_those_with_data(name):
     model = MODELS[name].build().eval()
-    inputs = INPUTS[type(model).__name__](model.config, SIZES)
+    inputs = make_inputs(model, SIZES)
     inputs = {key: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for key, x in inputs.items()}
     attention = []
     original = torch.nn.functional.scaled_dot_product_attention
@@ -35,18 +35,17 @@ def test_counts_of_a_model_equal_those_with_data(name):
             return func(*args, **(kwargs or {}))
 
     with torch.no_grad(), PeakMemory() as measured, Attended():
-        output = model(**inputs, return_dict=False)[0]
+        model(**inputs, return_dict=False)
     with without_data(torch.float32):
         call = count_call(model, SIZES)
     assert sum(x.calls * x.samples * x.heads * x.queries for x in call.attention) == sum(attention)
-    assert call.returned == output.numel() * output.element_size()
     if name == "flux":
         assert sum(call.peak) == pytest.approx(measured.peak, rel=0.05)
 
 
 def test_operations_of_flux_are_those_that_diffusers_publishes():
     # The table of https://huggingface.co/datasets/diffusers/benchmarks has 59,523.04 GFLOP, of products only.
-    assert sum(workload_of("FLUX.1-dev").call.products) == pytest.approx(59_523.04e9, rel=1e-3)
+    assert workload_of("FLUX.1-dev").call.products == pytest.approx(59_523.04e9, rel=1e-3)
 
 
 # All models are counted again in the long tests.
@@ -63,14 +62,11 @@ def test_stored_counts_equal_those_of_the_model_at_other_sizes(name):
         counted = counted_workload(name, replace(model.sizes, **change), 7, modules)
         assert stored.call.attention == counted.call.attention
         assert stored.call.launches == counted.call.launches
-        for pair in ("products", "moved", "peak"):
-            assert sum(getattr(stored.call, pair)) == pytest.approx(sum(getattr(counted.call, pair)), rel=0.01)
-        for number in ("split", "summed", "returned"):
-            assert getattr(stored.call, number) == pytest.approx(getattr(counted.call, number), rel=1e-6)
+        assert sum(stored.call.peak) == pytest.approx(sum(counted.call.peak), rel=0.01)
+        for number in ("products", "moved", "summed"):
+            assert getattr(stored.call, number) == pytest.approx(getattr(counted.call, number), rel=0.01)
         for field in ("weights", "name", "sizes", "branches", "batched", "steps", "heads"):
             assert getattr(stored, field) == getattr(counted, field), field
-    sharded, otherwise = stored.call.products
-    assert sharded > 0.99 * (sharded + otherwise)
 
 
 def test_published_models_are_found_in_any_spelling():
