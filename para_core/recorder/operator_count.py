@@ -68,7 +68,7 @@ class OperatorCount:
             self.products += operations
 
     def _note_memory(self, results: Sequence[Tensor], operands: set[int]) -> None:
-        """Count the storages of ``results`` that are new, until they are freed, as those of sharded tokens or of others.
+        """Count the storages of ``results`` that are new, until they are freed, by whether the tokens are sharded now.
 
         ``operands`` are the ids of the operands' storages.
         """
