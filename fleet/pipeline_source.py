@@ -4,8 +4,9 @@ seconds.
 A class is described by the components of its ``__init__`` and the parameters of its ``__call__``. Nothing
 here imports diffusers or torch.
 
-`selection.py` chooses a class with it, and `without_weights.py` asks for the multiple of height and width. An
-imported class is described in `pipeline_info.py`. Tests: tests/fleet/test_model_files.py.
+`selection.py` and `classical.py` choose a class with it, `cli/checks.py` refuses options by it, and
+`without_weights.py` asks for the multiple of height and width. An imported class is described in
+`pipeline_info.py`. Tests: tests/fleet/test_model_files.py.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class PipelineSource:
     # Parameters of __call__ with their defaults: inspect.Parameter.empty without one, None if it is no
     # literal.
     call: Mapping[str, Any]
-    # Expressions by which the class divides height or width, to check that nothing remains.
-    divisors: tuple[ast.expr, ...]
+    # Expressions by which the class divides height or width, to check that nothing remains; for each the alternatives.
+    divisors: tuple[tuple[ast.expr, ...], ...]
 
     @property
     def takes_images(self) -> bool:
@@ -80,9 +81,9 @@ class PipelineSource:
         None if there is no such denoiser, or the source does not state the class.
         """
         for name in DENOISERS:
-            cls, expected = class_in(index, name), self.components.get(name, "")
-            if cls is not None and "Model" in expected and cls not in re.findall(r"\w+", expected):
-                return name, cls, expected
+            cls = class_in(index, name)
+            if name in self.components and not self._takes(name, cls):
+                return name, str(cls), self.components[name]
         return None
 
     def fits(self, index: Mapping[str, Any]) -> bool:
@@ -135,7 +136,11 @@ def pipeline_files() -> Mapping[str, Path]:
 
 @cache
 def read_pipeline(name: str) -> PipelineSource | None:
-    """Return the description of a pipeline class; None if the installed diffusers has no source of this name."""
+    """Return the description of a pipeline class; None if the installed diffusers has no source of this name.
+
+    What a class does not define itself is that of its first base with a source, all divisors or none:
+    diffusers' pipelines hardly inherit from each other.
+    """
     path = pipeline_files().get(name)
     if path is None:
         return None
@@ -207,15 +212,14 @@ def _read_optional_components(cls: ast.ClassDef) -> list[str]:
     return []
 
 
-def _find_divisors(function: ast.FunctionDef) -> Iterator[ast.expr]:
-    """Yield what ``height`` or ``width`` is divided by. A local variable is replaced by the value it was
-    assigned; if there were several, the one of the last assignment.
+def _find_divisors(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ...]]:
+    """Yield what ``height`` or ``width`` is divided by: one expression, or for a local variable all that it
+    is assigned, of which one applies.
     """
-    assigned = {
-        node.targets[0].id: node.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    assigned: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
     for node in ast.walk(function):
         if (
             isinstance(node, ast.BinOp)
@@ -224,26 +228,39 @@ def _find_divisors(function: ast.FunctionDef) -> Iterator[ast.expr]:
             and node.left.id in _SIDES
         ):
             divisor = node.right
-            if isinstance(divisor, ast.Name):
-                divisor = assigned.get(divisor.id, divisor)
-            yield divisor
+            if isinstance(divisor, ast.Name) and divisor.id in assigned:
+                yield tuple(assigned[divisor.id])
+            else:
+                yield (divisor,)
 
 
 def multiple_of_sides(source: PipelineSource, pipe: Any) -> int:
-    """Return the number by which a pipeline requires height and width to be divisible; 1 if it states none.
+    """Return the number by which a pipeline requires height and width to be divisible; 1 if it states none,
+    or none that can be read here: the pipeline itself then refuses a size.
 
     ``pipe`` is an instance of the class. It may lack weights, because only numbers of its attributes are
     read. With None only constants count.
     """
-    numbers = [_evaluate(divisor, pipe) for divisor in source.divisors]
-    return math.lcm(*[number for number in numbers if number is not None and number > 0])
+    multiple = 1
+    for alternatives in source.divisors:
+        numbers = [_evaluate(divisor, pipe) for divisor in alternatives]
+        positive = [number for number in numbers if number is not None and number > 0]
+        # A size that one of several numbers divides may be valid, so require no more than all of them do.
+        multiple = math.lcm(multiple, math.gcd(*positive) or 1)
+    return multiple
 
 
 def _evaluate(expression: ast.expr, pipe: Any) -> int | None:
-    """Return the value of an integer, an attribute of ``self`` or an item of one, or a product or power; else
-    None.
+    """Return the value of an integer, an attribute of ``self`` or an item of one, ``int()`` of one, or a
+    product or power; else None.
     """
     value: Any = None
+    if (
+        isinstance(expression, ast.Call)
+        and ast.unparse(expression.func) == "int"
+        and len(expression.args) == 1
+    ):
+        return _evaluate(expression.args[0], pipe)
     if isinstance(expression, ast.Constant):
         value = expression.value
     if isinstance(expression, (ast.Attribute, ast.Subscript)):

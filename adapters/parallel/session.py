@@ -1,9 +1,9 @@
 """Sessions: changes of one pipeline or transformer that are applied and undone together.
 
-``parallelize.py`` and ``transformer.py`` call :func:`replace_session`. The parts themselves are in ``parts.py``,
-``transformer.py`` and ``resolve.py``. The methods of a part are called in one of these orders: ``clear``,
-``apply``, ``complete``; later the undo function, or ``suspend`` and ``finish`` if another session replaces this
-one. Tests: tests/adapters/parallel/test_undo.py.
+``parallelize.py`` and ``transformer.py`` call :func:`replace_session`. The parts themselves are in
+``parts.py``, ``transformer.py`` and ``resolve.py``. The methods of a part are called in one of these orders:
+``clear``, ``apply``, ``complete``; later the undo function, or ``suspend`` and ``finish`` if another session
+replaces this one. Tests: tests/adapters/parallel/test_undo.py.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ParallelSession:
     mesh: GuidedMesh
     parts: list[Part]
     # The parts that are in effect, each with its undo function. A suspended session keeps them, because it may
-    # be resumed.
+    # be resumed; a finished or stopped one has none.
     _applied: list[tuple[Part, Undo]] = field(default_factory=list, init=False)
 
     def start(self) -> None:
@@ -122,6 +122,7 @@ class ParallelSession:
 
     def _undo(self, part: Part, undo: Undo) -> None:
         undo()
+        # Parts and their undo functions are compared by identity or value, and no two of a session are equal.
         self._applied.remove((part, undo))
 
     def suspend(self, resume: ExitStack, mesh: GuidedMesh) -> None:
@@ -146,8 +147,9 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
 
     If this fails on one rank, every rank raises, and ``previous`` is in effect again: its parts are resumed
     in their order, and the slots of ``instance`` and of all modules inside it get back what was in them. So a
-    part may change only slots of these. If only the last step fails, in which weights change, the instance
-    cannot be used any more (:mod:`para_core.adapters.weights.one_way`).
+    part may change only slots of these. If only :meth:`Part.finish` of an earlier part fails, the rank on
+    which it fails raises, after all of ``session`` is in effect. If only the last step fails, in which
+    weights change, the instance cannot be used any more (:mod:`para_core.adapters.weights.one_way`).
     """
     with restore_on_failure(instances_in(instance)), ExitStack() as rollback:
         with together(session.mesh, "the earlier settings could not be undone"):
@@ -158,6 +160,9 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
         rollback.callback(session.stop)
         session.start()
         rollback.pop_all()
-    if previous is not None:
-        previous.finish()
-    session.complete()
+    try:
+        if previous is not None:
+            previous.finish()
+    finally:
+        # The other ranks begin it too, and would wait for this one.
+        session.complete()

@@ -38,16 +38,21 @@ BLOCKS = CachedBlocks(
 )
 
 
-def name_times_of_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
-    """Name reference images with a timestep of their own, which the blocks look up by the number of a token."""
+def refuse_times_of_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+    """Return the words for reference images with a timestep of their own, which the blocks look up by the
+    number of a token; empty for a call without them.
+    """
     parameters: Any = model.params
     method = arguments.get("ref_latents_method", parameters.default_ref_method)
     own_time = bool(arguments.get("ref_latents")) and method == "index_timestep_zero"
     return "reference images by the method index_timestep_zero" if own_time else ""
 
 
-def name_controlled_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
-    """Name residuals for a part of the image tokens."""
+def refuse_controlled_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+    """Return the words for a ControlNet together with references; empty for other calls.
+
+    Its residuals have no rows for the tokens of references, so the plan would cut them wrongly.
+    """
     both = bool(arguments.get("ref_latents")) and arguments.get("control") is not None
     return "reference images together with a ControlNet" if both else ""
 
@@ -57,7 +62,7 @@ FLUX = RecordedPlan(
     models="FLUX.1 and FLUX.2",
     arguments=("x", "timestep", "context", "y", "guidance", "control", "ref_latents", "ref_latents_method"),
     adapter=Adapter(transformer="Flux", pipelines="FLUX in ComfyUI", plan=DOUBLE_AND_SINGLE, blocks=BLOCKS),
-    refusals=(name_times_of_references, name_controlled_references),
+    refusals=(refuse_times_of_references, refuse_controlled_references),
 )
 
 CHROMA = RecordedPlan(
@@ -76,7 +81,7 @@ RADIANCE = RecordedPlan(
     adapter=Adapter(
         transformer="ChromaRadiance",
         pipelines="Chroma Radiance in ComfyUI",
-        # The decoder of pixels gets all tokens.
+        # The decoder of pixels gets all tokens. Radiance takes no control, so what the plan says of it is not used.
         plan=replace(
             DOUBLE_AND_SINGLE,
             outputs={"single_blocks.-1": Gather(dim=1, segment="image", after_replicated=True)},

@@ -6,7 +6,7 @@ from para_core.adapters import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import FirstTokens, Gather, Plan, Replicate, Split
 
-from .flux import name_controlled_references
+from .flux import refuse_controlled_references
 from .recorded import RecordedPlan
 
 QWEN_IMAGE = RecordedPlan(
@@ -38,5 +38,5 @@ QWEN_IMAGE = RecordedPlan(
             uncached=("control",),
         ),
     ),
-    refusals=(name_controlled_references,),
+    refusals=(refuse_controlled_references,),
 )

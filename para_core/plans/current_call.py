@@ -1,8 +1,8 @@
 """Access to the current call of a model with a plan, for code that runs inside the call: caches, pipeline
-stages, PipeFusion.
+stages, PipeFusion, same_bits, comparisons and ``verify=``.
 
 The state itself belongs to :mod:`.region`, which empties it at the end of a call. Tests:
-tests/weights/test_pipefusion.py, tests/weights/test_stages.py.
+tests/weights/test_pipefusion.py, tests/weights/test_stages.py; tests/cache/test_state.py for skipped attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
 
 
 def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, ...]] | None:
-    """Return the mesh and the segments of the current call of ``module``; None outside of one, or on one rank."""
+    """Return the mesh and the segments of the current call of ``module``; None outside of one, or on one rank.
+
+    There are no segments yet before the plan has split the first tensor of the call.
+    """
     region = region_of(module)
     if region is None or region.mesh.ranks == 1 or region.interception is None:
         return None
@@ -53,7 +56,7 @@ def allow_skipped_attention_of(region: Region | None) -> None:
     """Do what :func:`allow_skipped_attention` does, for a model with this ``region``; None without a plan.
 
     Modes that a user has entered around the model are told, too, because they raise if no attention was
-    called.
+    called. They cannot know which model skips, so all of them are told.
     """
     if region is not None and region.interceptions:
         planned = region.interceptions[-1].planned

@@ -46,7 +46,8 @@ class PlannedAttnMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
+        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph. A
+        # checkpoint turns gradients off as it begins, and its recomputation must find the attention of now.
         if not torch.compiler.is_compiling() and func is set_grad_enabled and args == (False,):
             for recomputation in RECOMPUTATION:
                 recomputation.gradients_disabled(partial(self.planned.bind, self.planned))
@@ -73,6 +74,8 @@ class Interception:
     Attributes:
         planned: The attention of modules that the plan does not describe.
         mode: The mode; None at the dispatcher.
+        by_hand: Finds attention that the model computes by products itself; None if nobody looks for it, and
+            not used in a graph.
         running: The attention of the modules that run now, nested in each other, the innermost last. The
             first is ``planned``; in a graph it is the only one.
         continues: Whether a key-value cache among the arguments already holds tokens, which precede the keys
@@ -90,11 +93,12 @@ class Interception:
         self.running = [planned]
         self.continues = False
         if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
+            # Hooks that were there before the call are no checkpoint of the model's own.
             planned.hooks_outside = len(all_saved_tensors_hooks())
 
     @property
     def current(self) -> PlannedAttention:
-        """The attention function of the innermost module that runs, if the plan describes its attention."""
+        """The attention of the innermost module that runs and that the plan describes; ``planned`` outside of these."""
         return self.running[-1]
 
     def intercept_calls(self) -> AbstractContextManager[Any]:

@@ -78,6 +78,9 @@ class ShardedSize(int):
     any other result is a plain number.
 
     >>> rows = ShardedSize((3, 4), rank=0)
+    >>> import copy
+    >>> copy.deepcopy(rows).sizes
+    (3, 4)
     >>> rows, (rows * 2).sizes, (rows * 2).local, rows // 2, rows % 2, rows * 0.5
     (7, (6, 8), 6, 3, 1, 3.5)
     """
@@ -89,6 +92,10 @@ class ShardedSize(int):
         size = super().__new__(cls, sum(sizes))
         size.sizes, size.rank = sizes, rank
         return size
+
+    def __getnewargs__(self) -> tuple[Sizes, int]:  # type: ignore[override]
+        """Return the arguments of a copy: int has one, this class has two."""
+        return self.sizes, self.rank
 
     @property
     def local(self) -> int:
@@ -145,7 +152,8 @@ def first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
             tag = rows_of(value)
         if isinstance(tag, RowTag):
             return tag
-        size = size or tag
+        if size is None:
+            size = tag
     return size
 
 
@@ -154,7 +162,10 @@ class MixesRows(RuntimeError):
 
 
 def name_of(func: Function) -> str:
-    """Return the name by which the rule of a torch function is found, for example ``add`` for ``Tensor.__iadd__``."""
+    """Return the name by which the rule of a torch function is found, for example ``add`` for ``Tensor.__iadd__``.
+
+    ``add_`` and ``__iadd__`` have the name of ``add``, so a rule also runs the forms that write in place.
+    """
     name: str = getattr(getattr(func, "func", func), "__name__", str(func))
     if name in ("__get__", "__set__"):
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
