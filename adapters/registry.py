@@ -70,14 +70,13 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
     return plan
 
 
-def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
+def tensor_plan_for(module: nn.Module, adapter: Adapter | None = None) -> TensorPlan | None:
     """Return the tensor plan of ``module``: its adapter's, or else the one that its class publishes
     (``_tp_plan``).
 
-    None if there is neither, and for classes without an adapter. The adapter is the library's: one that the user
-    passed is not known where weights are sharded.
+    None if there is neither, and for classes without an adapter. ``adapter`` has priority over the library's.
     """
-    adapter = adapter_for(module)
+    adapter = adapter_for(module, adapter)
     if adapter is None:
         # Ignore the _tp_plan of other classes: those of the transformers library have another format.
         return None

@@ -178,7 +178,7 @@ class RankModel:
         if self.shards_weights:
             # Last, because nothing undoes it: after an error before, the weights are still those of the file.
             mesh = init_device_mesh(device, (settings.ranks,))
-            require_method("fsdp").shard(self.model, mesh, None)
+            require_method("fsdp").shard(self.model, mesh, None, adapter)
         self.ready = True
 
 

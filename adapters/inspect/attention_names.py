@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from para_core.adapters.refusal import refusal
-from para_core.adapters.registry import plan_for
 from para_core.attention.backends.added import ADDED, check_library
 from para_core.instance.modules import submodules_of
 from para_core.option_values import Backend
@@ -204,13 +203,13 @@ def processors_of(module: nn.Module) -> list[Any]:
 def _backends_by_path(module: nn.Module) -> list[ProcessorBackend]:
     """Return the backend of each processor, without those of modules that attend by heads.
 
-    The plan is that of the library, not one of an adapter that the user passed.
+    Which modules do, and which ones compute cross-attention, is read from the plan that is applied to ``module``.
     """
     settings, by_heads, crossing = [], set(), set()
-    plan = plan_for(module)
+    region = region_of(module)
     attention_by_pattern: Mapping[str, AttentionRule] = {}
-    if plan is not None:
-        attention_by_pattern = plan.attention
+    if region is not None:
+        attention_by_pattern = region.plan.attention
     for pattern, attention in attention_by_pattern.items():
         if isinstance(attention, AttentionByHeads):
             # The module then attends to all tokens with some of the heads, so any backend of diffusers is

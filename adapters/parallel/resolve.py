@@ -197,7 +197,7 @@ def _check_options_fit(
         )
     if shards:
         require_method(str(options.weights)).check_mesh(mesh, True)
-        check_can_be_sharded(pipe)
+        check_can_be_sharded(pipe, options.adapter)
     middle = None
     if options.schedule is not None:
         middle = options.schedule.middle
@@ -227,11 +227,14 @@ def _weight_parts(
         names = None
         if options.places_encoders:
             names = list(transformers)
-        parts.append(ShardPart(prepare_sharding(pipe, mesh, str(options.weights), names)))
+        sharding = prepare_sharding(pipe, mesh, str(options.weights), names, adapter=options.adapter)
+        parts.append(ShardPart(sharding))
     if options.shards_encoders and encoders_with_blocks(pipe):
         ranks, device_type = sorted(_global_ranks(mesh)), mesh.sequence.device_type
         over_all_ranks = weights_mesh(ranks, device_type, timeout=timeout_of(mesh))
-        parts.append(ShardPart(prepare_sharding(pipe, over_all_ranks, "fsdp", encoders_with_blocks(pipe))))
+        encoders = encoders_with_blocks(pipe)
+        sharding = prepare_sharding(pipe, over_all_ranks, "fsdp", encoders, adapter=options.adapter)
+        parts.append(ShardPart(sharding))
     return parts
 
 

@@ -116,7 +116,9 @@ def _ask_about_numbers(small: ObservedCall, large: ObservedCall) -> list[str]:
         if call.block_list is None:
             continue
         for parameter, value in call.arguments.items():
-            if isinstance(value, int) and value != larger_call.arguments.get(parameter):
+            # A flag is a bool, which is an int too.
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if is_number and value != larger_call.arguments.get(parameter):
                 questions.add(
                     f"{call.block_list}.*({parameter}): is it a number of tokens? FirstTokens and LastTokens shard "
                     "those."

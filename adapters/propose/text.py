@@ -49,7 +49,8 @@ def _shard_at_blocks(region: ObservedRegion, plan: Plan, text: TextParameter) ->
     inner: dict[str, dict[str | int, ShardRule]] = {name: dict(rules) for name, rules in plan.inner.items()}
     if any(_joins_text(rule) for rules in inner.values() for rule in rules.values()):
         return None
-    inner[region.start.block][text.name] = Split(text.dim, segment=TEXT)
+    # The first block has no rule left if an answer shards the tokens elsewhere.
+    inner.setdefault(region.start.block, {})[text.name] = Split(text.dim, segment=TEXT)
     for call, _ in region.calls():
         if call.block_list is None:
             continue

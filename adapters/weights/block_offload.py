@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.inspect.block_stack import stack_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.adapters.weights.features import shard_methods
@@ -58,8 +59,16 @@ class OffloadedBlocks(FeatureChange):
         "offload='blocks' of parallelize_pipe", "unparallelize_pipe(pipe), with the pipeline of that call"
     )
 
-    def __init__(self, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, resident: int) -> None:
+    def __init__(
+        self,
+        transformers: Mapping[str, nn.Module],
+        mesh: GuidedMesh,
+        resident: int,
+        adapter: Adapter | None = None,
+    ) -> None:
         self.transformers, self.mesh, self.resident = dict(transformers), mesh, resident
+        # The adapter that the user passed; None without one.
+        self._adapter = adapter
         # The offloaded blocks of all transformers; empty while nothing is offloaded.
         self._blocks: dict[nn.Module, HostBlock] = {}
         # The device on which each transformer was before, to which :meth:`undo` moves it back.
@@ -83,7 +92,7 @@ class OffloadedBlocks(FeatureChange):
 
     def _offload(self, name: str, module: nn.Module, device: torch.device) -> None:
         """Offload the blocks of ``module``, the component ``name``, and move its other weights to ``device``."""
-        blocks = _blocks_to_offload(module, self.resident)
+        blocks = _blocks_to_offload(module, self.resident, self._adapter)
         self._devices[module] = next(module.parameters()).device
         host_blocks = [HostBlock(block, device, self._stream) for block in blocks]
         for host_block, following in pairwise(host_blocks):
@@ -154,8 +163,8 @@ def changes_for_block_offload(request: ChangeRequest) -> list[OffloadedBlocks]:
                 f"pipe.{name} is sharded already, and nothing gathers its weights again. Leave offload out, "
                 f"or do not shard it: {load_again(request.owner)}"
             )
-        _blocks_to_offload(module, resident)
-    return [OffloadedBlocks(request.transformers, request.mesh, resident)]
+        _blocks_to_offload(module, resident, request.adapter)
+    return [OffloadedBlocks(request.transformers, request.mesh, resident, request.adapter)]
 
 
 def _check_other_options(request: ChangeRequest) -> None:
@@ -176,13 +185,13 @@ def _check_other_options(request: ChangeRequest) -> None:
         )
 
 
-def _blocks_to_offload(transformer: nn.Module, resident: int) -> list[nn.Module]:
+def _blocks_to_offload(transformer: nn.Module, resident: int, adapter: Adapter | None) -> list[nn.Module]:
     """Return the blocks of ``transformer`` without the first ``resident`` ones, in the order in which they
-    run.
+    run. ``adapter`` is the one that the user passed.
 
     Raises ``TypeError`` if no adapter describes the blocks, and ``ValueError`` if no block is left.
     """
-    blocks = [uncompiled(entry.block) for entry in stack_of(transformer)]
+    blocks = [uncompiled(entry.block) for entry in stack_of(transformer, adapter)]
     if len(blocks) <= resident:
         raise ValueError(
             f"resident_blocks is {resident}, and {original_class(transformer).__name__} has {len(blocks)} "

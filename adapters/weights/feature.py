@@ -33,11 +33,11 @@ class ShardMethod:
     Args:
         check_mesh: Called with a mesh, and whether a transformer is among the components; raises
             ``ValueError`` if it cannot shard weights over this mesh.
-        check_component: Called with the name of a component, the component and the ranks; raises
-            ``ValueError`` if it cannot shard the component.
+        check_component: Called with the name of a component, the component, the ranks and the adapter that
+            the user passed, or None; raises ``ValueError`` if it cannot shard the component.
         make_mesh: Returns the mesh of the ranks that share weights, of a mesh that ``check_mesh`` has passed.
             Collective.
-        shard: Shards a component in place over that mesh. Nothing undoes it.
+        shard: Shards a component in place over that mesh, with that adapter. Nothing undoes it.
         mesh_of: Returns the mesh over which this method has sharded a module; None if it has not.
         gather_layers: Called with a sharded component and some of its layers; returns a context in which each
             rank has all values of their weights, and may write to them (the same values on all ranks), as
@@ -54,9 +54,9 @@ class ShardMethod:
     """
 
     check_mesh: Callable[[GuidedMesh, bool], None]
-    check_component: Callable[[str, nn.Module, Ranks], None]
+    check_component: Callable[[str, nn.Module, Ranks, Adapter | None], None]
     make_mesh: Callable[[GuidedMesh], DeviceMesh]
-    shard: Callable[[nn.Module, DeviceMesh, OffloadPolicy | None], None]
+    shard: Callable[[nn.Module, DeviceMesh, OffloadPolicy | None, Adapter | None], None]
     mesh_of: Callable[[nn.Module], DeviceMesh | None]
     gather_layers: Callable[[nn.Module, Sequence[nn.Module]], AbstractContextManager[None]]
     shard_loras: Callable[[nn.Module], None]

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.loras import lora_weights
 from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.refusal import refusal
@@ -52,8 +53,8 @@ def _check_fsdp_mesh(mesh: GuidedMesh, has_transformer: bool) -> None:
         )
 
 
-def _check_fsdp_component(name: str, module: nn.Module, ranks: Ranks) -> None:
-    check_shardable(module, _replicated_parameters(module))
+def _check_fsdp_component(name: str, module: nn.Module, ranks: Ranks, adapter: Adapter | None) -> None:
+    check_shardable(module, _replicated_parameters(module, adapter))
 
 
 def _make_fsdp_mesh(mesh: GuidedMesh) -> DeviceMesh:
@@ -62,16 +63,18 @@ def _make_fsdp_mesh(mesh: GuidedMesh) -> DeviceMesh:
     return weights_mesh(sequence_ranks(sequence), sequence.device_type, timeout=timeout_of(sequence))
 
 
-def _shard_by_fsdp(module: nn.Module, mesh: DeviceMesh, offload_policy: OffloadPolicy | None) -> None:
-    replicated = _replicated_parameters(module)
+def _shard_by_fsdp(
+    module: nn.Module, mesh: DeviceMesh, offload_policy: OffloadPolicy | None, adapter: Adapter | None
+) -> None:
+    replicated = _replicated_parameters(module, adapter)
     shard_blocks(module, blocks_of(module), mesh, offload_policy=offload_policy, replicated=replicated)
 
 
-def _replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
+def _replicated_parameters(module: nn.Module, adapter: Adapter | None) -> list[nn.Parameter]:
     """Return the parameters that FSDP2 leaves on every rank: those of LoRAs, and of
-    ``Adapter.called_outside``.
+    ``Adapter.called_outside``. ``adapter`` is the one that the user passed.
     """
-    adapter = adapter_for(module)
+    adapter = adapter_for(module, adapter)
     names = () if adapter is None else adapter.called_outside
     return [*lora_weights(module), *(x for name in names for x in module.get_submodule(name).parameters())]
 

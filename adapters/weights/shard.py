@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_with_blocks
 from para_core.adapters.inspect.diffusers_mesh import mesh_of_diffusers
@@ -128,6 +129,8 @@ class Sharding:
             settings.
         mesh: The ranks that share the weights.
         ranks: All ranks that change the weights together.
+        offload_policy: FSDP2's policy for offloading; None without one.
+        adapter: The adapter that the user passed; None without one.
     """
 
     pipe: Any
@@ -136,6 +139,7 @@ class Sharding:
     mesh: DeviceMesh
     ranks: Ranks
     offload_policy: OffloadPolicy | None
+    adapter: Adapter | None
 
     def check_not_offloaded(self) -> None:
         """Raise ``ValueError`` if a component is offloaded in a way that cannot move shards.
@@ -164,7 +168,7 @@ class Sharding:
             method, guard = require_method(self.method), MoveGuard.of(self.pipe)
             transformers = transformers_of(self.pipe)
             for name, module in self.components.items():
-                method.shard(module, self.mesh, self.offload_policy)
+                method.shard(module, self.mesh, self.offload_policy, self.adapter)
                 follow_loras(module, method, self.mesh, self.ranks)
                 ShardedComponent(module, self.method, self.mesh, self.offload_policy, guard).wrap()
                 if name not in transformers:
@@ -179,12 +183,13 @@ def prepare_sharding(
     offload_policy: OffloadPolicy | None = None,
     *,
     compare_values: bool = True,
+    adapter: Adapter | None = None,
 ) -> Sharding:
     """Return the validated request to shard what the arguments of :func:`shard_weights` name. Collective.
 
     Changes nothing. The errors are those of :func:`shard_weights`, on every rank. ``compare_values=False``
     skips the comparison of values between ranks, for weights that are memory-mapped from files: reading one
-    element loads a whole page.
+    element loads a whole page. ``adapter`` is the one that the user passed.
     """
     if mesh is None:
         _check_sharding_options(pipe, method, offload_policy)
@@ -202,12 +207,12 @@ def prepare_sharding(
     with together(ranks, "weights cannot be sharded"):
         _check_sharding_options(pipe, method, offload_policy)
         check_usable(pipe)
-        check_can_be_sharded(pipe)
+        check_can_be_sharded(pipe, adapter)
         chosen = _choose_components(pipe, method, components)
         unsharded = {name: module for name, module in chosen.items() if method_of(module) is None}
         check_holds_all(pipe, unsharded.values(), f"method={method!r}")
         for name, module in unsharded.items():
-            _check_component_fits(name, module, method, ranks)
+            _check_component_fits(name, module, method, ranks, adapter)
         if isinstance(ranks, GuidedMesh):
             has_transformer = not chosen.keys().isdisjoint(transformers_of(pipe))
             require_method(method).check_mesh(ranks, has_transformer)
@@ -219,7 +224,7 @@ def prepare_sharding(
         for name, module in chosen.items():
             if name not in unsharded:
                 _check_same_settings(pipe, name, module, method, device_mesh, offload_policy)
-    return Sharding(pipe, method, unsharded, device_mesh, ranks, offload_policy)
+    return Sharding(pipe, method, unsharded, device_mesh, ranks, offload_policy, adapter)
 
 
 def _foreign_mesh(mesh: Any, method: str) -> DeviceMesh | None:
@@ -269,7 +274,9 @@ def _choose_components(pipe: Any, method: str, components: Sequence[str] | None)
     return chosen
 
 
-def _check_component_fits(name: str, module: nn.Module, method: str, ranks: Ranks) -> None:
+def _check_component_fits(
+    name: str, module: nn.Module, method: str, ranks: Ranks, adapter: Adapter | None
+) -> None:
     """Raise ``ValueError`` if ``module``, the component ``name``, cannot be sharded by ``method``."""
     if mesh_of_diffusers(module) is not None:
         raise ValueError(
@@ -277,7 +284,7 @@ def _check_component_fits(name: str, module: nn.Module, method: str, ranks: Rank
             "parallelize_pipe(pipe, mesh=mesh), without weights=; to shard the rest, shard_weights(pipe, "
             "mesh, components=['text_encoder', ...])."
         )
-    require_method(method).check_component(name, module, ranks)
+    require_method(method).check_component(name, module, ranks, adapter)
 
 
 def _check_equal_on_ranks(
@@ -344,13 +351,13 @@ def _check_same_settings(
     )
 
 
-def check_can_be_sharded(pipe: Any) -> None:
+def check_can_be_sharded(pipe: Any, adapter: Adapter | None = None) -> None:
     """Raise ``ValueError`` if weights of ``pipe`` are spread over several devices or moved by accelerate, and
-    ``TypeError`` if a transformer is inside a wrapper for training.
+    ``TypeError`` if a transformer is inside a wrapper for training. ``adapter`` is the one that the user passed.
     """
     for name, module in transformers_of(pipe).items():
         check_not_fsdp1(module, f"pipe.{name}")
-        check_not_wrapped(module, f"pipe.{name}")
+        check_not_wrapped(module, f"pipe.{name}", adapter)
         check_one_device(module, "the transformer")
     check_one_device(pipe, "the pipeline")
     check_unmoved_weights(pipe)

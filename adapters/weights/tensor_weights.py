@@ -14,6 +14,7 @@ from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.inspect.diffusers_mesh import mesh_of_diffusers
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import tensor_plan_for
@@ -36,18 +37,18 @@ def _check_tensor_mesh(mesh: GuidedMesh, has_transformer: bool) -> None:
         )
 
 
-def _check_tensor_component(name: str, module: nn.Module, ranks: Ranks) -> None:
-    plan = _require_tensor_plan(module, f"pipe.{name}")
+def _check_tensor_component(name: str, module: nn.Module, ranks: Ranks, adapter: Adapter | None) -> None:
+    plan = _require_tensor_plan(module, f"pipe.{name}", adapter)
     check_tensor_plan(module, plan, ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1)
 
 
-def _require_tensor_plan(module: nn.Module, name: str) -> TensorPlan:
+def _require_tensor_plan(module: nn.Module, name: str, adapter: Adapter | None) -> TensorPlan:
     """Return the tensor plan of ``module``. Raise ``ValueError``, which names it ``name``, if there is none."""
-    plan = tensor_plan_for(module)
+    plan = tensor_plan_for(module, adapter)
     if plan is None:
         raise ValueError(
             f"there is no tensor plan for {name}, a {original_class(module).__name__}. method='fsdp' shards "
-            "any model; a plan is Adapter(..., tensor=TensorPlan(...))."
+            "any model; a plan is parallelize_pipe(..., adapter=Adapter(..., tensor=TensorPlan(...)))."
         )
     return plan
 
@@ -59,8 +60,10 @@ def _make_tensor_mesh(mesh: GuidedMesh) -> DeviceMesh:
     return tensor
 
 
-def _shard_by_plan(module: nn.Module, mesh: DeviceMesh, offload_policy: OffloadPolicy | None) -> None:
-    shard_tensors(module, _require_tensor_plan(module, "a component"), mesh)
+def _shard_by_plan(
+    module: nn.Module, mesh: DeviceMesh, offload_policy: OffloadPolicy | None, adapter: Adapter | None
+) -> None:
+    shard_tensors(module, _require_tensor_plan(module, "a component", adapter), mesh)
 
 
 def check_tensor_ranks(module: nn.Module, name: str, called: Any, mesh: GuidedMesh) -> None:

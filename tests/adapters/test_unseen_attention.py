@@ -2,6 +2,7 @@
 
 import re
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -9,7 +10,11 @@ import pytest
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from para_core.adapters import parallelize_pipe, parallelize_transformer
+from benchmarks.harness import fake_group
+from para_core.adapters import Adapter, parallelize_pipe, parallelize_transformer
+from para_core.adapters.inspect.attention_names import processor_backends
+from para_core.adapters.models.shared.wan import BY_HEADS
+from para_core.adapters.registry import plan_for
 from tests.adapters.test_pipelines import build, generate
 from tests.adapters.test_transformers import SIZES, call
 from tests.attention.fake_libraries import libraries_installed
@@ -102,6 +107,15 @@ def test_every_backend_name_is_exact_or_an_error(rank_pool):
                 assert relative_error(out, alone[name]) < 1e-5, key
             if name == "flux2":
                 assert list(calls) == ([LIBRARY_OF[backend]] if backend in LIBRARY_OF else []), key
+
+
+def test_plan_of_an_own_adapter_names_attention_by_heads():
+    model = MODELS["wan"].build()
+    model.blocks[0].attn1.processor._attention_backend = "flash"
+    own = Adapter("WanTransformer3DModel", "Wan", replace(plan_for(model), attention={"**.attn1": BY_HEADS}))
+    with fake_group(2):
+        backends = processor_backends(parallelize_transformer(model, mesh=cpu_mesh(1, 2), adapter=own))
+    assert {backend.path.rpartition(".")[2] for backend in backends} == {"attn2"}
 
 
 expected_of = cache(lambda name: generate(build(name), name))

@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.harness import fake_group
 from para_core import init_context_parallel_mesh
@@ -19,6 +21,7 @@ from para_core.adapters import (
     unparallelize_transformer,
 )
 from para_core.adapters.inspect.components import blocks_of, components_with_blocks
+from para_core.adapters.models.flux import FLUX
 from para_core.adapters.weights.features import shard_methods
 from para_core.instance.private_class import unwrapped_class
 from para_core.weights.fsdp import shard_blocks
@@ -44,7 +47,10 @@ def share_in_parts():
     pipe, mesh = make("flux"), init_context_parallel_mesh("cpu")
     outs = [generate(parallelize_pipe(pipe, mesh=mesh), "flux")]
     held = bytes_of(pipe.transformer)
-    outs.append(generate(parallelize_pipe(pipe, mesh=mesh, weights="fsdp"), "flux"))
+    adapter = replace(FLUX, called_outside=("transformer_blocks.0.norm1",))
+    outs.append(generate(parallelize_pipe(pipe, mesh=mesh, weights="fsdp", adapter=adapter), "flux"))
+    norms = pipe.transformer.transformer_blocks[0].norm1, pipe.transformer.transformer_blocks[0].norm1_context
+    assert [isinstance(norm.linear.weight, DTensor) for norm in norms] == [False, True]
     assert bytes_of(pipe.transformer) < held
     pipe = make("flux")
     parallelize_pipe(shard_weights(pipe, mesh, components=["transformer"]), mesh=mesh)

@@ -1,5 +1,6 @@
 """Text encoders, VAEs and blocks that wait in host memory or run on one rank give the unmodified pipeline's results."""
 
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 from unittest import mock
@@ -21,7 +22,9 @@ from para_core.adapters import (
     unparallelize_pipe,
 )
 from para_core.adapters.inspect.block_stack import stack_of
+from para_core.adapters.models.flux import FLUX
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.instance.record import is_filled
 from para_core.instance.slots import Slot
 from tests.adapters.parallel.unchanged import same_pipe
@@ -79,7 +82,7 @@ def place(name, dims, options):
     images = [draw(pipe, name) for _ in range(2)]
     assert bool(encodings) == (options["text_encoders"] != "first" or rank == 0)
     assert bool(decodings) == (options.get("vae_placement") != "first" or rank == 0)
-    blocks = [is_filled(entry.block, Slot.OFFLOADED_BLOCK) for entry in stack_of(pipe.transformer)]
+    blocks = [is_filled(x.block, Slot.OFFLOADED_BLOCK) for x in stack_of(pipe.transformer, options.get("adapter"))]
     assert blocks == [index >= options.get("resident_blocks", len(blocks)) for index in range(len(blocks))]
     # Nothing undoes sharded weights.
     if "pipe" not in dims and "fsdp" not in options.values() and not options.get("weights"):
@@ -93,6 +96,8 @@ def place(name, dims, options):
 FIRST = {"text_encoders": "first", "vae_placement": "first"}
 OFFLOAD = {"text_encoders": "offload", "vae_placement": "offload"}
 BLOCKS = {"offload": "blocks"}
+# Its first block is resident, and is not the first of the library's stack.
+SINGLE = replace(FLUX, blocks=CachedBlocks((BlockGroup(("single_transformer_blocks",)),)))
 
 
 @pytest.mark.sample(2)
@@ -100,7 +105,7 @@ BLOCKS = {"offload": "blocks"}
     ("name", "dims", "options"),
     [
         ("wan 2.2", {}, {**OFFLOAD, **BLOCKS, "resident_blocks": 1}),
-        ("flux", {"ulysses": 2}, {**FIRST, **BLOCKS, "resident_blocks": 0}),
+        ("flux", {"ulysses": 2}, {**FIRST, **BLOCKS, "resident_blocks": 1, "adapter": SINGLE}),
         ("flux", {"ring": 2}, {**OFFLOAD, "vae": True}),
         ("flux", {"pipe": 2}, {"text_encoders": "fsdp", "vae_placement": "first"}),
         ("flux", {"ulysses": 2}, {"weights": "fsdp", "text_encoders": "first", "vae_placement": "offload"}),

@@ -12,6 +12,7 @@ from peft import LoHaConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import fake_group
@@ -24,6 +25,7 @@ from para_core.adapters import (
     parallelize_transformer,
     shard_weights,
 )
+from para_core.adapters.models.flux import FLUX
 from para_core.adapters.registry import tensor_plan_for
 from para_core.weights.tensor import shard_tensors
 from para_core.weights.tensor_checks import check_tensor_plan
@@ -168,6 +170,15 @@ def test_parts_that_do_not_divide_a_layer_are_refused():
     check_tensor_plan(nn.Sequential(nn.Linear(8, 99)), plan, 3)
     with pytest.raises(ValueError, match=r"^0 of this Sequential has 100 channels"):
         check_tensor_plan(nn.Sequential(nn.Linear(8, 100)), plan, 3)
+
+
+def test_plan_of_an_own_adapter_is_used():
+    feed = {"transformer_blocks.*.ff.net.0.proj": Linear("colwise"), "transformer_blocks.*.ff.net.2": Linear("rowwise")}
+    options = {"weights": "tensor", "text_encoders": "replicate", "adapter": replace(FLUX, tensor=TensorPlan(feed))}
+    with fake_group(2):
+        pipe = parallelize_pipe(flux_pipe(), mesh=mesh_of({"tensor": 2}), **options)
+    sharded = {name for name, x in pipe.transformer.named_parameters() if isinstance(x, DTensor)}
+    assert sharded and all(".ff.net." in name for name in sharded)
 
 
 class Counted(nn.Module):

@@ -284,7 +284,7 @@ def with_others():
 
 
 def hybrid(kind):
-    """Return layers that mix tokens without attention, around one of attention. ``kind`` may add it by hand, too."""
+    """Return layers that mix tokens without attention, around one of it with unused flags. ``kind`` adds it by hand."""
 
     def accumulate(self, x):
         return self.out(self.inp(x).cumsum(dim=1))
@@ -292,18 +292,18 @@ def hybrid(kind):
     def mixing():
         mixer = module("Mixer", accumulate, inp=nn.Linear(24, 24), out=nn.Linear(24, 24))
         return module(
-            "HybridLayer", lambda self, x: x + self.mlp(x + self.mixer(x)), mixer=mixer, mlp=nn.Linear(24, 24)
+            "HybridLayer", lambda self, x, is_long: x + self.mlp(x + self.mixer(x)), mixer=mixer, mlp=nn.Linear(24, 24)
         )
 
     def forward(self, x):
         x = self.inp(x)
         for each in self.blocks:
-            x = each(x)
+            x = each(x, x.shape[1] > 30)
             if kind == "attention":
                 x = x + (x @ x.mT).softmax(-1) @ x
         return self.final(x)
 
-    return model([mixing(), block(), mixing()], forward, "Hybrid")
+    return model([mixing(), block(lambda self, x, is_long: mix(self, x)), mixing()], forward, "Hybrid")
 
 
 # -- Tokens in several dims, or of several images.

@@ -305,6 +305,9 @@ def test_answers_replace_guesses():
     assert (proposal.plan.inputs, proposal.plan.inner) == ({"x": IMAGE}, {})
     assert proposal.plan.outputs == {"": Gather(1, "image")}
     assert proposal.questions == ()
+    # Tokens are sharded at the model's input, so text alone is sharded at the first block.
+    proposal = propose_exact(models.painter_of_words(), WEIGHTED, WEIGHTED[1], answers={"(latents)": IMAGE})
+    assert proposal.plan.inner["layers.0"] == {"caption": Split(1, segment="text")}
     # Only inputs of blocks can be sharded here, not the tensor to which the position embedding is added.
     proposal = propose_exact(DiT(), (DIT,), DIT, answers={"blocks.0(0)": IMAGE})
     assert proposal.plan.inner == {"blocks.0": {0: IMAGE}}
