@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ from diffusers import FluxPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from PIL import Image
+from safetensors.torch import save_file
 
 from para_core.fleet import rank as rank_module
+from para_core.fleet.build import build
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.log_relay import LogPosition
+from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.outputs import Result
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
@@ -134,16 +138,43 @@ def test_request_with_a_lora_changes_no_other(rank, plain, tmp_path):
     for name, expected in (("b", images[1]), ("a", images[0]), (None, without)):
         assert np.array_equal(image_with(name), expected)
     assert loads == [0, 1, 2, 3, 3, 4, 4]
-    assert 0 < np.abs(image_with("a", 0.5) - without).mean() < np.abs(images[0] - without).mean()
+    half = image_with("a", 0.5)
+    assert 0 < np.abs(half - without).mean() < np.abs(images[0] - without).mean()
     plain.load_lora_weights(tmp_path / "a.safetensors")
     alone = draw(plain)
     plain.unload_lora_weights()
     assert np.array_equal(alone, images[0])
-    # A broken LoRA fails its request only.
+    # A broken LoRA, or one of another model, fails its request only, and unloads no other.
     (tmp_path / "broken.safetensors").write_text("no weights")
-    answer = generate(rank, request(lora=Lora(str(tmp_path / "broken.safetensors"), 1.0)))
-    assert (type(answer.outcome), "'broken.safetensors'" in str(answer.outcome)) == (RequestFailed, True)
+    for name in ("other", "another"):
+        save_file({"unet.mid_block.to_q.lora_A.weight": torch.ones(2, 8)}, tmp_path / f"{name}.safetensors")
+    for name in ("broken", "other", "another"):
+        answer = generate(rank, request(lora=Lora(str(tmp_path / f"{name}.safetensors"), 1.0)))
+        assert (type(answer.outcome), f"'{name}.safetensors'" in str(answer.outcome)) == (RequestFailed, True)
+    assert np.array_equal(image_with("a", 0.5), half)
     assert np.array_equal(image_with(None), without)
+    assert loads[-1] == 4
+    with pytest.raises(ValueError, match=r"other\.safetensors.* FluxPipeline"):
+        build(Recipe(str(find_tiny_flux()), lora=(str(tmp_path / "other.safetensors"),)))
+
+
+def test_encoded_prompts_are_cleared_if_a_lora_of_a_text_encoder_is_unloaded():
+    encoder, kept, cleared = torch.nn.Linear(1, 1), mock.Mock(), []
+    encoder.peft_config, names = {}, []
+
+    def load(path, adapter_name):
+        names.append(adapter_name)
+        if path == "text":
+            encoder.peft_config[adapter_name] = None
+
+    pipe = mock.Mock(components={"text_encoder": encoder}, load_lora_weights=load)
+    pipe.get_list_adapters.return_value = {"transformer": names}
+    pipe.delete_adapters = lambda name: encoder.peft_config.pop(name, None)
+    loras = LoadedLoras(pipe, Recipe(""), 1, kept)
+    for path in ("text", "image", "other image"):
+        loras.use(Lora(path))
+        cleared.append(kept.clear.call_count)
+    assert cleared == [1, 2, 2]
 
 
 @pytest.mark.slow
