@@ -32,7 +32,7 @@ PATH, EDITS = "/v1/images/generations", "/v1/images/edits"
 class StandIn:
     """One replica. By its prompt a request fails, kills the replica once, or waits until ``open`` or cancelled."""
 
-    count, live, server = 1, 1, None
+    count, live, server, layers = 1, 1, None, 1
 
     def __init__(self):
         self.turn, self.deaths, self.open = asyncio.Lock(), 0, threading.Event()
@@ -61,7 +61,8 @@ class StandIn:
 
     def outputs(self, request):
         suffix = f".{request.delivery.format_}"
-        return tuple(Output(suffix, f"{request.fields['prompt']} {seed}".encode()) for seed in request.seeds)
+        seeds = [seed for seed in request.seeds for _ in range(self.layers)]
+        return tuple(Output(suffix, f"{request.fields['prompt']} {seed}".encode()) for seed in seeds)
 
     async def run(self, batch):
         for job in batch:
@@ -242,6 +243,13 @@ def test_stream_reports_each_step_and_result(served):
     assert [event["type"] for event in events] == ["accepted", *["progress"] * 3, "image_generation.completed"]
     assert [(event["step"], event["steps"]) for event in events[1:4]] == [(1, 3), (2, 3), (3, 3)]
     assert base64.b64decode(events[-1]["b64_json"]) == b"a 0"
+
+
+def test_each_layer_has_the_seed_of_its_image():
+    with serving() as (port, backend):
+        backend.layers = 2
+        body = ask(port, {"prompt": "a", "seed": 3, "n": 2})[2]
+        assert [image["seed"] for image in body["data"]] == [3, 3, 4, 4]
 
 
 @pytest.mark.parametrize(("stream", "words"), [(False, "499"), (True, "disconnected")])
