@@ -310,13 +310,14 @@ def test_pages_of_listed_sites_may_use_the_server():
 
 def test_loras_are_listed_set_and_named_by_requests(served, tmp_path):
     folder = tmp_path / "loras"
-    folder.mkdir()
-    (folder / "style.safetensors").touch()
-    (tmp_path / "secret.safetensors").touch()
+    (folder / "style").mkdir(parents=True)
+    # Of these only style may be named: none is no LoRA, and a file is used before the folder of its name.
+    for name in ("style", "style/1", "none", "my style", "../secret"):
+        (folder / f"{name}.safetensors").touch()
     with serving(loras=folder) as (port, backend):
         assert [lora["id"] for lora in get(port, "/v1/loras")[2]["data"]] == ["style"]
         assert ask(port, {"prompt": "a", "lora": "style:0.5"})[0] == 200
-        for name in ("../secret", "", ".", "/etc/passwd", "style:nan2", "style:inf", "secret", "a" * 150, "a" * 500):
+        for name in ("../secret", "", ".", "/etc/passwd", "style:nan2", "style:inf", "my style", "a" * 150, "a" * 500):
             status, _, body = ask(port, {"prompt": "a", "lora": name})
             assert status == 400
             assert "expected one of style" in str(body) or "at most 200" in str(body)
