@@ -85,6 +85,7 @@ def reference(url):
 
 
 URL = image_url()
+THREE = [reference(image_url(Image.new("1", (width, 8)))) for width in (8, 9, 10)]
 
 
 def mask(mode, hidden, color=1):
@@ -106,11 +107,7 @@ MASKS = [reference(MASK), MASK, mask("P", 0), mask("L", 0), mask("RGB", (0, 0, 0
         (FluxImg2ImgPipeline, {"images": [reference(URL)]}, {"image": [8]}),
         (FluxImg2ImgPipeline, {"images": reference(URL)}, {"image": [8]}),
         (FluxImg2ImgPipeline, {"image": reference(URL)}, {"image": [8]}),
-        (
-            FluxImg2ImgPipeline,
-            {"images": [reference(image_url(Image.new("1", (8 + i, 8)))) for i in range(3)]},
-            {"image": [8, 9, 10]},
-        ),
+        (FluxImg2ImgPipeline, {"images": THREE}, {"image": [8, 9, 10]}),
         (FluxControlPipeline, {"images": [reference(URL)]}, {"control_image": [8]}),
         (FluxControlPipeline, {"control_image": URL}, {"control_image": [8]}),
         *((FluxInpaintPipeline, {"image": URL, "mask": mask}, {"image": [8], "mask_image": [8]}) for mask in MASKS),
