@@ -190,19 +190,20 @@ def _require_known(path: Path, key: str, command: Any, name: str, commands: Mapp
 
 
 def _find_targets(command: Any) -> dict[str, _Target]:
-    """Return the options of a command by their names without dashes, aliases and second names included."""
-    targets = {
+    """Return the options of a command by their names without dashes, second names included."""
+    return {
         option.lstrip("-"): _Target(parameter, negated)
         for parameter in command.params
         if parameter.name not in _COMMAND_LINE_ONLY
         for negated, options in ((False, parameter.opts), (True, parameter.secondary_opts))
         for option in options
     }
-    return {**targets, **{alias: targets[name] for alias, name in ALIASES.items() if name in targets}}
 
 
 def _option_name(key: str) -> str:
-    return key.replace("_", "-")
+    """Return the option's own name, without dashes in front, for a key of a file, which may be an alias."""
+    name = key.replace("_", "-")
+    return ALIASES.get(name, name)
 
 
 def _parse(path: Path) -> dict[str, Any]:

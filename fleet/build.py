@@ -25,6 +25,7 @@ from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.classical import load_classical, load_controlnets, pipeline_class
 from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.loras import load_lora
 from para_core.fleet.modular import (
     describe_modular,
     has_modular_index,
@@ -244,7 +245,7 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
             pipe = load_classical(recipe, dtype=dtype, quantize=early)
     if quantize is not None and not transformers_of(pipe):
         raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
-    _load_lora(pipe, recipe.lora)
+    _load_loras(pipe, recipe.lora)
     if quantize is not None and weights == "fsdp":
         require_quantizer().quantize(pipe, quantize, gatherable=True)
     on_host: set[str] = set()
@@ -305,16 +306,12 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
     return dtype
 
 
-def _load_lora(pipe: Any, loras: tuple[str, ...]) -> None:
+def _load_loras(pipe: Any, loras: tuple[str, ...]) -> None:
     scales: dict[str, float] = {}
     for index, text in enumerate(loras):
         name, scale = read_lora(text)
         report(f"loading LoRA {name}")
-        try:
-            pipe.load_lora_weights(name, adapter_name=f"lora_{index}")
-        except Exception as error:
-            # A LoRA of another model, or an unreachable Hub, may raise anything. The message names the LoRA.
-            raise ValueError(f"lora {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        load_lora(pipe, name, f"lora_{index}", name)
         scales[f"lora_{index}"] = scale
     if scales:
         pipe.set_adapters(list(scales), list(scales.values()))

@@ -18,7 +18,8 @@ MAX_IMAGE_PIXELS = 64 * 2**20
 
 
 def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """Decode an image file into a PIL image in RGB. The size is checked before decoding.
+    """Decode an image file into a PIL image in RGB, upright by its EXIF data as from diffusers'
+    ``load_image``. The size is checked before decoding.
 
     Raises:
         ValueError: ``data`` is not a valid PNG, JPEG or WebP file, or has more than ``max_pixels``.
@@ -31,11 +32,22 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
             raise ValueError(
                 f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in total."
             )
-        return image.convert("RGB")
+        return _turn_upright(image.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
             f"{len(data)} bytes are not a readable image; expected a PNG, JPEG or WebP file."
         ) from error
+
+
+def _turn_upright(image: Any) -> Any:
+    """Return the decoded ``image``, turned or mirrored as its EXIF data say."""
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:
+        # Damaged EXIF data may raise anything. They say nothing, and the image is good without them.
+        return image
 
 
 def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] | None) -> tuple[bytes, ...]:
@@ -68,16 +80,17 @@ def convert_mask(data: bytes) -> bytes:
     """Convert OpenAI's mask, which is transparent where to generate, to diffusers' mask, which is white
     there.
 
-    An image without transparency is returned as it is, as diffusers' mask.
+    An image without transparency is returned as it is, as diffusers' mask. Of an image with a palette, or in
+    gray or RGB without an alpha channel, a color may be transparent.
     """
     from PIL import Image, ImageChops
 
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "WEBP"))
-        if image.width * image.height > MAX_IMAGE_PIXELS or image.mode not in ("RGBA", "LA", "PA"):
+        if image.width * image.height > MAX_IMAGE_PIXELS or not image.has_transparency_data:
             return data
         buffer = io.BytesIO()
-        ImageChops.invert(image.convert("RGBA").getchannel("A")).save(buffer, "PNG")
+        ImageChops.invert(_turn_upright(image.convert("RGBA")).getchannel("A")).save(buffer, "PNG")
         return buffer.getvalue()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         # An unreadable mask is refused later, like any unreadable image.

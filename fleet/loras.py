@@ -1,8 +1,8 @@
 """LoRAs of requests: each request may have one, and the most recently used ones stay loaded.
 
 :meth:`para_core.fleet.rank.Rank.generate_batch` calls it before each batch of a server. The LoRAs of the
-recipe are loaded by `build.py`, under the names ``lora_0``, ``lora_1``, …; `http/lora_folder.py` finds the
-file of a name. Tests: tests/fleet/test_rank.py.
+recipe are loaded by `build.py` with :func:`load_lora`, under the names ``lora_0``, ``lora_1``, …;
+`http/lora_folder.py` finds the file of a name. Tests: tests/fleet/test_rank.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,27 @@ from para_core.adapters.inspect.components import text_encoders_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.recipe import Recipe, read_lora
 from para_core.fleet.request import Lora
+from para_core.instance.private_class import original_class
+
+
+def load_lora(pipe: Any, path: str, name: str, label: str) -> None:
+    """Load the LoRA at ``path``, a file, folder or repository, into ``pipe`` under ``name``.
+
+    Raises:
+        ValueError: It cannot be loaded, for example because it is one of another model. The message calls it
+            ``label``, and ``pipe`` keeps no part of it.
+    """
+    try:
+        pipe.load_lora_weights(path, adapter_name=name)
+        # If no weights in the file belong to a component, diffusers only logs that.
+        if not any(name in names for names in pipe.get_list_adapters().values()):
+            raise ValueError(f"it has no weights for {original_class(pipe).__name__}")
+    except Exception as error:
+        # A LoRA of another model, or an unreachable Hub, may raise anything, after a part was loaded. Delete
+        # that part.
+        with contextlib.suppress(Exception):
+            pipe.delete_adapters(name)
+        raise ValueError(f"lora {label!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 class LoadedLoras:
@@ -42,6 +63,8 @@ class LoadedLoras:
         # Names in the pipeline by path, the least recently used first.
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._active: Lora | None = None
+        # Whether the pipeline has the LoRAs of the last call. After a failed call, any may be active.
+        self._is_current = True
         self._numbers = itertools.count()
         self.loads = 0
 
@@ -50,10 +73,12 @@ class LoadedLoras:
         recipe's.
 
         Raises:
-            ValueError: ``lora`` cannot be loaded. The previous LoRA then stays active.
+            ValueError: ``lora`` cannot be loaded. No other LoRA is unloaded then. The pipeline must not run
+                before a next call, which activates its own LoRAs in any case.
         """
-        if lora == self._active:
+        if self._is_current and lora == self._active:
             return
+        self._is_current = False
         scales = dict(self._scales_of_recipe)
         if lora is not None:
             scales[self._load(lora)] = lora.scale
@@ -62,12 +87,17 @@ class LoadedLoras:
             self._pipe.set_adapters(list(scales), list(scales.values()))
         else:
             self._pipe.disable_lora()
-        self._active = lora
+        self._active, self._is_current = lora, True
         encoders = text_encoders_of(self._pipe).values()
         if self._encoded_prompts is not None and any(
             getattr(module, "peft_config", None) for module in encoders
         ):
             self._encoded_prompts.clear()
+        # Unload only now, when a LoRA that fails can no longer cost another its place, and when the outputs of
+        # text encoders with the LoRA to unload are cleared.
+        while len(self._loaded) > self._keep:
+            _, oldest = self._loaded.popitem(last=False)
+            self._pipe.delete_adapters(oldest)
 
     def _load(self, lora: Lora) -> str:
         """Return the name under which the pipeline has the LoRA, after loading it if necessary."""
@@ -76,21 +106,10 @@ class LoadedLoras:
             return self._loaded[lora.path]
         # No name is used twice: a LoRA that failed half-way may leave its name behind.
         name = f"request_{next(self._numbers)}"
-        try:
-            with warnings.catch_warnings():
-                # peft warns that the model has several LoRAs, which is intended here.
-                warnings.simplefilter("ignore")
-                self._pipe.load_lora_weights(lora.path, adapter_name=name)
-        except Exception as error:
-            # A LoRA of another model may raise anything, after a part of it was loaded. Delete that part.
-            with contextlib.suppress(Exception):
-                self._pipe.delete_adapters(name)
-            raise ValueError(
-                f"lora {Path(lora.path).name!r} cannot be loaded: {type(error).__name__}: {error}"
-            ) from error
+        with warnings.catch_warnings():
+            # peft warns that the model has several LoRAs, which is intended here.
+            warnings.simplefilter("ignore")
+            load_lora(self._pipe, lora.path, name, Path(lora.path).name)
         self.loads += 1
         self._loaded[lora.path] = name
-        if len(self._loaded) > self._keep:
-            _, oldest = self._loaded.popitem(last=False)
-            self._pipe.delete_adapters(oldest)
         return name

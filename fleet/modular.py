@@ -207,9 +207,6 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
             stack.callback(setattr, guider, "guidance_scale", guider.guidance_scale)
             guider.guidance_scale = scale
         samples = pipe(output=output, **fields)
-    if output == "images" and isinstance(samples[0], list):
-        # A pipeline of layers returns a list of images for each sample.
-        samples = [layer for layers in samples for layer in layers]
     return SimpleNamespace(**{_OUTPUT_KINDS[output or ""][1]: samples})
 
 

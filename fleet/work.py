@@ -93,13 +93,22 @@ def generate_batch(
         shares = [[sample] for sample in samples]
     results = []
     for request, share in zip(requests, shares, strict=True):
+        images = [image for sample in share for image in _images_of(sample)]
         # The size is read from the result, because the pipeline may have rounded the requested one.
-        image = share[0]
+        size = f"{images[0].width}x{images[0].height}"
+        described = {**make_metadata(pipe, request, recipe, seconds), "size": size}
+        files = images
         if videos is not None:
-            image = share[0][0]
-        described = {**make_metadata(pipe, request, recipe, seconds), "size": f"{image.width}x{image.height}"}
-        results.append(Result(tuple(encode(share, request.delivery)), described))
+            files = share
+        results.append(Result(tuple(encode(files, request.delivery)), described))
     return results
+
+
+def _images_of(sample: Any) -> Sequence[Any]:
+    """Return the images of one sample: the frames of a video, the layers of an image, or the image itself."""
+    if isinstance(sample, Sequence):
+        return sample
+    return [sample]
 
 
 def _send_nothing(output: Output) -> None:

@@ -46,9 +46,10 @@ def answer_body(
         ]
     else:
         data = [{"b64_json": _encode_base64(output)} for output in result.outputs]
-    # A pipeline of layers gives several files for one seed: then the last files get none.
-    for entry, seed in zip(data, job.request.seeds, strict=False):
-        entry["seed"] = seed
+    seeds = job.request.seeds
+    for index, entry in enumerate(data):
+        # A pipeline of layers gives several files for each seed, one after the other.
+        entry["seed"] = seeds[index * len(seeds) // len(data)]
     names = ("seconds", "size", "mesh", "versions")
     metadata = {name: result.metadata[name] for name in names if name in result.metadata}
     body = {"id": job.id_, "created": int(time.time()), "data": data, "para_core": metadata}

@@ -13,7 +13,7 @@ _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 class LoraFolder:
     """The LoRAs that requests may name: ``.safetensors`` files in ``folder``, and folders there that contain
-    any.
+    any, whose names have only letters of ASCII, digits, ``.``, ``_`` and ``-``.
 
     The folder is read at each call, so LoRAs can be added while the server runs.
 
@@ -30,7 +30,9 @@ class LoraFolder:
         if not self._folder.is_dir():
             return []
         paths = self._folder.iterdir()
-        return sorted(path.name.removesuffix(".safetensors") for path in paths if self._is_lora(path))
+        # A set, because a file and a folder may have the same name without the suffix.
+        names = {path.name.removesuffix(".safetensors") for path in paths if self._is_lora(path)}
+        return sorted(filter(_is_name, names))
 
     def find(self, text: str) -> Lora:
         """Return the LoRA for a name with an optional scale, such as ``"style:0.8"``.
@@ -40,8 +42,7 @@ class LoraFolder:
         """
         name, scale = read_lora(text)
         for path in (self._folder / f"{name}.safetensors", self._folder / name):
-            # The pattern admits no path separator, so no client can name a file outside of the folder.
-            if _NAME_PATTERN.fullmatch(name) and self._is_lora(path) and abs(scale) < float("inf"):
+            if _is_name(name) and self._is_lora(path) and abs(scale) < float("inf"):
                 return Lora(str(path.resolve()), scale)
         raise ValueError(
             f"no lora {text[:80]!r} is served; expected one of {', '.join(self.names()) or 'none'}."
@@ -50,3 +51,9 @@ class LoraFolder:
     def _is_lora(self, path: Path) -> bool:
         is_file = path.suffix == ".safetensors" and path.is_file()
         return is_file or (path.is_dir() and any(path.glob("*.safetensors")))
+
+
+def _is_name(name: str) -> bool:
+    """Whether requests may name a LoRA ``name``: not "none", by which a request asks for no LoRA."""
+    # The pattern admits no path separator, so no client can name a file outside of the folder.
+    return name != "none" and _NAME_PATTERN.fullmatch(name) is not None

@@ -81,6 +81,8 @@ def test_later_file_section_of_the_command_and_second_names(read, write):
         ("ranks: 1\nranks: 2", "'ranks' is there twice"),
         ("resident-blocks: 1\nresident_blocks: 2", "'resident-blocks' is there twice"),
         ("a: &a [*a]", "no YAML"),
+        ("backend: math\nattention-backend: math", "'backend' is there twice"),
+        ("attention-backend: foo", "--backend is 'foo'"),
         ("config: other.yaml", "'other.yaml'"),
         ("compile: foo", "--compile is 'foo'"),
         ('{"ranks": 1, "ranks": 2}', "twice"),

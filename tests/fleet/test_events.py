@@ -22,6 +22,7 @@ words = LastWords()
 print(words.folder, flush=True)
 time.sleep(60)
 """
+ENDING = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGHUP")
 VANISHED = (
     "The actor died.\nWorker exit type: SYSTEM_ERROR Worker exit detail: connection error code 2. End of file. {}"
 )
@@ -32,10 +33,7 @@ HINT = "Some common causes include: (3) the worker crashed unexpectedly due to S
 @pytest.mark.parametrize(
     ("name", "handler"),
     [
-        *(
-            (name, "signal.SIG_DFL")
-            for name in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGHUP")
-        ),
+        *((name, "signal.SIG_DFL") for name in ENDING),
         # A signal that does not end a process leaves no note.
         *(("SIGKILL", handler) for handler in ("signal.SIG_IGN", "lambda *_: None")),
     ],
@@ -43,9 +41,8 @@ HINT = "Some common causes include: (3) the worker crashed unexpectedly due to S
 def test_signal_that_ended_a_process_is_known(name, handler):
     child = CHILD.replace("signal.SIG_DFL", handler)
     if handler != "signal.SIG_DFL":
-        child = child.replace(
-            "time.sleep", "signal.raise_signal(signal.SIGHUP)\nprint('lives', flush=True)\ntime.sleep"
-        )
+        survive = "signal.raise_signal(signal.SIGHUP)\nprint('lives', flush=True)\n"
+        child = child.replace("time.sleep", f"{survive}time.sleep")
     with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
         folder = process.stdout.readline().strip()
         notes = Notes(folder)
@@ -95,9 +92,8 @@ def test_records_arrive_once_although_an_answer_is_lost(caplog):
     log(other, logging.INFO, "third")
     assert [entry.message for entry in other.read(position)[1]] == ["third"]
     # Entries are logged with their own time.
-    log_entries(
-        [LogEntry(5.25, logging.ERROR, "para_core.a", "100 %s"), LogEntry(6.0, logging.DEBUG, "para_core.b", "no")]
-    )
+    shown, hidden = (logging.ERROR, "para_core.a", "100 %s"), (logging.DEBUG, "para_core.b", "no")
+    log_entries([LogEntry(5.25, *shown), LogEntry(6.0, *hidden)])
     (record,) = caplog.records
     assert (record.created, record.levelname, record.name) == (5.25, "ERROR", "para_core.a")
     assert record.getMessage() == "100 %s"

@@ -5,6 +5,7 @@ import json
 import re
 
 import diffusers
+import numpy as np
 import pytest
 from diffusers import (
     FluxControlPipeline,
@@ -14,10 +15,12 @@ from diffusers import (
     WanImageToVideoPipeline,
     WanPipeline,
 )
+from diffusers.utils import load_image
 from PIL import Image
 
 from para_core.cli.app import run
 from para_core.fleet.image_classes import classes_with_images
+from para_core.fleet.image_files import open_image
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.pipeline_info import describe_class
 from para_core.fleet.prompt_file import read_prompts
@@ -82,9 +85,20 @@ def reference(url):
 
 
 URL = image_url()
-_mask = Image.new("RGBA", (8, 8), (9, 9, 9, 255))
-_mask.putpixel((0, 0), (9, 9, 9, 0))
-MASK = image_url(_mask)
+THREE = [reference(image_url(Image.new("1", (width, 8)))) for width in (8, 9, 10)]
+
+
+def mask(mode, hidden, color=1):
+    """Return the address of a mask with one transparent pixel, which has the color ``hidden``."""
+    image = Image.new(mode, (8, 8), color)
+    image.putpixel((0, 0), hidden)
+    if mode != "RGBA":  # The PNG file then has no alpha channel.
+        image.info["transparency"] = hidden
+    return image_url(image)
+
+
+MASK = mask("RGBA", (9, 9, 9, 0), (9, 9, 9, 255))
+MASKS = [reference(MASK), MASK, mask("P", 0), mask("L", 0), mask("RGB", (0, 0, 0))]
 
 
 @pytest.mark.parametrize(
@@ -93,15 +107,10 @@ MASK = image_url(_mask)
         (FluxImg2ImgPipeline, {"images": [reference(URL)]}, {"image": [8]}),
         (FluxImg2ImgPipeline, {"images": reference(URL)}, {"image": [8]}),
         (FluxImg2ImgPipeline, {"image": reference(URL)}, {"image": [8]}),
-        (
-            FluxImg2ImgPipeline,
-            {"images": [reference(image_url(Image.new("1", (8 + i, 8)))) for i in range(3)]},
-            {"image": [8, 9, 10]},
-        ),
+        (FluxImg2ImgPipeline, {"images": THREE}, {"image": [8, 9, 10]}),
         (FluxControlPipeline, {"images": [reference(URL)]}, {"control_image": [8]}),
         (FluxControlPipeline, {"control_image": URL}, {"control_image": [8]}),
-        (FluxInpaintPipeline, {"image": URL, "mask": reference(MASK)}, {"image": [8], "mask_image": [8]}),
-        (FluxInpaintPipeline, {"image": URL, "mask": MASK}, {"image": [8], "mask_image": [8]}),
+        *((FluxInpaintPipeline, {"image": URL, "mask": mask}, {"image": [8], "mask_image": [8]}) for mask in MASKS),
     ],
 )
 def test_images_are_objects_with_addresses(served, pipeline, fields, images):
@@ -113,6 +122,16 @@ def test_images_are_objects_with_addresses(served, pipeline, fields, images):
     if "mask" in fields:  # whose transparent part is generated
         pixels = files["mask_image"][0].convert("L")
         assert [pixels.getpixel((x, 0)) for x in range(2)] == [255, 0]
+
+
+@pytest.mark.parametrize("exif", [{0x0112: 6}, {0x0112: 2}, {}, b"Exif\0\0damaged"])
+def test_image_is_turned_upright_as_by_diffusers(exif):
+    stored, file = Image.fromarray(np.arange(800, dtype=np.uint8).reshape(20, 40)), io.BytesIO()
+    tags = Image.Exif()
+    tags.update(exif if isinstance(exif, dict) else {})
+    stored.save(file, "PNG", exif=tags if isinstance(exif, dict) else exif)
+    expected = load_image(Image.open(file)) if isinstance(exif, dict) else stored.convert("RGB")
+    assert np.array_equal(open_image(file.getvalue()), expected)
 
 
 OTHERS = [

@@ -40,7 +40,7 @@ def get(path, method="GET"):
 
 
 LONG = "word " * 20_000
-PROMPT = ('name="prompt"', "a")
+PROMPT, FILE = ('name="prompt"', "a"), 'name="prompt"; filename="p"'
 # Each row has the status, words of the message, and the bytes.
 CORPUS = {
     # -- Bodies.
@@ -59,10 +59,7 @@ CORPUS = {
     "form of many fields": (400, "form", form_request(form(*[(f'name="k{i}"', "1") for i in range(500)]))),
     "form with a text as image": (400, "addresses", form_request(form(PROMPT, ('name="image"', "/etc/passwd")))),
     "form with a broken file": (400, "image", form_request(form(PROMPT, ('name="image"; filename="../x"', "GIF89a")))),
-    "form with a file as prompt": (
-        *(400, "'prompt' is a file"),
-        form_request(form(('name="prompt"; filename="p"', "\xff\xfe" * 9000))),
-    ),
+    "form with a file as prompt": (400, "'prompt' is a file", form_request(form((FILE, "\xff\xfe" * 9000)))),
     "form with a long prompt": (400, "'prompt' has 100000", form_request(form(('name="prompt"', LONG)))),
     "form of OpenAI's names": (200, "", form_request(form(PROMPT, ('name="n"', "1")))),
     # -- Types, hosts and origins.

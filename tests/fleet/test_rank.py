@@ -1,8 +1,7 @@
 """One rank, and its actor as a plain object without Ray: its environment, what it keeps, and batches."""
 
-import contextlib
-import io
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,11 +9,13 @@ import torch
 from diffusers import FluxPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from PIL import Image
+from safetensors.torch import save_file
 
 from para_core.fleet import rank as rank_module
+from para_core.fleet.build import build
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.log_relay import LogPosition
+from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.outputs import Result
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
@@ -23,20 +24,11 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Lora, Request, batch_key
 from para_core.launcher.errors import Cancelled
 from para_core.progress import logger
+from tests.fleet.test_work import pixels
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 2}
 PROMPTS = ["a large red circle", "a blue square", "a green triangle"]
 PNG = Delivery()
-
-
-@contextlib.contextmanager
-def environment_restored():
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 TORCHRUN = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE"
@@ -49,7 +41,7 @@ KEPT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "HF_HOM
 def test_rank_is_not_the_launcher_process(monkeypatch):
     at_build = {}
     monkeypatch.setattr(rank_module, "build", lambda recipe, encode_first: at_build.update(os.environ))
-    with environment_restored():
+    with mock.patch.dict(os.environ):
         os.environ.update(dict.fromkeys((*LAUNCHERS, *KEPT), "3"))
         RankActor(Recipe(""), 0, ReplicaOptions()).join("127.0.0.1", 0)
     assert [name for name in LAUNCHERS if name in at_build] == []
@@ -67,7 +59,7 @@ def request(prompt=PROMPTS[0], seed=0, lora=None, delivery=PNG, **fields):
 def rank():
     handlers = list(logger.handlers)
     rank = RankActor(Recipe(str(find_tiny_flux())), 0, ReplicaOptions(prompt_bytes=2**24, loras=2))
-    with environment_restored():
+    with mock.patch.dict(os.environ):
         rank.join("127.0.0.1", 0)
     # Loading is logged for the process that asks.
     position, entries = rank.loading_log(LogPosition())
@@ -92,11 +84,6 @@ def draw(pipe, prompt=PROMPTS[0], seed=0):
     return np.asarray(image).astype(int)
 
 
-def pixels(answer):
-    assert isinstance(answer.outcome, Result), answer.outcome
-    return np.asarray(Image.open(io.BytesIO(answer.outcome.outputs[0].data))).astype(int)
-
-
 def generate(rank, request):
     return rank.generate_batch([("id", request)])[0]
 
@@ -104,9 +91,9 @@ def generate(rank, request):
 @pytest.mark.slow
 def test_prompt_with_another_seed_encodes_nothing(rank, plain):
     kept = rank._require_joined()._encoded_prompts
-    first = pixels(generate(rank, request(seed=1)))
+    first = pixels(generate(rank, request(seed=1)).outcome)
     misses, hits = kept.misses, kept.hits
-    second = pixels(generate(rank, request(seed=2)))
+    second = pixels(generate(rank, request(seed=2)).outcome)
     assert kept.misses == misses
     assert kept.hits > hits
     assert np.array_equal(first, draw(plain, seed=1))
@@ -124,9 +111,9 @@ def test_request_with_a_lora_changes_no_other(rank, plain, tmp_path):
     loads = []
 
     def image_with(name=None, scale=1.0):
-        image = pixels(generate(rank, request(lora=name and Lora(str(tmp_path / f"{name}.safetensors"), scale))))
+        answer = generate(rank, request(lora=name and Lora(str(tmp_path / f"{name}.safetensors"), scale)))
         loads.append(rank._require_joined()._loras.loads)
-        return image
+        return pixels(answer.outcome)
 
     without, *images = (image_with(name) for name in (None, "a", "b", "c"))
     assert len({image.tobytes() for image in (without, *images)}) == 4
@@ -134,16 +121,43 @@ def test_request_with_a_lora_changes_no_other(rank, plain, tmp_path):
     for name, expected in (("b", images[1]), ("a", images[0]), (None, without)):
         assert np.array_equal(image_with(name), expected)
     assert loads == [0, 1, 2, 3, 3, 4, 4]
-    assert 0 < np.abs(image_with("a", 0.5) - without).mean() < np.abs(images[0] - without).mean()
+    half = image_with("a", 0.5)
+    assert 0 < np.abs(half - without).mean() < np.abs(images[0] - without).mean()
     plain.load_lora_weights(tmp_path / "a.safetensors")
     alone = draw(plain)
     plain.unload_lora_weights()
     assert np.array_equal(alone, images[0])
-    # A broken LoRA fails its request only.
+    # A broken LoRA, or one of another model, fails its request only, and unloads no other.
     (tmp_path / "broken.safetensors").write_text("no weights")
-    answer = generate(rank, request(lora=Lora(str(tmp_path / "broken.safetensors"), 1.0)))
-    assert (type(answer.outcome), "'broken.safetensors'" in str(answer.outcome)) == (RequestFailed, True)
+    for name in ("other", "another"):
+        save_file({"unet.mid_block.to_q.lora_A.weight": torch.ones(2, 8)}, tmp_path / f"{name}.safetensors")
+    for name in ("broken", "other", "another"):
+        answer = generate(rank, request(lora=Lora(str(tmp_path / f"{name}.safetensors"), 1.0)))
+        assert (type(answer.outcome), f"'{name}.safetensors'" in str(answer.outcome)) == (RequestFailed, True)
+    assert np.array_equal(image_with("a", 0.5), half)
     assert np.array_equal(image_with(None), without)
+    assert loads[-1] == 4
+    with pytest.raises(ValueError, match=r"other\.safetensors.* FluxPipeline"):
+        build(Recipe(str(find_tiny_flux()), lora=(str(tmp_path / "other.safetensors"),)))
+
+
+def test_encoded_prompts_are_cleared_if_a_lora_of_a_text_encoder_is_unloaded():
+    encoder, kept, cleared = torch.nn.Linear(1, 1), mock.Mock(), []
+    encoder.peft_config, names = {}, []
+
+    def load(path, adapter_name):
+        names.append(adapter_name)
+        if path == "text":
+            encoder.peft_config[adapter_name] = None
+
+    pipe = mock.Mock(components={"text_encoder": encoder}, load_lora_weights=load)
+    pipe.get_list_adapters.return_value = {"transformer": names}
+    pipe.delete_adapters = lambda name: encoder.peft_config.pop(name, None)
+    loras = LoadedLoras(pipe, Recipe(""), 1, kept)
+    for path in ("text", "image", "other image"):
+        loras.use(Lora(path))
+        cleared.append(kept.clear.call_count)
+    assert cleared == [1, 2, 2]
 
 
 @pytest.mark.slow

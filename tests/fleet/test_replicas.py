@@ -1,15 +1,12 @@
 """Replicas in this process, as processes, and on Ray: their results, progress, cancelling, failures and deaths."""
 
 import asyncio
-import io
 import logging
 import os
 import re
 import signal
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from para_core.fleet import group
 from para_core.fleet.build import build, find_model
@@ -21,6 +18,7 @@ from para_core.fleet.replicas import cluster_connection, make_replicas
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.work import generate_request
 from para_core.launcher.errors import Cancelled, RankDied
+from tests.fleet.test_work import pixels
 
 # Ray keeps sockets and threads open until the cluster ends, which raises warnings.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -32,10 +30,6 @@ SMALL = {"size": "64x48", "steps": 3}
 def request(prompt="a large red circle", seed=5, partial_images=0, **fields):
     made = make_request({"prompt": prompt, **SMALL, **fields}, MODEL, seed=seed)
     return Request(made.fields, seed, delivery=Delivery(partial_images=partial_images))
-
-
-def pixels(result):
-    return np.asarray(Image.open(io.BytesIO(result.outputs[0].data))).astype(int)
 
 
 def process_ids(replica):

@@ -32,7 +32,7 @@ PATH, EDITS = "/v1/images/generations", "/v1/images/edits"
 class StandIn:
     """One replica. By its prompt a request fails, kills the replica once, or waits until ``open`` or cancelled."""
 
-    count, live, server = 1, 1, None
+    count, live, server, layers = 1, 1, None, 1
 
     def __init__(self):
         self.turn, self.deaths, self.open = asyncio.Lock(), 0, threading.Event()
@@ -61,7 +61,8 @@ class StandIn:
 
     def outputs(self, request):
         suffix = f".{request.delivery.format_}"
-        return tuple(Output(suffix, f"{request.fields['prompt']} {seed}".encode()) for seed in request.seeds)
+        seeds = [seed for seed in request.seeds for _ in range(self.layers)]
+        return tuple(Output(suffix, f"{request.fields['prompt']} {seed}".encode()) for seed in seeds)
 
     async def run(self, batch):
         for job in batch:
@@ -85,9 +86,8 @@ def serving(backend=None, *, pipeline=FluxKontextPipeline, others=(), mounted=""
     backend.server = server
     app = FastAPI()
     app.mount(mounted, server.app)
-    web = uvicorn.Server(
-        uvicorn.Config(app if mounted else server.app, port=0, log_level="error", ws="none", lifespan="off")
-    )
+    served = app if mounted else server.app
+    web = uvicorn.Server(uvicorn.Config(served, port=0, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     while not web.started:
@@ -244,6 +244,13 @@ def test_stream_reports_each_step_and_result(served):
     assert base64.b64decode(events[-1]["b64_json"]) == b"a 0"
 
 
+def test_each_layer_has_the_seed_of_its_image():
+    with serving() as (port, backend):
+        backend.layers = 2
+        body = ask(port, {"prompt": "a", "seed": 3, "n": 2})[2]
+        assert [image["seed"] for image in body["data"]] == [3, 3, 4, 4]
+
+
 @pytest.mark.parametrize(("stream", "words"), [(False, "499"), (True, "disconnected")])
 def test_leaving_client_cancels_its_request_only_and_is_logged(caplog, stream, words):
     with serving() as (port, backend):
@@ -302,13 +309,14 @@ def test_pages_of_listed_sites_may_use_the_server():
 
 def test_loras_are_listed_set_and_named_by_requests(served, tmp_path):
     folder = tmp_path / "loras"
-    folder.mkdir()
-    (folder / "style.safetensors").touch()
-    (tmp_path / "secret.safetensors").touch()
+    (folder / "style").mkdir(parents=True)
+    # Of these only style may be named: none is no LoRA, and a file is used before the folder of its name.
+    for name in ("style", "style/1", "none", "my style", "../secret"):
+        (folder / f"{name}.safetensors").touch()
     with serving(loras=folder) as (port, backend):
         assert [lora["id"] for lora in get(port, "/v1/loras")[2]["data"]] == ["style"]
         assert ask(port, {"prompt": "a", "lora": "style:0.5"})[0] == 200
-        for name in ("../secret", "", ".", "/etc/passwd", "style:nan2", "style:inf", "secret", "a" * 150, "a" * 500):
+        for name in ("../secret", "", ".", "/etc/passwd", "style:nan2", "style:inf", "my style", "a" * 150, "a" * 500):
             status, _, body = ask(port, {"prompt": "a", "lora": name})
             assert status == 400
             assert "expected one of style" in str(body) or "at most 200" in str(body)

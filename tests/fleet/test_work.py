@@ -3,6 +3,7 @@
 import hashlib
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,6 +146,16 @@ def test_results_of_one_request_are_those_of_their_own_seeds(plain):
             assert output.pixels_sha256 == hashlib.sha256(image.tobytes()).hexdigest()
             assert np.abs(pixels(output.data) - pixels(draw(seed=seed))).max() <= 1
         assert np.abs(pixels(together.outputs[0].data) - pixels(together.outputs[1].data)).max() > 1
+
+
+def test_layers_are_files_of_one_size():
+    class Layers:
+        def __call__(self, **arguments):
+            return SimpleNamespace(images=[[Image.new("RGBA", (64, 48), color) for color in ("red", "blue")]])
+
+    result = generate_request(Layers(), REQUEST, Recipe(FLUX))
+    assert [pixels(output.data)[0, 0, 2] for output in result.outputs] == [0, 255]
+    assert result.metadata["size"] == "64x48"
 
 
 def test_webp_loses_no_pixel():
