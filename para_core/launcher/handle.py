@@ -20,7 +20,7 @@ from typing import Any
 from para_core.launcher.callbacks import name_callbacks, take_out_callbacks
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled
-from para_core.launcher.messages import Call, LoadJob, PipeDescription, PipeOfRank
+from para_core.launcher.messages import Call, LoadJob, Outcome, PipeDescription, PipeOfRank, RandomState
 from para_core.launcher.pickling import generators_in, module_of_user
 from para_core.launcher.processes import RankGroup
 from para_core.launcher.randomness import CallerSeeds
@@ -51,7 +51,11 @@ class Ticket:
     running: RunningCall | None = None
 
     def cancel(self) -> None:
-        """End the call after its current step, or before it begins."""
+        """End the call after its current step, or before it begins.
+
+        While the ranks load the pipeline for the call, this has no effect on them until they have loaded it:
+        the call is sent then, and ends after its first step.
+        """
         self.cancelled = True
         if self.running is not None:
             with suppress(OSError):  # The first rank has ended, which the call will see.
@@ -83,7 +87,12 @@ class LaunchState:
     pipe: PipeDescription = field(default_factory=lambda: PipeDescription("pipeline", [], []))
 
     def start_if_ended(self) -> RankGroup:
-        """Return the running ranks. If they have ended, start them first, and load the pipeline on them."""
+        """Return the running ranks. If they have ended, start them first, and load the pipeline on them.
+
+        Raises:
+            RuntimeError: :meth:`Launched.close` was called while the ranks started. They have been ended.
+            RankDied, Exception: As :meth:`RunningCall.wait`. The ranks have been ended.
+        """
         if self.group is not None and not self.group.ended:
             return self.group
         display = self.options.display()
@@ -100,6 +109,19 @@ class LaunchState:
         if self.finalizer is not None:
             self.finalizer.detach()
         self.finalizer = weakref.finalize(self, group.end, idle=False)
+        try:
+            if self.closed:
+                # Another thread called close() while the ranks started, and could not end them yet.
+                raise RuntimeError("the pipeline is closed. restart() starts its ranks again.")
+            self._load_on(group, display, random)
+        except BaseException:
+            # The next call would take ranks that have not loaded the pipeline for ranks that have.
+            group.end(idle=False)
+            raise
+        return group
+
+    def _load_on(self, group: RankGroup, display: Display, random: RandomState) -> None:
+        """Load the pipeline on ``group``, whose ranks begin with the random state ``random``."""
         job = Body.of(LoadJob(self.load, group.host, self.options.timeout, random))
         group.send("load", body=job)
         self.seeds.note_sent()
@@ -108,11 +130,11 @@ class LaunchState:
             group, LOADING, display, self.options.silence, finishes_step=self.options.finishes_step
         )
         outcomes = loading.wait(["torch"])
+        _raise_error_of(outcomes)
         for module in outcomes[0].modules:
             import_early(module)
         self.seeds.continue_from(outcomes[0].random)
         self.pipe = outcomes[0].value
-        return group
 
     def call(
         self,
@@ -188,7 +210,7 @@ class LaunchState:
         self.changed |= changes
         display = self.options.display()
         self._tell_of_cuda(display, generators)
-        ticket.running = RunningCall(
+        running = RunningCall(
             group,
             self.calls,
             display,
@@ -198,23 +220,38 @@ class LaunchState:
             finishes_step=self.options.finishes_step,
             randomness=(self.seeds, generators),
         )
-        group.send("call", self.calls, everywhere, body=body)
-        self.seeds.note_sent()
-        if ticket.cancelled:
-            # It was cancelled before ticket.running was set, so the ranks have not been told.
-            ticket.cancel()
-        running = ticket.running
+        ticket.running = running
         try:
-            outcomes = running.wait()
+            outcomes = self._send_and_wait(ticket, group, running, everywhere, body)
         finally:
             display.close()
             if running.random is not None:
                 self.seeds.continue_from(running.random, generators)
-        for outcome in outcomes:
-            if outcome.error is not None:
-                raise outcome.error
+        _raise_error_of(outcomes)
         results = [outcome.value for outcome in outcomes]
         return results if everywhere else results[0]
+
+    def _send_and_wait(
+        self, ticket: Ticket, group: RankGroup, running: RunningCall, everywhere: bool, body: Body
+    ) -> list[Outcome]:
+        """Send the call ``running``, whose pickled :class:`Call` is ``body``, and return the ranks' outcomes.
+
+        After any exception either all ranks have answered or they have been ended.
+        """
+        try:
+            group.send("call", running.number, everywhere, body=body)
+            self.seeds.note_sent()
+            if ticket.cancelled:
+                # If it was cancelled before ticket.running was set, the ranks have not been told. If later,
+                # they have: a second message changes nothing, because a rank keeps only the number of the call
+                # that was cancelled last, also of one that it has not begun.
+                ticket.cancel()
+            return running.wait()
+        except BaseException:
+            if not running.has_all_answers:
+                # Ctrl-C outside RunningCall.wait: the message may be cut off, or ranks may still run the call.
+                group.end(idle=False)
+            raise
 
     def _tell_of_cuda(self, display: Display, generators: Sequence[Any]) -> None:
         """Tell the user once that a generator of a GPU takes memory of that GPU in this process."""
@@ -251,6 +288,9 @@ class Launched:
     Calls return the first rank's result. Public methods of the pipeline's class, such as
     ``load_lora_weights``, run on every rank; :meth:`run` runs any function there. Calls from several threads
     run one after another.
+
+    The handle's own ``call``, ``run``, ``cancel``, ``restart`` and ``close`` hide methods of these names that the
+    pipeline has: ``run(lambda pipe: pipe.close())`` reaches them.
     """
 
     _state: LaunchState
@@ -286,6 +326,10 @@ class Launched:
         def finish(result: Any, error: BaseException | None) -> None:
             if future.done():
                 return  # The task was cancelled.
+            if isinstance(error, StopIteration):
+                # A future refuses this exception. A coroutine that raises it gives a RuntimeError too.
+                stop, error = error, RuntimeError("the call raised StopIteration.")
+                error.__cause__ = stop
             if error is not None:
                 future.set_exception(error)
             else:
@@ -326,7 +370,9 @@ class Launched:
     def cancel(self) -> bool:
         """End the running call after its current step, from another thread. Return whether a call is running.
 
-        That call raises :class:`Cancelled`, and the next call runs on the same processes.
+        That call raises :class:`Cancelled`, and the next call runs on the same processes. If the ranks still
+        load the pipeline for that call, loading ends first. Loading by :func:`launch` or :meth:`restart` is no
+        call, and cannot be cancelled.
         """
         return self._state.cancel()
 
@@ -401,6 +447,13 @@ class Launched:
             "a launched pipeline cannot be sent to its ranks or to another process. A function of run gets the rank's "
             "pipeline as its first argument"
         )
+
+
+def _raise_error_of(outcomes: Sequence[Outcome]) -> None:
+    """Raise the error of the first outcome that has one: its value could not be sent or loaded."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
 
 
 def _on_ranks(name: str) -> str:

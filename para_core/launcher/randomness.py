@@ -18,7 +18,14 @@ from para_core.launcher.messages import RandomState
 
 
 class CallerSeeds:
-    """The random state of the caller, before and after calls."""
+    """The random state of the caller, before and after calls.
+
+    Each message that takes the state to the ranks needs three calls here, in this order: :meth:`state_for_call`
+    before the message is pickled, :meth:`note_sent` once it has been sent, and :meth:`continue_from` with the
+    state that comes back. ``handle.py`` does this in two places, for loading and for each call. A callback in
+    between begins with the rank's state, so there :meth:`continue_from` comes first (``callbacks.py``,
+    ``running_call.py``).
+    """
 
     def __init__(self) -> None:
         # The seeding of CUDA that the ranks know, and that of the last state: objects that torch makes anew

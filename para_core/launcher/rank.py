@@ -80,7 +80,7 @@ def _load_pipe(connection: CallerConnection) -> Any:
         raise TypeError(f"load returned {pipe!r}; expected the pipeline, or another object with methods.")
     hook_progress_bars(pipe, connection)
     answer = Outcome(description, random_state_of_rank(), _modules_of_results(pipe))
-    connection.channel.send(("ready", connection.rank), Body.of(answer))
+    connection.channel.send(("result", connection.rank, 0), Body.of(answer))
     return pipe
 
 

@@ -81,6 +81,11 @@ class RunningCall:
         answer = self._outcomes.get(0) or self._errors.get(0)
         return None if answer is None else answer.random
 
+    @property
+    def has_all_answers(self) -> bool:
+        """Whether every rank has answered. The others may still run the call."""
+        return len(self._outcomes) + len(self._errors) == len(self._group.members)
+
     def wait(self, modules: Sequence[str] = ()) -> list[Outcome]:
         """Return the outcomes of all ranks, in rank order. Import ``modules`` while the ranks work.
 
@@ -122,7 +127,7 @@ class RunningCall:
         Raises:
             RankDied: A rank ended, or no message came in time.
         """
-        while len(self._outcomes) + len(self._errors) < len(self._group.members):
+        while not self.has_all_answers:
             try:
                 head, body = self._group.inbox.get(timeout=self._seconds_left())
             except queue.Empty:
@@ -151,7 +156,9 @@ class RunningCall:
         Its ``head`` is the kind of the message, and what follows depends on that.
         """
         kind = head[0]
-        if kind in ("result", "ready"):
+        if kind in ("result", "error") and head[2] != self.number:
+            return  # the answer to another call, which must not count as one to this call
+        if kind == "result":
             self._outcomes[head[1]] = _load_outcome(body, head[1])
         elif kind == "error":
             self._first_error = self._first_error or time.monotonic()

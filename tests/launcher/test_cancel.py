@@ -6,12 +6,16 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
 
-from para_core import Cancelled
-from tests.launcher.loads import pids
+from para_core import Cancelled, launch
+from para_core.launcher.messages import Outcome, RandomState
+from para_core.launcher.processes import RankGroup
+from para_core.launcher.wire import Body
+from tests.launcher.loads import load_steps, pids
 
 
 def when_called(function, seconds=0.3):
@@ -82,6 +86,8 @@ def test_awaited_calls_let_other_tasks_run_and_end_with_their_task(steps):
     assert asyncio.run(run()) == {"x": 2}
     with pytest.raises(TypeError, match="not callable"):
         asyncio.run(steps.call(callback_on_step_end=3))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(asyncio.wait_for(steps.call(1, callback_on_step_end=lambda *_: next(iter(()))), 20))
     assert steps(1) == {}
 
 
@@ -96,3 +102,31 @@ def test_second_ctrl_c_ends_the_ranks_as_a_line_says(steps, capsys):
     assert "Ctrl-C again ends them" in capsys.readouterr().err
     assert steps(1) == {}
     assert set(pids(steps)).isdisjoint(before)
+
+
+@pytest.mark.parametrize("kind", ["call", "load"])
+def test_ctrl_c_while_a_job_is_sent_leaves_no_answer_to_the_next_call(steps, monkeypatch, kind):
+    def send_and_interrupt(group, *head, body=None):
+        send(group, *head, body=body)
+        if head[0] == kind:
+            monkeypatch.undo()
+            interrupt()
+
+    send = RankGroup.send
+    monkeypatch.setattr(RankGroup, "send", send_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        steps(1, x=1) if kind == "call" else steps.restart()
+    assert steps(1, x=2) == {"x": 2}
+    steps._state.group.inbox.put((("result", 0, 0), Body.of(Outcome("of another call", RandomState()))))
+    assert steps(1, x=3) == {"x": 3}
+
+
+def test_ranks_that_start_during_close_are_ended():
+    with launch(load_steps, ranks=1, progress=False) as pipe:
+        state = pipe._state
+        state.group.end(idle=False)
+        start = state.options.start
+        state.options = replace(state.options, start=lambda: (start(), pipe.close())[0])
+        with pytest.raises(RuntimeError, match="closed"):
+            pipe(1)
+        assert state.group.ended
