@@ -111,10 +111,7 @@ FEATURES: dict[str, Feature] = {
         words="blocks1-2 test_a_report_is_read",
     ),
     "cache in graphs": Feature(
-        (
-            "para_core/cache/graph.py para_core/cache/graph_decision.py para_core/cache/call_digest.py "
-            "para_core/cache/cond.py"
-        ),
+        " ".join(f"para_core/cache/{name}.py" for name in ("graph", "graph_decision", "call_digest", "cond")),
         (_CACHE, "import para_core.cache.graph"),
         words="compiled_whole test_third_call_of_a_compiled_model test_policy_reading_numbers",
     ),
@@ -289,9 +286,7 @@ def remove(feature: Feature, folder: Path) -> None:
         file, line = feature.line
         count = _keep_lines(folder / file, lambda text: not text.strip().startswith(line))
         if count != 1:
-            raise ValueError(
-                f"{file} has {count} lines that begin with {line!r}; expected one. Correct tests/lift_out.py."
-            )
+            raise ValueError(f"{file}: {count} lines begin with {line!r}; expected one. Correct tests/lift_out.py.")
 
 
 def _keep_lines(path: Path, is_kept: Callable[[str], bool]) -> int:

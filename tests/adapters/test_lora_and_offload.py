@@ -122,11 +122,10 @@ def attach_ip_adapters(transformer):
             for part in ("weight", "bias")
         }
 
-    states = [
-        {"image_proj": weights(of_images), "ip_adapter": weights(of_blocks, "0.") | weights(of_blocks, "1.")}
-        for _ in range(2)
-    ]
-    transformer._load_ip_adapter_weights(states)
+    def state():
+        return {"image_proj": weights(of_images), "ip_adapter": weights(of_blocks, "0.") | weights(of_blocks, "1.")}
+
+    transformer._load_ip_adapter_weights([state(), state()])
 
 
 IMAGES = {

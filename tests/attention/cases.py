@@ -219,10 +219,8 @@ def attend(cases, ring, ulysses, learns, compile_with, options):
         own_keys = None if layouts[1] is layouts[0] else layouts[1]
         mode = case.mode(mesh, layout=layouts[0], key_layout=own_keys, **options)
         with torch.set_grad_enabled(learns), mode as cp, case.autocasting():
-            parts = [
-                cp.shard(x, dim=-2, sequence=layout)
-                for x, layout in zip(case.qkv(), (*layouts, layouts[1]), strict=True)
-            ]
+            of_qkv = (*layouts, layouts[1])
+            parts = [cp.shard(x, dim=-2, sequence=layout) for x, layout in zip(case.qkv(), of_qkv, strict=True)]
             if case.mask is not None:
                 parts.append(case.mask.cut(case.whole_mask(), cp, *layouts))
             for x in parts:

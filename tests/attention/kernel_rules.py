@@ -96,9 +96,7 @@ def check_flash_backward(
         grad_out.dtype == out.dtype == query.dtype and grad_out.shape == out.shape == query.shape,
         "grad_out, out and query have different dtypes or shapes",
     )
-    _require(
-        lse.dtype == F32 and lse.shape == query.shape[:3] and lse.is_contiguous(), "lse is read by its pointer alone"
-    )
+    _require(lse.dtype == F32 and lse.shape == query.shape[:3] and lse.is_contiguous(), "lse is read by its pointer")
     _require(cum_seq_q is None and cum_seq_k is None, "defined, they mean sequences of different lengths")
     _require(
         (max_q, max_k) == (query.shape[2], key.shape[2]) and dropout_p == 0,
@@ -126,9 +124,7 @@ def check_cudnn_backward(grad_out, query, key, value, out, lse, seed, offset, bi
     k, v and bias only.
     """
     check_cudnn(query, key, value, bias)
-    _require(
-        query.shape[-1] == value.shape[-1] <= 128, "transformers/cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim"
-    )
+    _require(query.shape[-1] == value.shape[-1] <= 128, "cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim")
     for name, x in {"out": out, "grad_out": grad_out}.items():
         _require(x.dtype == query.dtype, f"{name} is {x.dtype}, query {query.dtype}")
         _require(x.stride() == torch.empty_like(query).stride(), f"{name} has strides {x.stride()}, not the forward's")

@@ -284,9 +284,8 @@ def attend_in_functions(ring, ulysses):
         outs.append(getattr(para_core, f"{name}_attention")(*parts, None, 0.0, True, 0.5, True, mesh=mesh))
         with getattr(para_core, f"{name.capitalize()}AttnMode")(mesh):
             outs.append(F.scaled_dot_product_attention(*parts, None, 0.0, True, scale=0.5))
-    parts = [
-        torch.cat([x[:, :, :4], x[:, :, 4:].chunk(mesh.size(), dim=2)[mesh.get_rank()]], dim=2) for x in make_qkv(12, 4)
-    ]
+    rank, ranks = mesh.get_rank(), mesh.size()
+    parts = [torch.cat([x[:, :, :4], x[:, :, 4:].chunk(ranks, dim=2)[rank]], dim=2) for x in make_qkv(12, 4)]
     return outs, unified_attention(*parts, mesh=mesh, layout=layout)
 
 

@@ -107,10 +107,7 @@ def forecast_at(now, options, stored):
     # Neville's scheme evaluates the polynomial through all points.
     for width in range(1, len(times)):
         pairs = [(times[i], times[i + width]) for i in range(len(times) - width)]
-        values = [
-            ((now - end) * values[i] - (now - start) * values[i + 1]) / (start - end)
-            for i, (start, end) in enumerate(pairs)
-        ]
+        values = [((now - b) * values[i] - (now - a) * values[i + 1]) / (a - b) for i, (a, b) in enumerate(pairs)]
     return values[0]
 
 
@@ -195,9 +192,8 @@ def check(pipe, structure, limits, first, rest, *, is_eager=True):
         contribution = finite_or_nan((out - start).mean(dim=(1, 2)))
         # Without a forecast all sums of these numbers are exact.
         repeats = chosen.get("forecast_order") == 0 and "forecast" not in chosen
-        assert contribution == pytest.approx(
-            finite_or_nan(wanted), abs=1e-6 if repeats else 2e-3, rel=1e-5, nan_ok=True
-        )
+        close = pytest.approx(finite_or_nan(wanted), abs=1e-6 if repeats else 2e-3, rel=1e-5, nan_ok=True)
+        assert contribution == close
     if is_eager:
         assert pipe.transformer.counts() == counts
 
@@ -307,9 +303,7 @@ def test_forecast_with_few_or_equal_times_uses_the_newest():
 
 
 def test_own_rule_compares_every_nth_channel():
-    rule = Rule(
-        "part", lambda now, before: torch.full((1, 1), now.shape[1] / 48), lambda sums: sums[:, 0], source="a test"
-    )
+    rule = Rule("part", lambda now, _: torch.full((1, 1), now.shape[1] / 48), lambda sums: sums[:, 0], source="a test")
     pipe = cached(downsample=3, rule=rule, residual_diff_threshold=1.0)
     pipe([1.0, 5.0])
     assert [row.difference for row in cache_report(pipe).rows] == [None, 3 / 8]

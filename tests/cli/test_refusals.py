@@ -26,6 +26,7 @@ for arguments in json.load(sys.stdin):
     print(json.dumps([arguments, code, said.getvalue(), imported]))
 """
 PROMPT = ["generate", "--prompt", "a"]
+SCHEDULE = [*PROMPT, "--attention-schedule"]
 # Some commands name them.
 FILES = ("README.md", "zoo")
 # Each with the exit code and the words that the message has.
@@ -42,15 +43,9 @@ CASES = [
     ],
     ([*PROMPT, "--weights", "tensor"], 2, "--weights", "--mesh tensor=2"),
     ([*PROMPT, "--attention-backend=foo"], 2, "--backend is 'foo'"),
-    ([*PROMPT, "--attention-schedule", "fast"], 2, "--attention-schedule fast", ", ".join(BACKENDS)),
-    *[
-        ([*PROMPT, "--attention-schedule", f"{name}=2:4:4"], 2, f"--attention-schedule {name}=2:4:4", "2.0")
-        for name in OPTIONS_OF_STEPS
-    ],
-    *[
-        ([*PROMPT, "--attention-schedule", "math", "--backend", name], 2, f"--backend {name}", "flash")
-        for name in EXACT_FORM
-    ],
+    ([*SCHEDULE, "fast"], 2, "--attention-schedule fast", ", ".join(BACKENDS)),
+    *[([*SCHEDULE, f"{name}=2:4:4"], 2, f"--attention-schedule {name}=2:4:4", "2.0") for name in OPTIONS_OF_STEPS],
+    *[([*SCHEDULE, "math", "--backend", name], 2, f"--backend {name}", "flash") for name in EXACT_FORM],
     ([*PROMPT, "--pipefusion", "2", "--attention-schedule", "math:1:1"], 2, "--pipefusion is 2"),
     ([*PROMPT, "--mesh", "foo=2"], 2, "--mesh has 'foo=2'; ", "batch, ring, ulysses, tensor"),
     ([*PROMPT, "--mesh", "ring=2,ring=3"], 2, "--mesh has two sizes for ring"),

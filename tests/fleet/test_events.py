@@ -32,10 +32,7 @@ HINT = "Some common causes include: (3) the worker crashed unexpectedly due to S
 @pytest.mark.parametrize(
     ("name", "handler"),
     [
-        *(
-            (name, "signal.SIG_DFL")
-            for name in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGHUP")
-        ),
+        *((f"SIG{name}", "signal.SIG_DFL") for name in ("KILL", "SEGV", "ABRT", "BUS", "FPE", "ILL", "HUP")),
         # A signal that does not end a process leaves no note.
         *(("SIGKILL", handler) for handler in ("signal.SIG_IGN", "lambda *_: None")),
     ],
@@ -43,9 +40,8 @@ HINT = "Some common causes include: (3) the worker crashed unexpectedly due to S
 def test_signal_that_ended_a_process_is_known(name, handler):
     child = CHILD.replace("signal.SIG_DFL", handler)
     if handler != "signal.SIG_DFL":
-        child = child.replace(
-            "time.sleep", "signal.raise_signal(signal.SIGHUP)\nprint('lives', flush=True)\ntime.sleep"
-        )
+        lives = "signal.raise_signal(signal.SIGHUP)\nprint('lives', flush=True)\n"
+        child = child.replace("time.sleep", f"{lives}time.sleep")
     with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
         folder = process.stdout.readline().strip()
         notes = Notes(folder)

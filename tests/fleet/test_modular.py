@@ -115,9 +115,8 @@ def test_lora_equals_pipeline_alone(folders, tmp_path):
     plain = ModularPipeline.from_pretrained(folder)
     plain.load_components(dtype=torch.float32)
     torch.manual_seed(0)
-    plain.transformer.add_adapter(
-        LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
-    )
+    config = LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    plain.transformer.add_adapter(config)
     weights = {f"transformer.{name}": x for name, x in get_peft_model_state_dict(plain.transformer).items()}
     save_file({name: x.contiguous() for name, x in weights.items()}, style)
     expected = pixels(plain(output="images", generator=torch.Generator().manual_seed(3), **SIZE))

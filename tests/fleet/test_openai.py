@@ -44,9 +44,7 @@ def test_images_generate(served, client):
 
 def test_images_generate_stream(served, client):
     images = client(served(FluxPipeline)[0]).images
-    *partials, last = list(
-        images.generate(prompt="a", size="64x32", stream=True, partial_images=2, extra_body={"seed": 0})
-    )
+    *partials, last = images.generate(prompt="a", size="64x32", stream=True, partial_images=2, extra_body={"seed": 0})
     assert [event.partial_image_index for event in partials] == [0, 1]
     for event in partials:
         strict(types.ImageGenPartialImageEvent, event)

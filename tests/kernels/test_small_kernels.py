@@ -203,9 +203,8 @@ def test_norm_over_ranks_equals_float64(dtype, mean, last, affine):
     parts = [x.to(memory_format=torch.channels_last) if last else x for x in parts]
     weight = normal(34, dtype=dtype, seed=7) if affine != "none" else None
     bias = normal(34, dtype=dtype, seed=8) if affine == "both" else None
-    exact = F.group_norm(
-        torch.cat(parts, 2).double(), 2, *[y if y is None else y.double() for y in (weight, bias)], 1e-6
-    )
+    affine = [x if x is None else x.double() for x in (weight, bias)]
+    exact = F.group_norm(torch.cat(parts, 2).double(), 2, *affine, 1e-6)
     actual, own = (normalized_by_ranks(kernels, parts, 2, weight, bias, 1e-6) for kernels in (norm, norm_reference))
     error, own_error = ((torch.cat(y, 2).double() - exact).norm() / exact.norm() for y in (actual, own))
     assert all(y.dtype == dtype and y.stride() == part.stride() for y, part in zip(actual, parts, strict=True))

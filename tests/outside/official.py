@@ -365,12 +365,10 @@ class HYVideoDiffusionTransformer(nn.Module):
         txt = self.txt_in(text_states, t, text_mask)
         img_len, txt_len = img.shape[1], txt.shape[1]
         # Each sample has its valid tokens first, and then its padding.
-        ends = [
-            (i * (img_len + txt_len) + img_len + int(n), (i + 1) * (img_len + txt_len))
-            for i, n in enumerate(text_mask.sum(1))
-        ]
+        length = img_len + txt_len
+        ends = [(i * length + img_len + int(n), (i + 1) * length) for i, n in enumerate(text_mask.sum(1))]
         cu_seqlens = torch.tensor([0, *[end for pair in ends for end in pair]], dtype=torch.int32)
-        lengths = (cu_seqlens, cu_seqlens, img_len + txt_len, img_len + txt_len)
+        lengths = (cu_seqlens, cu_seqlens, length, length)
         for block in self.double_blocks:
             img, txt = block(img, txt, vec, *lengths, (freqs_cos, freqs_sin))
         h = torch.cat([img, txt], dim=1)

@@ -123,10 +123,8 @@ def _operator(name: str, suffix: str, operator: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = operator._schema.arguments
-        given = {x.name: x.default_value for x in arguments} | dict(
-            zip((x.name for x in arguments), args, strict=False)
-        )
-        given |= kwargs
+        given = {x.name: x.default_value for x in arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
         refuse_host_tensors(operator, list(tensors_of(given)))
         try:
             PRECONDITIONS[operator](*args, **kwargs)

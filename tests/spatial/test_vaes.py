@@ -331,9 +331,8 @@ def test_refused_autoencoders_and_words_are_errors_that_name_them():
     with pytest.raises(ValueError, match="AutoencoderTiny "):
         parallelize_vae(TINY_VAES["Tiny"].make(), method="tiled")
     for name, reason in REFUSED_VAES.items():
-        vae = getattr(autoencoders, name).__new__(
-            getattr(autoencoders, name)
-        )  # Default sizes have billions of weights.
+        # Default sizes have billions of weights.
+        vae = getattr(autoencoders, name).__new__(getattr(autoencoders, name))
         nn.Module.__init__(vae)
         with pytest.raises(TypeError, match=rf"^{name} .*{re.escape(reason)}"):
             parallelize_vae(vae)

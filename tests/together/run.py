@@ -199,9 +199,8 @@ def _mesh(case: Case) -> DeviceMesh | None:
     if sizes is None:
         return None
     # Keep the order of init_context_parallel_mesh: ranks of stages are furthest apart, tensor ranks are neighbours.
-    names = [
-        name for name in ("pipe", "batch", "ring", "ulysses", "tensor") if sizes[name] > 1 or name in MESH_DIMS[2:4]
-    ]
+    ordered = ("pipe", "batch", "ring", "ulysses", "tensor")
+    names = [name for name in ordered if sizes[name] > 1 or name in MESH_DIMS[2:4]]
     return init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
 
 
@@ -345,11 +344,9 @@ def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcom
                 error = relative_error(out, alone.precise[call])
             if not error <= bound:
                 problems.append(f"rank {rank}, call {call}: off by {error:.3g}, bound {bound:.3g}")
-            if not _same_bits(out, results[0]["outs"][call]):
-                problems.append(
-                    f"rank {rank}, call {call}: other bits than rank 0, "
-                    f"{relative_error(out, results[0]['outs'][call]):.3g}"
-                )
+            first = results[0]["outs"][call]
+            if not _same_bits(out, first):
+                problems.append(f"rank {rank}, call {call}: other bits than rank 0, {relative_error(out, first):.3g}")
             if undone is not None and not _same_bits(undone[call], alone.plain[call]):
                 problems.append(
                     f"rank {rank}, call {call}: after undo off by {relative_error(undone[call], alone.plain[call]):.3g}"

@@ -42,9 +42,7 @@ def change_one_bit_in_data(pipe):
 
 
 def hotswap(pipe):
-    weights = {
-        f"transformer.{name.replace('.style', '')}": torch.randn(weight.shape) for name, weight in loras(pipe).items()
-    }
+    weights = {f"transformer.{name.replace('.style', '')}": torch.randn(x.shape) for name, x in loras(pipe).items()}
     pipe.load_lora_weights(weights, adapter_name="style", hotswap=True)
 
 

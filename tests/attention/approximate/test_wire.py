@@ -67,11 +67,10 @@ def test_gradients_are_exact_and_a_graph_rounds_as_eager_code(rank_pool):
     def run(options, learns=False, compile_with=None):
         return rank_pool.run(attend, 2, [CASES[0]], 1, 2, learns, compile_with, options)
 
-    for rounded, exact in zip(run({"comm_dtype": FLOAT8}, True), run({}, True), strict=True):
+    options = {"comm_dtype": FLOAT8}
+    for rounded, exact in zip(run(options, True), run({}, True), strict=True):
         assert all(torch.equal(*pair) for pair in zip(rounded[0][1], exact[0][1], strict=True))
-    for rounded, eager in zip(
-        run({"comm_dtype": FLOAT8}, compile_with="aot_eager"), run({"comm_dtype": FLOAT8}), strict=True
-    ):
+    for rounded, eager in zip(run(options, compile_with="aot_eager"), run(options), strict=True):
         assert relative_error(rounded[0][0], eager[0][0]) < 1e-6
 
 
@@ -97,9 +96,7 @@ def test_rounded_calls_with_kernels_launch_few_more(ranks):
     kernels = {name: number for name, number in counter.by_operator.items() if name.startswith("para_core")}
     assert kernels == {"para_core::pack": 2, "para_core::unpack": 2}
     assert counter.launches == 7, str(counter)
-    whole, half = (
-        count_attention(ranks, 1, device="meta", backend="triton", comm_dtype=dtype) for dtype in (None, FLOAT8)
-    )
+    whole, half = (count_attention(ranks, 1, device="meta", backend="triton", comm_dtype=x) for x in (None, FLOAT8))
     assert half.launches == whole.launches + ranks - 1, str(half)
 
 
