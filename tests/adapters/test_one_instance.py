@@ -195,15 +195,9 @@ def call_with_another_bit():
     assert transformer(**{**inputs, "timestep": torch.full((1,), torch.nan)})[0].isnan().all()
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        live_beside_each_other,
-        parallelize_without_mesh,
-        share_transformer,
-        call_without_comparing,
-        call_with_another_bit,
-    ],
-)
+JOBS = [live_beside_each_other, parallelize_without_mesh, share_transformer, call_without_comparing]
+
+
+@pytest.mark.parametrize("job", [*JOBS, call_with_another_bit])
 def test_on_two_ranks(rank_pool, job):
     rank_pool.run(job, 2)

@@ -91,9 +91,8 @@ def test_records_arrive_once_although_an_answer_is_lost(caplog):
     log(other, logging.INFO, "third")
     assert [entry.message for entry in other.read(position)[1]] == ["third"]
     # Entries are logged with their own time.
-    log_entries(
-        [LogEntry(5.25, logging.ERROR, "para_core.a", "100 %s"), LogEntry(6.0, logging.DEBUG, "para_core.b", "no")]
-    )
+    error = LogEntry(5.25, logging.ERROR, "para_core.a", "100 %s")
+    log_entries([error, LogEntry(6.0, logging.DEBUG, "para_core.b", "no")])
     (record,) = caplog.records
     assert (record.created, record.levelname, record.name) == (5.25, "ERROR", "para_core.a")
     assert record.getMessage() == "100 %s"

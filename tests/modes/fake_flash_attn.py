@@ -131,18 +131,11 @@ class FlashAttnVarlenFunc(torch.autograd.Function):
 
 
 def flash_attn_func(
-    *qkv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    **others,
+    *qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, **more
 ):
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    assert set(others) <= {"deterministic", "return_attn_probs"}
-    return FlashAttnFunc.apply(*qkv, *options, others.get("return_attn_probs", False), torch.is_grad_enabled())
+    assert set(more) <= {"deterministic", "return_attn_probs"}
+    return FlashAttnFunc.apply(*qkv, *options, more.get("return_attn_probs", False), torch.is_grad_enabled())
 
 
 def flash_attn_varlen_func(

@@ -73,10 +73,7 @@ def test_predicted_default_arguments_equal_the_call(name, config):
 def choose_on_cuda(device):
     """Return the default mesh of FLUX on two ranks with the given device, and the log lines of its choice."""
     lines = []
-    with (
-        gpu_named(device),
-        mock.patch.object(default_mesh.logger, "info", lambda text, *values: lines.append(text % values)),
-    ):
+    with gpu_named(device), mock.patch.object(default_mesh.logger, "info", lambda text, *x: lines.append(text % x)):
         choice = default_mesh._choose_default_mesh("cuda", flux_pipe(), None)
         default_mesh._create_mesh_of("cpu", choice)
     return choice, lines

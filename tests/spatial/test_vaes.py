@@ -298,10 +298,8 @@ def check_errors():
     for how, (change, height, message) in ERRORS.items():
         heartbeat()
         vae, x = parallelize_vae(TINY_VAES["KL"].make()), random_image((1, 4, height, 3))
-        with (
-            torch.set_grad_enabled(how == "gradient"),
-            pytest.raises((TypeError, ValueError, RuntimeError), match=message),
-        ):
+        errors = (TypeError, ValueError, RuntimeError)
+        with torch.set_grad_enabled(how == "gradient"), pytest.raises(errors, match=message):
             change(vae, x)
             TINY_VAES["KL"].decode(vae, x)
         # The ranks still meet in the next call.

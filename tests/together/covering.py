@@ -91,7 +91,9 @@ def covering_array(start: Iterable[Case] = ()) -> list[Case]:
         left.difference_update(pairs_of(case.by_axis))
     while left:
         tries = [complete(dict(rng.choice(sorted(left))), rng, left) for _ in range(8)]
-        best = max((values for values in tries if values is not None), key=lambda values: _gained(values, left))
+        best = max(
+            (values for values in tries if values is not None), key=lambda values: len(left & {*pairs_of(values)})
+        )
         left.difference_update(pairs_of(best))
         case = case_of(best)
         cases[case.id] = case
@@ -111,10 +113,6 @@ def write_cases() -> list[Case]:
     lines = [f"{case.id}  # short" if before.get(case) else case.id for case in cases]
     CASES.write_text("\n".join([f"# python -m tests.together --write-cases; seed {SEED}", *lines]) + "\n")
     return cases
-
-
-def _gained(values: Mapping[str, str], left: set[Pair]) -> int:
-    return sum(pair in left for pair in pairs_of(values))
 
 
 def refused_cases() -> list[tuple[Case, Exclusion]]:

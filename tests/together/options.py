@@ -11,18 +11,8 @@ from dataclasses import dataclass
 # axes.
 AXES: dict[str, tuple[str, ...]] = {
     "pipeline": (
-        "flux",
-        "klein",
-        "wan",
-        "wan22",
-        "ltx",
-        "cogvideox",
-        "sd3",
-        "mochi",
-        "qwen",
-        "hunyuan",
-        "pixart",
-        "unet",
+        *("flux", "klein", "wan", "wan22", "ltx", "cogvideox"),
+        *("sd3", "mochi", "qwen", "hunyuan", "pixart", "unet"),
     ),
     # Each value has sizes of mesh dims; "auto" omits mesh=.
     "mesh": (
@@ -163,13 +153,14 @@ def other(axis: str, *values: str) -> tuple[str, ...]:
 
 _CACHED = other("cache", "uncached")
 _COMPILED = other("compile", "eager")
+_WHOLE = ("whole", "in-place")
 _FUSED = other("pipefusion", "exact-stages")
 _STAGES = tuple(mesh for mesh in AXES["mesh"] if "pipe" in mesh)
 # All meshes except that of one process, which shards nothing.
 _RANKS = other("mesh", "auto1")
 _TENSOR = tuple(mesh for mesh in AXES["mesh"] if "tensor" in mesh)
 # Without mesh=, weights="tensor" makes a mesh with a dim "tensor" of two ranks.
-_TENSOR_OR_AUTO = (*_TENSOR, "auto2")
+_SPLIT = (*_TENSOR, "auto2")
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     # -- Combinations that mean nothing.
@@ -180,7 +171,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     # -- Combinations that fail without para_core too.
     Exclusion(
         "Dynamo does not trace the hooks of offload",
-        {"compile": ("whole", "in-place"), "offload": other("offload", "no-offload")},
+        {"compile": _WHOLE, "offload": other("offload", "no-offload")},
         False,
     ),
     Exclusion(
@@ -220,44 +211,33 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("text= of a UNet", {"pipeline": ("unet",), "text": other("text", "auto-text")}),
     Exclusion(
         "weights='tensor' of a model without a tensor plan",
-        {"pipeline": ("unet", "sd3", "pixart"), "weights": ("tensor",), "mesh": _TENSOR_OR_AUTO},
+        {"pipeline": ("unet", "sd3", "pixart"), "weights": ("tensor",), "mesh": _SPLIT},
     ),
     Exclusion(
         "weights='fsdp', quantized afterwards", {"weights": ("fsdp",), "mesh": _RANKS, "quantized": ("int8-late",)}
     ),
     Exclusion("weights='fsdp' of int8 weights", {"weights": ("fsdp",), "mesh": _RANKS, "quantized": ("int8",)}),
+    Exclusion("weights='tensor' of int8 weights", {"weights": ("tensor",), "mesh": _SPLIT, "quantized": ("int8",)}),
     Exclusion(
-        "weights='tensor' of int8 weights", {"weights": ("tensor",), "mesh": _TENSOR_OR_AUTO, "quantized": ("int8",)}
-    ),
-    Exclusion(
-        "weights='tensor' on a mesh without 'tensor'",
-        {"weights": ("tensor",), "mesh": other("mesh", *_TENSOR_OR_AUTO, "auto1")},
+        "weights='tensor' on a mesh without 'tensor'", {"weights": ("tensor",), "mesh": other("mesh", *_SPLIT, "auto1")}
     ),
     Exclusion(
         "a mesh with 'tensor', without weights='tensor'", {"weights": other("weights", "tensor"), "mesh": _TENSOR}
     ),
     Exclusion("weights='fsdp' with stages", {"weights": ("fsdp",), "mesh": _STAGES}),
     Exclusion("weights='fsdp' without sequence ranks", {"weights": ("fsdp",), "mesh": ("batch2",)}),
-    Exclusion("PipeFusion with tensor ranks", {"pipefusion": _FUSED, "weights": ("tensor",), "mesh": _TENSOR_OR_AUTO}),
+    Exclusion("PipeFusion with tensor ranks", {"pipefusion": _FUSED, "weights": ("tensor",), "mesh": _SPLIT}),
     Exclusion("PipeFusion with a cache", {"pipefusion": _FUSED, "cache": _CACHED}),
     Exclusion(
         "PipeFusion of a model that makes tokens of its input", {"pipefusion": _FUSED, "pipeline": ("sd3", "pixart")}
     ),
-    Exclusion(
-        "stages of a transformer that is compiled as a whole", {"mesh": _STAGES, "compile": ("whole", "in-place")}
-    ),
-    Exclusion(
-        "PipeFusion of a transformer that is compiled as a whole",
-        {"pipefusion": _FUSED, "compile": ("whole", "in-place")},
-    ),
+    Exclusion("stages of a transformer that is compiled as a whole", {"mesh": _STAGES, "compile": _WHOLE}),
+    Exclusion("PipeFusion of a transformer that is compiled as a whole", {"pipefusion": _FUSED, "compile": _WHOLE}),
     Exclusion(
         "a cache over sharded weights, compiled as a whole",
-        {"weights": ("tensor",), "mesh": _TENSOR_OR_AUTO, "cache": _CACHED, "compile": ("whole", "in-place")},
+        {"weights": ("tensor",), "mesh": _SPLIT, "cache": _CACHED, "compile": _WHOLE},
     ),
-    Exclusion(
-        "one graph over weights that FSDP2 shards",
-        {"weights": ("fsdp",), "mesh": _RANKS, "compile": ("whole", "in-place")},
-    ),
+    Exclusion("one graph over weights that FSDP2 shards", {"weights": ("fsdp",), "mesh": _RANKS, "compile": _WHOLE}),
     Exclusion(
         "a cache over stages of two kinds of blocks", {"mesh": _STAGES, "cache": _CACHED, "pipeline": ("klein",)}
     ),

@@ -17,13 +17,7 @@ from torch.utils._pytree import tree_map
 import para_core
 import para_core.adapters
 from para_core import PipeFusion
-from para_core.adapters import (
-    apply_cache_on_pipe,
-    cache_report,
-    parallelize_pipe,
-    remove_cache_from_pipe,
-    unparallelize_pipe,
-)
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
 from tests.rank_pool import RankPool, RankPoolError, heartbeat
 from tests.tiny import relative_error
 from tests.together import user
@@ -165,7 +159,7 @@ def _cached(pipe: Any, case: Case) -> tuple[float, list[Tensor]]:
     for threshold in _thresholds(case):
         _apply_cache(pipe, case, threshold)
         outs = user.generate(pipe, case)
-        rows = cache_report(pipe).rows
+        rows = para_core.adapters.cache_report(pipe).rows
         hits = [row.hit for row in rows]
         margins = [abs(row.difference / threshold - 1) for row in rows if row.difference is not None]
         remove_cache_from_pipe(pipe)
@@ -348,9 +342,8 @@ def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcom
             if not _same_bits(out, first):
                 problems.append(f"rank {rank}, call {call}: other bits than rank 0, {relative_error(out, first):.3g}")
             if undone is not None and not _same_bits(undone[call], alone.plain[call]):
-                problems.append(
-                    f"rank {rank}, call {call}: after undo off by {relative_error(undone[call], alone.plain[call]):.3g}"
-                )
+                error = relative_error(undone[call], alone.plain[call])
+                problems.append(f"rank {rank}, call {call}: after undo off by {error:.3g}")
         if undone is not None:
             problems += [f"rank {rank} left: {left}" for left in differences(result["state"], alone.state)[:8]]
     return Outcome(case.id, "wrong" if problems else "exact", "\n".join(problems[:20]), largest)
@@ -371,24 +364,17 @@ def _judge_raised(case: Case, results: list[dict[str, Any]]) -> Outcome:
     for rank, result in enumerate(results):
         undoing = result.get("raised undoing")
         if undoing is not None and not undoing.clear:
-            return Outcome(
-                case.id,
-                "obscure",
-                f"rank {rank} raised undoing: {undoing.kind}: {undoing.message}\n{undoing.trace[-3000:]}",
-            )
+            what = f"{undoing.kind}: {undoing.message}\n{undoing.trace[-3000:]}"
+            return Outcome(case.id, "obscure", f"rank {rank} raised undoing: {what}")
     if not all(raised):
         first = next(error for error in raised if error is not None)
-        return Outcome(
-            case.id,
-            "wrong",
-            f"only ranks {[r for r, error in enumerate(raised) if error]} raised {first.kind}: {first.message}",
-        )
+        ranks = [rank for rank, error in enumerate(raised) if error]
+        return Outcome(case.id, "wrong", f"only ranks {ranks} raised {first.kind}: {first.message}")
     first = next((error for error in raised if error is not None and not error.clear), None)
     stage = results[0]["stage"]
     if first is not None:
-        return Outcome(
-            case.id, "obscure", f"{stage}: {first.kind} at {first.where}: {first.message[:1500]}\n{first.trace[-4000:]}"
-        )
+        what = f"{first.kind} at {first.where}: {first.message[:1500]}\n{first.trace[-4000:]}"
+        return Outcome(case.id, "obscure", f"{stage}: {what}")
     error = raised[0]
     assert error is not None
     return Outcome(case.id, "refused", f"{stage}: {error.kind} at {error.where}: {error.message}")

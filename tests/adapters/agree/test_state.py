@@ -51,10 +51,6 @@ def scale_one_layer(pipe):
     layer.scaling["style"] = torch.tensor(0.5)
 
 
-def change_version(pipe):
-    mock.patch.object(version, "version_and_sources", lambda: "0.0.1").start()
-
-
 # What rank 1 changes between two calls, and the name of the difference.
 CHANGES = [
     (lambda pipe: pipe.set_adapters(["style"], [0.5]), "LoRA of pipe.transformer"),
@@ -65,7 +61,7 @@ CHANGES = [
     (lambda pipe: pipe.transformer.to(torch.bfloat16), "dtype of pipe.transformer"),
     (lambda pipe: pipe.vae.to(torch.bfloat16), "dtype of pipe.vae"),
     (lambda pipe: pipe.scheduler.register_to_config(shift=2.0), r"pipe\.scheduler"),
-    (change_version, "version of para_core"),
+    (lambda _: mock.patch.object(version, "version_and_sources", lambda: "0.0.1").start(), "version of para_core"),
 ]
 
 
