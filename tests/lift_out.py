@@ -106,9 +106,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "checkpoint binding": Feature("para_core/modes/recomputation.py", (_MODES, "import para_core.modes.recomputation")),
     "cache forecasts": Feature(
-        "para_core/cache/forecasts.py",
-        (_CACHE, "import para_core.cache.forecasts"),
-        words="blocks1-2 test_a_report_is_read",
+        "para_core/cache/forecasts.py", (_CACHE, "import para_core.cache.forecasts"), "blocks1-2 test_a_report_is_read"
     ),
     "cache in graphs": Feature(
         " ".join(f"para_core/cache/{name}.py" for name in ("graph", "graph_decision", "call_digest", "cond")),
@@ -158,9 +156,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "FlashAttention-3": Feature("para_core/attention/backends/flash3.py", (_BACKENDS, '"flash3":')),
     "FlashAttention-4": Feature("para_core/attention/backends/flash4.py", (_BACKENDS, '"flash4":')),
-    "SageAttention": Feature(
-        "para_core/attention/backends/sage.py", (_BACKENDS, '"sage":'), words="test_attention_options"
-    ),
+    "SageAttention": Feature("para_core/attention/backends/sage.py", (_BACKENDS, '"sage":'), "test_attention_options"),
     "exact Triton attention": Feature(
         "para_core/attention/backends/triton_exact.py kernels/attention.py",
         (_BACKENDS, '"triton":'),
@@ -219,9 +215,7 @@ FEATURES: dict[str, Feature] = {
     "same bits": Feature("adapters/same_bits.py para_core/same_bits", (_WEIGHTS, '"same_bits":')),
     "quantization": Feature("adapters/weights/quantize.py", (_WEIGHTS, '"quantize":')),
     "CFG over ranks": Feature("adapters/cfg para_core/cfg", (_WEIGHTS, '"cfg":'), words="test_perturbed_attention"),
-    "server": Feature(
-        "fleet/http cli/serve.py deploy", ("cli/app.py", '"serve": "para_core.cli.serve",'), words="[serve_"
-    ),
+    "server": Feature("fleet/http cli/serve.py deploy", ("cli/app.py", '"serve": "para_core.cli.serve",'), "[serve_"),
     "planner": Feature(
         "adapters/planner",
         ("adapters/features.py", '"para_core.adapters.planner",'),

@@ -63,9 +63,8 @@ class Scripted(nn.Module):
 
 STREAMS = ("encoder_hidden_states", "hidden_states")
 BLOCKS = CachedBlocks((BlockGroup(("early", "late"), STREAMS, chained=True, between=("between",)),))
-IN_TWO_STAGES = CachedBlocks(
-    (BlockGroup(("early",), STREAMS), BlockGroup(("late",), STREAMS, chained=True, between=("between",)))
-)
+_LATE = BlockGroup(("late",), STREAMS, chained=True, between=("between",))
+IN_TWO_STAGES = CachedBlocks((BlockGroup(("early",), STREAMS), _LATE))
 ADAPTER = Adapter(transformer="Scripted", pipelines="scripted", blocks=BLOCKS)
 
 

@@ -27,6 +27,7 @@ for arguments in json.load(sys.stdin):
 """
 PROMPT = ["generate", "--prompt", "a"]
 SCHEDULE = [*PROMPT, "--attention-schedule"]
+MISFIT = "--mesh is ring=2, ulysses=1, which does not fit 4 ranks"
 # Some commands name them.
 FILES = ("README.md", "zoo")
 # Each with the exit code and the words that the message has.
@@ -105,11 +106,7 @@ CASES = [
     (["bench", "--out", "README.md"], 1, "README.md exists"),
     (["bench", "--out", "absent/figures.json"], 1, "absent/figures.json cannot be written"),
     *[
-        (
-            [*command, "--mesh", "ring=2,ulysses=1", "--ranks", "4"],
-            2,
-            "--mesh is ring=2, ulysses=1, which does not fit 4 ranks",
-        )
+        ([*command, "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, MISFIT)
         for command in (PROMPT, ["bench"], ["serve"])
     ],
     (["plan", "--model", "/absent/model"], 1, "'/absent/model'"),
@@ -119,7 +116,7 @@ CASES = [
     *[
         (["plan", *options], 2, message)
         for options, message in (
-            (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], "--mesh is ring=2, ulysses=1, which does not fit 4 ranks"),
+            (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], MISFIT),
             (["--weights", "fsdp", "--offload", "blocks"], "--weights is 'fsdp' with offload 'blocks'"),
             (["--link", "0"], "--link is '0'"),
             (["--dtype", "float32"], "--dtype is 'float32'"),

@@ -132,10 +132,8 @@ def test_video_is_made_and_survives_a_restart(tmp_path, client):
 
 def test_running_video_shows_progress_has_no_time_limit_and_is_cancelled_by_delete(tmp_path, client):
     with videos(tmp_path, WanImageToVideoPipeline, seconds=0.2) as (port, backend):
-        own, fields = (
-            client(port).videos,
-            {**SMALL, "prompt": "waits", "input_reference": picture(), "extra_body": {"steps": 4}},
-        )
+        fields = {**SMALL, "prompt": "waits", "input_reference": picture(), "extra_body": {"steps": 4}}
+        own = client(port).videos
         first, second = (own.create(**fields).id for _ in range(2))
         until(lambda: own.retrieve(first).progress > 0)
         assert (own.retrieve(first).status, own.retrieve(second).status) == ("in_progress", "queued")

@@ -146,6 +146,5 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False):
-    return FlashAttnVarlenFunc.apply(
-        *qkv.detach().unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, softmax_scale, causal
-    )
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return FlashAttnVarlenFunc.apply(*qkv.detach().unbind(1), *lengths, softmax_scale, causal)

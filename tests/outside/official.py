@@ -179,9 +179,7 @@ class WanSelfAttention(nn.Module):
 
 class WanCrossAttention(WanSelfAttention):
     def forward(self, x: Tensor, context: Tensor, context_lens: Tensor | None) -> Tensor:
-        q, k, v = (
-            layer(y).unflatten(2, (HEADS, HEAD_DIM)) for layer, y in ((self.q, x), (self.k, context), (self.v, context))
-        )
+        q, k, v = (y.unflatten(2, (HEADS, HEAD_DIM)) for y in (self.q(x), self.k(context), self.v(context)))
         return self.o(flash_attention(q, k, v, k_lens=context_lens).flatten(2))
 
 
@@ -405,9 +403,8 @@ class AsymmetricAttention(nn.Module):
         joint = [torch.cat(pair, dim=1) for pair in zip((q, k, v), heads(self.qkv_y(y)), strict=True)]
         valid = packed_indices["valid_token_indices_kv"]
         packed = torch.stack(joint, dim=2).flatten(0, 1)[valid]
-        out = flash_attn_varlen_qkvpacked_func(
-            packed, packed_indices["cu_seqlens_kv"], packed_indices["max_seqlen_in_batch_kv"]
-        )
+        lengths = (packed_indices["cu_seqlens_kv"], packed_indices["max_seqlen_in_batch_kv"])
+        out = flash_attn_varlen_qkvpacked_func(packed, *lengths)
         attn = out.new_zeros(len(joint[0]) * joint[0].shape[1], WIDTH)
         attn[valid] = out.flatten(1)
         attn = attn.unflatten(0, (len(x), -1))

@@ -91,9 +91,7 @@ def covering_array(start: Iterable[Case] = ()) -> list[Case]:
         left.difference_update(pairs_of(case.by_axis))
     while left:
         tries = [complete(dict(rng.choice(sorted(left))), rng, left) for _ in range(8)]
-        best = max(
-            (values for values in tries if values is not None), key=lambda values: len(left & {*pairs_of(values)})
-        )
+        best = max(filter(None, tries), key=lambda values: len(left & {*pairs_of(values)}))
         left.difference_update(pairs_of(best))
         case = case_of(best)
         cases[case.id] = case

@@ -103,12 +103,10 @@ def tensors_of_ours(pipe: Any) -> list[str]:
     """Return the attributes of the pipeline and of its components, modules excepted, that hold a tensor class of
     para_core.
     """
-    parts = {"pipe": pipe} | {
-        f"pipe.{name}": part for name, part in pipe.components.items() if not isinstance(part, nn.Module)
-    }
+    parts = {f"pipe.{name}": part for name, part in pipe.components.items() if not isinstance(part, nn.Module)}
     return [
         f"{path}.{name} holds {kind}"
-        for path, part in parts.items()
+        for path, part in {"pipe": pipe, **parts}.items()
         for name, value in getattr(part, "__dict__", {}).items()
         for kind in sorted(_kinds(value))
         if kind.startswith("para_core") and name != RECORD

@@ -105,10 +105,7 @@ CALLBACKS = [
         lambda pipe, step, tensors: {"latents": tensors["latents"][:, :-1]},
         r"shape of latents: rank 0 .*\[1, 63, \d+\], rank 1 .*\[1, 62,",
     ),
-    (
-        lambda pipe, step, tensors: {"latents": tensors["latents"].double()},
-        "dtype of latents: rank 0 .*float32, rank 1 .*float64",
-    ),
+    (lambda pipe, step, x: {"latents": x["latents"].double()}, "dtype of latents: rank 0 .*float32, rank 1 .*float64"),
     (lambda pipe, step, tensors: change_one_bit_in_data(pipe), "LoRA of pipe.transformer, weights: rank 0 "),
     (lambda pipe, step, tensors: setattr(pipe, "_interrupt", True), "interrupt: rank 0 .*False, rank 1 .*True"),
     (raise_here, r"rank 1: .*callback .*KeyError: 'only here'"),
