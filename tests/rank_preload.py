@@ -13,16 +13,9 @@ import torch
 
 # tests.tiny and zoo.tiny.pipelines import most of the models and pipelines that the tests build.
 _MODULES = (
-    "torch.testing",
-    "torch.distributed.device_mesh",
-    "torch.distributed.tensor.debug",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "diffusers",
-    "transformers",
-    "para_core.adapters.api",
-    "tests.tiny",
-    "zoo.tiny.pipelines",
+    *("torch.testing", "torch.distributed.device_mesh", "torch.distributed.tensor.debug"),
+    *("torch._dynamo", "torch._inductor.compile_fx", "diffusers", "transformers"),
+    *("para_core.adapters.api", "tests.tiny", "zoo.tiny.pipelines"),
 )
 
 torch.set_num_threads(1)  # A fork would inherit the locks of the other threads, but not the threads.

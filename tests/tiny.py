@@ -28,15 +28,8 @@ from zoo.tiny.pipelines.components import LATENT_CHANNELS, small_vae
 from zoo.tiny.pipelines.encoders import tokenizers
 
 # Two blocks of each kind suffice for residuals to pass from one list to the other.
-_FLUX = {
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 4,
-    "joint_attention_dim": T5_WIDTH,
-    "pooled_projection_dim": CLIP_WIDTH,
-    "axes_dims_rope": (4, 6, 6),
-}
+_FLUX = {"num_layers": 2, "num_single_layers": 2, "joint_attention_dim": T5_WIDTH, "pooled_projection_dim": CLIP_WIDTH}
+_FLUX |= {"num_attention_heads": 4, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
 _vae = cache(small_vae)
 # A token is 2 × 2 latent pixels.
 FLUX_CHANNELS = 4 * LATENT_CHANNELS

@@ -170,11 +170,8 @@ def with_another_bit(x):
 
 DIFFERENT_INPUTS = {
     "hidden_states": lambda x: x * torch.nan,
-    "encoder_hidden_states": with_another_bit,
-    "pooled_projections": torch.neg,
-    "timestep": with_another_bit,
-    "img_ids": with_another_bit,
-    "txt_ids": torch.neg,
+    **dict.fromkeys(("encoder_hidden_states", "timestep", "img_ids"), with_another_bit),
+    **dict.fromkeys(("pooled_projections", "txt_ids"), torch.neg),
 }
 
 

@@ -238,16 +238,10 @@ class WanModel(nn.Module):
         h = torch.cat([F.pad(u, (0, 0, 0, seq_len - u.shape[1])) for u in tokens])
         e = self.time_embedding(t[:, None])
         text = self.text_embedding(torch.stack([F.pad(u, (0, 0, 0, self.text_len - len(u))) for u in context]))
-        kwargs = {
-            "e": self.time_projection(e).unflatten(1, (6, WIDTH)),
-            "seq_lens": seq_lens,
-            "grid_sizes": grid_sizes,
-            "freqs": self.freqs,
-            "context": text,
-            "context_lens": None,
-        }
+        e0 = self.time_projection(e).unflatten(1, (6, WIDTH))
+        kwargs = {"seq_lens": seq_lens, "grid_sizes": grid_sizes, "freqs": self.freqs}
         for block in self.blocks:
-            h = block(h, **kwargs)
+            h = block(h, e=e0, **kwargs, context=text, context_lens=None)
         h = self.head(h, e)
         return [u[: math.prod(size)] for u, size in zip(h, grid_sizes.tolist(), strict=True)]
 
