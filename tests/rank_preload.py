@@ -24,8 +24,7 @@ with warnings.catch_warnings():
     for _name in _MODULES:
         with contextlib.suppress(Exception):
             importlib.import_module(_name)
-    # Stand-ins of libraries (tests/attention/fake_libraries.py) leave sys.modules together with what a rank imported
-    # meanwhile.
+    # Stand-ins of libraries (tests/attention/fake_libraries.py) leave sys.modules with what a rank imported meanwhile.
     with contextlib.suppress(Exception):
         importlib.import_module("para_core.adapters.weights.features").features()
     # The first compilation builds tables that all later ones use, which would cost each new rank 1.5 s. Compile the

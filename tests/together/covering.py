@@ -1,6 +1,4 @@
-"""A covering array of strength two: cases in which every pair of values of two options occurs. A greedy algorithm
-builds it.
-"""
+"""A covering array of strength two: cases that hold every pair of values of two options, by a greedy algorithm."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ def write_cases() -> list[Case]:
 
 
 def refused_cases() -> list[tuple[Case, Exclusion]]:
-    """Return a few cases of each refused combination. Each holds no other excluded combination, and defaults
-    otherwise.
-    """
+    """Return a few cases of each refused combination. Each holds no other excluded one, and defaults otherwise."""
     cases = []
     for exclusion in EXCLUSIONS:
         if not exclusion.refused:

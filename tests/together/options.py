@@ -1,14 +1,11 @@
-"""The options of a pipeline that users combine, as data: their values, and combinations that are refused or
-meaningless.
-"""
+"""The options of a pipeline that users combine, as data: their values, and combinations that are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The values of each axis. The first one is the default, which a case's id omits. Names of values are unique over all
-# axes.
+# The values of each axis. The first one is the default, which a case's id omits. Names are unique over all axes.
 AXES: dict[str, tuple[str, ...]] = {
     "pipeline": (
         *("flux", "klein", "wan", "wan22", "ltx", "cogvideox"),
@@ -62,9 +59,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Return the id of the case: pipeline, mesh and all values that are not the default, joined by ``+``, as
-        :func:`parse` reads it.
-        """
+        """Return the id that :func:`parse` reads: pipeline, mesh and values other than the default, joined by ``+``."""
         named = [
             value
             for (axis, values), value in zip(AXES.items(), self.values, strict=True)

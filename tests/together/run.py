@@ -26,8 +26,7 @@ from tests.together.snapshot import differences, snapshot, tensors_of_ours
 
 # Several ranks sum in another order, which changes a step by 1e-7. The guidance scale and up to eight steps amplify it.
 FLOAT32_BOUND = 1e-4
-# In bfloat16 both outputs differ from float32 by rounding. Another order of sums may increase the error by up to this
-# factor.
+# In bfloat16 both outputs differ by rounding. Another order of sums may increase the error by up to this factor.
 BFLOAT16_FACTOR = 2.0
 # These options skip two of four steps, whatever the differences are.
 _HITS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
@@ -108,9 +107,7 @@ def _initial_latents(pipe: Any, case: Case) -> list[Any]:
 
 
 def _in_float32(pipe: Any, case: Case, drawn: list[Any]) -> list[Tensor]:
-    """Generate in float32 from the latents drawn in bfloat16, because a generator draws other numbers for another
-    dtype.
-    """
+    """Generate in float32 from latents drawn in bfloat16, because a generator draws other numbers by dtype."""
     left = iter(drawn)
 
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -214,9 +211,7 @@ def _parallelize(pipe: Any, case: Case, mesh: DeviceMesh | None) -> None:
 
 
 def on_ranks(case: Case, threshold: float) -> dict[str, Any]:
-    """Generate in parallel, undo everything, and generate again. Return both outputs and the remains on the pipeline,
-    or the error.
-    """
+    """Generate in parallel, undo everything, and generate again. Return both outputs and what remains, or the error."""
     results: dict[str, Any] = {"stage": "building"}
     pipe = None
     with warnings.catch_warnings(action="ignore"):
