@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import para_core
 from para_core import UnifiedAttnMode
 from para_core.attention.attention_options import AttnOptions
-from tests.attention.cases import IMAGE_FIRST, TEXT_FIRST, Case, Mask, attend, make_mesh
+from tests.attention.cases import FEW_CALLS, IMAGE_FIRST, Case, attend, make_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_traffic import Traffic
 from tests.launches import count_attention
@@ -19,17 +19,10 @@ FLOAT8, INT8 = torch.float8_e4m3fn, torch.int8
 BOUNDS = {FLOAT8: 0.08, INT8: 0.025}
 
 CASES = [
-    Case(13, 4),
+    *FEW_CALLS,
     Case(13, 4, D=3, D_v=2),
     Case(13, 3, S_k=7, D_v=5, options={"is_causal": True}),
-    Case(3, 1),
-    Case(13, 6, H_kv=2, options={"enable_gqa": True}),
-    Case(H=3, segments=TEXT_FIRST),
     Case(H=4, segments=IMAGE_FIRST, dtype=torch.bfloat16),
-    Case(H=3, segments=IMAGE_FIRST, key_segments=(("text", 5, True),)),
-    Case(13, 3, mask=Mask("bk")),
-    Case(0, 2),
-    Case(13, 2, B=0),
 ]
 
 
