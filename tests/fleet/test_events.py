@@ -32,7 +32,10 @@ HINT = "Some common causes include: (3) the worker crashed unexpectedly due to S
 @pytest.mark.parametrize(
     ("name", "handler"),
     [
-        *((f"SIG{name}", "signal.SIG_DFL") for name in ("KILL", "SEGV", "ABRT", "BUS", "FPE", "ILL", "HUP")),
+        *(
+            (name, "signal.SIG_DFL")
+            for name in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGHUP")
+        ),
         # A signal that does not end a process leaves no note.
         *(("SIGKILL", handler) for handler in ("signal.SIG_IGN", "lambda *_: None")),
     ],
@@ -40,8 +43,9 @@ HINT = "Some common causes include: (3) the worker crashed unexpectedly due to S
 def test_signal_that_ended_a_process_is_known(name, handler):
     child = CHILD.replace("signal.SIG_DFL", handler)
     if handler != "signal.SIG_DFL":
-        lives = "signal.raise_signal(signal.SIGHUP)\nprint('lives', flush=True)\n"
-        child = child.replace("time.sleep", f"{lives}time.sleep")
+        child = child.replace(
+            "time.sleep", "signal.raise_signal(signal.SIGHUP)\nprint('lives', flush=True)\ntime.sleep"
+        )
     with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
         folder = process.stdout.readline().strip()
         notes = Notes(folder)
@@ -91,8 +95,9 @@ def test_records_arrive_once_although_an_answer_is_lost(caplog):
     log(other, logging.INFO, "third")
     assert [entry.message for entry in other.read(position)[1]] == ["third"]
     # Entries are logged with their own time.
-    error = LogEntry(5.25, logging.ERROR, "para_core.a", "100 %s")
-    log_entries([error, LogEntry(6.0, logging.DEBUG, "para_core.b", "no")])
+    log_entries(
+        [LogEntry(5.25, logging.ERROR, "para_core.a", "100 %s"), LogEntry(6.0, logging.DEBUG, "para_core.b", "no")]
+    )
     (record,) = caplog.records
     assert (record.created, record.levelname, record.name) == (5.25, "ERROR", "para_core.a")
     assert record.getMessage() == "100 %s"

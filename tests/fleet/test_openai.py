@@ -44,7 +44,9 @@ def test_images_generate(served, client):
 
 def test_images_generate_stream(served, client):
     images = client(served(FluxPipeline)[0]).images
-    *partials, last = images.generate(prompt="a", size="64x32", stream=True, partial_images=2, extra_body={"seed": 0})
+    *partials, last = list(
+        images.generate(prompt="a", size="64x32", stream=True, partial_images=2, extra_body={"seed": 0})
+    )
     assert [event.partial_image_index for event in partials] == [0, 1]
     for event in partials:
         strict(types.ImageGenPartialImageEvent, event)
@@ -132,8 +134,10 @@ def test_video_is_made_and_survives_a_restart(tmp_path, client):
 
 def test_running_video_shows_progress_has_no_time_limit_and_is_cancelled_by_delete(tmp_path, client):
     with videos(tmp_path, WanImageToVideoPipeline, seconds=0.2) as (port, backend):
-        fields = {**SMALL, "prompt": "waits", "input_reference": picture(), "extra_body": {"steps": 4}}
-        own = client(port).videos
+        own, fields = (
+            client(port).videos,
+            {**SMALL, "prompt": "waits", "input_reference": picture(), "extra_body": {"steps": 4}},
+        )
         first, second = (own.create(**fields).id for _ in range(2))
         until(lambda: own.retrieve(first).progress > 0)
         assert (own.retrieve(first).status, own.retrieve(second).status) == ("in_progress", "queued")

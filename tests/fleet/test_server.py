@@ -85,8 +85,9 @@ def serving(backend=None, *, pipeline=FluxKontextPipeline, others=(), mounted=""
     backend.server = server
     app = FastAPI()
     app.mount(mounted, server.app)
-    app = app if mounted else server.app
-    web = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off"))
+    web = uvicorn.Server(
+        uvicorn.Config(app if mounted else server.app, port=0, log_level="error", ws="none", lifespan="off")
+    )
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     while not web.started:

@@ -144,8 +144,11 @@ def test_operators_are_counted():
 
 def test_products_of_any_form_are_counted_and_views_in_place_launch_nothing():
     a, b, image, kernel = torch.ones(3, 2, 4), torch.ones(3, 4, 5), torch.ones(1, 4, 6), torch.ones(4, 2, 3)
-    by_sum, added = lambda a, b: torch.einsum("bij,bjk->bik", a, b), lambda a, b: torch.baddbmm(a @ b, a, b)
-    for form in (torch.matmul, by_sum, added):
+    for form in (
+        torch.matmul,
+        lambda a, b: torch.einsum("bij,bjk->bik", a, b),
+        lambda a, b: torch.baddbmm(a @ b, a, b),
+    ):
         products = counted(lambda form=form: form(a, b)).products[1]
         assert products % (2 * 3 * 2 * 4 * 5) == 0 < products
     # Each of 4 × 6 entries is multiplied by a kernel of 2 × 3.

@@ -291,7 +291,9 @@ def hybrid(kind):
 
     def mixing():
         mixer = module("Mixer", accumulate, inp=nn.Linear(24, 24), out=nn.Linear(24, 24))
-        return module("Hybrid", lambda self, x: x + self.mlp(x + self.mixer(x)), mixer=mixer, mlp=nn.Linear(24, 24))
+        return module(
+            "HybridLayer", lambda self, x: x + self.mlp(x + self.mixer(x)), mixer=mixer, mlp=nn.Linear(24, 24)
+        )
 
     def forward(self, x):
         x = self.inp(x)
