@@ -197,10 +197,8 @@ def call_with_hooks_of_others():
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
     assert relative_error(pipe(**flux_call()).images, expected) < 1e-5
     # A later version of diffusers could bring such a hook.
-    with (
-        mock.patch.object(Doubles, "__module__", "diffusers.hooks.of_tomorrow"),
-        pytest.raises(RuntimeError, match="Doubles at 'x_embedder'"),
-    ):
+    later = mock.patch.object(Doubles, "__module__", "diffusers.hooks.of_tomorrow")
+    with later, pytest.raises(RuntimeError, match="Doubles at 'x_embedder'"):
         pipe(**flux_call())
 
 

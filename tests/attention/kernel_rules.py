@@ -95,10 +95,8 @@ def check_flash_backward(
     )
     _require(lse.dtype == F32 and lse.shape == query.shape[:3] and lse.is_contiguous(), "lse is read by its pointer")
     _require(cum_seq_q is None and cum_seq_k is None, "defined, they mean sequences of different lengths")
-    _require(
-        (max_q, max_k) == (query.shape[2], key.shape[2]) and dropout_p == 0,
-        f"max_q {max_q}, max_k {max_k}, dropout {dropout_p}",
-    )
+    lengths = (query.shape[2], key.shape[2])
+    _require((max_q, max_k) == lengths and dropout_p == 0, f"max_q {max_q}, max_k {max_k}, dropout {dropout_p}")
 
 
 def check_cudnn(query, key, value, bias, *_, **__):

@@ -25,19 +25,8 @@ from para_core.cache.forecasts import forecast_weights
 from para_core.cache.options import CacheOptions
 from para_core.cache.rules import Rule
 from para_core.plans.plan import Plan
-from tests.cache.scripted import (
-    ADAPTER,
-    BLOCKS,
-    IN_TWO_STAGES,
-    NUM_BLOCKS,
-    STREAMS,
-    Pipe,
-    Scripted,
-    cached,
-    call_model,
-    inputs_of,
-    verdicts,
-)
+from tests.cache import scripted
+from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, NUM_BLOCKS, STREAMS, Pipe, Scripted, cached, verdicts
 from zoo.tiny.pipelines import PIPELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore::para_core.CacheWarning")
@@ -187,7 +176,7 @@ def check(pipe, structure, limits, first, rest, *, is_eager=True):
         else:
             assert row.samples == pytest.approx(wanted[-1], rel=1e-6, nan_ok=True)
             assert row.difference == pytest.approx(np.max(wanted[-1]), rel=1e-6, nan_ok=True)
-    start = inputs_of((samples, 6, 8))
+    start = scripted.inputs_of((samples, 6, 8))
     for out, wanted in zip(outputs, expected, strict=True):
         contribution = finite_or_nan((out - start).mean(dim=(1, 2)))
         # Without a forecast all sums of these numbers are exact.
@@ -383,7 +372,7 @@ def test_a_transformer_alone_may_be_cached():
     plain = {"always_compute_last": False, "start": 0.0, "rule": "first_block"}
     model = apply_cache_on_transformer(Scripted(), adapter=ADAPTER, warmup_steps=2, **plain)
     assert cache_options(model).residual_diff_threshold == ADAPTER.threshold
-    call_model(model, 1.0, 1.0, 1.0)
+    scripted.call_model(model, 1.0, 1.0, 1.0)
     assert verdicts(model_cache_report(model)) == ["warmup", "warmup", "hit"]
     # Without a schedule the stored residual is added.
     assert model_cache_report(model).forecast == "taylor 0"

@@ -112,10 +112,8 @@ def replace_sdpa():
     def patched(query, key, value, **options):
         return original(query, key, value, **options)
 
-    with (
-        mock.patch.object(F, "scaled_dot_product_attention", patched),
-        pytest.raises(RuntimeError, match=r"replace_sdpa\.<locals>\.patched.* 2 ranks"),
-    ):
+    named = r"replace_sdpa\.<locals>\.patched.* 2 ranks"
+    with mock.patch.object(F, "scaled_dot_product_attention", patched), pytest.raises(RuntimeError, match=named):
         pipe(**flux_call())
     return pipe(**flux_call()).images
 

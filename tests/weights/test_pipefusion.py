@@ -76,10 +76,7 @@ def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **call):
         branch.append(name)
         return mock.MagicMock()
 
-    with (
-        mock.patch.object(pipe.transformer, "forward", transformer),
-        mock.patch.object(pipe.transformer, "cache_context", named),
-    ):
+    with mock.patch.multiple(pipe.transformer, forward=transformer, cache_context=named):
         return run(pipe, **call)
 
 

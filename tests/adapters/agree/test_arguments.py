@@ -164,11 +164,8 @@ def test_dying_rank_is_named_in_time(rank_pool, how):
 
 @torch.no_grad()
 def call_from_two_threads():
-    transformer, inputs, num_errors = (
-        parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2)),
-        flux_inputs(10, 3),
-        [],
-    )
+    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
+    inputs, num_errors = flux_inputs(10, 3), []
 
     def call_again(module, args):
         if threading.current_thread() is threading.main_thread():
