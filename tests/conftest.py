@@ -30,11 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and {"rank_pool", "gpu_ranks"} & set(item.fixturenames):
             item.add_marker("ranks")
-        if (
-            isinstance(item, pytest.Function)
-            and item.get_closest_marker("sample")
-            and not item.get_closest_marker("long")
-        ):
+        is_sampled = item.get_closest_marker("sample") and not item.get_closest_marker("long")
+        if isinstance(item, pytest.Function) and is_sampled:
             samples.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for function, cases in samples.items():
         (count,) = cases[0].get_closest_marker("sample").args

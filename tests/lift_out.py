@@ -82,6 +82,11 @@ def family(name: str, words: str = "") -> Feature:
     return Feature(file, (_MODELS, f'"{name}",'), words=" ".join([f"every_transformer_of_diffusers {words}", *classes]))
 
 
+def modules(folder: str, names: str) -> str:
+    """Return the files of the modules ``names`` in ``folder``, both separated by spaces."""
+    return " ".join(f"{folder}/{name}.py" for name in names.split())
+
+
 def families() -> tuple[str, ...]:
     """Return the names of all model families. Imports nothing of the library."""
     return tuple(re.findall(r'^    "(\w+)",$', (ROOT / _MODELS).read_text(), re.MULTILINE))
@@ -94,10 +99,8 @@ FEATURES: dict[str, Feature] = {
         words="_flash_attn_forward test_flash_plans",
     ),
     "flex attention": Feature(
-        (
-            "para_core/modes/flex_attention.py para_core/modes/flex_errors.py para_core/modes/flex_users.py "
-            "para_core/modes/block_masks.py para_core/attention/flex_exchange.py"
-        ),
+        modules("para_core/modes", "flex_attention flex_errors flex_users block_masks")
+        + " para_core/attention/flex_exchange.py",
         (_MODES, "import para_core.modes.flex_attention"),
         words="flex_attention",
     ),
@@ -106,15 +109,10 @@ FEATURES: dict[str, Feature] = {
     ),
     "checkpoint binding": Feature("para_core/modes/recomputation.py", (_MODES, "import para_core.modes.recomputation")),
     "cache forecasts": Feature(
-        "para_core/cache/forecasts.py",
-        (_CACHE, "import para_core.cache.forecasts"),
-        words="blocks1-2 test_a_report_is_read",
+        "para_core/cache/forecasts.py", (_CACHE, "import para_core.cache.forecasts"), "blocks1-2 test_a_report_is_read"
     ),
     "cache in graphs": Feature(
-        (
-            "para_core/cache/graph.py para_core/cache/graph_decision.py para_core/cache/call_digest.py "
-            "para_core/cache/cond.py"
-        ),
+        modules("para_core/cache", "graph graph_decision call_digest cond"),
         (_CACHE, "import para_core.cache.graph"),
         words="compiled_whole test_third_call_of_a_compiled_model test_policy_reading_numbers",
     ),
@@ -152,18 +150,13 @@ FEATURES: dict[str, Feature] = {
         words="test_file_of_a_whole test_pipeline_that_cannot_run test_weights_of_a_unet",
     ),
     "rows of VAEs": Feature(
-        (
-            "adapters/vae/pipeline.py adapters/vae/vae.py adapters/vae/run.py adapters/vae/vae_compile.py "
-            "adapters/vae/families.py adapters/vae/call_check.py adapters/vae/diffusion_decoder.py "
-            "para_core/spatial/tiles.py"
-        ),
+        modules("adapters/vae", "pipeline vae run vae_compile families call_check diffusion_decoder")
+        + " para_core/spatial/tiles.py",
         (_WEIGHTS, '"vae":'),
     ),
     "FlashAttention-3": Feature("para_core/attention/backends/flash3.py", (_BACKENDS, '"flash3":')),
     "FlashAttention-4": Feature("para_core/attention/backends/flash4.py", (_BACKENDS, '"flash4":')),
-    "SageAttention": Feature(
-        "para_core/attention/backends/sage.py", (_BACKENDS, '"sage":'), words="test_attention_options"
-    ),
+    "SageAttention": Feature("para_core/attention/backends/sage.py", (_BACKENDS, '"sage":'), "test_attention_options"),
     "exact Triton attention": Feature(
         "para_core/attention/backends/triton_exact.py kernels/attention.py",
         (_BACKENDS, '"triton":'),
@@ -197,10 +190,7 @@ FEATURES: dict[str, Feature] = {
         (_WEIGHTS, '"stages":'),
     ),
     "PipeFusion": Feature(
-        (
-            "adapters/weights/fused_pipe.py para_core/weights/pipefusion.py para_core/weights/patches.py "
-            "para_core/weights/patch_hooks.py para_core/weights/stale_keys.py"
-        ),
+        "adapters/weights/fused_pipe.py " + modules("para_core/weights", "pipefusion patches patch_hooks stale_keys"),
         (_WEIGHTS, '"pipefusion":'),
         words="compiled_pipefusion under_pipefusion",
     ),
@@ -222,9 +212,7 @@ FEATURES: dict[str, Feature] = {
     "same bits": Feature("adapters/same_bits.py para_core/same_bits", (_WEIGHTS, '"same_bits":')),
     "quantization": Feature("adapters/weights/quantize.py", (_WEIGHTS, '"quantize":')),
     "CFG over ranks": Feature("adapters/cfg para_core/cfg", (_WEIGHTS, '"cfg":'), words="test_perturbed_attention"),
-    "server": Feature(
-        "fleet/http cli/serve.py deploy", ("cli/app.py", '"serve": "para_core.cli.serve",'), words="[serve_"
-    ),
+    "server": Feature("fleet/http cli/serve.py deploy", ("cli/app.py", '"serve": "para_core.cli.serve",'), "[serve_"),
     "planner": Feature(
         "adapters/planner",
         ("adapters/features.py", '"para_core.adapters.planner",'),
@@ -289,9 +277,7 @@ def remove(feature: Feature, folder: Path) -> None:
         file, line = feature.line
         count = _keep_lines(folder / file, lambda text: not text.strip().startswith(line))
         if count != 1:
-            raise ValueError(
-                f"{file} has {count} lines that begin with {line!r}; expected one. Correct tests/lift_out.py."
-            )
+            raise ValueError(f"{file}: {count} lines begin with {line!r}; expected one. Correct tests/lift_out.py.")
 
 
 def _keep_lines(path: Path, is_kept: Callable[[str], bool]) -> int:

@@ -159,11 +159,8 @@ def stages_of(file: str, *, whole: bool) -> list[tuple[str, list[str], str]]:
     near = [str(path) for path in dict.fromkeys((own, *naming)) if (ROOT / path).exists()]
     folders = [Path("tests", *rooms[:depth]) for depth in range(len(rooms) - 1, 0, -1)]
     mirror = [str(path) for path in folders if (ROOT / path).exists()][:1]
-    stages = [
-        ("files that name the module", near, DEFAULT),
-        ("its folder", mirror, DEFAULT),
-        ("quick tests", ["tests"], QUICK),
-    ]
+    stages = [("files that name the module", near, DEFAULT), ("its folder", mirror, DEFAULT)]
+    stages.append(("quick tests", ["tests"], QUICK))
     if whole:
         stages.append(("all tests", ["tests"], DEFAULT))
     return [stage for stage in stages if stage[1]]

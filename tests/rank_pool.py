@@ -300,7 +300,7 @@ def _start(world_size: int, compile_limit: float) -> _Group:
             beat = context.Value("d", time.monotonic(), lock=False)
             stack_file = Path(group.folder.name) / f"rank{index}.txt"
             environment |= {"RANK": str(index), "LOCAL_RANK": str(index)}
-            arguments = (index, world_size, store.port, stack_file, environment, compile_limit, theirs, beat)
+            arguments = (store.port, stack_file, environment, compile_limit, theirs, beat)
             process = context.Process(target=_work, args=arguments, daemon=True, name=f"rank {index}")
             # The first rank starts the process that forks ranks. Python 3.11 to 3.13 do not pass sys.path on to it.
             with mock.patch.dict(os.environ, {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
@@ -384,19 +384,13 @@ class _JobClock:
 
 
 def _work(
-    rank: int,
-    world_size: int,
-    port: int,
-    stack_path: Path,
-    environment: dict[str, str],
-    compile_limit: float,
-    connection: Connection,
-    beat: Any,
+    port: int, stack_path: Path, environment: dict[str, str], compile_limit: float, connection: Connection, beat: Any
 ) -> None:
     global _beat  # noqa: PLW0603  one process, one rank: heartbeat() takes no argument that could carry it
     _beat = beat
     os.environ.clear()
     os.environ.update(environment)
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process, and the parent ends this one.
     torch.set_num_threads(1)
     job = _JobClock()

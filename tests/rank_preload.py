@@ -13,16 +13,9 @@ import torch
 
 # tests.tiny and zoo.tiny.pipelines import most of the models and pipelines that the tests build.
 _MODULES = (
-    "torch.testing",
-    "torch.distributed.device_mesh",
-    "torch.distributed.tensor.debug",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "diffusers",
-    "transformers",
-    "para_core.adapters.api",
-    "tests.tiny",
-    "zoo.tiny.pipelines",
+    *("torch.testing", "torch.distributed.device_mesh", "torch.distributed.tensor.debug"),
+    *("torch._dynamo", "torch._inductor.compile_fx", "diffusers", "transformers"),
+    *("para_core.adapters.api", "tests.tiny", "zoo.tiny.pipelines"),
 )
 
 torch.set_num_threads(1)  # A fork would inherit the locks of the other threads, but not the threads.
@@ -31,8 +24,7 @@ with warnings.catch_warnings():
     for _name in _MODULES:
         with contextlib.suppress(Exception):
             importlib.import_module(_name)
-    # Stand-ins of libraries (tests/attention/fake_libraries.py) leave sys.modules together with what a rank imported
-    # meanwhile.
+    # Stand-ins of libraries (tests/attention/fake_libraries.py) leave sys.modules with what a rank imported meanwhile.
     with contextlib.suppress(Exception):
         importlib.import_module("para_core.adapters.weights.features").features()
     # The first compilation builds tables that all later ones use, which would cost each new rank 1.5 s. Compile the

@@ -185,9 +185,8 @@ def cut_badly():
         # This test is about splitting only, so the warning about calls that were not intercepted is switched off.
         cp.intercepted = True
         part = cp.shard(X, dim=1)
-        errors = {
-            name: error_of(lambda call=call: call(cp, part, mesh.get_rank() == 3)) for name, (call, _) in CUTS.items()
-        }
+        bad = mesh.get_rank() == 3
+        errors = {name: error_of(lambda call=call: call(cp, part, bad)) for name, (call, _) in CUTS.items()}
         assert cp.gather(part, dim=1).shape == X.shape
     return errors
 

@@ -15,6 +15,7 @@ from zoo.flux.scenes import ImageScene, Thing
 
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TINY = "height=64, width=64, num_inference_steps=2"
 # The keys are the reader's hardware and checkpoint, and the values are those of this machine.
 SUBSTITUTIONS = {
     "black-forest-labs/FLUX.1-dev": str(ROOT / "zoo/flux/pipeline"),
@@ -22,10 +23,8 @@ SUBSTITUTIONS = {
     '"cuda"': '"cpu"',
     "\ntorch.cuda.set_device(dist.get_node_local_rank())\n": "\n",
     "torch.bfloat16": "torch.float32",
-    "height=1024, width=1024, num_inference_steps=28": (
-        "height=64, width=64, num_inference_steps=2, max_sequence_length=16"
-    ),
-    "num_inference_steps=28": "height=64, width=64, num_inference_steps=2",
+    "height=1024, width=1024, num_inference_steps=28": f"{TINY}, max_sequence_length=16",
+    "num_inference_steps=28": TINY,
     "ranks=4": "ranks=2",
     'backend="inductor"': 'backend="eager"',
     "compile_repeated_blocks(fullgraph=True)": 'compile_repeated_blocks(fullgraph=True, backend="eager")',

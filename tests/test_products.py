@@ -98,10 +98,8 @@ def test_what_the_kernel_cannot_compute_is_refused():
 
 def test_pipeline_is_refused_before_it_changes():
     pipe = flux_pipe()
-    with (
-        mock.patch.object(triton_support, "load_kernel", lambda *_: None),
-        pytest.raises(ImportError, match="triton>="),
-    ):
+    absent = mock.patch.object(triton_support, "load_kernel", lambda *_: None)
+    with absent, pytest.raises(ImportError, match="triton>="):
         parallelize_pipe(pipe, products="triton")
     for value in ("cublas", True):
         with pytest.raises(ValueError, match=re.escape(f"products is {value!r}; expected 'triton'")):

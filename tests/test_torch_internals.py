@@ -228,9 +228,7 @@ def dispatch_modes_are_counted():
 
 
 CANARIES = {
-    "collectives of one graph are not kept in order": lambda: (
-        internals.WAIT_TENSOR.name() == "_c10d_functional::wait_tensor"
-    ),
+    "collectives in a graph lose their order": lambda: internals.WAIT_TENSOR.name() == "_c10d_functional::wait_tensor",
     "para_core's modes would intercept its own operators": modes_are_off,
     "`para_core plan` prints torch's tracebacks for a model that it cannot count": lambda: (
         isinstance(internals.fake_tensor_logger, logging.Logger)

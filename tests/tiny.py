@@ -9,17 +9,8 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import diffusers
 import torch
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    FluxControlImg2ImgPipeline,
-    FluxControlInpaintPipeline,
-    FluxControlNetModel,
-    FluxControlPipeline,
-    FluxFillPipeline,
-    FluxPipeline,
-    FluxTransformer2DModel,
-)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -37,28 +28,18 @@ from zoo.tiny.pipelines.components import LATENT_CHANNELS, small_vae
 from zoo.tiny.pipelines.encoders import tokenizers
 
 # Two blocks of each kind suffice for residuals to pass from one list to the other.
-_FLUX = {
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 4,
-    "joint_attention_dim": T5_WIDTH,
-    "pooled_projection_dim": CLIP_WIDTH,
-    "axes_dims_rope": (4, 6, 6),
-}
+_FLUX = {"num_layers": 2, "num_single_layers": 2, "joint_attention_dim": T5_WIDTH, "pooled_projection_dim": CLIP_WIDTH}
+_FLUX |= {"num_attention_heads": 4, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
 _vae = cache(small_vae)
 # A token is 2 × 2 latent pixels.
 FLUX_CHANNELS = 4 * LATENT_CHANNELS
-_CONTROL = (FluxControlPipeline, FluxControlImg2ImgPipeline, FluxControlInpaintPipeline)
+_CONTROL = (diffusers.FluxControlPipeline, diffusers.FluxControlImg2ImgPipeline, diffusers.FluxControlInpaintPipeline)
 
 
 @cache
 def _encoders() -> dict[str, nn.Module]:
-    denoiser = FluxDenoiser(tokenizers())
-    return {
-        "text_encoder": fill(denoiser.text_encoder, seed=3),
-        "text_encoder_2": fill(denoiser.text_encoder_2, seed=4),
-    }
+    flux = FluxDenoiser(tokenizers())
+    return {"text_encoder": fill(flux.text_encoder, seed=3), "text_encoder_2": fill(flux.text_encoder_2, seed=4)}
 
 
 def _forget_sharded_parts() -> None:
@@ -70,17 +51,17 @@ def _forget_sharded_parts() -> None:
             return
 
 
-def flux_transformer(seed: int = 1, **config: Any) -> FluxTransformer2DModel:
+def flux_transformer(seed: int = 1, **config: Any) -> diffusers.FluxTransformer2DModel:
     """Return a transformer of 2 double and 2 single blocks with 4 heads × 16."""
-    return fill(FluxTransformer2DModel(**{**_FLUX, "in_channels": FLUX_CHANNELS, **config}), seed)
+    return fill(diffusers.FluxTransformer2DModel(**{**_FLUX, "in_channels": FLUX_CHANNELS, **config}), seed)
 
 
-def flux_controlnet(seed: int = 5) -> FluxControlNetModel:
+def flux_controlnet(seed: int = 5) -> diffusers.FluxControlNetModel:
     config = {**_FLUX, "num_layers": 1, "num_single_layers": 1, "in_channels": FLUX_CHANNELS}
-    return fill(FluxControlNetModel(**config), seed)
+    return fill(diffusers.FluxControlNetModel(**config), seed)
 
 
-def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **components: Any) -> Any:
+def flux_pipe(cls: type = diffusers.FluxPipeline, *, shared_parts: bool = True, **components: Any) -> Any:
     """Return a pipeline with its own transformer.
 
     Args:
@@ -89,7 +70,9 @@ def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **componen
     """
     if "transformer" not in components:
         # A control image is as wide as the image. Fill adds the masked image and 4 × 4 pixels of its mask.
-        beside = FLUX_CHANNELS + 4 * 4 * 4 if cls is FluxFillPipeline else FLUX_CHANNELS if cls in _CONTROL else 0
+        beside = FLUX_CHANNELS if cls in _CONTROL else 0
+        if cls is diffusers.FluxFillPipeline:
+            beside = FLUX_CHANNELS + 4 * 4 * 4
         components["transformer"] = flux_transformer(in_channels=FLUX_CHANNELS + beside, out_channels=FLUX_CHANNELS)
     if shared_parts:
         _forget_sharded_parts()
@@ -97,7 +80,7 @@ def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **componen
     else:
         encoders, vae = _encoders.__wrapped__(), small_vae()
     pipe = cls(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         vae=vae,
         tokenizer=tokenizers().clip,
         tokenizer_2=tokenizers().t5,

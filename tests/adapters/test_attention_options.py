@@ -8,14 +8,9 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from para_core.adapters import (
-    AttentionSchedule,
-    apply_cache_on_pipe,
-    parallelize_pipe,
-    parallelize_transformer,
-    unparallelize_pipe,
-)
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, parallelize_transformer, unparallelize_pipe
 from para_core.attention import local
+from para_core.attention.schedule import AttentionSchedule
 from tests.adapters.test_pipelines import build, generate
 from tests.attention.fake_libraries import libraries_installed
 from tests.kernels.attention_cases import by_formula

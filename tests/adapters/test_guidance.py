@@ -60,9 +60,8 @@ def test_each_rank_computes_half_of_the_calls(rank_pool, name, shape):
 
 def misuse_and_swap():
     """Call the transformer with an unknown argument, read latents on one rank, and undo after a swap."""
-    pipe = parallelize_pipe(
-        flux_pipe(), mesh=cpu_mesh(1, 1, batch=2), backend=AttentionSchedule("math", first=0, last=0)
-    )
+    schedule = AttentionSchedule("math", first=0, last=0)
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 1, batch=2), backend=schedule)
     expected = pipe(**flux_call(**GUIDED)).images
     component, steps = pipe.transformer, []
 

@@ -6,14 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers.hooks import (
-    HookRegistry,
-    LayerSkipConfig,
-    ModelHook,
-    SmoothedEnergyGuidanceConfig,
-    apply_layer_skip,
-    apply_layerwise_casting,
-)
+from diffusers import hooks
 from diffusers.hooks.smoothed_energy_guidance_utils import _apply_smoothed_energy_guidance_hook
 
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
@@ -122,11 +115,10 @@ def attach_ip_adapters(transformer):
             for part in ("weight", "bias")
         }
 
-    states = [
-        {"image_proj": weights(of_images), "ip_adapter": weights(of_blocks, "0.") | weights(of_blocks, "1.")}
-        for _ in range(2)
-    ]
-    transformer._load_ip_adapter_weights(states)
+    def state():
+        return {"image_proj": weights(of_images), "ip_adapter": weights(of_blocks, "0.") | weights(of_blocks, "1.")}
+
+    transformer._load_ip_adapter_weights([state(), state()])
 
 
 IMAGES = {
@@ -147,17 +139,17 @@ def draw_with_ip_adapters():
 
 
 def _skip(model):
-    apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn="transformer_blocks"))
+    hooks.apply_layer_skip(model, hooks.LayerSkipConfig(indices=[1], fqn="transformer_blocks"))
 
 
 def _blur(model):
-    config = SmoothedEnergyGuidanceConfig(indices=[1], fqn="transformer_blocks")
+    config = hooks.SmoothedEnergyGuidanceConfig(indices=[1], fqn="transformer_blocks")
     _apply_smoothed_energy_guidance_hook(model, config, 1.0)
 
 
 # Each function puts a hook on a transformer as a user does.
 HOOKS = {
-    "layerwise casting": partial(apply_layerwise_casting, storage_dtype=torch.bfloat16, compute_dtype=torch.float32),
+    "layerwise casting": lambda model: hooks.apply_layerwise_casting(model, torch.bfloat16, torch.float32),
     "layer skip": _skip,
     "smoothed energy guidance": _blur,
 }
@@ -191,7 +183,7 @@ def test_each_hook_is_exact_or_refused_before_the_call(rank_pool, hook):
     rank_pool.run(call_with_hook, 2, hook)
 
 
-class Doubles(ModelHook):
+class Doubles(hooks.ModelHook):
     def post_forward(self, module, output):
         return output * 2
 
@@ -199,16 +191,14 @@ class Doubles(ModelHook):
 def call_with_hooks_of_others():
     pipe = flux_pipe()
     plain = pipe(**flux_call()).images
-    HookRegistry.check_if_exists_or_initialize(pipe.transformer.x_embedder).register_hook(Doubles(), "mine")
+    hooks.HookRegistry.check_if_exists_or_initialize(pipe.transformer.x_embedder).register_hook(Doubles(), "mine")
     expected = pipe(**flux_call()).images
     assert relative_error(expected, plain) > 1e-3
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
     assert relative_error(pipe(**flux_call()).images, expected) < 1e-5
     # A later version of diffusers could bring such a hook.
-    with (
-        mock.patch.object(Doubles, "__module__", "diffusers.hooks.of_tomorrow"),
-        pytest.raises(RuntimeError, match="Doubles at 'x_embedder'"),
-    ):
+    later = mock.patch.object(Doubles, "__module__", "diffusers.hooks.of_tomorrow")
+    with later, pytest.raises(RuntimeError, match="Doubles at 'x_embedder'"):
         pipe(**flux_call())
 
 

@@ -170,11 +170,8 @@ def with_another_bit(x):
 
 DIFFERENT_INPUTS = {
     "hidden_states": lambda x: x * torch.nan,
-    "encoder_hidden_states": with_another_bit,
-    "pooled_projections": torch.neg,
-    "timestep": with_another_bit,
-    "img_ids": with_another_bit,
-    "txt_ids": torch.neg,
+    **dict.fromkeys(("encoder_hidden_states", "timestep", "img_ids"), with_another_bit),
+    **dict.fromkeys(("pooled_projections", "txt_ids"), torch.neg),
 }
 
 
@@ -195,15 +192,9 @@ def call_with_another_bit():
     assert transformer(**{**inputs, "timestep": torch.full((1,), torch.nan)})[0].isnan().all()
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        live_beside_each_other,
-        parallelize_without_mesh,
-        share_transformer,
-        call_without_comparing,
-        call_with_another_bit,
-    ],
-)
+JOBS = [live_beside_each_other, parallelize_without_mesh, share_transformer, call_without_comparing]
+
+
+@pytest.mark.parametrize("job", [*JOBS, call_with_another_bit])
 def test_on_two_ranks(rank_pool, job):
     rank_pool.run(job, 2)

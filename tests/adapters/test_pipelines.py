@@ -14,18 +14,10 @@ from torch import Tensor
 
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.adapters.registry import adapter_for
+from tests.attention.one_device import relative_error
 from tests.rank_pool import heartbeat
-from tests.tiny import (
-    CLIP_WIDTH,
-    FLUX_CHANNELS,
-    T5_WIDTH,
-    cpu_mesh,
-    each_rank_alone,
-    flux_controlnet,
-    flux_pipe,
-    flux_transformer,
-    relative_error,
-)
+from tests.tiny import FLUX_CHANNELS, cpu_mesh, each_rank_alone, flux_controlnet, flux_pipe, flux_transformer
+from zoo.flux.models import CLIP_WIDTH, T5_WIDTH
 from zoo.tiny import pipelines
 from zoo.tiny.base import TEXT_WIDTH
 from zoo.tiny.pipelines.components import TinyPipeline
@@ -42,10 +34,6 @@ def flux(cls="FluxPipeline", *parts, **options):
         parts = {"controlnet": flux_controlnet, **parts}
     options = {**size, "num_inference_steps": 2, **options}
     return TinyPipeline(lambda cls, **parts: flux_pipe(getattr(diffusers, cls), **parts), cls, parts=parts, **options)
-
-
-def two_controlnets():
-    return FluxMultiControlNetModel([flux_controlnet(seed=5), flux_controlnet(seed=6)])
 
 
 IMAGE, CONTROL = {"image": random_image(72, 56)}, {"control_image": random_image(72, 56, seed=2)}
@@ -65,7 +53,7 @@ FLUX = {
     "flux, controlnet, inpainting": flux("FluxControlNetInpaintPipeline", **FROM_IMAGE, **MASK, **CONTROL),
     "flux, two controlnets": flux(
         "FluxControlNetPipeline",
-        ("controlnet", two_controlnets),
+        ("controlnet", lambda: FluxMultiControlNetModel([flux_controlnet(seed=5), flux_controlnet(seed=6)])),
         control_image=[CONTROL["control_image"], IMAGE["image"]],
         controlnet_conditioning_scale=[0.7, 0.4],
     ),
@@ -210,13 +198,9 @@ def mask(*lengths, total=13):
 TWO = {"prompt": ["a red circle", "a large blue square on black, and a small green triangle"]}
 
 
-def set_guidance(scale):
-    """Return a callback that changes the scale of guidance after each step."""
-    return {"callback_on_step_end": lambda pipe, step, timestep, tensors: setattr(pipe, "_guidance_scale", scale) or {}}
-
-
-def brighten(pipe, step, timestep, tensors):
-    return {"latents": tensors["latents"] * 1.5 + step}
+def end_guidance(pipe, step, timestep, tensors):
+    pipe._guidance_scale = 1.0
+    return {}
 
 
 def stop(pipe, step, timestep, tensors):
@@ -255,9 +239,9 @@ CALLS = {
     "wan": {
         "two videos of each of two prompts": {**TWO, "num_videos_per_prompt": 2},
         "one token": {"height": 16, "width": 16, "num_frames": 1},
-        "guidance ends": set_guidance(1.0),
+        "guidance ends": {"callback_on_step_end": end_guidance},
         "embeddings given": instead_of_text(7, TEXT_WIDTH),
-        "brighter": {"callback_on_step_end": brighten},
+        "brighter": {"callback_on_step_end": lambda _, step, time, found: {"latents": found["latents"] * 1.5 + step}},
         "interrupted": {"callback_on_step_end": stop},
         "an array in a tuple": {"output_type": "np", "return_dict": False},
     },

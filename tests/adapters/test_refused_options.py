@@ -8,13 +8,8 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 
-from para_core.adapters import (
-    AttentionSchedule,
-    apply_cache_on_pipe,
-    parallelize_pipe,
-    parallelize_transformer,
-    shard_weights,
-)
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, parallelize_transformer, shard_weights
+from para_core.attention.schedule import AttentionSchedule
 from para_core.option_values import BACKENDS, EXACT_FORM, RING_STYLES
 from tests.adapters.agree.test_options import attend
 from tests.adapters.parallel.unchanged import same_pipe

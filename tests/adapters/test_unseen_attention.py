@@ -50,9 +50,8 @@ def all_installed():
     """Make diffusers believe that all packages are installed. Yield the calls of the stand-ins that para_core finds."""
     with ExitStack() as stack:
         # ``set_attention_backend`` sets this for all models of the process.
-        stack.enter_context(
-            mock.patch.object(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
-        )
+        native = mock.patch.object(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
+        stack.enter_context(native)
         for refusal in ("_check_attention_backend_requirements", "_maybe_download_kernel_for_backend"):
             stack.enter_context(mock.patch.object(attention_dispatch, refusal))
         yield stack.enter_context(libraries_installed())

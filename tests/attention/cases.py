@@ -138,6 +138,20 @@ class Case:
         return make_qkv(S, self.H, D_v, B=self.B, seed=100 + rank)[0]
 
 
+# A call of each kind, in which modes that approximate are compared.
+FEW_CALLS = [
+    Case(13, 4),
+    Case(3, 1),
+    Case(13, 6, H_kv=2, options=GQA),
+    Case(H=3, segments=TEXT_FIRST),
+    Case(H=4, segments=IMAGE_FIRST),
+    Case(H=3, segments=IMAGE_FIRST, key_segments=(("text", 5, True),)),
+    Case(13, 3, mask=Mask("bk")),
+    Case(13, 2, B=0),
+    Case(0, 2),
+]
+
+
 def _without_low_numbers(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return queries and a mask with which float64 ignores the scores next to large numbers, as float32 does."""
     highest = mask.amax(-1, keepdim=True)
@@ -219,10 +233,8 @@ def attend(cases, ring, ulysses, learns, compile_with, options):
         own_keys = None if layouts[1] is layouts[0] else layouts[1]
         mode = case.mode(mesh, layout=layouts[0], key_layout=own_keys, **options)
         with torch.set_grad_enabled(learns), mode as cp, case.autocasting():
-            parts = [
-                cp.shard(x, dim=-2, sequence=layout)
-                for x, layout in zip(case.qkv(), (*layouts, layouts[1]), strict=True)
-            ]
+            of_qkv = (*layouts, layouts[1])
+            parts = [cp.shard(x, dim=-2, sequence=layout) for x, layout in zip(case.qkv(), of_qkv, strict=True)]
             if case.mask is not None:
                 parts.append(case.mask.cut(case.whole_mask(), cp, *layouts))
             for x in parts:

@@ -21,9 +21,7 @@ def _require(condition, message):
 
 
 def _aligned(x, name):
-    """Require rows that can be loaded 16 bytes at a time: mem_eff/kernel_forward.h:573-612,
-    kernel_backward.h:1182-1238.
-    """
+    """Require rows that load 16 bytes at a time: mem_eff/kernel_forward.h:573-612, kernel_backward.h:1182-1238."""
     step = 16 // x.element_size()
     _require(x.stride(-1) == 1, f"{name} has last stride {x.stride(-1)}")
     _require(x.storage_offset() % step == 0, f"{name} begins at an unaligned {x.storage_offset()}")
@@ -61,8 +59,7 @@ def check_efficient_backward(grad_out, query, key, value, bias, out, lse, *_, **
         # The stride of its rows is not passed: o_strideM() is head_dim_value * num_heads, kernel_backward.h:684.
         _require(num_queries == 1 or out.stride(2) == heads * head_dim, f"out has strides {out.stride()}")
         _require(out.stride(3) == 1, f"out has strides {out.stride()}")
-    # lse is read in tiles of 32 rows (mem_eff/gemm/mma_from_smem.h:1602-1605), with the strides of B and H
-    # (kernel_backward.h:1189-1194).
+    # lse is read in tiles of 32 rows (mma_from_smem.h:1602-1605), by strides of B and H (kernel_backward.h:1189-1194).
     _require(lse.dtype == F32 and lse.stride(2) == 1, f"lse is {lse.dtype} with strides {lse.stride()}")
     _require(lse.shape[2] == -(-num_queries // 32) * 32, f"lse has {lse.shape[2]} rows for {num_queries} queries")
     _require(lse.stride(1) % 8 == 0 and lse.stride(0) % 8 == 0, f"lse has strides {lse.stride()}, not multiples of 8")
@@ -96,20 +93,14 @@ def check_flash_backward(
         grad_out.dtype == out.dtype == query.dtype and grad_out.shape == out.shape == query.shape,
         "grad_out, out and query have different dtypes or shapes",
     )
-    _require(
-        lse.dtype == F32 and lse.shape == query.shape[:3] and lse.is_contiguous(), "lse is read by its pointer alone"
-    )
+    _require(lse.dtype == F32 and lse.shape == query.shape[:3] and lse.is_contiguous(), "lse is read by its pointer")
     _require(cum_seq_q is None and cum_seq_k is None, "defined, they mean sequences of different lengths")
-    _require(
-        (max_q, max_k) == (query.shape[2], key.shape[2]) and dropout_p == 0,
-        f"max_q {max_q}, max_k {max_k}, dropout {dropout_p}",
-    )
+    lengths = (query.shape[2], key.shape[2])
+    _require((max_q, max_k) == lengths and dropout_p == 0, f"max_q {max_q}, max_k {max_k}, dropout {dropout_p}")
 
 
 def check_cudnn(query, key, value, bias, *_, **__):
-    """Check the conditions of transformers/cuda/sdp_utils.cpp, can_use_cudnn_attention, and the bias by
-    cudnn/MHA.cpp, build_graph.
-    """
+    """Check transformers/cuda/sdp_utils.cpp, can_use_cudnn_attention, and the bias by cudnn/MHA.cpp, build_graph."""
     _sixteen_bits(query, key, value)
     _require(key.shape[2] > 1, "a single key")
     if bias is not None:
@@ -122,13 +113,9 @@ def check_cudnn(query, key, value, bias, *_, **__):
 
 
 def check_cudnn_backward(grad_out, query, key, value, out, lse, seed, offset, bias, cum_seq_q, cum_seq_k, *_, **__):
-    """Check the conditions of cudnn/MHA.cpp, run_cudnn_SDP_bprop, which finds a cached graph by the strides of q,
-    k, v and bias only.
-    """
+    """Check cudnn/MHA.cpp, run_cudnn_SDP_bprop, which finds a cached graph by the strides of q, k, v and bias only."""
     check_cudnn(query, key, value, bias)
-    _require(
-        query.shape[-1] == value.shape[-1] <= 128, "transformers/cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim"
-    )
+    _require(query.shape[-1] == value.shape[-1] <= 128, "cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim")
     for name, x in {"out": out, "grad_out": grad_out}.items():
         _require(x.dtype == query.dtype, f"{name} is {x.dtype}, query {query.dtype}")
         _require(x.stride() == torch.empty_like(query).stride(), f"{name} has strides {x.stride()}, not the forward's")

@@ -7,11 +7,8 @@ from torch import Tensor
 def make_qkv(S, H, D=8, *, B=2, S_k=None, H_kv=None, D_v=None, dtype=torch.float32, seed=0) -> list[Tensor]:
     """Return query, key and value, which are the same on all ranks and in the parent process."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (B, H, S, D),
-        (B, H_kv or H, S if S_k is None else S_k, D),
-        (B, H_kv or H, S if S_k is None else S_k, D_v or D),
-    ]
+    of_keys = (B, H_kv or H, S if S_k is None else S_k)
+    shapes = [(B, H, S, D), (*of_keys, D), (*of_keys, D_v or D)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 

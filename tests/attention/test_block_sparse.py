@@ -155,12 +155,9 @@ REFUSED = [
 def attend_badly():
     mesh = make_mesh(2, 1)
     qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(16, 2, 8)]
-    for of_ranks, block_size, message in REFUSED:
+    for of_ranks, size, message in REFUSED:
         blocks = of_ranks[mesh.get_rank()] if isinstance(of_ranks, list) else of_ranks
-        with (
-            pytest.raises((TypeError, ValueError), match=message),
-            BlockSparseAttnMode(mesh, blocks, block_size=block_size),
-        ):
+        with pytest.raises((TypeError, ValueError), match=message), BlockSparseAttnMode(mesh, blocks, block_size=size):
             F.scaled_dot_product_attention(*qkv)
 
 

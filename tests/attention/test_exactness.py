@@ -195,15 +195,9 @@ drawn_options = st.fixed_dictionaries(
     {"rotate_method": st.sampled_from(ROTATE_METHODS), "assume_equal": st.booleans()},
     optional={"attn_func": st.just(own_attention), "backend": st.just("math")},
 )
+SIZES = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 # The pool outlives an example, because no state of a job is left when the next one starts.
-any_call = settings(
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-        HealthCheck.filter_too_much,
-    ]
-)
+any_call = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, *SIZES])
 
 
 @any_call
@@ -284,9 +278,8 @@ def attend_in_functions(ring, ulysses):
         outs.append(getattr(para_core, f"{name}_attention")(*parts, None, 0.0, True, 0.5, True, mesh=mesh))
         with getattr(para_core, f"{name.capitalize()}AttnMode")(mesh):
             outs.append(F.scaled_dot_product_attention(*parts, None, 0.0, True, scale=0.5))
-    parts = [
-        torch.cat([x[:, :, :4], x[:, :, 4:].chunk(mesh.size(), dim=2)[mesh.get_rank()]], dim=2) for x in make_qkv(12, 4)
-    ]
+    rank, ranks = mesh.get_rank(), mesh.size()
+    parts = [torch.cat([x[:, :, :4], x[:, :, 4:].chunk(ranks, dim=2)[rank]], dim=2) for x in make_qkv(12, 4)]
     return outs, unified_attention(*parts, mesh=mesh, layout=layout)
 
 

@@ -38,9 +38,7 @@ CALLS = {
 def differing(rank_pool, cases, ring, ulysses, options, compile_with=None):
     """Return the names of the cases that have other bits than one process on some rank."""
     names = set()
-    for outs in rank_pool.run(
-        attend, ring * ulysses, list(cases.values()), ring, ulysses, False, compile_with, options
-    ):
+    for outs in rank_pool.run(attend, ring * ulysses, [*cases.values()], ring, ulysses, False, compile_with, options):
         results = zip(cases.items(), outs, strict=True)
         names |= {name for (name, case), (out, _) in results if not torch.equal(out, case.on_one_device())}
     return names

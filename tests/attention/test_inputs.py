@@ -245,11 +245,9 @@ def pin_a_backend(ring, ulysses, heads, assume_equal):
         return cp.gather(sdpa(q, k, v), dim=2)
 
 
-@pytest.mark.parametrize(
-    ("ring", "ulysses", "heads", "assume_equal"), [(1, 2, 1, False), (1, 4, 3, True), (2, 1, 2, False)]
-)
-def test_missing_pinned_backend_raises_on_idle_ranks(rank_pool, ring, ulysses, heads, assume_equal):
-    for after in rank_pool.run(pin_a_backend, ring * ulysses, ring, ulysses, heads, assume_equal):
+@pytest.mark.parametrize(("ring", "ulysses", "heads", "equal"), [(1, 2, 1, False), (1, 4, 3, True), (2, 1, 2, False)])
+def test_missing_pinned_backend_raises_on_idle_ranks(rank_pool, ring, ulysses, heads, equal):
+    for after in rank_pool.run(pin_a_backend, ring * ulysses, ring, ulysses, heads, equal):
         assert relative_error(after, sdpa(*make_qkv(12, heads))) < 1e-5
 
 

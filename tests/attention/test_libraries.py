@@ -17,20 +17,14 @@ from para_core.attention.backends import library
 from para_core.attention.backends.flash3 import flash_attention_3
 from para_core.attention.backends.flash4 import flash_attention_4
 from para_core.attention.backends.sage import sage_attention
+from tests.attention import fake_libraries
 from tests.attention.cases import make_mesh
-from tests.attention.fake_libraries import (
-    PLACES,
-    earlier_flash_attn_3,
-    flash_attn_3,
-    flash_attn_4,
-    libraries_installed,
-    sageattn,
-)
+from tests.attention.fake_libraries import PLACES, flash_attn_3, flash_attn_4, libraries_installed, sageattn
 from tests.attention.one_device import make_qkv, relative_error
 
 WRAPPED = {
     "FlashAttention-3": lambda: flash_attention_3(flash_attn_3),
-    "FlashAttention-3, earlier": lambda: flash_attention_3(earlier_flash_attn_3),
+    "FlashAttention-3, earlier": lambda: flash_attention_3(fake_libraries.earlier_flash_attn_3),
     "FlashAttention-4": lambda: flash_attention_4(flash_attn_4),
     "SageAttention": lambda: sage_attention(sageattn, smooth_k=True),
 }

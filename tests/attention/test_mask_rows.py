@@ -61,12 +61,8 @@ def attend(inference):
         file.seek(0)
         saved = torch.load(file, weights_only=True)
         balanced = cp.shard(CAUSAL.clone(), dim=-2, sequence=even_layout(8, 2, balanced=True))
-        for mask in [
-            keys,
-            hidden,
-            balanced,
-            *[change(cp.shard(CAUSAL.clone(), dim=-2)) for change in UNKNOWN.values()],
-        ]:
+        changed = [change(cp.shard(CAUSAL.clone(), dim=-2)) for change in UNKNOWN.values()]
+        for mask in [keys, hidden, balanced, *changed]:
             message = r"4, 4 of 8.*on rank [01] .*cp\.shard\(mask, dim=-2\).*all rows.*propose_plan"
             with pytest.raises(ValueError, match=message):
                 run(mask)

@@ -123,11 +123,11 @@ def count_exchanges(ring, ulysses):
 
 
 @pytest.mark.parametrize(
-    ("ring", "ulysses", "sent", "exchanged"), [(1, 1, 0, 0), (2, 1, 1, 1), (1, 2, 2, 1), (2, 2, 3, 2)]
+    ("ring", "ulysses", "sent", "others"), [(1, 1, 0, 0), (2, 1, 1, 1), (1, 2, 2, 1), (2, 2, 3, 2)]
 )
-def test_eager_call_exchanges_once_per_mesh_dim(rank_pool, ring, ulysses, sent, exchanged):
+def test_eager_call_exchanges_once_per_mesh_dim(rank_pool, ring, ulysses, sent, others):
     for counts in rank_pool.run(count_exchanges, ring * ulysses, ring, ulysses):
-        assert counts == [(sent, exchanged), (sent, 0)]
+        assert counts == [(sent, others), (sent, 0)]
 
 
 # -- Copies and buffers.

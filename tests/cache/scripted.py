@@ -63,9 +63,8 @@ class Scripted(nn.Module):
 
 STREAMS = ("encoder_hidden_states", "hidden_states")
 BLOCKS = CachedBlocks((BlockGroup(("early", "late"), STREAMS, chained=True, between=("between",)),))
-IN_TWO_STAGES = CachedBlocks(
-    (BlockGroup(("early",), STREAMS), BlockGroup(("late",), STREAMS, chained=True, between=("between",)))
-)
+_LATE = BlockGroup(("late",), STREAMS, chained=True, between=("between",))
+IN_TWO_STAGES = CachedBlocks((BlockGroup(("early",), STREAMS), _LATE))
 ADAPTER = Adapter(transformer="Scripted", pipelines="scripted", blocks=BLOCKS)
 
 
@@ -101,10 +100,8 @@ class Pipe:
                 for name, values in branches.items():
                     now = torch.tensor(values[step])
                     second = torch.tensor(rest[name][step]) if name in rest else 10 * now
-                    call = {
-                        "encoder_hidden_states": text[name],
-                        "added": torch.stack([now, second]).reshape(2, -1, 1, 1),
-                    }
+                    added = torch.stack([now, second]).reshape(2, -1, 1, 1)
+                    call = {"encoder_hidden_states": text[name], "added": added}
                     if self.named:
                         with self.transformer.cache_context(name):
                             outputs.append(self.transformer(hidden_states=x, **call))

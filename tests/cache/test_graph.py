@@ -8,17 +8,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from para_core import (
-    BlockGroup,
-    CachedBlocks,
-    UnifiedAttnMode,
-    apply_cache,
-    model_cache_report,
-    remove_cache,
-    reset_cache,
-)
+from para_core import BlockGroup, CachedBlocks, UnifiedAttnMode, apply_cache, model_cache_report, remove_cache
 from para_core.adapters import cache_report, remove_cache_from_pipe
-from para_core.cache.apply import require_cache
+from para_core.cache.apply import require_cache, reset_cache
 from tests.cache.scripted import BLOCKS, IN_TWO_STAGES, STREAMS, Pipe, Scripted, cached, call_model, verdicts
 from tests.cache.test_steps import TEXT, X, build_video, noise
 from tests.tiny import cpu_mesh, relative_error

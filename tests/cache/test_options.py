@@ -25,19 +25,8 @@ from para_core.cache.forecasts import forecast_weights
 from para_core.cache.options import CacheOptions
 from para_core.cache.rules import Rule
 from para_core.plans.plan import Plan
-from tests.cache.scripted import (
-    ADAPTER,
-    BLOCKS,
-    IN_TWO_STAGES,
-    NUM_BLOCKS,
-    STREAMS,
-    Pipe,
-    Scripted,
-    cached,
-    call_model,
-    inputs_of,
-    verdicts,
-)
+from tests.cache import scripted
+from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, NUM_BLOCKS, STREAMS, Pipe, Scripted, cached, verdicts
 from zoo.tiny.pipelines import PIPELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore::para_core.CacheWarning")
@@ -107,10 +96,7 @@ def forecast_at(now, options, stored):
     # Neville's scheme evaluates the polynomial through all points.
     for width in range(1, len(times)):
         pairs = [(times[i], times[i + width]) for i in range(len(times) - width)]
-        values = [
-            ((now - end) * values[i] - (now - start) * values[i + 1]) / (start - end)
-            for i, (start, end) in enumerate(pairs)
-        ]
+        values = [((now - b) * values[i] - (now - a) * values[i + 1]) / (a - b) for i, (a, b) in enumerate(pairs)]
     return values[0]
 
 
@@ -190,14 +176,13 @@ def check(pipe, structure, limits, first, rest, *, is_eager=True):
         else:
             assert row.samples == pytest.approx(wanted[-1], rel=1e-6, nan_ok=True)
             assert row.difference == pytest.approx(np.max(wanted[-1]), rel=1e-6, nan_ok=True)
-    start = inputs_of((samples, 6, 8))
+    start = scripted.inputs_of((samples, 6, 8))
     for out, wanted in zip(outputs, expected, strict=True):
         contribution = finite_or_nan((out - start).mean(dim=(1, 2)))
         # Without a forecast all sums of these numbers are exact.
         repeats = chosen.get("forecast_order") == 0 and "forecast" not in chosen
-        assert contribution == pytest.approx(
-            finite_or_nan(wanted), abs=1e-6 if repeats else 2e-3, rel=1e-5, nan_ok=True
-        )
+        close = pytest.approx(finite_or_nan(wanted), abs=1e-6 if repeats else 2e-3, rel=1e-5, nan_ok=True)
+        assert contribution == close
     if is_eager:
         assert pipe.transformer.counts() == counts
 
@@ -307,9 +292,7 @@ def test_forecast_with_few_or_equal_times_uses_the_newest():
 
 
 def test_own_rule_compares_every_nth_channel():
-    rule = Rule(
-        "part", lambda now, before: torch.full((1, 1), now.shape[1] / 48), lambda sums: sums[:, 0], source="a test"
-    )
+    rule = Rule("part", lambda now, _: torch.full((1, 1), now.shape[1] / 48), lambda sums: sums[:, 0], source="a test")
     pipe = cached(downsample=3, rule=rule, residual_diff_threshold=1.0)
     pipe([1.0, 5.0])
     assert [row.difference for row in cache_report(pipe).rows] == [None, 3 / 8]
@@ -389,7 +372,7 @@ def test_a_transformer_alone_may_be_cached():
     plain = {"always_compute_last": False, "start": 0.0, "rule": "first_block"}
     model = apply_cache_on_transformer(Scripted(), adapter=ADAPTER, warmup_steps=2, **plain)
     assert cache_options(model).residual_diff_threshold == ADAPTER.threshold
-    call_model(model, 1.0, 1.0, 1.0)
+    scripted.call_model(model, 1.0, 1.0, 1.0)
     assert verdicts(model_cache_report(model)) == ["warmup", "warmup", "hit"]
     # Without a schedule the stored residual is added.
     assert model_cache_report(model).forecast == "taylor 0"
@@ -427,11 +410,7 @@ BAD_INPUT = [
     (lambda: BlockGroup(("early",), ("x",)), ValueError, r"measured is 'hidden_states'.*\('x',\)"),
     (lambda: with_blocks(BlockGroup(("middle",), STREAMS)), ValueError, "Scripted has no 'middle'"),
     (lambda: with_blocks(BlockGroup(("early",), ("x",), "x")), ValueError, "Block has no parameter 'x'"),
-    (
-        lambda: with_blocks(BlockGroup(("early",), STREAMS[::-1])),
-        ValueError,
-        r"Block .*\('hidden_states', 'enc.*shapes",
-    ),
+    (lambda: with_blocks(BlockGroup(("early",), STREAMS[::-1])), ValueError, r"Block .*\('hidden_states', 'en.*shapes"),
     (cut_tokens_at_first_block, ValueError, r"\(1, 6, 8\).*sharded.*hook"),
     (lambda: cached(policy=lambda seen: None)([1.0, 1.0]), TypeError, "policy .*None"),
     (lambda: cached(compute_steps=[4, 9])([1.0] * 4), ValueError, "compute_steps .*4, 9.* 0 to 3"),

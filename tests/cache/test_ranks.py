@@ -87,12 +87,8 @@ def test_replicas_with_other_prompts_never_wait_for_each_other(rank_pool):
     assert "hit" not in results[0][1]
 
 
-CACHES = {
-    "residual_diff_threshold": [0.1, 0.2],
-    "warmup_steps": [0, 1],
-    "compute_steps": [[0], [1]],
-    "forecast_order": [0, 1],
-}
+CACHES = {"residual_diff_threshold": [0.1, 0.2], "compute_steps": [[0], [1]]}
+CACHES |= {name: [0, 1] for name in ("warmup_steps", "forecast_order")}
 
 
 def cache_differently():

@@ -114,20 +114,11 @@ def seen_by_numpy(model, x):
 
 # The tuple of each loop body has the calls of each of two ranks in a round whose output shapes are known.
 BODIES = {
-    combine_at_once: (1, 1),
-    cut_first: (1, 1),
-    between_latents_changed_in_place: (1, 1),
-    between_random_numbers: (2, 0),
-    through_weights: (2, 0),
-    used_by_the_second: (2, 0),
+    **dict.fromkeys((combine_at_once, cut_first, between_latents_changed_in_place, asked_for_a_number), (1, 1)),
+    **dict.fromkeys((seen_by_numpy, in_another_form, with_parts_that_are_not_there, of_another_size), (1, 1)),
+    **dict.fromkeys((between_random_numbers, through_weights, used_by_the_second, changed_in_place), (2, 0)),
     three_branches: (2, 1),
     only_one: (1, 0),
-    asked_for_a_number: (1, 1),
-    changed_in_place: (2, 0),
-    seen_by_numpy: (1, 1),
-    in_another_form: (1, 1),
-    with_parts_that_are_not_there: (1, 1),
-    of_another_size: (1, 1),
 }
 
 

@@ -100,13 +100,8 @@ def test_wrong_result_fails_unless_it_is_an_approximation(tmp_path, monkeypatch,
 
 def test_only_options_that_approximate_have_no_bound():
     assert approximations(Recipe("m", cache=0.0, backend="math", vae=True, compile="whole", weights="fsdp")) == ()
-    options = {
-        "cache": "default",
-        "backend": "triton-int8",
-        "comm_dtype": "int8",
-        "quantize": "int8",
-        "cross_backend": "sage",
-    }
+    options = {"cache": "default", "backend": "triton-int8", "cross_backend": "sage"}
+    options |= {"comm_dtype": "int8", "quantize": "int8"}
     assert set(approximations(Recipe("m", **options))) == set(options)
     assert approximations(Recipe("m", pipefusion=2)) == ("pipefusion",)
     for middle, names in (("sage", ("attention_schedule",)), ("math", ())):

@@ -279,9 +279,7 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, monkeypatc
     assert "--model black-forest-labs/FLUX.1-dev" in capsys.readouterr().err
 
 
-def test_prompts_are_read_from_pipes_and_text_files_and_others_say_what_is_expected(
-    tmp_path, prompts, stand_in, capsys
-):
+def test_prompts_are_read_from_pipes_and_text_files_and_others_are_refused(tmp_path, prompts, stand_in, capsys):
     out = tmp_path / "out"
     read, write = os.pipe()
     os.write(write, b'{"prompt": "a", "stepz": 1}\n')

@@ -60,9 +60,8 @@ def test_command_of_every_row_is_one_that_generate_accepts(capsys, monkeypatch, 
     recipes = []
     monkeypatch.setattr("para_core.cli.generation.make_task", lambda model, recipe, *_: recipes.append(recipe) or 1 / 0)
     for row in plan.rows[:6]:
-        monkeypatch.setattr(
-            "para_core.adapters.planner.plan_mesh.plan_mesh", lambda *_, row=row, **__: replace(plan, rows=(row,))
-        )
+        one = replace(plan, rows=(row,))
+        monkeypatch.setattr("para_core.adapters.planner.plan_mesh.plan_mesh", lambda *_, one=one, **__: one)
         assert run(["plan", "--steps", "20"]) == 0
         command = printed_command(capsys.readouterr().out)
         if command is None:

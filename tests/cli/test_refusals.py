@@ -26,6 +26,8 @@ for arguments in json.load(sys.stdin):
     print(json.dumps([arguments, code, said.getvalue(), imported]))
 """
 PROMPT = ["generate", "--prompt", "a"]
+SCHEDULE = [*PROMPT, "--attention-schedule"]
+MISFIT = "--mesh is ring=2, ulysses=1, which does not fit 4 ranks"
 # Some commands name them.
 FILES = ("README.md", "zoo")
 # Each with the exit code and the words that the message has.
@@ -42,15 +44,9 @@ CASES = [
     ],
     ([*PROMPT, "--weights", "tensor"], 2, "--weights", "--mesh tensor=2"),
     ([*PROMPT, "--attention-backend=foo"], 2, "--backend is 'foo'"),
-    ([*PROMPT, "--attention-schedule", "fast"], 2, "--attention-schedule fast", ", ".join(BACKENDS)),
-    *[
-        ([*PROMPT, "--attention-schedule", f"{name}=2:4:4"], 2, f"--attention-schedule {name}=2:4:4", "2.0")
-        for name in OPTIONS_OF_STEPS
-    ],
-    *[
-        ([*PROMPT, "--attention-schedule", "math", "--backend", name], 2, f"--backend {name}", "flash")
-        for name in EXACT_FORM
-    ],
+    ([*SCHEDULE, "fast"], 2, "--attention-schedule fast", ", ".join(BACKENDS)),
+    *[([*SCHEDULE, f"{name}=2:4:4"], 2, f"--attention-schedule {name}=2:4:4", "2.0") for name in OPTIONS_OF_STEPS],
+    *[([*SCHEDULE, "math", "--backend", name], 2, f"--backend {name}", "flash") for name in EXACT_FORM],
     ([*PROMPT, "--pipefusion", "2", "--attention-schedule", "math:1:1"], 2, "--pipefusion is 2"),
     ([*PROMPT, "--mesh", "foo=2"], 2, "--mesh has 'foo=2'; ", "batch, ring, ulysses, tensor"),
     ([*PROMPT, "--mesh", "ring=2,ring=3"], 2, "--mesh has two sizes for ring"),
@@ -110,11 +106,7 @@ CASES = [
     (["bench", "--out", "README.md"], 1, "README.md exists"),
     (["bench", "--out", "absent/figures.json"], 1, "absent/figures.json cannot be written"),
     *[
-        (
-            [*command, "--mesh", "ring=2,ulysses=1", "--ranks", "4"],
-            2,
-            "--mesh is ring=2, ulysses=1, which does not fit 4 ranks",
-        )
+        ([*command, "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, MISFIT)
         for command in (PROMPT, ["bench"], ["serve"])
     ],
     (["plan", "--model", "/absent/model"], 1, "'/absent/model'"),
@@ -124,7 +116,7 @@ CASES = [
     *[
         (["plan", *options], 2, message)
         for options, message in (
-            (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], "--mesh is ring=2, ulysses=1, which does not fit 4 ranks"),
+            (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], MISFIT),
             (["--weights", "fsdp", "--offload", "blocks"], "--weights is 'fsdp' with offload 'blocks'"),
             (["--link", "0"], "--link is '0'"),
             (["--dtype", "float32"], "--dtype is 'float32'"),

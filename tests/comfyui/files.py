@@ -26,9 +26,8 @@ def weight(name: str, shape: torch.Size) -> torch.Tensor:
 
 
 torch.manual_seed(0)
-model = comfy.ldm.wan.model.WanModel(
-    dim=DIM, ffn_dim=512, num_heads=2, num_layers=BLOCKS, operations=comfy.ops.disable_weight_init
-)
+operations = comfy.ops.disable_weight_init
+model = comfy.ldm.wan.model.WanModel(dim=DIM, ffn_dim=512, num_heads=2, num_layers=BLOCKS, operations=operations)
 for kind in ("diffusion_models", "loras"):
     (folder / "models" / kind).mkdir(parents=True)
 weights = {name: weight(name, x.shape) for name, x in model.state_dict().items()}

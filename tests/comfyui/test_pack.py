@@ -119,9 +119,7 @@ def test_loras_are_sent_once_for_each_change(comfy, remote):
 
 
 CHANGES_THAT_REACH = [
-    lambda model: model.add_wrapper_with_key(
-        "diffusion_model", "tests", lambda call, *args, **kw: 1.5 * call(*args, **kw)
-    ),
+    lambda model: model.add_wrapper_with_key("diffusion_model", "a", lambda call, *args, **kw: 1.5 * call(*args, **kw)),
     lambda model: model.model_options["transformer_options"].update(rope_options={"scale_x": 3.0}),
     lambda model: model.add_patches(LORA, 0.8),
 ]
@@ -187,9 +185,7 @@ CHANGES = [
 def test_what_does_not_reach_the_ranks_is_refused_by_name(comfy, remote):
     for change, words in CHANGES:
         patcher = remote.clone()
-        assert re.search(
-            words, refused(lambda change=change, patcher=patcher: (change(patcher), sampled(comfy, patcher)))
-        )
+        assert re.search(words, refused(lambda change=change, model=patcher: (change(model), sampled(comfy, model))))
     for value, words in ((torch.zeros(1), "condition vace_context"), (Unsent(), r"argument vace_context .*\.Unsent")):
         assert re.search(words, refused(lambda value=value: sampled(comfy, remote, vace_context=value)))
 

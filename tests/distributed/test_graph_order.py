@@ -57,8 +57,7 @@ def test_collectives_of_a_graph_are_ordered_by_tokens(rank_pool):
             names = [name for name, _ in ours]
             assert len(names) >= 4
             assert waits_for == [None, *names[:-1]]
-            # The last operator of the chain is a side effect, so no compiler can drop the chain on a rank that needs
-            # none of the results.
+            # The last operator of the chain is a side effect, so no compiler can drop it on a rank that needs none.
             assert waited == names[-1:]
         computed = [[operator for _, operator in ours if "attention" in operator] for ours, *_ in graphs]
         # Nothing of the forward is computed again.

@@ -299,10 +299,8 @@ def test_sequence_ranks_have_the_order_of_the_group_and_shards_that_of_ranks(ran
 )
 def test_launchers_tell_ranks_per_host(environment, ranks):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "GROUP_WORLD"))}
-    with (
-        mock.patch.dict(os.environ, {**clean, **environment}, clear=True),
-        mock.patch.object(dist, "get_world_size", return_value=16),
-    ):
+    of_torchrun = mock.patch.dict(os.environ, {**clean, **environment}, clear=True)
+    with of_torchrun, mock.patch.object(dist, "get_world_size", return_value=16):
         assert ranks_per_host() == ranks
 
 

@@ -35,9 +35,8 @@ def client():
     with ExitStack() as clients:
 
         def connect(port, key="none"):
-            return clients.enter_context(
-                openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
-            )
+            url = f"http://127.0.0.1:{port}/v1"
+            return clients.enter_context(openai.OpenAI(base_url=url, api_key=key, max_retries=0))
 
         yield connect
 

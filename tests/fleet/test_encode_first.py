@@ -17,13 +17,8 @@ pytestmark = pytest.mark.slow
 
 FLUX = str(find_tiny_flux())
 SIZE = {"height": 48, "width": 64, "num_inference_steps": 2}
-
-
-def lines_of(*prompts):
-    return [Line(number, Request({"prompt": text, **SIZE}, seed=number)) for number, text in enumerate(prompts, 1)]
-
-
-LINES = lines_of("a red circle", "a green circle", "a blue circle", "a red circle")
+PROMPTS = ("a red circle", "a green circle", "a blue circle", "a red circle")
+LINES = [Line(number, Request({"prompt": text, **SIZE}, seed=number)) for number, text in enumerate(PROMPTS, 1)]
 
 
 def image(pipe, line):

@@ -126,10 +126,7 @@ def test_failure_of_the_server_is_an_error_with_its_traceback_in_the_log(caplog)
 # The options of requests, with the level and words of their lines in the log.
 LOGGED = {
     "good": ({"body": {"prompt": "private", "steps": 2}}, ("INFO", PATH, "200")),
-    "bad": (
-        {"body": {"prompt": "private", "steps": 0}, "path": f"{PATH}?token=private"},
-        ("WARNING", "400", "'steps'"),
-    ),
+    "bad": ({"body": {"prompt": "private", "steps": 0}, "path": f"{PATH}?key=private"}, ("WARNING", "400", "'steps'")),
     "stranger": ({"body": {"prompt": "private"}, "Authorization": ""}, ("WARNING", "401", "Authorization")),
     "dead": ({"body": {"prompt": "dies"}}, ("ERROR", "500", "rank 1 died")),
     "stream": ({"body": {"prompt": "refused", "stream": True}}, ("WARNING", "200", "the pipeline says no")),

@@ -11,13 +11,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    DiffusionPipeline,
-    FluxControlNetModel,
-    FluxControlNetPipeline,
-    FluxImg2ImgPipeline,
-    FluxTransformer2DModel,
-)
+from diffusers import FluxControlNetModel, FluxControlNetPipeline, FluxImg2ImgPipeline, FluxTransformer2DModel
 from diffusers.loaders import single_file_model
 from PIL import Image
 from safetensors.torch import save, save_file
@@ -160,7 +154,8 @@ def strip(prefix, checkpoint, **_):
 
 @pytest.mark.parametrize("with_encoder", [True, False])
 def test_file_of_a_whole_pipeline_equals_its_folder(monkeypatch, stable_diffusion_folder, tmp_path, with_encoder):
-    plain, file, weights = DiffusionPipeline.from_pretrained(stable_diffusion_folder), tmp_path / "sd.safetensors", {}
+    plain = diffusers.DiffusionPipeline.from_pretrained(stable_diffusion_folder)
+    file, weights = tmp_path / "sd.safetensors", {}
     # The file has diffusers' own names of layers below the prefixes of the original code.
     for part, prefix in ((plain.unet, "model.diffusion_model."), (plain.vae, "first_stage_model.")):
         weights |= {prefix + name: x for name, x in part.state_dict().items()}
@@ -236,10 +231,8 @@ def find(tmp_path, name, **components):
 
 
 def test_pipeline_that_cannot_run_is_refused_by_its_index(tmp_path):
-    for name, part, cls in (
-        ("DDPMPipeline", "unet", "UNet2DModel"),
-        ("LuminaPipeline", "transformer", "LuminaNextDiT2DModel"),
-    ):
+    lumina = ("LuminaPipeline", "transformer", "LuminaNextDiT2DModel")
+    for name, part, cls in (("DDPMPipeline", "unet", "UNet2DModel"), lumina):
         with pytest.raises(TypeError, match=cls):
             find(tmp_path, name, **{part: cls})
     check_ranks(find_model(FLUX, pipeline="FluxImg2ImgPipeline"), 2)

@@ -41,10 +41,6 @@ def pixels(images):
     return np.stack([np.asarray(image.convert("RGB")) for image in images]).astype(int)
 
 
-def expected_pixels(folder, fields):
-    return pixels(plain_modular(folder, "images", seed=3, **fields))
-
-
 def find(tmp_path, name, blocks):
     """Return the description of a folder whose index names a class and its blocks."""
     index = {"_class_name": f"{name}ModularPipeline", "_blocks_class_name": blocks}
@@ -120,7 +116,7 @@ def test_lora_equals_pipeline_alone(folders, tmp_path):
     weights = {f"transformer.{name}": x for name, x in get_peft_model_state_dict(plain.transformer).items()}
     save_file({name: x.contiguous() for name, x in weights.items()}, style)
     expected = pixels(plain(output="images", generator=torch.Generator().manual_seed(3), **SIZE))
-    assert np.abs(expected - expected_pixels(folder, SIZE)).max() > 2
+    assert np.abs(expected - pixels(plain_modular(folder, "images", seed=3, **SIZE))).max() > 2
     recipe = Recipe(folder, lora=(str(style),))
     check_options_of_model(find_model(folder), recipe)
     assert np.array_equal(pixels(call_pipe(build(recipe), [Request(SIZE, seed=3)]).images), expected)

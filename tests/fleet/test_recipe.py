@@ -57,13 +57,8 @@ def test_text_encoders_follow_other_options(options, placement, waits):
 
 
 def test_one_rank_leaves_out_what_several_ranks_share():
-    shared = {
-        "weights": "tensor",
-        "text_encoders": "fsdp",
-        "vae": True,
-        "rotate_method": "allgather",
-        "comm_dtype": "int8",
-    }
+    shared = {"weights": "tensor", "text_encoders": "fsdp", "vae": True}
+    shared |= {"rotate_method": "allgather", "comm_dtype": "int8"}
     kept = {"cache": 0.1, "quantize": "int8", "vae_placement": "offload"}
     assert on_one_rank(Recipe("model", mesh=(("tensor", 2),), **shared, **kept)) == Recipe("model", **kept)
 

@@ -42,14 +42,6 @@ def exact_merge(out_a, lse_a, out_b, lse_b):
     return weights[0] * out_a + weights[1] * out_b, torch.logaddexp(lse_a, lse_b)
 
 
-def exact_change(now, before):
-    return torch.stack([(now - before).abs().sum(-1), before.abs().sum(-1)], dim=-1)
-
-
-def exact_moments(x):
-    return torch.stack(torch.var_mean(x.reshape(x.shape[0], 2, -1), -1, correction=0))
-
-
 def far_from_zero(shape, dtype=torch.float32, last=False):
     x = normal(*shape, dtype=dtype, mean=1e4 if dtype == torch.float32 else 0.0)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -79,7 +71,7 @@ FUNCTIONS = {
     "change": (
         residual.change,
         residual_reference.change,
-        exact_change,
+        lambda now, before: torch.stack([(now - before).abs().sum(-1), before.abs().sum(-1)], dim=-1),
         partial(several, 2),
         # Less than a block, less than a chunk, one chunk, and one more than some chunks.
         [(2, 1), (2, residual.BLOCK + 1), (2, CHUNK), (2, 3 * CHUNK + 1), (0, 5), (2, 0)],
@@ -98,7 +90,7 @@ FUNCTIONS = {
         f"moments{name}": (
             lambda x: norm.moments(x, 2),
             lambda x: norm_reference.moments(x, 2),
-            exact_moments,
+            lambda x: torch.stack(torch.var_mean(x.reshape(x.shape[0], 2, -1), -1, correction=0)),
             partial(far_from_zero, last=bool(name)),
             [(2, 6, 5, 7), (1, 12, 2, 3, 5), (1, 4, 1, 1), *([(1, 2, 180, 131)] if name else [])],
         )
@@ -203,9 +195,8 @@ def test_norm_over_ranks_equals_float64(dtype, mean, last, affine):
     parts = [x.to(memory_format=torch.channels_last) if last else x for x in parts]
     weight = normal(34, dtype=dtype, seed=7) if affine != "none" else None
     bias = normal(34, dtype=dtype, seed=8) if affine == "both" else None
-    exact = F.group_norm(
-        torch.cat(parts, 2).double(), 2, *[y if y is None else y.double() for y in (weight, bias)], 1e-6
-    )
+    affine = [x if x is None else x.double() for x in (weight, bias)]
+    exact = F.group_norm(torch.cat(parts, 2).double(), 2, *affine, 1e-6)
     actual, own = (normalized_by_ranks(kernels, parts, 2, weight, bias, 1e-6) for kernels in (norm, norm_reference))
     error, own_error = ((torch.cat(y, 2).double() - exact).norm() / exact.norm() for y in (actual, own))
     assert all(y.dtype == dtype and y.stride() == part.stride() for y, part in zip(actual, parts, strict=True))

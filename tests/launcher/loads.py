@@ -5,14 +5,8 @@ import time
 
 import psutil
 
-ARGUMENTS = {
-    "prompt": "a red circle",
-    "num_inference_steps": 2,
-    "output_type": "np",
-    "max_sequence_length": 64,
-    "height": 64,
-    "width": 64,
-}
+SMALL = {"height": 64, "width": 64, "max_sequence_length": 64}
+ARGUMENTS = {"prompt": "a red circle", "num_inference_steps": 2, "output_type": "np", **SMALL}
 
 
 def images(pipe, **arguments):

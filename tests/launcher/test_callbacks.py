@@ -58,9 +58,8 @@ def test_callback_changes_what_it_would_change_in_one_process(flux, alone):
         options = {"callback_on_step_end": callback}
         if callback is return_other_tensors:
             options["callback_on_step_end_tensor_inputs"] = ["latents", "prompt_embeds"]
-        results = [
-            (images(pipe, **options), torch.rand(1), torch.rand(1, generator=GENERATOR)) for pipe in (flux, alone)
-        ]
+        pair = (flux, alone)
+        results = [(images(x, **options), torch.rand(1), torch.rand(1, generator=GENERATOR)) for x in pair]
         for own, expected in zip(*results, strict=True):
             assert abs(own - expected).max() < 1e-5, callback
         assert abs(results[0][0] - unchanged).max() > 1e-3, callback

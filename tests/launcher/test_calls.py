@@ -87,11 +87,7 @@ REFUSED = {
     "a handle as argument": (lambda pipe: pipe.run(lambda pipe, handle: None, pipe), TypeError, "cannot be sent"),
     "a result": (lambda pipe: pipe.run(lambda pipe: (x for x in range(3))), TypeError, "cannot be sent"),
     "a result's own error": (lambda pipe: pipe.run(lambda pipe: Unsendable()), TypeError, "ValueError: its own"),
-    "launch on a rank": (
-        lambda pipe: pipe.run(lambda pipe: launch(load_steps, ranks=1)),
-        RuntimeError,
-        "called on a rank",
-    ),
+    "launch on ranks": (lambda pipe: pipe.run(lambda _: launch(load_steps, ranks=1)), RuntimeError, "called on a rank"),
 }
 
 

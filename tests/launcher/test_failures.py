@@ -150,9 +150,8 @@ def test_progress_is_waited_for_and_a_rank_that_hangs_is_named(steps, monkeypatc
     monkeypatch.setattr(steps._state, "options", replace(steps._state.options, silence=2.0))
     assert steps(5, seconds=0.6) == {}
     assert steps(1, callback_on_step_end=callback) == {}
-    with pytest.raises(
-        RankDied, match=r"(?s)no rank made progress for 2 s: rank 1 hangs.*rank 1: .* in hang"
-    ) as caught:
+    message = r"(?s)no rank made progress for 2 s: rank 1 hangs.*rank 1: .* in hang"
+    with pytest.raises(RankDied, match=message) as caught:
         steps.run(hang)
     assert caught.value.rank == 1
 

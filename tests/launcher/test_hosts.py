@@ -36,9 +36,8 @@ def cluster():
 def test_handle_on_two_hosts_is_the_same_and_missing_room_is_named(cluster):
     with launch(load_steps, ranks=2, hosts=2, progress=False, env={"OWN": "1"}) as pipe:
         processes = pids(pipe)
-        environment = pipe.run(
-            lambda pipe: [os.environ[name] for name in ("OWN", "LOCAL_RANK", "LOCAL_WORLD_SIZE")], all_ranks=True
-        )
+        names = ("OWN", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        environment = pipe.run(lambda pipe: [os.environ[name] for name in names], all_ranks=True)
         assert environment == [["1", "0", "1"]] * 2
         large = torch.arange(100_000.0)
         seen = []

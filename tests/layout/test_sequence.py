@@ -117,9 +117,7 @@ def test_what_is_no_layout_or_fetch_is_an_error(make, message):
         make()
 
 
-@given(
-    order=st.permutations(range(4)), dim=st.integers(-4, 3), cuts=st.lists(st.integers(0, 6), min_size=2, max_size=6)
-)
+@given(st.permutations(range(4)), st.integers(-4, 3), st.lists(st.integers(0, 6), min_size=2, max_size=6))
 def test_a_copy_of_runs_lies_in_memory_as_the_tensor_does(order, dim, cuts):
     cuts = sorted(cuts)
     runs = [(start, end - start) for start, end in zip(cuts[0::2], cuts[1::2], strict=False)]

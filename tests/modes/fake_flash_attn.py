@@ -91,10 +91,8 @@ def pad(*tensors):
 
 class FlashAttnFunc(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, q, k, v, dropout_p, softmax_scale, causal, window, softcap, slopes, return_softmax, is_grad_enabled
-    ):
-        is_grad = is_grad_enabled and any(x.requires_grad for x in [q, k, v])
+    def forward(ctx, q, k, v, dropout_p, softmax_scale, causal, window, softcap, slopes, return_softmax, is_grad):
+        is_grad = is_grad and any(x.requires_grad for x in [q, k, v])
         if softmax_scale is None:
             softmax_scale = q.shape[-1] ** (-0.5)
         head_size_og = q.size(3)
@@ -113,12 +111,10 @@ class FlashAttnFunc(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, *args):
         q, k, v, out, softmax_lse, rng_state = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         (dout_padded,) = pad(dout)
-        _wrapped_flash_attn_backward(
-            dout_padded, q, k, v, out, softmax_lse, dq, dk, dv, *ctx.options, rng_state=rng_state
-        )
-        return *[x[..., : dout.shape[-1]] for x in (dq, dk, dv)], *[None] * 8
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        _wrapped_flash_attn_backward(dout_padded, q, k, v, out, softmax_lse, *grads, *ctx.options, rng_state=rng_state)
+        return *[x[..., : dout.shape[-1]] for x in grads], *[None] * 8
 
 
 class FlashAttnVarlenFunc(torch.autograd.Function):
@@ -130,36 +126,25 @@ class FlashAttnVarlenFunc(torch.autograd.Function):
         q, k, v = pad(q, k, v)
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         options = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "block_table": None}
-        out_padded, *_ = _wrapped_flash_attn_varlen_forward(
-            q, k, v, *lengths, 0.0, softmax_scale, causal=causal, **options
-        )
-        return out_padded[..., :head_size_og]
+        out, *_ = _wrapped_flash_attn_varlen_forward(q, k, v, *lengths, 0.0, softmax_scale, causal=causal, **options)
+        return out[..., :head_size_og]
 
 
 def flash_attn_func(
-    *qkv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    **others,
+    *qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, **more
 ):
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    assert set(others) <= {"deterministic", "return_attn_probs"}
-    return FlashAttnFunc.apply(*qkv, *options, others.get("return_attn_probs", False), torch.is_grad_enabled())
+    assert set(more) <= {"deterministic", "return_attn_probs"}
+    return FlashAttnFunc.apply(*qkv, *options, more.get("return_attn_probs", False), torch.is_grad_enabled())
 
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False
 ):
-    return FlashAttnVarlenFunc.apply(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
-    )
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return FlashAttnVarlenFunc.apply(q, k, v, *lengths, softmax_scale, causal)
 
 
 def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False):
-    return FlashAttnVarlenFunc.apply(
-        *qkv.detach().unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, softmax_scale, causal
-    )
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return FlashAttnVarlenFunc.apply(*qkv.detach().unbind(1), *lengths, softmax_scale, causal)

@@ -58,10 +58,8 @@ def test_separately_compiled_attention_raises():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x * 2, x, x) + 1, backend="aot_eager")
     compiled(Q)
-    with (
-        at_the_dispatcher(attend_by_constant([], 1.0)),
-        pytest.raises(RuntimeError, match=r"scaled_dot_product_attention.*compiled"),
-    ):
+    constant, message = attend_by_constant([], 1.0), r"scaled_dot_product_attention.*compiled"
+    with at_the_dispatcher(constant), pytest.raises(RuntimeError, match=message):
         compiled(Q)
 
 

@@ -91,9 +91,7 @@ def refuse():
         "softcap": {"softcap": 20.0 if rank == 0 else 0.0},
         "alibi_slopes": {"alibi_slopes": torch.ones(4)},
     }
-    calls = {
-        name: functools.partial(flash.flash_attn_func, q, k, v, **arguments) for name, arguments in options.items()
-    }
+    calls = {name: functools.partial(flash.flash_attn_func, q, k, v, **kwargs) for name, kwargs in options.items()}
     for name, ends in (("2 sequence(s)", two), ("9 tokens", long)):
         calls[name] = functools.partial(flash.flash_attn_varlen_func, q[0], k[0], v[0], ends, ends, 4, 4)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -147,9 +145,8 @@ def gradients_over(mesh, function, shape):
 
 def gradients_of_ranks():
     mesh = cpu_mesh(2, 1)
-    return [
-        outcome(functools.partial(gradients_over, mesh, *case)) for case in [*EXACT, (flash.flash_attn_func, {"D": 20})]
-    ]
+    cases = [*EXACT, (flash.flash_attn_func, {"D": 20})]
+    return [outcome(functools.partial(gradients_over, mesh, *case)) for case in cases]
 
 
 def test_gradients_are_of_the_mesh_or_raise(rank_pool):

@@ -31,10 +31,6 @@ def per_head(b, h, q, k):
     return (q - k).abs() <= 2 + h
 
 
-def per_sample(b, h, q, k):
-    return k <= q + 2 * b
-
-
 def by_distance(score, b, h, q, k):
     return score - (h + 1) * 0.1 * (q - k).abs()
 
@@ -48,7 +44,7 @@ def attend(q, k, v, **options):
 
 CASES = [
     (12, 2, 2, None, causal, 4, (None, None)),
-    (10, 3, 1, None, per_sample, 128, (2, None)),
+    (10, 3, 1, None, lambda b, h, q, k: k <= q + 2 * b, 128, (2, None)),
     (3, 3, 3, by_distance, None, 128, (None, None)),
 ]
 
@@ -168,10 +164,7 @@ def test_results_have_the_traced_shapes(rank_pool):
 MISUSES = {
     "whole": (lambda cp, mask, own: mask, r"cp\.shard\(block_mask\)"),
     "of own length": (lambda cp, mask, own: own, r"cp\.shard\(block_mask\)"),
-    "of own length on one rank": (
-        lambda cp, mask, own: cp.shard(mask) if cp._mesh.rank else own,
-        r"cp\.shard\(block_mask\)",
-    ),
+    "own on one rank": (lambda cp, mask, own: cp.shard(mask) if cp._mesh.rank else own, r"cp\.shard\(block_mask\)"),
     "twice": (lambda cp, mask, own: cp.shard(cp.shard(mask)), ""),
     "another layout": (lambda cp, mask, own: cp.shard(mask, sequence=cp.sequence(12, balance="causal")), ""),
     "other lengths": (lambda cp, mask, own: cp.shard(mask, sequence=cp.sequence(13)), "13"),

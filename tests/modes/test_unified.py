@@ -14,14 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from para_core import (
-    RingAttnMode,
-    Segment,
-    SequenceLayout,
-    UlyssesAttnMode,
-    UnifiedAttnMode,
-    init_context_parallel_mesh,
-)
+from para_core import RingAttnMode, Segment, SequenceLayout, UlyssesAttnMode, UnifiedAttnMode
+from para_core.distributed.create_mesh import init_context_parallel_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.outcomes import outcome
 from tests.tiny import cpu_mesh

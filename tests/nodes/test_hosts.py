@@ -22,9 +22,8 @@ def namespaces_or_skip(num_hosts):
 def test_several_hosts_equal_one_process(tmp_path, num_hosts, namespaces):
     if namespaces:
         namespaces_or_skip(num_hosts)
-    expected = {
-        name: PIPELINES[name].build()(**PIPELINES[name].call(), return_dict=False)[0] for name in ("flux", "wan")
-    }
+    pipes = {name: PIPELINES[name] for name in ("flux", "wan")}
+    expected = {name: pipe.build()(**pipe.call(), return_dict=False)[0] for name, pipe in pipes.items()}
     with open_hosts(num_hosts, namespaces=namespaces) as hosts:
         torchrun(hosts, "tests.nodes.generate", str(tmp_path), *expected)
     for rank in range(2 * num_hosts):

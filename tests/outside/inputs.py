@@ -110,21 +110,12 @@ def timm(size: int) -> dict[str, Any]:
 
 def comfy(size: int) -> dict[str, Any]:
     height, width = GRIDS[size]
-    return {
-        "x": noise(2, 4, 2 * height, 2 * width),
-        "timestep": noise(2),
-        "context": noise(2, 9, 20),
-        "y": noise(2, 12),
-    }
+    x = noise(2, 4, 2 * height, 2 * width)
+    return {"x": x, "timestep": noise(2), "context": noise(2, 9, 20), "y": noise(2, 12)}
 
 
-def of_transformers(
-    name: str, config: str, options: dict[str, Any], inputs: Callable[[int], dict[str, Any]]
-) -> Builder:
-    def make() -> nn.Module:
-        return getattr(transformers, name)(getattr(transformers, config)(**options))
-
-    return Builder(make, inputs)
+def of_transformers(cls: str, config: str, options: dict[str, Any], inputs: Callable[[int], dict[str, Any]]) -> Builder:
+    return Builder(lambda: getattr(transformers, cls)(getattr(transformers, config)(**options)), inputs)
 
 
 BUILDERS = {

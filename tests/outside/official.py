@@ -179,9 +179,7 @@ class WanSelfAttention(nn.Module):
 
 class WanCrossAttention(WanSelfAttention):
     def forward(self, x: Tensor, context: Tensor, context_lens: Tensor | None) -> Tensor:
-        q, k, v = (
-            layer(y).unflatten(2, (HEADS, HEAD_DIM)) for layer, y in ((self.q, x), (self.k, context), (self.v, context))
-        )
+        q, k, v = (y.unflatten(2, (HEADS, HEAD_DIM)) for y in (self.q(x), self.k(context), self.v(context)))
         return self.o(flash_attention(q, k, v, k_lens=context_lens).flatten(2))
 
 
@@ -240,16 +238,10 @@ class WanModel(nn.Module):
         h = torch.cat([F.pad(u, (0, 0, 0, seq_len - u.shape[1])) for u in tokens])
         e = self.time_embedding(t[:, None])
         text = self.text_embedding(torch.stack([F.pad(u, (0, 0, 0, self.text_len - len(u))) for u in context]))
-        kwargs = {
-            "e": self.time_projection(e).unflatten(1, (6, WIDTH)),
-            "seq_lens": seq_lens,
-            "grid_sizes": grid_sizes,
-            "freqs": self.freqs,
-            "context": text,
-            "context_lens": None,
-        }
+        e0 = self.time_projection(e).unflatten(1, (6, WIDTH))
+        kwargs = {"seq_lens": seq_lens, "grid_sizes": grid_sizes, "freqs": self.freqs}
         for block in self.blocks:
-            h = block(h, **kwargs)
+            h = block(h, e=e0, **kwargs, context=text, context_lens=None)
         h = self.head(h, e)
         return [u[: math.prod(size)] for u, size in zip(h, grid_sizes.tolist(), strict=True)]
 
@@ -365,12 +357,10 @@ class HYVideoDiffusionTransformer(nn.Module):
         txt = self.txt_in(text_states, t, text_mask)
         img_len, txt_len = img.shape[1], txt.shape[1]
         # Each sample has its valid tokens first, and then its padding.
-        ends = [
-            (i * (img_len + txt_len) + img_len + int(n), (i + 1) * (img_len + txt_len))
-            for i, n in enumerate(text_mask.sum(1))
-        ]
+        length = img_len + txt_len
+        ends = [(i * length + img_len + int(n), (i + 1) * length) for i, n in enumerate(text_mask.sum(1))]
         cu_seqlens = torch.tensor([0, *[end for pair in ends for end in pair]], dtype=torch.int32)
-        lengths = (cu_seqlens, cu_seqlens, img_len + txt_len, img_len + txt_len)
+        lengths = (cu_seqlens, cu_seqlens, length, length)
         for block in self.double_blocks:
             img, txt = block(img, txt, vec, *lengths, (freqs_cos, freqs_sin))
         h = torch.cat([img, txt], dim=1)
@@ -407,9 +397,8 @@ class AsymmetricAttention(nn.Module):
         joint = [torch.cat(pair, dim=1) for pair in zip((q, k, v), heads(self.qkv_y(y)), strict=True)]
         valid = packed_indices["valid_token_indices_kv"]
         packed = torch.stack(joint, dim=2).flatten(0, 1)[valid]
-        out = flash_attn_varlen_qkvpacked_func(
-            packed, packed_indices["cu_seqlens_kv"], packed_indices["max_seqlen_in_batch_kv"]
-        )
+        lengths = (packed_indices["cu_seqlens_kv"], packed_indices["max_seqlen_in_batch_kv"])
+        out = flash_attn_varlen_qkvpacked_func(packed, *lengths)
         attn = out.new_zeros(len(joint[0]) * joint[0].shape[1], WIDTH)
         attn[valid] = out.flatten(1)
         attn = attn.unflatten(0, (len(x), -1))

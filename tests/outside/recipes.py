@@ -113,10 +113,9 @@ def between(first: str, last: str) -> Run:
 
     def run(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
         with UnifiedAttnMode(mesh) as cp:
-            shard = model.get_submodule(first).register_forward_pre_hook(
-                lambda _, args: (cp.shard(args[0], dim=1), *args[1:])
-            )
-            gather = model.get_submodule(last).register_forward_hook(lambda _, args, x: cp.gather(tensor_of(x), dim=1))
+            before, after = model.get_submodule(first), model.get_submodule(last)
+            shard = before.register_forward_pre_hook(lambda _, args: (cp.shard(args[0], dim=1), *args[1:]))
+            gather = after.register_forward_hook(lambda _, args, x: cp.gather(tensor_of(x), dim=1))
             with hooked(shard, gather):
                 return tensor_of(model(**inputs))
 

@@ -12,10 +12,8 @@ def scaled(args, extra):
 
 
 def with_patch():
-    return {
-        **inputs_of("ComfyUI's FLUX"),
-        "transformer_options": {"patches_replace": {"dit": {("double_block", 0): scaled}}},
-    }
+    options = {"patches_replace": {"dit": {("double_block", 0): scaled}}}
+    return {**inputs_of("ComfyUI's FLUX"), "transformer_options": options}
 
 
 def run():

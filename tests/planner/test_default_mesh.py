@@ -73,10 +73,7 @@ def test_predicted_default_arguments_equal_the_call(name, config):
 def choose_on_cuda(device):
     """Return the default mesh of FLUX on two ranks with the given device, and the log lines of its choice."""
     lines = []
-    with (
-        gpu_named(device),
-        mock.patch.object(default_mesh.logger, "info", lambda text, *values: lines.append(text % values)),
-    ):
+    with gpu_named(device), mock.patch.object(default_mesh.logger, "info", lambda text, *x: lines.append(text % x)):
         choice = default_mesh._choose_default_mesh("cuda", flux_pipe(), None)
         default_mesh._create_mesh_of("cpu", choice)
     return choice, lines
@@ -177,9 +174,7 @@ def shapes_on_hosts(cases):
 
 
 # FLUX has 4 heads: Ulysses takes all ranks of a host, and the ring goes between the hosts.
-@pytest.mark.parametrize(
-    "shapes", [{"aa": (1, 2), "ab": (2, 1)}, {"aabb": (2, 2), "abab": (4, 1), "aaab": (4, 1)}], ids=[2, 4]
-)
+@pytest.mark.parametrize("shapes", [{"aa": (1, 2), "ab": (2, 1)}, {"aabb": (2, 2), "abab": (4, 1), "aaab": (4, 1)}])
 def test_without_launcher_ranks_compare_host_names(rank_pool, shapes):
     for of_rank in rank_pool.run(shapes_on_hosts, len(next(iter(shapes))), list(shapes)):
         assert of_rank == {**shapes, "tensor": 2}

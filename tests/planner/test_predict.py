@@ -151,10 +151,8 @@ def test_problems_of_meshes_are_named():
     assert all("it hands more on" in row.problem for row in rows if row.shape.pipe > 1)
     few = predict_meshes(work(weights=replace(WEIGHTS, blocks=BLOCKS[:1])), machine(), 2).rows
     assert any(re.match(r"1 blocks .*2 stages", row.problem) for row in few)
-    for shape, scheme, words in (
-        (MeshShape(ulysses=2, fsdp=True), "fp8", "FSDP2"),
-        (MeshShape(tensor=2), "int8-dynamic", "tensor"),
-    ):
+    tensor = (MeshShape(tensor=2), "int8-dynamic", "tensor")
+    for shape, scheme, words in ((MeshShape(ulysses=2, fsdp=True), "fp8", "FSDP2"), tensor):
         assert words in predict(shape, work(), machine(), Placement(quantize=scheme)).problem
 
 

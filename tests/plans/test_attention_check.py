@@ -19,10 +19,6 @@ from zoo.tiny.transformers.registry import MODELS
 pytestmark = pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")
 
 
-def by_matmul(query, key, value):
-    return (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
-
-
 def with_other_sdpa(processor):
     """Return a processor that runs ``processor`` with a product in place of SDPA, and calls SDPA with a mask."""
 
@@ -31,7 +27,9 @@ def with_other_sdpa(processor):
             original = torch.ops.aten.scaled_dot_product_attention
 
             def attention(query, key, value, attn_mask=None, **options):
-                return by_matmul(query, key, value) if attn_mask is None else original(query, key, value, attn_mask)
+                if attn_mask is not None:
+                    return original(query, key, value, attn_mask)
+                return (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
 
             # Replace the processor's own name for the function, and only while the processor runs.
             with mock.patch("torch.nn.functional.scaled_dot_product_attention", attention):
@@ -114,10 +112,8 @@ def replace_sdpa():
     def patched(query, key, value, **options):
         return original(query, key, value, **options)
 
-    with (
-        mock.patch.object(F, "scaled_dot_product_attention", patched),
-        pytest.raises(RuntimeError, match=r"replace_sdpa\.<locals>\.patched.* 2 ranks"),
-    ):
+    named = r"replace_sdpa\.<locals>\.patched.* 2 ranks"
+    with mock.patch.object(F, "scaled_dot_product_attention", patched), pytest.raises(RuntimeError, match=named):
         pipe(**flux_call())
     return pipe(**flux_call()).images
 
@@ -154,10 +150,6 @@ def test_skipped_blocks_name_the_cache_and_not_the_backend(rank_pool):
     assert all(rank_pool.run(skip_all_blocks, 2))
 
 
-def add_a_token(module, args):
-    return (torch.cat([args[0], args[0][:, :1]], dim=1), *args[1:])
-
-
 class WeighingProcessor(FluxAttnProcessor):
     """A user's processor that scales image tokens, in blocks where image and text are separate."""
 
@@ -182,7 +174,8 @@ def use_tokens_that_do_not_fit():
     with pytest.raises(ValueError, match=r"GlmImageAttnProcessor .*\d+ .*\d+\b.*unparallelize_pipe\(pipe\)"):
         read_cached_keys_of_an_image()
     model = parallelize_transformer(MODELS["pixart"].build(), mesh=cpu_mesh(1, 2))
-    model.transformer_blocks[0].attn1.register_forward_pre_hook(add_a_token)
+    attention = model.transformer_blocks[0].attn1
+    attention.register_forward_pre_hook(lambda _, args: (torch.cat([args[0], args[0][:, :1]], dim=1), *args[1:]))
     with pytest.raises(ValueError, match=r"AttnProcessor2_0 .*\d+ .*\d+\b.*unparallelize_pipe\(pipe\)"):
         call(model, "pixart", SIZES[0])
     named = rf"FluxTransformer2DModel .*joint_attention_kwargs\['token_weights'\]%s.* {32 - dist.get_rank()} "

@@ -52,14 +52,8 @@ def test_events_come_in_order_of_time():
     output, events = recorded(model, lambda: model(x))
     assert [(type(event), event.name) for event in events] == [
         (ModuleStart, ""),
-        (ModuleStart, "attn"),
-        (AttentionStart, "attn"),
-        (AttentionEnd, "attn"),
-        (FunctionCall, "attn"),
-        (ModuleEnd, "attn"),
-        (ModuleStart, "proj"),
-        (FunctionCall, "proj"),
-        (ModuleEnd, "proj"),
+        *[(kind, "attn") for kind in (ModuleStart, AttentionStart, AttentionEnd, FunctionCall, ModuleEnd)],
+        *[(kind, "proj") for kind in (ModuleStart, FunctionCall, ModuleEnd)],
         (ModuleEnd, ""),
     ]
     assert [event.time for event in events] == list(range(1, len(events) + 1))

@@ -250,7 +250,6 @@ def test_a_row_of_a_view_has_the_bits_of_one_process():
     x = torch.randn(2, 17, 128, generator=torch.Generator().manual_seed(0))[:, 0]
     weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
     for index in range(2):
-        out = linear(
-            OneProcess(batch_index=index, batch_size=2), None, x[[index]].as_strided((1, 128), (2176, 1)), weight
-        )
+        row = x[[index]].as_strided((1, 128), (2176, 1))
+        out = linear(OneProcess(batch_index=index, batch_size=2), None, row, weight)
         assert torch.equal(out, F.linear(x, weight)[[index]])

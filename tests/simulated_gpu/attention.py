@@ -6,6 +6,7 @@ masks and head dims. What kernels ask for is in tests/attention/kernel_rules.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,11 +53,8 @@ def choose(
         and all(dim % (8 if low else 4) == 0 for dim in dims),
         low and takes_heads and key.shape[2] > 1 and all(dim % 8 == 0 and dim <= 128 for dim in dims),
     )
-    enabled = (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-    )
+    backends = torch.backends.cuda
+    enabled = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.cudnn_sdp_enabled())
     taken = (kernel for kernel, fit, is_on in zip(FUSED, fits, enabled, strict=True) if fit and is_on)
     return next(taken, SDPBackend.MATH).value
 
@@ -123,10 +121,8 @@ def _operator(name: str, suffix: str, operator: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = operator._schema.arguments
-        given = {x.name: x.default_value for x in arguments} | dict(
-            zip((x.name for x in arguments), args, strict=False)
-        )
-        given |= kwargs
+        given = {x.name: x.default_value for x in arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
         refuse_host_tensors(operator, list(tensors_of(given)))
         try:
             PRECONDITIONS[operator](*args, **kwargs)
@@ -145,9 +141,6 @@ def _operator(name: str, suffix: str, operator: Any) -> Callable[..., Any]:
 
 def rules() -> dict[str, Callable[..., Any]]:
     """Return what computes each fused operator, by its name in the namespace ``aten``."""
-    names = {
-        f"_scaled_dot_product_{name}_attention{suffix}": (name, suffix)
-        for name in _GRAD
-        for suffix in ("", "_backward")
-    }
-    return {full: _operator(*parts, getattr(aten, full).default) for full, parts in names.items()}
+    parts = itertools.product(_GRAD, ("", "_backward"))
+    names = {f"_scaled_dot_product_{name}_attention{suffix}": (name, suffix) for name, suffix in parts}
+    return {full: _operator(*of_name, getattr(aten, full).default) for full, of_name in names.items()}

@@ -118,9 +118,7 @@ def _mode(case: Attention) -> UnifiedAttnMode:
     if case.mode == "block-sparse":
         blocks = -(-case.tokens // 16)
         # All blocks are seen, so the result is exact.
-        return para_core.BlockSparseAttnMode(
-            mesh, torch.ones(blocks, blocks, dtype=torch.bool), block_size=16, **options
-        )
+        return para_core.BlockSparseAttnMode(mesh, torch.ones(blocks, blocks).bool(), block_size=16, **options)
     if case.mode == "half of the keys":
         return para_core.SparseKVAttnMode(mesh, share=0.5, **options)
     return UnifiedAttnMode(mesh, **options)

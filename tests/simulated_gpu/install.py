@@ -111,14 +111,9 @@ _own_resize, _own_clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clo
 
 
 def _replace_cuda() -> None:
-    properties = SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3",
-        total_memory=80 << 30,
-        major=CAPABILITY[0],
-        minor=CAPABILITY[1],
-        multi_processor_count=132,
-        uuid=f"GPU-{os.environ.get('LOCAL_RANK', '0')}",
-    )
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 << 30, multi_processor_count=132)
+    properties.major, properties.minor = CAPABILITY
+    properties.uuid = f"GPU-{os.environ.get('LOCAL_RANK', '0')}"
     default = torch.default_generator
     replaced: dict[str, Any] = {
         **{name: _constant(True) for name in ("is_available", "is_initialized", "is_bf16_supported")},

@@ -84,9 +84,7 @@ def _difference(launches: list[Launch]) -> str:
 Node = tuple[str, int, int]  # A host that reaches an event, a compute stream, or a collective that ends.
 
 
-def _waits(
-    logs: Sequence[Sequence[Event]], partners: dict[Spot, list[Spot]], busy_hosts: bool
-) -> dict[Node, set[Node]]:
+def _waits(logs: Sequence[Sequence[Event]], partners: dict[Spot, list[Spot]], busy: bool) -> dict[Node, set[Node]]:
     """Return for each host, stream and collective what it waits for."""
     waits: dict[Node, set[Node]] = defaultdict(set)
     for rank, log in enumerate(logs):
@@ -99,7 +97,7 @@ def _waits(
             here = ("host", rank, index)
             waits[here] |= held
             held = {here}
-            if isinstance(event, HostWaits) or (busy_hosts and isinstance(event, Launch)):
+            if isinstance(event, HostWaits) or (busy and isinstance(event, Launch)):
                 waits[here] |= pending
                 pending = set()
             if isinstance(event, Waited):

@@ -98,6 +98,10 @@ def downsample(x, weight):
     return F.conv2d(F.pad(x, (0, 1, 0, 1)), weight, stride=2)
 
 
+def attend(x, mask=None, **options):
+    return F.scaled_dot_product_attention(*[tokens(x)] * 3, mask, **options)
+
+
 def write_a_frame(x):
     y = x.clone()
     y[:, :, 1] = y[:, :, 0] * 2 + x[:, :, 2]
@@ -168,13 +172,9 @@ CASES = {
     "pixel_shuffle": lambda i: F.pixel_shuffle(i["image"], 2),
     "pixel_unshuffle": lambda i: F.pixel_unshuffle(i["image"], 2),
     "patches": lambda i: patchify(i["image"]),
-    "attention": lambda i: (
-        F.scaled_dot_product_attention(*[tokens(i["image"])] * 3).transpose(1, 2).reshape(i["image"].shape)
-    ),
-    "causal attention": lambda i: F.scaled_dot_product_attention(*[tokens(i["image"])] * 3, is_causal=True),
-    "attention with a mask": lambda i: F.scaled_dot_product_attention(
-        *[tokens(i["image"])] * 3, attn_mask=torch.eye(tokens(i["image"]).shape[1])
-    ),
+    "attention": lambda i: attend(i["image"]).transpose(1, 2).reshape(i["image"].shape),
+    "causal attention": lambda i: attend(i["image"], is_causal=True),
+    "attention with a mask": lambda i: attend(i["image"], torch.eye(tokens(i["image"]).shape[1])),
     "attention by products": lambda i: attend_by_products(i["image"]),
     "linear attention": lambda i: attend_linearly(i["image"]),
     "attention over frames": lambda i: attend_over_frames(i["clip"]),
@@ -235,11 +235,9 @@ REFUSED = {
     "dropout": lambda i, dim: F.dropout(i["image"], training=True),
     "adaptive_avg_pool2d": lambda i, dim: F.adaptive_avg_pool2d(i["image"], 3),
     "interpolate": lambda i, dim: F.interpolate(i["image"], scale_factor=0.5, mode="bilinear", antialias=True),
-    "scaled_dot_product_attention": lambda i, dim: F.scaled_dot_product_attention(
-        *[tokens(i["image"])] * 3, attn_mask=torch.eye(3)
-    ),
-    "scaled_dot_product_attention, causal": lambda i, dim: F.scaled_dot_product_attention(
-        *[tokens(i["image"])] * 3, torch.eye(tokens(i["image"]).shape[1]), is_causal=True
+    "scaled_dot_product_attention": lambda i, dim: attend(i["image"], torch.eye(3)),
+    "scaled_dot_product_attention, causal": lambda i, dim: attend(
+        i["image"], torch.eye(tokens(i["image"]).shape[1]), is_causal=True
     ),
     "stft": lambda i, dim: torch.stft(i["image"].transpose(dim, -1).flatten(0, 2), 4, return_complex=True),
     "einsum": lambda i, dim: torch.einsum("bchw->bc", i["image"]),
@@ -253,9 +251,8 @@ def compute(dim, overlaps):
     # An accelerator computes the middle rows of a convolution during the exchange. Do the same here.
     overlapping = mock.patch.object(convolution, "_overlaps", lambda device: overlaps)
     with torch.no_grad(), overlapping, SpatialShardMode(dist.group.WORLD) as rows:
-        sharded = {
-            name: rows.shard(x, dim, unit=2) if name in ("image", "other", "clip") else x for name, x in inputs.items()
-        }
+        images = {name: rows.shard(inputs[name], dim, unit=2) for name in ("image", "other", "clip")}
+        sharded = {**inputs, **images}
         for name, case in CASES.items():
             outs[name] = rows.gather(case(sharded))
         with pytest.raises(RuntimeError, match=r"mean\(\).*Long"):  # PyTorch's own error.

@@ -298,10 +298,8 @@ def check_errors():
     for how, (change, height, message) in ERRORS.items():
         heartbeat()
         vae, x = parallelize_vae(TINY_VAES["KL"].make()), random_image((1, 4, height, 3))
-        with (
-            torch.set_grad_enabled(how == "gradient"),
-            pytest.raises((TypeError, ValueError, RuntimeError), match=message),
-        ):
+        errors = (TypeError, ValueError, RuntimeError)
+        with torch.set_grad_enabled(how == "gradient"), pytest.raises(errors, match=message):
             change(vae, x)
             TINY_VAES["KL"].decode(vae, x)
         # The ranks still meet in the next call.
@@ -331,9 +329,8 @@ def test_refused_autoencoders_and_words_are_errors_that_name_them():
     with pytest.raises(ValueError, match="AutoencoderTiny "):
         parallelize_vae(TINY_VAES["Tiny"].make(), method="tiled")
     for name, reason in REFUSED_VAES.items():
-        vae = getattr(autoencoders, name).__new__(
-            getattr(autoencoders, name)
-        )  # Default sizes have billions of weights.
+        # Default sizes have billions of weights.
+        vae = getattr(autoencoders, name).__new__(getattr(autoencoders, name))
         nn.Module.__init__(vae)
         with pytest.raises(TypeError, match=rf"^{name} .*{re.escape(reason)}"):
             parallelize_vae(vae)

@@ -65,10 +65,8 @@ def main() -> int:
             seconds = time.monotonic() - start
             counts[outcome.status] += 1
             shown = outcome.detail if len(left) < 4 else outcome.detail.split("\n")[0][:200]
-            print(
-                f"{number + 1}/{len(left)} {outcome.status} {seconds:.1f} s {outcome.error:.1g} {case} {shown}",
-                flush=True,
-            )
+            place = f"{number + 1}/{len(left)}"
+            print(f"{place} {outcome.status} {seconds:.1f} s {outcome.error:.1g} {case} {shown}", flush=True)
             if options.out is not None:
                 row = {**dataclasses.asdict(outcome), "seconds": round(seconds, 1)}
                 with options.out.open("a") as file:

@@ -1,6 +1,4 @@
-"""A covering array of strength two: cases in which every pair of values of two options occurs. A greedy algorithm
-builds it.
-"""
+"""A covering array of strength two: cases that hold every pair of values of two options, by a greedy algorithm."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def covering_array(start: Iterable[Case] = ()) -> list[Case]:
         left.difference_update(pairs_of(case.by_axis))
     while left:
         tries = [complete(dict(rng.choice(sorted(left))), rng, left) for _ in range(8)]
-        best = max((values for values in tries if values is not None), key=lambda values: _gained(values, left))
+        best = max(filter(None, tries), key=lambda values: len(left & {*pairs_of(values)}))
         left.difference_update(pairs_of(best))
         case = case_of(best)
         cases[case.id] = case
@@ -113,14 +111,8 @@ def write_cases() -> list[Case]:
     return cases
 
 
-def _gained(values: Mapping[str, str], left: set[Pair]) -> int:
-    return sum(pair in left for pair in pairs_of(values))
-
-
 def refused_cases() -> list[tuple[Case, Exclusion]]:
-    """Return a few cases of each refused combination. Each holds no other excluded combination, and defaults
-    otherwise.
-    """
+    """Return a few cases of each refused combination. Each holds no other excluded one, and defaults otherwise."""
     cases = []
     for exclusion in EXCLUSIONS:
         if not exclusion.refused:

@@ -1,48 +1,21 @@
-"""The options of a pipeline that users combine, as data: their values, and combinations that are refused or
-meaningless.
-"""
+"""The options of a pipeline that users combine, as data: their values, and combinations that are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The values of each axis. The first one is the default, which a case's id omits. Names of values are unique over all
-# axes.
+# The values of each axis. The first one is the default, which a case's id omits. Names are unique over all axes.
 AXES: dict[str, tuple[str, ...]] = {
     "pipeline": (
-        "flux",
-        "klein",
-        "wan",
-        "wan22",
-        "ltx",
-        "cogvideox",
-        "sd3",
-        "mochi",
-        "qwen",
-        "hunyuan",
-        "pixart",
-        "unet",
+        *("flux", "klein", "wan", "wan22", "ltx", "cogvideox"),
+        *("sd3", "mochi", "qwen", "hunyuan", "pixart", "unet"),
     ),
     # Each value has sizes of mesh dims; "auto" omits mesh=.
     "mesh": (
-        "ulysses2",
-        "auto1",
-        "auto2",
-        "ring2",
-        "batch2",
-        "pipe2",
-        "tensor2",
-        "ring3",
-        "ulysses3",
-        "pipe3",
-        "ring4",
-        "ulysses4",
-        "ring2-ulysses2",
-        "batch2-ring2",
-        "batch2-pipe2",
-        "pipe2-ring2",
-        "ring2-tensor2",
+        *("ulysses2", "auto1", "auto2", "ring2", "batch2", "pipe2", "tensor2"),
+        *("ring3", "ulysses3", "pipe3", "ring4", "ulysses4"),
+        *("ring2-ulysses2", "batch2-ring2", "batch2-pipe2", "pipe2-ring2", "ring2-tensor2"),
     ),
     "guidance": ("plain", "cfg"),
     "prompts": ("prompt", "prompts"),
@@ -58,12 +31,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "lora": ("no-lora", "lora-before", "lora-after", "lora-fused", "lora-fused-after", "lora-unloaded"),
     "offload": (
         "no-offload",
-        "model-before",
-        "model-after",
-        "group-before",
-        "group-after",
-        "leaf-before",
-        "leaf-after",
+        *(f"{kind}-{when}" for kind in ("model", "group", "leaf") for when in ("before", "after")),
     ),
     "dtype": ("float32", "bfloat16"),
     "quantized": ("unquantized", "int8", "int8-late"),
@@ -91,9 +59,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Return the id of the case: pipeline, mesh and all values that are not the default, joined by ``+``, as
-        :func:`parse` reads it.
-        """
+        """Return the id that :func:`parse` reads: pipeline, mesh and values other than the default, joined by ``+``."""
         named = [
             value
             for (axis, values), value in zip(AXES.items(), self.values, strict=True)
@@ -182,13 +148,14 @@ def other(axis: str, *values: str) -> tuple[str, ...]:
 
 _CACHED = other("cache", "uncached")
 _COMPILED = other("compile", "eager")
+_WHOLE = ("whole", "in-place")
 _FUSED = other("pipefusion", "exact-stages")
 _STAGES = tuple(mesh for mesh in AXES["mesh"] if "pipe" in mesh)
 # All meshes except that of one process, which shards nothing.
 _RANKS = other("mesh", "auto1")
 _TENSOR = tuple(mesh for mesh in AXES["mesh"] if "tensor" in mesh)
 # Without mesh=, weights="tensor" makes a mesh with a dim "tensor" of two ranks.
-_TENSOR_OR_AUTO = (*_TENSOR, "auto2")
+_SPLIT = (*_TENSOR, "auto2")
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     # -- Combinations that mean nothing.
@@ -199,7 +166,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     # -- Combinations that fail without para_core too.
     Exclusion(
         "Dynamo does not trace the hooks of offload",
-        {"compile": ("whole", "in-place"), "offload": other("offload", "no-offload")},
+        {"compile": _WHOLE, "offload": other("offload", "no-offload")},
         False,
     ),
     Exclusion(
@@ -239,44 +206,33 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("text= of a UNet", {"pipeline": ("unet",), "text": other("text", "auto-text")}),
     Exclusion(
         "weights='tensor' of a model without a tensor plan",
-        {"pipeline": ("unet", "sd3", "pixart"), "weights": ("tensor",), "mesh": _TENSOR_OR_AUTO},
+        {"pipeline": ("unet", "sd3", "pixart"), "weights": ("tensor",), "mesh": _SPLIT},
     ),
     Exclusion(
         "weights='fsdp', quantized afterwards", {"weights": ("fsdp",), "mesh": _RANKS, "quantized": ("int8-late",)}
     ),
     Exclusion("weights='fsdp' of int8 weights", {"weights": ("fsdp",), "mesh": _RANKS, "quantized": ("int8",)}),
+    Exclusion("weights='tensor' of int8 weights", {"weights": ("tensor",), "mesh": _SPLIT, "quantized": ("int8",)}),
     Exclusion(
-        "weights='tensor' of int8 weights", {"weights": ("tensor",), "mesh": _TENSOR_OR_AUTO, "quantized": ("int8",)}
-    ),
-    Exclusion(
-        "weights='tensor' on a mesh without 'tensor'",
-        {"weights": ("tensor",), "mesh": other("mesh", *_TENSOR_OR_AUTO, "auto1")},
+        "weights='tensor' on a mesh without 'tensor'", {"weights": ("tensor",), "mesh": other("mesh", *_SPLIT, "auto1")}
     ),
     Exclusion(
         "a mesh with 'tensor', without weights='tensor'", {"weights": other("weights", "tensor"), "mesh": _TENSOR}
     ),
     Exclusion("weights='fsdp' with stages", {"weights": ("fsdp",), "mesh": _STAGES}),
     Exclusion("weights='fsdp' without sequence ranks", {"weights": ("fsdp",), "mesh": ("batch2",)}),
-    Exclusion("PipeFusion with tensor ranks", {"pipefusion": _FUSED, "weights": ("tensor",), "mesh": _TENSOR_OR_AUTO}),
+    Exclusion("PipeFusion with tensor ranks", {"pipefusion": _FUSED, "weights": ("tensor",), "mesh": _SPLIT}),
     Exclusion("PipeFusion with a cache", {"pipefusion": _FUSED, "cache": _CACHED}),
     Exclusion(
         "PipeFusion of a model that makes tokens of its input", {"pipefusion": _FUSED, "pipeline": ("sd3", "pixart")}
     ),
-    Exclusion(
-        "stages of a transformer that is compiled as a whole", {"mesh": _STAGES, "compile": ("whole", "in-place")}
-    ),
-    Exclusion(
-        "PipeFusion of a transformer that is compiled as a whole",
-        {"pipefusion": _FUSED, "compile": ("whole", "in-place")},
-    ),
+    Exclusion("stages of a transformer that is compiled as a whole", {"mesh": _STAGES, "compile": _WHOLE}),
+    Exclusion("PipeFusion of a transformer that is compiled as a whole", {"pipefusion": _FUSED, "compile": _WHOLE}),
     Exclusion(
         "a cache over sharded weights, compiled as a whole",
-        {"weights": ("tensor",), "mesh": _TENSOR_OR_AUTO, "cache": _CACHED, "compile": ("whole", "in-place")},
+        {"weights": ("tensor",), "mesh": _SPLIT, "cache": _CACHED, "compile": _WHOLE},
     ),
-    Exclusion(
-        "one graph over weights that FSDP2 shards",
-        {"weights": ("fsdp",), "mesh": _RANKS, "compile": ("whole", "in-place")},
-    ),
+    Exclusion("one graph over weights that FSDP2 shards", {"weights": ("fsdp",), "mesh": _RANKS, "compile": _WHOLE}),
     Exclusion(
         "a cache over stages of two kinds of blocks", {"mesh": _STAGES, "cache": _CACHED, "pipeline": ("klein",)}
     ),

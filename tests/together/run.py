@@ -17,13 +17,7 @@ from torch.utils._pytree import tree_map
 import para_core
 import para_core.adapters
 from para_core import PipeFusion
-from para_core.adapters import (
-    apply_cache_on_pipe,
-    cache_report,
-    parallelize_pipe,
-    remove_cache_from_pipe,
-    unparallelize_pipe,
-)
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
 from tests.rank_pool import RankPool, RankPoolError, heartbeat
 from tests.tiny import relative_error
 from tests.together import user
@@ -32,8 +26,7 @@ from tests.together.snapshot import differences, snapshot, tensors_of_ours
 
 # Several ranks sum in another order, which changes a step by 1e-7. The guidance scale and up to eight steps amplify it.
 FLOAT32_BOUND = 1e-4
-# In bfloat16 both outputs differ from float32 by rounding. Another order of sums may increase the error by up to this
-# factor.
+# In bfloat16 both outputs differ by rounding. Another order of sums may increase the error by up to this factor.
 BFLOAT16_FACTOR = 2.0
 # These options skip two of four steps, whatever the differences are.
 _HITS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
@@ -114,9 +107,7 @@ def _initial_latents(pipe: Any, case: Case) -> list[Any]:
 
 
 def _in_float32(pipe: Any, case: Case, drawn: list[Any]) -> list[Tensor]:
-    """Generate in float32 from the latents drawn in bfloat16, because a generator draws other numbers for another
-    dtype.
-    """
+    """Generate in float32 from latents drawn in bfloat16, because a generator draws other numbers by dtype."""
     left = iter(drawn)
 
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -165,7 +156,7 @@ def _cached(pipe: Any, case: Case) -> tuple[float, list[Tensor]]:
     for threshold in _thresholds(case):
         _apply_cache(pipe, case, threshold)
         outs = user.generate(pipe, case)
-        rows = cache_report(pipe).rows
+        rows = para_core.adapters.cache_report(pipe).rows
         hits = [row.hit for row in rows]
         margins = [abs(row.difference / threshold - 1) for row in rows if row.difference is not None]
         remove_cache_from_pipe(pipe)
@@ -199,9 +190,8 @@ def _mesh(case: Case) -> DeviceMesh | None:
     if sizes is None:
         return None
     # Keep the order of init_context_parallel_mesh: ranks of stages are furthest apart, tensor ranks are neighbours.
-    names = [
-        name for name in ("pipe", "batch", "ring", "ulysses", "tensor") if sizes[name] > 1 or name in MESH_DIMS[2:4]
-    ]
+    ordered = ("pipe", "batch", "ring", "ulysses", "tensor")
+    names = [name for name in ordered if sizes[name] > 1 or name in MESH_DIMS[2:4]]
     return init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
 
 
@@ -221,9 +211,7 @@ def _parallelize(pipe: Any, case: Case, mesh: DeviceMesh | None) -> None:
 
 
 def on_ranks(case: Case, threshold: float) -> dict[str, Any]:
-    """Generate in parallel, undo everything, and generate again. Return both outputs and the remains on the pipeline,
-    or the error.
-    """
+    """Generate in parallel, undo everything, and generate again. Return both outputs and what remains, or the error."""
     results: dict[str, Any] = {"stage": "building"}
     pipe = None
     with warnings.catch_warnings(action="ignore"):
@@ -345,15 +333,12 @@ def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcom
                 error = relative_error(out, alone.precise[call])
             if not error <= bound:
                 problems.append(f"rank {rank}, call {call}: off by {error:.3g}, bound {bound:.3g}")
-            if not _same_bits(out, results[0]["outs"][call]):
-                problems.append(
-                    f"rank {rank}, call {call}: other bits than rank 0, "
-                    f"{relative_error(out, results[0]['outs'][call]):.3g}"
-                )
+            first = results[0]["outs"][call]
+            if not _same_bits(out, first):
+                problems.append(f"rank {rank}, call {call}: other bits than rank 0, {relative_error(out, first):.3g}")
             if undone is not None and not _same_bits(undone[call], alone.plain[call]):
-                problems.append(
-                    f"rank {rank}, call {call}: after undo off by {relative_error(undone[call], alone.plain[call]):.3g}"
-                )
+                error = relative_error(undone[call], alone.plain[call])
+                problems.append(f"rank {rank}, call {call}: after undo off by {error:.3g}")
         if undone is not None:
             problems += [f"rank {rank} left: {left}" for left in differences(result["state"], alone.state)[:8]]
     return Outcome(case.id, "wrong" if problems else "exact", "\n".join(problems[:20]), largest)
@@ -374,24 +359,17 @@ def _judge_raised(case: Case, results: list[dict[str, Any]]) -> Outcome:
     for rank, result in enumerate(results):
         undoing = result.get("raised undoing")
         if undoing is not None and not undoing.clear:
-            return Outcome(
-                case.id,
-                "obscure",
-                f"rank {rank} raised undoing: {undoing.kind}: {undoing.message}\n{undoing.trace[-3000:]}",
-            )
+            what = f"{undoing.kind}: {undoing.message}\n{undoing.trace[-3000:]}"
+            return Outcome(case.id, "obscure", f"rank {rank} raised undoing: {what}")
     if not all(raised):
         first = next(error for error in raised if error is not None)
-        return Outcome(
-            case.id,
-            "wrong",
-            f"only ranks {[r for r, error in enumerate(raised) if error]} raised {first.kind}: {first.message}",
-        )
+        ranks = [rank for rank, error in enumerate(raised) if error]
+        return Outcome(case.id, "wrong", f"only ranks {ranks} raised {first.kind}: {first.message}")
     first = next((error for error in raised if error is not None and not error.clear), None)
     stage = results[0]["stage"]
     if first is not None:
-        return Outcome(
-            case.id, "obscure", f"{stage}: {first.kind} at {first.where}: {first.message[:1500]}\n{first.trace[-4000:]}"
-        )
+        what = f"{first.kind} at {first.where}: {first.message[:1500]}\n{first.trace[-4000:]}"
+        return Outcome(case.id, "obscure", f"{stage}: {what}")
     error = raised[0]
     assert error is not None
     return Outcome(case.id, "refused", f"{stage}: {error.kind} at {error.where}: {error.message}")

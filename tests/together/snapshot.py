@@ -1,6 +1,4 @@
-"""A description, in plain values, of everything that para_core may leave on a pipeline: classes, attributes, hooks,
-parameters, tensors.
-"""
+"""A description, in plain values, of all that para_core may leave on a pipeline: classes, hooks, tensors and more."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def snapshot(pipe: Any) -> dict[str, str]:
-    """Return a description of each attribute, by path. Two pipelines that were built and changed in the same way have
-    equal ones.
-    """
+    """Return a description of each attribute, by path. Pipelines built and changed in the same way have equal ones."""
     state = {"modes": str([*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()])}
     state.update(_object(pipe, "pipe"))
     for name, component in pipe.components.items():
@@ -100,15 +96,11 @@ def describe(tensor: Tensor) -> str:
 
 
 def tensors_of_ours(pipe: Any) -> list[str]:
-    """Return the attributes of the pipeline and of its components, modules excepted, that hold a tensor class of
-    para_core.
-    """
-    parts = {"pipe": pipe} | {
-        f"pipe.{name}": part for name, part in pipe.components.items() if not isinstance(part, nn.Module)
-    }
+    """Return the attributes of the pipeline and its components, modules excepted, that hold a class of para_core."""
+    parts = {f"pipe.{name}": part for name, part in pipe.components.items() if not isinstance(part, nn.Module)}
     return [
         f"{path}.{name} holds {kind}"
-        for path, part in parts.items()
+        for path, part in {"pipe": pipe, **parts}.items()
         for name, value in getattr(part, "__dict__", {}).items()
         for kind in sorted(_kinds(value))
         if kind.startswith("para_core") and name != RECORD

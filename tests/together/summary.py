@@ -37,9 +37,7 @@ def summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def excluded(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return each refused combination with its reason, the number of cases that were run, and the error of one of
-    them.
-    """
+    """Return each refused combination with its reason, the number of cases that ran, and the error of one of them."""
     entries: dict[str, dict[str, Any]] = {}
     for case, exclusion in refused_cases():
         row = rows.get(case.id)

@@ -1,6 +1,4 @@
-"""Combined options give the result of the unmodified pipeline, or are refused with a reason. ``python -m tests.together
-CASE`` runs one case.
-"""
+"""Combined options give the result of the unmodified pipeline, or are refused: ``python -m tests.together CASE``."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""Steps that a user takes with diffusers alone: build a tiny pipeline, change it (LoRA, offload, dtype, int8,
-compiling), call it.
-"""
+"""Steps that a user takes with diffusers alone: build a tiny pipeline, change it (LoRA, dtype, int8 …), call it."""
 
 from __future__ import annotations
 

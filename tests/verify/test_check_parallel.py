@@ -20,10 +20,7 @@ from para_core.instance.record import fill_slot
 from para_core.instance.slots import Slot
 from zoo.tiny.transformers.registry import MODELS
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")]
 
 
 class Block(nn.Module):
@@ -198,11 +195,7 @@ DIFFERENCES = {
     "random numbers": (lambda: pixels(make(change=lambda x: x + torch.randn_like(x))), "", "random numbers"),
     "an exception": (lambda: layers(Fails(5, ArithmeticError), tokens=11), "", "ArithmeticError: 5 tokens"),
     # It fails before attention, in which the first rank waits.
-    "an exception on the second rank": (
-        lambda: layers(Fails(6, IndexError), Model(), tokens=13, width=4),
-        "0",
-        "6 tokens",
-    ),
+    "an exception of the second": (lambda: layers(Fails(6, IndexError), Model(), tokens=13, width=4), "0", "6 tokens"),
     # No rank has more than six tokens.
     "an output that ranks lack": (
         lambda: pixels(make(result=lambda y: (y, y.mean(dim=1)) if y.shape[1] > 6 else (y,))),

@@ -58,9 +58,7 @@ METHODS = {
 
 
 def encoders(pipe):
-    return {
-        name: part for name, part in pipe.components.items() if name.startswith("text_encoder") and part is not None
-    }
+    return {name: x for name, x in pipe.components.items() if name.startswith("text_encoder") and x is not None}
 
 
 def add_lora(pipe):

@@ -202,11 +202,9 @@ def load(folder, weights, dtype):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("weights", "dtype"), [("fsdp", None), ("fsdp", torch.bfloat16), ("tensor", None), ("stages", None)]
-)
-def test_pipeline_loaded_in_parts_generates_the_same(rank_pool, folder, weights, dtype):
-    rank_pool.run(load, 2, folder, weights, dtype)
+@pytest.mark.parametrize("case", [("fsdp", None), ("fsdp", torch.bfloat16), ("tensor", None), ("stages", None)])
+def test_pipeline_loaded_in_parts_generates_the_same(rank_pool, folder, case):
+    rank_pool.run(load, 2, folder, *case)
 
 
 # -- Files that cannot be loaded.
@@ -258,16 +256,14 @@ def test_files_that_cannot_be_loaded_are_an_error_on_every_rank(rank_pool, folde
     rank_pool.run(load_broken, 2, folder, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("variant", "dtype"), [(None, torch.float32), ("fp16", torch.float16), ("bf16", torch.float32)]
-)
-def test_weights_are_mapped_in_the_dtype_of_their_variant(tmp_path, variant, dtype):
+@pytest.mark.parametrize(("name", "dtype"), [(None, torch.float32), ("fp16", torch.float16), ("bf16", torch.float32)])
+def test_weights_are_mapped_in_the_dtype_of_their_variant(tmp_path, name, dtype):
     part = tmp_path / "transformer"
     part.mkdir()
-    for name, count, kind in (("model", 1, torch.float32), ("model.fp16", 3, torch.float16)):
+    for model, count, kind in (("model", 1, torch.float32), ("model.fp16", 3, torch.float16)):
         for shard in range(count):
-            save_file({f"weight_{shard}": torch.ones(2, dtype=kind)}, part / f"{name}-{shard}-of-{count}.safetensors")
-    assert _dtypes_of(_files_in(tmp_path, variant))["transformer"] == dtype
+            save_file({f"weight_{shard}": torch.ones(2, dtype=kind)}, part / f"{model}-{shard}-of-{count}.safetensors")
+    assert _dtypes_of(_files_in(tmp_path, name))["transformer"] == dtype
 
 
 @pytest.mark.parametrize(

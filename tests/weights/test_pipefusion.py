@@ -76,10 +76,7 @@ def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **call):
         branch.append(name)
         return mock.MagicMock()
 
-    with (
-        mock.patch.object(pipe.transformer, "forward", transformer),
-        mock.patch.object(pipe.transformer, "cache_context", named),
-    ):
+    with mock.patch.multiple(pipe.transformer, forward=transformer, cache_context=named):
         return run(pipe, **call)
 
 
@@ -90,12 +87,10 @@ def fused(num_patches, warmup_steps=1, cooldown_steps=0, **call):
     return run(pipe, **call), pipefusion_report(pipe)
 
 
-@pytest.mark.parametrize(
-    ("num_patches", "warmup", "cooldown", "call"), [(5, 2, 3, {}), (3, 1, 0, GUIDED), (4, STEPS, 0, {})]
-)
-def test_one_process_equals_patches_by_hand(num_patches, warmup, cooldown, call):
-    output, report = fused(num_patches, warmup, cooldown, **call)
-    assert torch.equal(output, by_hand(num_patches, warmup, cooldown, **call))
+@pytest.mark.parametrize(("count", "warmup", "cooldown", "call"), [(5, 2, 3, {}), (3, 1, 0, GUIDED), (4, STEPS, 0, {})])
+def test_one_process_equals_patches_by_hand(count, warmup, cooldown, call):
+    output, report = fused(count, warmup, cooldown, **call)
+    assert torch.equal(output, by_hand(count, warmup, cooldown, **call))
     branches, whole = 2 if call else 1, warmup + cooldown
     assert (report.whole_calls, report.patched_calls) == (branches * whole, branches * (STEPS - whole))
     # Keys and values are 2 · L · B · (T + S) · D numbers of 4 bytes in each branch.
@@ -133,9 +128,7 @@ MODELS += ["qwen-image, editing", "qwen-image, controlnet", "wan, image"]
 
 
 # Stored keys of equal inputs are those of this step, so patches must give the output of the whole model.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in MODELS[:3] else pytest.mark.long) for name in MODELS]
-)
+@pytest.mark.parametrize("name", [*MODELS[:3], *(pytest.param(name, marks=pytest.mark.long) for name in MODELS[3:])])
 def test_patches_of_equal_inputs_are_exact(name):
     for output, expected in zip(predictions(name, PipeFusion(2)), predictions(name), strict=True):
         assert relative_error(output, expected) < 1e-5

@@ -77,10 +77,8 @@ def shard_heads(name, shape):
 
 def shard_by_diffusers(transformer, tensor):
     # diffusers shards on accelerators only, and the tests run on CPUs.
-    with (
-        mock.patch.object(tensor_parallel, "_SUPPORTED_TP_DEVICES", ("cpu",)),
-        mock.patch.object(torch.accelerator, "device_count", return_value=4),
-    ):
+    on_cpu = mock.patch.object(tensor_parallel, "_SUPPORTED_TP_DEVICES", ("cpu",))
+    with on_cpu, mock.patch.object(torch.accelerator, "device_count", return_value=4):
         transformer.enable_parallelism(config=TensorParallelConfig(mesh=tensor))
 
 

@@ -11,18 +11,10 @@ def rng(*seed):
     return np.random.default_rng(seed)
 
 
-def draw_image_scene(seed):
-    return images.training_scene(rng(2, seed))
-
-
-def draw_video_scene(seed):
-    return videos.random_scene(rng(2, seed), held_out=False)
-
-
 # The grammar, what draws its training scenes, the sizes of its attributes, and how many triples are held out.
 GRAMMARS = {
-    "images": (images, draw_image_scene, (8, 5, 9), range(45, 61)),
-    "videos": (videos, draw_video_scene, (8, 5, 8), range(40, 53)),
+    "images": (images, lambda seed: images.training_scene(rng(2, seed)), (8, 5, 9), range(45, 61)),
+    "videos": (videos, lambda seed: videos.random_scene(rng(2, seed), held_out=False), (8, 5, 8), range(40, 53)),
 }
 
 

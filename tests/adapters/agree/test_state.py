@@ -42,19 +42,13 @@ def change_one_bit_in_data(pipe):
 
 
 def hotswap(pipe):
-    weights = {
-        f"transformer.{name.replace('.style', '')}": torch.randn(weight.shape) for name, weight in loras(pipe).items()
-    }
+    weights = {f"transformer.{name.replace('.style', '')}": torch.randn(x.shape) for name, x in loras(pipe).items()}
     pipe.load_lora_weights(weights, adapter_name="style", hotswap=True)
 
 
 def scale_one_layer(pipe):
     layer, *_ = (module for module in pipe.transformer.modules() if hasattr(module, "scaling"))
     layer.scaling["style"] = torch.tensor(0.5)
-
-
-def change_version(pipe):
-    mock.patch.object(version, "version_and_sources", lambda: "0.0.1").start()
 
 
 # What rank 1 changes between two calls, and the name of the difference.
@@ -67,7 +61,7 @@ CHANGES = [
     (lambda pipe: pipe.transformer.to(torch.bfloat16), "dtype of pipe.transformer"),
     (lambda pipe: pipe.vae.to(torch.bfloat16), "dtype of pipe.vae"),
     (lambda pipe: pipe.scheduler.register_to_config(shift=2.0), r"pipe\.scheduler"),
-    (change_version, "version of para_core"),
+    (lambda _: mock.patch.object(version, "version_and_sources", lambda: "0.0.1").start(), "version of para_core"),
 ]
 
 
@@ -111,10 +105,7 @@ CALLBACKS = [
         lambda pipe, step, tensors: {"latents": tensors["latents"][:, :-1]},
         r"shape of latents: rank 0 .*\[1, 63, \d+\], rank 1 .*\[1, 62,",
     ),
-    (
-        lambda pipe, step, tensors: {"latents": tensors["latents"].double()},
-        "dtype of latents: rank 0 .*float32, rank 1 .*float64",
-    ),
+    (lambda pipe, step, x: {"latents": x["latents"].double()}, "dtype of latents: rank 0 .*float32, rank 1 .*float64"),
     (lambda pipe, step, tensors: change_one_bit_in_data(pipe), "LoRA of pipe.transformer, weights: rank 0 "),
     (lambda pipe, step, tensors: setattr(pipe, "_interrupt", True), "interrupt: rank 0 .*False, rank 1 .*True"),
     (raise_here, r"rank 1: .*callback .*KeyError: 'only here'"),

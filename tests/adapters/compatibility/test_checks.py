@@ -287,10 +287,6 @@ def compiled_blocks(pipe, mesh, **of_case):
     return of_pipe(pipe, compiled_in_place(pipe.transformer), mesh=mesh, **of_case)
 
 
-def guided_by(guider):
-    return changed(flux_pipe(), guider=guider)
-
-
 def drop(model):
     apply_layer_skip(model, LayerSkipConfig([1], dropout=0.5))
 
@@ -308,130 +304,97 @@ LUMINA = "^LuminaNextDiT2DModel .*processor .*" + SUPPORTED
 OTHER = r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', .*docs/new_model\.md.*" + SUPPORTED
 # Each check has cases that it refuses, and words of the message. A case of one model family names its transformer.
 CASES = {
-    "check_has_transformer": (lambda _: case(None, Parts(prior=nn.Linear(1, 1))), "^Parts .*transformer.*" + SUPPORTED),
-    "check_not_fsdp1": (lambda _: case(by_fsdp1(flux_transformer())), FSDP1),
-    "check_not_wrapped": (lambda _: case(nn.DataParallel(flux_transformer())), "DataParallel" + WRAPPED),
-    "check_not_wrapped, twice": (
-        lambda _: case(Engine(nn.DataParallel(flux_transformer()))),
-        f"Engine{WRAPPED}.module$",
-    ),
-    "check_no_tensor_ranks_of_unet": (
-        lambda mesh: case(unet(), component="unet", mesh=on_tensor_ranks(mesh)),
-        "'tensor'",
-    ),
-    "check_adapter_type": (
-        lambda _: case(flux_transformer(), flux_pipe(), adapter={}),
-        r"\{\}; .*Adapter, .*transformer=",
-    ),
-    "check_class_has_plan": (lambda _: case(lumina_next()), LUMINA),
-    "check_chained_blocks, HunyuanDiT2DModel": (
+    "has_transformer": (lambda _: case(None, Parts(prior=nn.Linear(1, 1))), "^Parts .*transformer.*" + SUPPORTED),
+    "not_fsdp1": (lambda _: case(by_fsdp1(flux_transformer())), FSDP1),
+    "not_wrapped": (lambda _: case(nn.DataParallel(flux_transformer())), "DataParallel" + WRAPPED),
+    "not_wrapped, twice": (lambda _: case(Engine(nn.DataParallel(flux_transformer()))), f"Engine{WRAPPED}.module$"),
+    "no_tensor_ranks_of_unet": (lambda mesh: case(unet(), component="unet", mesh=on_tensor_ranks(mesh)), "'tensor'"),
+    "adapter_type": (lambda _: case(flux_transformer(), flux_pipe(), adapter={}), r"\{\}; .*Adapter, .*transformer="),
+    "class_has_plan": (lambda _: case(lumina_next()), LUMINA),
+    "chained_blocks, HunyuanDiT2DModel": (
         lambda mesh: case(MODELS["hunyuandit"].build(), mesh=in_stages(mesh)),
         "weights='fsdp'",
     ),
-    "check_moved_weights": (lambda mesh: of_pipe(hooked_pipe(), mesh=in_stages(mesh)), r"pipe\.remove_all_hooks\(\)"),
-    "check_sharded_weights": (
-        lambda mesh: of_pipe(fsdp_pipe(), mesh=in_stages(mesh)),
-        "sharded, .*stage .*from_pretrained",
-    ),
-    "check_no_parallelism_of_diffusers": (lambda mesh: of_pipe(diffusers_pipe(), mesh=mesh), "enable_parallelism"),
-    "check_pipeline_of_model, SD3Transformer2DModel": (
+    "moved_weights": (lambda mesh: of_pipe(hooked_pipe(), mesh=in_stages(mesh)), r"pipe\.remove_all_hooks\(\)"),
+    "sharded_weights": (lambda mesh: of_pipe(fsdp_pipe(), mesh=in_stages(mesh)), "sharded, .*stage .*from_pretrained"),
+    "no_parallelism_of_diffusers": (lambda mesh: of_pipe(diffusers_pipe(), mesh=mesh), "enable_parallelism"),
+    "pipeline_of_model, SD3Transformer2DModel": (
         lambda mesh: of_pipe(stable_diffusion_3(PAG), mesh=mesh),
         f"{PAG} .*perturbed ",
     ),
-    "check_replaced_attention": (
+    "replaced_attention": (
         lambda mesh: case(flux_transformer(), flux_pipe(), mesh=mesh),
         r"replaced by tests\.adapters\.compatibility\.test_checks\.other_attention.* 2 ranks.*attn_func=",
     ),
-    "check_compiled_stages": (lambda mesh: compiled_blocks(staged_pipe(mesh), in_stages(mesh)), "compiled" + BLOCKS),
-    "check_compiled_pipefusion": (
+    "compiled_stages": (lambda mesh: compiled_blocks(staged_pipe(mesh), in_stages(mesh)), "compiled" + BLOCKS),
+    "compiled_pipefusion": (
         lambda mesh: compiled_blocks(fused_pipe(), mesh, applied=mesh.sequence),
         "PipeFusion" + BLOCKS,
     ),
-    "check_fullgraph_of_shards": (
+    "fullgraph_of_shards": (
         lambda mesh: of_pipe(fsdp_pipe(), compiled={"fullgraph": True}, mesh=mesh),
         r"fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
     ),
-    "check_compiled_weights_of_diffusers": (
-        lambda mesh: of_pipe(pipe_with(compiled_gguf), mesh=mesh),
-        "GGUF .*dequantize",
-    ),
-    "check_late_quantization": (quantized_late, r"^transformer_blocks\.0\.attn\.to_q\.weight .*Int8Tensor "),
-    "check_tensor_ranks": (
+    "compiled_weights_of_diffusers": (lambda mesh: of_pipe(pipe_with(compiled_gguf), mesh=mesh), "GGUF .*dequantize"),
+    "late_quantization": (quantized_late, r"^transformer_blocks\.0\.attn\.to_q\.weight .*Int8Tensor "),
+    "tensor_ranks": (
         lambda mesh: of_pipe(flux_pipe(), mesh=on_tensor_ranks(mesh), applied=mesh_of_plan(flux_transformer())),
         r"^pipe\.transformer .*heads .*no ranks, .*'tensor' .*\[0, 1\]",
     ),
-    "check_model_not_replaced": (
-        lambda mesh: of_pipe(flux_pipe(), flux_transformer(), mesh=mesh),
-        "another .*parallelized",
-    ),
-    "check_mesh_not_replaced": (
-        lambda mesh: of_pipe(flux_pipe(), mesh=mesh, applied=mesh.sequence),
-        "mesh, .*unparallel",
-    ),
-    "check_unet_not_compiled": (lambda mesh: case(compiled_in_place(unet()), mesh=mesh), "^unet .*compiled"),
-    "check_no_freeu": (lambda mesh: case(unet_with_freeu(), mesh=mesh), r"^unet .*FreeU.* pipe\.disable_freeu\(\)"),
-    "check_attention_is_seen": (
-        lambda mesh: of_pipe(second_backend("flash_hub"), mesh=mesh),
-        "'flash_hub' .*" + BACKEND,
-    ),
-    "check_one_attention_backend": (
+    "model_not_replaced": (lambda mesh: of_pipe(flux_pipe(), flux_transformer(), mesh=mesh), "another .*parallelized"),
+    "mesh_not_replaced": (lambda mesh: of_pipe(flux_pipe(), mesh=mesh, applied=mesh.sequence), "mesh, .*unparallel"),
+    "unet_not_compiled": (lambda mesh: case(compiled_in_place(unet()), mesh=mesh), "^unet .*compiled"),
+    "no_freeu": (lambda mesh: case(unet_with_freeu(), mesh=mesh), r"^unet .*FreeU.* pipe\.disable_freeu\(\)"),
+    "attention_is_seen": (lambda mesh: of_pipe(second_backend("flash_hub"), mesh=mesh), "'flash_hub' .*" + BACKEND),
+    "one_attention_backend": (
         lambda mesh: of_pipe(second_backend("flash"), mesh=mesh),
         r"'flash' .*'transformer_blocks\.1\.attn' .*'native'" + BACKEND,
     ),
-    "check_attention_named_once": (
+    "attention_named_once": (
         lambda mesh: of_pipe(named_twice(mesh), mesh=mesh, applied=mesh.sequence),
         "'flash' .*backend='math'" + BACKEND,
     ),
-    "check_no_cache_of_diffusers": (
-        lambda mesh: of_pipe(pipe_with(cache), mesh=mesh),
-        r"Config\), .*disable_cache\(\)",
+    "no_cache_of_diffusers": (lambda mesh: of_pipe(pipe_with(cache), mesh=mesh), r"Config\), .*disable_cache\(\)"),
+    "hooks_of_diffusers": (lambda mesh: of_pipe(pipe_with(drop), mesh=mesh), r"diffusers.* \w+ at '.*': .*drops"),
+    "guider": (
+        lambda mesh: of_pipe(changed(flux_pipe(), guider=BLUR), mesh=mesh),
+        r"^pipe\.guider .*Guidance: .*blurs",
     ),
-    "check_hooks_of_diffusers": (lambda mesh: of_pipe(pipe_with(drop), mesh=mesh), r"diffusers.* \w+ at '.*': .*drops"),
-    "check_guider": (lambda mesh: of_pipe(guided_by(BLUR), mesh=mesh), r"^pipe\.guider .*Guidance: .*blurs"),
-    "check_cache_has_transformer": (
-        lambda _: case(None, Parts(prior=nn.Linear(1, 1))),
-        "^Parts .*cached.* transformer",
-    ),
-    "check_cache_not_on_unet": (lambda _: case(unet()), "^UNet2DConditionModel .*First Block Cache"),
-    "check_blocks_can_be_skipped": (lambda _: case(OtherModel(), adapter=UNCACHED), "^OtherModel .*cached: .* keys"),
-    "check_blocks_are_described": (lambda _: case(OtherModel()), r"^OtherModel .*cached.* blocks .*adapter=Adapter\("),
-    "check_no_second_cache": (
-        lambda _: of_pipe(pipe_with(apply_cache_on_transformer)),
-        r"remove_cache\(pipe\.transformer\)",
-    ),
-    "check_has_scheduler": (
-        lambda _: of_pipe(changed(flux_pipe(), scheduler=None), options=LAST),
-        "^always.*scheduler, ",
-    ),
-    "check_cached_graph_of_shards": (cached_fsdp, r"compiled .*\(weights='fsdp'\)" + BLOCKS),
-    "check_cache_under_pipefusion": (
+    "cache_has_transformer": (lambda _: case(None, Parts(prior=nn.Linear(1, 1))), "^Parts .*cached.* transformer"),
+    "cache_not_on_unet": (lambda _: case(unet()), "^UNet2DConditionModel .*First Block Cache"),
+    "blocks_can_be_skipped": (lambda _: case(OtherModel(), adapter=UNCACHED), "^OtherModel .*cached: .* keys"),
+    "blocks_are_described": (lambda _: case(OtherModel()), r"^OtherModel .*cached.* blocks .*adapter=Adapter\("),
+    "no_second_cache": (lambda _: of_pipe(pipe_with(apply_cache_on_transformer)), r"remove_cache\(pipe\.transformer\)"),
+    "has_scheduler": (lambda _: of_pipe(changed(flux_pipe(), scheduler=None), options=LAST), "^always.*scheduler, "),
+    "cached_graph_of_shards": (cached_fsdp, r"compiled .*\(weights='fsdp'\)" + BLOCKS),
+    "cache_under_pipefusion": (
         lambda _: of_pipe(fused_pipe(), options=CACHE),
         r"PipeFusion .*remove_cache_from_pipe\(",
     ),
-    "check_cache_on_stages": (lambda mesh: of_pipe(staged_pipe(mesh), options=OF_INPUT), "stages, .*cached.* rule "),
-    "check_cache_on_stages, own adapter": (
+    "cache_on_stages": (lambda mesh: of_pipe(staged_pipe(mesh), options=OF_INPUT), "stages, .*cached.* rule "),
+    "cache_on_stages, own adapter": (
         lambda mesh: of_pipe(staged_pipe(mesh, with_two_groups()), options=OF_INPUT),
         "stages, .*cached.* two block groups",
     ),
-    "check_shards_in_sequence": (lambda _: of_pipe(fsdp_pipe(), options=CACHE), r"weights .*2 ranks, .* 1\W.*cache"),
-    "check_cached_graph_of_tensors": (
+    "shards_in_sequence": (lambda _: of_pipe(fsdp_pipe(), options=CACHE), r"weights .*2 ranks, .* 1\W.*cache"),
+    "cached_graph_of_tensors": (
         lambda mesh: of_pipe(tensor_pipe(), compiled={}, mesh=mesh, options=CACHE),
         r"^pipe\.transformer .*compiled .*\(weights='tensor'\)" + BLOCKS,
     ),
-    "check_cached_model_not_replaced": (lambda _: of_pipe(flux_pipe(), flux_transformer()), "another .*cache"),
-    "check_one_device": (lambda _: of_pipe(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1})), BALANCED),
-    "check_one_device, of the model": (
+    "cached_model_not_replaced": (lambda _: of_pipe(flux_pipe(), flux_transformer()), "another .*cache"),
+    "one_device": (lambda _: of_pipe(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1})), BALANCED),
+    "one_device, of the model": (
         lambda _: of_pipe(pipe_with(lambda model: changed(model, hf_device_map={"a": 0, "b": 1}))),
         BALANCED,
     ),
-    "check_unmoved_weights": (lambda _: of_pipe(pipe_with(with_hook)), r"accelerate, .*pipe\.remove_all_hooks\(\)"),
+    "unmoved_weights": (lambda _: of_pipe(pipe_with(with_hook)), r"accelerate, .*pipe\.remove_all_hooks\(\)"),
 }
 
 
 def all_checks():
-    """Return each check with the first phase that runs it, by name."""
+    """Return each check with the first phase that runs it, by its name without ``check_``."""
     found = [(check, phase) for phase in PHASES.values() for check in checks_of(phase)]
-    return {check.__name__: (check, phase) for check, phase in reversed(found)}
+    return {check.__name__.removeprefix("check_"): (check, phase) for check, phase in reversed(found)}
 
 
 @pytest.mark.parametrize("name", [*CASES, *sorted(all_checks().keys() - {name.partition(",")[0] for name in CASES})])
@@ -439,7 +402,7 @@ def test_each_check_has_a_case(name):
     check, phase = all_checks()[name.partition(",")[0]]
     make, message = CASES[name]
     # Only this check reads torch's function.
-    attention = other_attention if name == "check_replaced_attention" else F.scaled_dot_product_attention
+    attention = other_attention if name == "replaced_attention" else F.scaled_dot_product_attention
     with fake_group(2), mock.patch.object(F, "scaled_dot_product_attention", attention):
         model, mesh, options = make(guided_mesh(cpu_mesh(1, 2)))
         with pytest.raises(getattr(builtins, errors_of(check)[0]), match=message) as caught:

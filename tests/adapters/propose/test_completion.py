@@ -33,9 +33,8 @@ def test_samples_that_differ_by_rounding_do_not_depend_on_each_other():
 
 @pytest.mark.parametrize("samples", [1, 0, -2])
 def test_answer_of_too_few_samples_gives_a_question(samples):
-    proposal = completion.complete_proposal(
-        Proposal("a", PLAN, error=0.0), CHECK, {"samples": samples, "CachedBlocks": None}, None
-    )
+    answers = {"samples": samples, "CachedBlocks": None}
+    proposal = completion.complete_proposal(Proposal("a", PLAN, error=0.0), CHECK, answers, None)
     assert proposal.plan == PLAN
     assert proposal.questions[0].startswith(f"samples: the number of samples is {samples};")
 

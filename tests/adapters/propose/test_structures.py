@@ -20,16 +20,7 @@ from para_core.plans import plan as rules
 from para_core.plans.apply import apply_plan
 from para_core.plans.plan import CumulativeLengths, FirstTokens, Gather, Replicate, Split, SplitMask
 from tests.adapters.propose import models
-from tests.adapters.propose.models import (
-    FRAMES,
-    OfFrames,
-    frames_of,
-    image,
-    images_of,
-    painter,
-    painter_inputs,
-    tokens_of,
-)
+from tests.adapters.propose.models import OfFrames, frames_of, image, images_of, painter, painter_inputs, tokens_of
 from tests.outside.inputs import build, inputs_of
 from tests.outside.official import DiT, MMDiTX
 from tests.outside.others import VisionTransformer
@@ -78,7 +69,7 @@ EXACT = {
         images_of(7),
         {"blocks.*": {"cu_seqlens": CumulativeLengths("image")}, "merger": {"x": Gather(-2, "image")}},
     ),
-    "frames": (OfFrames, (frames_of(5), frames_of(7)), frames_of(5, 2, 5), FRAMES.inner),
+    "frames": (OfFrames, (frames_of(5), frames_of(7)), frames_of(5, 2, 5), models.FRAMES.inner),
 }
 # Inputs with fewer frames than ranks, or of which a rank has a single token.
 FEW = {"frames": frames_of(2), "table of last tokens": tokens_of(4)}
@@ -112,7 +103,7 @@ def test_plan_of_a_structure_is_exact(what):
         assert proposal.blocks.groups[0].lists == ("blocks",)
         assert proposal.blocks.groups[0].chained
     if what == "frames":
-        assert proposal.plan == FRAMES
+        assert proposal.plan == models.FRAMES
     if what == "cumulative lengths":
         several = check_parallel(model, plan=proposal.plan, ranks=2, **images_of(4, 3))
         assert all("ValueError" in case.failure and "cu_seqlens" in case.failure for case in several.cases)
