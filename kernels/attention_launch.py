@@ -1,6 +1,8 @@
 """The launch of the attention kernel, and the operators that launch it.
 
-The kernel itself is in :mod:`para_core.kernels.attention_kernel`.
+The kernel itself is in :mod:`para_core.kernels.attention_kernel`. This module also validates the tensors of a call
+(:func:`check_tensors`), splits head dims into the blocks that the kernel reads (:func:`split_head_dim`) and finds the
+unit of its strides (:func:`stride_unit`).
 
 :mod:`para_core.kernels.attention` and :mod:`para_core.kernels.attention_int8` register an operator each, and
 launch the kernel in it; block sizes come from :mod:`para_core.kernels.attention_configs`. Tests:
@@ -52,8 +54,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
             f"head dims are {query.shape[-1]} and {value.shape[-1]}; expected at most {LARGEST_HEAD_DIM}. "
             "scaled_dot_product_attention has no limit."
         )
+    batch, heads, num_queries, _ = query.shape
     if (
-        query.shape[1] % max(1, key.shape[1])
+        key.shape[0] != batch
+        or heads % max(1, key.shape[1])
+        or (heads > 0 and key.shape[1] == 0)
         or query.shape[-1] != key.shape[-1]
         or key.shape[:3] != value.shape[:3]
     ):
@@ -61,12 +66,22 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
             f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; expected "
             "[B, H, S_q, D], [B, H_kv, S_k, D] and [B, H_kv, S_k, D_v] with H a multiple of H_kv."
         )
-    if mask is not None and mask.ndim != 4:
-        raise ValueError(f"mask is {list(mask.shape)}; expected 4 dims, broadcastable to [B, H, S_q, S_k].")
-    if mask is not None and mask.dtype == torch.int32 and mask.shape[3] != -(-key.shape[2] // 32):
+    if mask is None:
+        return
+    num_keys = key.shape[2]
+    sizes = [(1, batch), (1, heads), (1, num_queries), (1, num_keys)]
+    if mask.dtype == torch.int32:
+        # Bits of keys in words, whose number is compared below.
+        sizes = sizes[:3]
+    if mask.ndim != 4 or any(size not in allowed for size, allowed in zip(mask.shape, sizes, strict=False)):
         raise ValueError(
-            f"mask is {list(mask.shape)} in int32, bits of keys, for {key.shape[2]} keys; expected "
-            f"{-(-key.shape[2] // 32)} words per row, as from pack_bits."
+            f"mask is {list(mask.shape)}; expected 4 dims, broadcastable to [B, H, S_q, S_k] = "
+            f"{[batch, heads, num_queries, num_keys]}."
+        )
+    if mask.dtype == torch.int32 and mask.shape[3] != -(-num_keys // 32):
+        raise ValueError(
+            f"mask is {list(mask.shape)} in int32, bits of keys, for {num_keys} keys; expected "
+            f"{-(-num_keys // 32)} words per row, as from pack_bits."
         )
 
 
@@ -98,6 +113,9 @@ def launch_kernel(
     mask = _readable(mask)
     d, d_rest = split_head_dim(head_dim, least=least_block)
     v, v_rest = split_head_dim(value.shape[-1])
+    # Config.split_values says why some GPUs need two blocks of values. Values that are two blocks already
+    # (v_rest > 0) stay so: the kernel reads no third one, and the first is then at most 128 wide, the block_m of
+    # those GPUs.
     if config.split_values and v > config.block_m and v_rest == 0:
         v = v_rest = v // 2
     # Without an earlier result the kernel reads none, so its strides may be any.
@@ -111,6 +129,8 @@ def launch_kernel(
         step_ranges, num_ranges = _strides(key_ranges)[0], key_ranges.shape[1]
     grid = (triton.cdiv(num_queries, config.block_m) * heads * batch,)
     with torch.cuda.device_of(query):
+        # Tensors, strides and numbers are passed by position, in the order of the signature in attention_kernel.py:
+        # whoever changes one must change the other. Names would cost time in each launch.
         attention_kernel[grid](
             query, key, value, mask, key_ranges, out_so_far, lse_so_far, key_scales, key_mean, out, lse,
             *steps_q, *steps_k, *steps_v, *steps_mask, step_ranges, *steps_s, *steps_o,

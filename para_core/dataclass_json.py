@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -77,7 +78,11 @@ def _read_value(annotation: Any, value: Any) -> Any:
     """
     if value is None:
         return None
-    for member in get_args(annotation) or (annotation,):
+    members = (annotation,)
+    # The arguments of other generics are what a value contains, such as those of a list.
+    if get_origin(annotation) in (Union, UnionType):
+        members = get_args(annotation)
+    for member in members:
         if member is torch.dtype:
             return _read_dtype(value)
         if is_dataclass(member):

@@ -137,7 +137,10 @@ class Declaration:
     def _expected_by_type(self) -> list[str]:
         nouns = {bool: "True or False", int: "an integer", float: "a number"}
         names = [repr(choice) for choice in self.choices]
-        return [*names, *[nouns.get(kind, f"a {kind.__name__}") for kind in self.classes]]
+        expected = [*names, *[nouns.get(kind, f"a {kind.__name__}") for kind in self.classes]]
+        if self.takes_functions:
+            expected.append("a function")
+        return expected
 
     def accepts(self, value: Any) -> bool:
         """Whether the type of the option has ``value``. Limits of numbers are not considered."""
@@ -183,6 +186,9 @@ def declarations(options: type[Any]) -> tuple[Declaration, ...]:
     """Return the options that the dataclass ``options`` declares, sorted by :attr:`Option.order`.
 
     Fields without an :class:`Option` are left out.
+
+    Raises:
+        TypeError: A field with an :class:`Option` has a ``default_factory``.
     """
     declared: tuple[Declaration, ...] = _declarations(options)  # type: ignore[arg-type]
     return declared
@@ -203,6 +209,11 @@ def _declarations(options: Any) -> tuple[Declaration, ...]:
             members = get_args(kind)
         for option in notes:
             if isinstance(option, Option):
+                if field.default_factory is not MISSING:
+                    raise TypeError(
+                        f"{options.__name__}.{field.name} has a default_factory; expected a default, which signatures "
+                        "and tables show."
+                    )
                 others = tuple(member for member in members if member is not types.NoneType)
                 declared.append(
                     Declaration(field.name, others, len(others) < len(members), field.default, option)

@@ -80,6 +80,7 @@ class Record:
     share: Share | None
     inner: Record | None
     dtype: torch.dtype | None = None
+    others: list[torch.dtype] | None = None
 
 
 RECORD = Record('a "name"\n', Share(0.5, 7), Record("", Share(0.1, 1), None, torch.bfloat16))
@@ -93,11 +94,12 @@ def test_value_is_read_again_and_other_texts_are_refused():
     for value in (Share(1 / 3, 7), Record("", None, None), RECORD):
         assert from_json(type(value), to_json(value)) == value
         assert from_json(type(value), json.dumps(json.loads(to_json(value)))) == value
+    assert from_json(Record, to_json(Record("", None, None, None, [torch.half]))).others == ["float16"]
     for text in (*OTHERS, '{"share": 0.5, "window": 3, "other": 1}'):
         with pytest.raises(ValueError):
             from_json(Share, text)
     for name in OTHER_DTYPES:
-        text = json.dumps({"name": "a", "share": None, "inner": None, "dtype": name})
+        text = json.dumps({"name": "a", "share": None, "inner": None, "dtype": name, "others": None})
         with pytest.raises(ValueError, match="is no dtype"):
             from_json(Record, text)
     assert to_json(KeptKeys(1)) == to_json(KeptKeys(1.0))

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -25,6 +25,7 @@ class Example(Base):
     exact: Annotated[bool, Option(40)] = True
     compute: Annotated[Callable[..., Any] | None, Option(50, expected="a function")] = None
     rule: Annotated[Literal["mean"] | Base, Option(60)] = "mean"
+    call: Annotated[Callable[..., Any], Option(65)] = print
     free: Annotated[int, Option(70, is_checked=False)] = 0
     undeclared: int = 0
 
@@ -49,6 +50,7 @@ def test_values_of_the_type_are_accepted():
         ({"share": -1}, ValueError, "share is -1; expected at least 0.0."),
         ({"exact": 1}, TypeError, "exact is 1; expected True or False."),
         ({"compute": 5}, TypeError, "compute is 5; expected a function, or None."),
+        ({"call": 5}, TypeError, "call is 5; expected a function."),
         ({"rule": "median"}, ValueError, "rule is 'median'; expected 'mean' or a Base."),
         ({"rule": 5}, TypeError, "rule is 5; expected 'mean' or a Base."),
     ],
@@ -72,7 +74,7 @@ def run(pipe, options):
     return pipe, options
 
 
-NAMES = ["steps", "share", "place", "exact", "compute", "rule", "free"]
+NAMES = ["steps", "share", "place", "exact", "compute", "rule", "call", "free"]
 
 
 def test_names_are_sorted_by_number_and_listed_without_quotes():
@@ -86,6 +88,9 @@ def test_names_are_sorted_by_number_and_listed_without_quotes():
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             check_values(Example(**values))
+    made = make_dataclass("Made", [("steps", Annotated[list, Option(10)], field(default_factory=list))])
+    with pytest.raises(TypeError, match=r"Made\.steps has a default_factory"):
+        declarations(made)
 
 
 def test_fields_are_the_keyword_arguments_of_a_function():

@@ -43,13 +43,16 @@ from para_core.foreign_errors import is_closed_connection
 from para_core.torch_internals import DisableTransforms
 
 MOST_NUMBERS = 3
-# A header contains a digest, the length of the record, and the numbers.
-_HEADER = struct.Struct(f"<16sq{MOST_NUMBERS}q")
+# A header contains a digest and the length of the record, and then the numbers.
+_START = struct.Struct("<16sq")
+_NUMBERS = struct.Struct(f"<{MOST_NUMBERS}q")
+_HEADER = struct.Struct(f"{_START.format}{MOST_NUMBERS}q")
 _LENGTH = struct.Struct("<q")
 
 Ranks = SequenceMesh | GuidedMesh | HostGroups
 
-# The exceptions that keep their type on the other ranks. Others become a RuntimeError.
+# The exceptions that keep their type on the other ranks. Others become a ValueError in agree() and exchange(), which
+# take the errors of invalid input, and a RuntimeError in together(), whose step may fail for any reason.
 _KINDS = (TypeError, ValueError, ImportError, RuntimeError)
 # An exception that was raised on all ranks of a mesh has an attribute of this name, which lists the mesh's
 # process groups, so that an outer together() over the same ranks does not exchange it again.
@@ -80,9 +83,19 @@ def agree(
     Raises:
         ValueError: The records of two ranks differ.
         TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one,
-            with the index of that rank in the mesh in its message. Other types become a ValueError.
+            with the index of that rank in the mesh in its message. Other types become a ValueError, as do numbers
+            that do not fit into a header.
         Unanswered: A rank did not make the call within the timeout, or has ended.
     """
+    packed_numbers = bytes(_NUMBERS.size)
+    try:
+        packed_numbers = _NUMBERS.pack(*numbers, *[0] * (MOST_NUMBERS - len(numbers)))
+    except struct.error as error:
+        # Raised here, it would leave the other ranks waiting.
+        if not isinstance(record, Exception):
+            record = ValueError(
+                f"the numbers of this rank are {list(numbers)}; expected at most {MOST_NUMBERS} of 64 bits: {error}."
+            )
     failed = isinstance(record, Exception)
     if isinstance(record, Exception):
         record = _record_of_error(record)
@@ -91,8 +104,7 @@ def agree(
     length = len(record.encoded)
     if failed:
         length = -length
-    padding = [0] * (MOST_NUMBERS - len(numbers))
-    header = _HEADER.pack(record.digest, length, *numbers, *padding)
+    header = _START.pack(record.digest, length) + packed_numbers
     lengths, digests, numbers_of_ranks = [], set(), []
     for digest, length_of_rank, *numbers_of_rank in _HEADER.iter_unpack(
         _all_gather_rows(header, ranks, call)
@@ -110,6 +122,8 @@ def agree(
         if any(record_of_rank != records[0] for record_of_rank in records):
             raise ValueError(explain(records))
     except _KINDS as error:
+        # All ranks raise here. Unanswered, a RuntimeError, would be marked too, but comes from exchanges alone,
+        # none of which is inside this try.
         setattr(error, _RAISED_ON, _groups_of(ranks))
         raise
     return numbers_of_ranks
@@ -127,6 +141,9 @@ def together(ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this c
     exception that an inner context has raised on all ranks is not exchanged again. If a rank fails before it
     enters an inner context, its exchange at the end of the outer context meets the exchange with which the
     other ranks end the inner one. ``call`` names the user's call for the log if ranks are late.
+
+    An exception that is no ``Exception``, such as ``KeyboardInterrupt``, ends the context without an exchange:
+    the other ranks wait for this one until the timeout.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: That of the rank that failed. Other types become a
@@ -217,6 +234,9 @@ def _all_gather_data(data: bytes, lengths: list[int], ranks: Ranks) -> list[byte
 def _all_gather_rows(row: bytes, ranks: Ranks, call: str = "this call") -> bytes:
     """Return the concatenation of ``row`` from all ranks, in their order. All rows have the same length.
     Collective.
+
+    The order is that of the mesh only because ``ranks.dims`` has the innermost dim first: each dim concatenates
+    what the dims before it have gathered.
     """
     by_dim = None
     if isinstance(ranks, HostGroups):

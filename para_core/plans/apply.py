@@ -18,7 +18,7 @@ from para_core.attention.local import AttnFunc
 from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance.modules import submodules_of
-from para_core.instance.record import empty_slots, fill_slot
+from para_core.instance.record import empty_slots, fill_slot, restore_on_failure
 from para_core.instance.slots import Slot
 from para_core.option_values import Backend
 from para_core.plans.plan import Plan
@@ -42,7 +42,7 @@ def apply_plan(
     written_for: type | None = None,
 ) -> None:
     """Change ``module`` in place so that its calls run over ``mesh``, with sharded inputs, attention over all
-    ranks and gathered outputs. A plan that was applied before is replaced.
+    ranks and gathered outputs. A plan that was applied before is replaced; it stays if this call raises.
 
     On a mesh of one rank nothing is applied, unless ``options.backend``, ``attn_func``, ``cross_backend`` or
     ``on_one_rank`` is given, or ``batch`` splits samples. Inside
@@ -66,36 +66,54 @@ def apply_plan(
     Raises:
         ValueError: The plan names a module that does not exist.
     """
-    remove_plan(module)
-    if not isinstance(plan, Plan):
-        plan = convert_published_plan(plan)
-    options = options or AttnOptions()
-    region = Region(
-        module,
-        plan,
-        mesh,
-        batch,
-        agree_on_inputs,
-        options,
-        attn_func,
-        cross_backend,
-        call_context,
-        written_for,
-    )
-    is_default_attention = options.backend is None and cross_backend is None and attn_func is None
-    if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:
-        return
-    region.attach(module)
-    region.check_new_code(module)
-    fill_slot(module, Slot.PLAN, {CALL_WITH_HOOKS: region.run, "__call__": region.call_outer}, owner=region)
+    earlier = region_of(module)
+    earlier_stays: AbstractContextManager[None] = nullcontext()
+    if earlier is not None:
+        earlier_stays = restore_on_failure(submodules_of(module))
+    with earlier_stays:
+        if earlier is not None:
+            _detach(module, earlier)
+        if not isinstance(plan, Plan):
+            plan = convert_published_plan(plan)
+        options = options or AttnOptions()
+        region = Region(
+            module,
+            plan,
+            mesh,
+            batch,
+            agree_on_inputs,
+            options,
+            attn_func,
+            cross_backend,
+            call_context,
+            written_for,
+        )
+        is_default_attention = options.backend is None and cross_backend is None and attn_func is None
+        if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:
+            return
+        try:
+            region.attach(module)
+            region.check_new_code(module)
+        except BaseException:
+            # The slot of the module is still empty, so remove_plan() would not find these hooks.
+            _detach(module, region)
+            raise
+        fill_slot(
+            module, Slot.PLAN, {CALL_WITH_HOOKS: region.run, "__call__": region.call_outer}, owner=region
+        )
 
 
 def remove_plan(module: nn.Module) -> None:
     """Undo :func:`apply_plan`. Does nothing if no plan is applied."""
     region = region_of(module)
     if region is not None:
-        # A graph may have left this rank's number of heads in the attribute: see Region.heads.
-        for submodule, (attribute, heads) in region.heads.items():
-            setattr(submodule, attribute, heads)
-        region.check.release()
-        empty_slots([*submodules_of(module), *region.submodules.values()], Slot.PLAN)
+        _detach(module, region)
+
+
+def _detach(module: nn.Module, region: Region) -> None:
+    """Empty the slots that ``region`` has filled in ``module``, and restore the attributes that it has set."""
+    # A graph may have left this rank's number of heads in the attribute: see Region.heads.
+    for submodule, (attribute, heads) in region.heads.items():
+        setattr(submodule, attribute, heads)
+    region.check.release()
+    empty_slots([*submodules_of(module), *region.submodules.values()], Slot.PLAN)

@@ -75,6 +75,11 @@ DISAGREEMENTS = {
     ),
     "all ranks": (lambda mesh, rank: agree(RuntimeError(f"no {rank}"), mesh), "RuntimeError: mesh rank 0: no 0$"),
     "all ranks alike": (lambda mesh, rank: agree(ValueError("no"), mesh), "ValueError: mesh rank 0: no$"),
+    "a long number": (
+        lambda mesh, rank: agree(ALIKE, mesh, (2**63 if rank == 1 else 0,)),
+        r"ValueError: mesh rank 1: .*\[9223372036854775808\].* 64 bits",
+    ),
+    "many numbers": (lambda mesh, rank: agree(ALIKE, mesh, [rank] * 4), r"ValueError: mesh rank 0: .*at most 3 "),
     "exchange": (
         lambda mesh, rank: exchange(ImportError("bad") if rank == 2 else {"error": None}, mesh),
         "ImportError: mesh rank 2: bad$",

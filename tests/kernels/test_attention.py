@@ -196,10 +196,14 @@ FIVE = make(5, 5)
 REFUSED = {
     "head dim": (ValueError, r"head dims .*264 .*264; .*256", make(5, 6, 264), None),
     "heads": (ValueError, r"\[2, 2, 5, 16\], \[2, 3, 6, 16\]", make(5, 6, key_heads=3), None),
+    "batch": (ValueError, r"\[2, 2, 5, 16\], \[1, 2, 6, 16\]", [FIVE[0], *make(5, 6, batch=1)[1:]], None),
+    "no key heads": (ValueError, r"\[2, 0, 6, 16\]", [FIVE[0], *make(5, 6, heads=0, key_heads=0)[1:]], None),
     "number of values": (ValueError, r"\[2, 2, 5, 16\] and \[2, 2, 6, 16\]", [*FIVE[:2], make(5, 6)[2]], None),
     "dtype": (TypeError, "float64", [x.double() for x in FIVE], None),
     "dtypes": (TypeError, "float16", [*FIVE[:2], FIVE[2].half()], None),
     "mask": (ValueError, r"mask is \[5, 5\]", FIVE, torch.ones(5, 5)),
+    "mask of fewer keys": (ValueError, r"mask is \[1, 1, 5, 3\]", FIVE, torch.ones(1, 1, 5, 3, dtype=torch.bool)),
+    "words of more rows": (ValueError, r"mask is \[1, 1, 6, 1\]", FIVE, torch.ones(1, 1, 6, 1, dtype=torch.int32)),
     "words": (ValueError, r"5 keys; .*1 ", FIVE, torch.ones(1, 1, 5, 5, dtype=torch.int32)),
     "int8, float32": (TypeError, r"query .*torch\.float32; .*float16 .*bfloat16", FIVE, None),
 }

@@ -73,14 +73,16 @@ def planned(model, plan, args):
     return call(model, args)
 
 
-def with_unfitting_plan():
-    model = Model()
-    missing = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
+def with_unfitting_plan(model, plan, *earlier):
+    mesh = sequence_mesh(cpu_mesh(1, 2))
+    for plan_before in earlier:
+        apply_plan(model, plan_before, mesh)
+    classes, mesh_before = [type(part) for part in model.modules()], mesh_of_plan(model)
     try:
-        apply_plan(model, missing, sequence_mesh(cpu_mesh(1, 2)))
+        apply_plan(model, plan, mesh)
     finally:
-        assert type(model) is Model
-        assert mesh_of_plan(model) is None
+        assert [type(part) for part in model.modules()] == classes
+        assert mesh_of_plan(model) is mesh_before
 
 
 def with_three_ids():
@@ -147,11 +149,16 @@ def by_heads(parts):
 
 
 INPUT = {"hidden_states": cut()}
+SECOND_WITHOUT = nn.Sequential(Grouped(), Grouped())
+del SECOND_WITHOUT[1].heads
+MISSING = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
 TO_ITSELF, ONE = (Attention(("tokens",)),), torch.zeros(1, 1)
 SPLIT_INSIDE = {f"0.{name}": {"input": Split(1, "tokens")} for name in "qkv"}
 SUMS = r"scaled_dot_product_attention .*LinearAttention\("
 REFUSED = [
-    (with_unfitting_plan, (), ValueError, r"'nothing'.* Model "),
+    (with_unfitting_plan, (Model(), MISSING), ValueError, r"'nothing'.* Model "),
+    (with_unfitting_plan, (Model(), MISSING, INSIDE), ValueError, r"'nothing'.* Model "),
+    (with_unfitting_plan, (SECOND_WITHOUT, replace(HEADS, attention={"*": BY_HEADS})), AttributeError, "heads"),
     (with_three_ids, (), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
     (with_long_tuple, (), TypeError, r"rope.* tuple of 2.* 3 "),
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),

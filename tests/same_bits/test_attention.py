@@ -54,6 +54,7 @@ def test_queries_in_blocks_have_the_bits_of_all_queries(total, keys, cuts, late_
         (AttentionSizes(1, 1, 64, 64, 64), 1),  # One block of 256 keys cannot be split.
         (AttentionSizes(1, 1, 64, 1024, 64), 4),
         (AttentionSizes(2, 1, 64, 1024, 256), 16),
+        (AttentionSizes(1, 24, 0, 512, 128), 1),  # A rank without tokens.
     ],
 )
 def test_parts_of_keys_on_a_gpu(sizes, splits):
