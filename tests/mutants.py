@@ -75,9 +75,10 @@ def mutants_of(path: Path, root: Path = ROOT) -> Iterator[Mutant]:
 
 
 Position = tuple[int, int]
+Edit = tuple[Position, Position, str]
 
 
-def _edits(node: ast.AST, lines: Sequence[str]) -> Iterator[tuple[Position, Position, str]]:
+def _edits(node: ast.AST, lines: Sequence[str]) -> Iterator[Edit]:
     """Yield ``(start, end, text)`` for each replacement of ``node`` that lies on one line."""
     if isinstance(node, (ast.BinOp, ast.Compare)):
         left = node.left
@@ -104,9 +105,7 @@ def _is_on_one_line(node: ast.expr | ast.stmt) -> bool:
     return node.lineno == node.end_lineno
 
 
-def _between(
-    left: ast.expr, right: ast.expr, operator: ast.AST, lines: Sequence[str]
-) -> Iterator[tuple[Position, Position, str]]:
+def _between(left: ast.expr, right: ast.expr, operator: ast.AST, lines: Sequence[str]) -> Iterator[Edit]:
     """Yield the replacement of ``operator``, which stands between two operands on one line."""
     text = _SWAPPED.get(type(operator))
     if text is None or left.end_lineno != right.lineno:

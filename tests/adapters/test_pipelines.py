@@ -14,9 +14,16 @@ from torch import Tensor
 
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.adapters.registry import adapter_for
-from tests.attention.one_device import relative_error
 from tests.rank_pool import heartbeat
-from tests.tiny import FLUX_CHANNELS, cpu_mesh, each_rank_alone, flux_controlnet, flux_pipe, flux_transformer
+from tests.tiny import (
+    FLUX_CHANNELS,
+    cpu_mesh,
+    each_rank_alone,
+    flux_controlnet,
+    flux_pipe,
+    flux_transformer,
+    relative_error,
+)
 from zoo.flux.models import CLIP_WIDTH, T5_WIDTH
 from zoo.tiny import pipelines
 from zoo.tiny.base import TEXT_WIDTH

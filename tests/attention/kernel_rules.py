@@ -105,10 +105,8 @@ def check_cudnn(query, key, value, bias, *_, **__):
     _require(key.shape[2] > 1, "a single key")
     if bias is not None:
         _require(bias.dtype == query.dtype, f"bias is {bias.dtype}: it is read as {query.dtype}")
-        _require(
-            bias.ndim == 4 and bias.shape[1] in (1, query.shape[1]) and bias.shape[3] == key.shape[2],
-            f"bias is {list(bias.shape)}",
-        )
+        fits = bias.ndim == 4 and bias.shape[1] in (1, query.shape[1]) and bias.shape[3] == key.shape[2]
+        _require(fits, f"bias is {list(bias.shape)}")
         _aligned(bias, "bias")
 
 

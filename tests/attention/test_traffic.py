@@ -122,12 +122,10 @@ def count_exchanges(ring, ulysses):
     return counts
 
 
-@pytest.mark.parametrize(
-    ("ring", "ulysses", "sent", "others"), [(1, 1, 0, 0), (2, 1, 1, 1), (1, 2, 2, 1), (2, 2, 3, 2)]
-)
-def test_eager_call_exchanges_once_per_mesh_dim(rank_pool, ring, ulysses, sent, others):
+@pytest.mark.parametrize(("ring", "ulysses", "sent", "rest"), [(1, 1, 0, 0), (2, 1, 1, 1), (1, 2, 2, 1), (2, 2, 3, 2)])
+def test_eager_call_exchanges_once_per_mesh_dim(rank_pool, ring, ulysses, sent, rest):
     for counts in rank_pool.run(count_exchanges, ring * ulysses, ring, ulysses):
-        assert counts == [(sent, others), (sent, 0)]
+        assert counts == [(sent, rest), (sent, 0)]
 
 
 # -- Copies and buffers.

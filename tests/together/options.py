@@ -146,7 +146,7 @@ def other(axis: str, *values: str) -> tuple[str, ...]:
     return tuple(value for value in AXES[axis] if value not in values)
 
 
-_CACHED = other("cache", "uncached")
+_CACHE = other("cache", "uncached")
 _COMPILED = other("compile", "eager")
 _WHOLE = ("whole", "in-place")
 _FUSED = other("pipefusion", "exact-stages")
@@ -195,7 +195,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "text='shard' of a model that needs all text tokens",
         {"pipeline": other("pipeline", "flux", "klein", "ltx", "qwen", "unet"), "text": ("text-shard",)},
     ),
-    Exclusion("a cache on a UNet", {"pipeline": ("unet",), "cache": _CACHED}),
+    Exclusion("a cache on a UNet", {"pipeline": ("unet",), "cache": _CACHE}),
     Exclusion("stages of a UNet", {"pipeline": ("unet",), "mesh": _STAGES}),
     Exclusion("a compiled UNet", {"pipeline": ("unet",), "compile": _COMPILED}),
     Exclusion("PipeFusion of a UNet", {"pipeline": ("unet",), "pipefusion": _FUSED}),
@@ -222,7 +222,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("weights='fsdp' with stages", {"weights": ("fsdp",), "mesh": _STAGES}),
     Exclusion("weights='fsdp' without sequence ranks", {"weights": ("fsdp",), "mesh": ("batch2",)}),
     Exclusion("PipeFusion with tensor ranks", {"pipefusion": _FUSED, "weights": ("tensor",), "mesh": _SPLIT}),
-    Exclusion("PipeFusion with a cache", {"pipefusion": _FUSED, "cache": _CACHED}),
+    Exclusion("PipeFusion with a cache", {"pipefusion": _FUSED, "cache": _CACHE}),
     Exclusion(
         "PipeFusion of a model that makes tokens of its input", {"pipefusion": _FUSED, "pipeline": ("sd3", "pixart")}
     ),
@@ -230,12 +230,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("PipeFusion of a transformer that is compiled as a whole", {"pipefusion": _FUSED, "compile": _WHOLE}),
     Exclusion(
         "a cache over sharded weights, compiled as a whole",
-        {"weights": ("tensor",), "mesh": _SPLIT, "cache": _CACHED, "compile": _WHOLE},
+        {"weights": ("tensor",), "mesh": _SPLIT, "cache": _CACHE, "compile": _WHOLE},
     ),
     Exclusion("one graph over weights that FSDP2 shards", {"weights": ("fsdp",), "mesh": _RANKS, "compile": _WHOLE}),
-    Exclusion(
-        "a cache over stages of two kinds of blocks", {"mesh": _STAGES, "cache": _CACHED, "pipeline": ("klein",)}
-    ),
+    Exclusion("a cache over stages of two kinds of blocks", {"mesh": _STAGES, "cache": _CACHE, "pipeline": ("klein",)}),
     Exclusion("vae=True of a VAE on one rank", {"vae": ("vae",), "vae placement": ("vae-first",)}),
     Exclusion(
         "vae_placement= of a VAE that model offload moves",

@@ -98,9 +98,8 @@ def test_texts_of_values_differ_as_the_values(value, other):
     assert describe_value([value]) == describe_value((value,)) != describe_value([other])
     assert len(describe_value(value)) <= 100
     if isinstance(value, torch.Tensor):  # The layout in memory does not matter.
-        assert describe_value(value) == describe_value(
-            value.resolve_conj().clone(memory_format=torch.contiguous_format)
-        )
+        copied = value.resolve_conj().clone(memory_format=torch.contiguous_format)
+        assert describe_value(value) == describe_value(copied)
 
 
 def leave_in_the_middle():

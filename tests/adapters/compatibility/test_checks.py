@@ -218,7 +218,7 @@ def with_two_groups():
     return replace(adapter, blocks=replace(adapter.blocks, groups=adapter.blocks.groups[:1] * 2))
 
 
-def fused_pipe():
+def fused():
     return parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
 
 
@@ -291,7 +291,7 @@ def drop(model):
     apply_layer_skip(model, LayerSkipConfig([1], dropout=0.5))
 
 
-BLUR = SmoothedEnergyGuidance(seg_guidance_layers=[1])
+SEG = SmoothedEnergyGuidance(seg_guidance_layers=[1])
 CACHE, LAST = CacheOptions(0.1), CacheOptions(0.1, always_compute_last=True)
 UNCACHED = Adapter("OtherModel", "", uncached="its blocks store keys")
 OF_INPUT, PAG = CacheOptions(0.1, rule="modulated_input"), "StableDiffusion3PAGPipeline"
@@ -327,10 +327,7 @@ CASES = {
         r"replaced by tests\.adapters\.compatibility\.test_checks\.other_attention.* 2 ranks.*attn_func=",
     ),
     "compiled_stages": (lambda mesh: compiled_blocks(staged_pipe(mesh), in_stages(mesh)), "compiled" + BLOCKS),
-    "compiled_pipefusion": (
-        lambda mesh: compiled_blocks(fused_pipe(), mesh, applied=mesh.sequence),
-        "PipeFusion" + BLOCKS,
-    ),
+    "compiled_pipefusion": (lambda mesh: compiled_blocks(fused(), mesh, applied=mesh.sequence), "PipeFusion" + BLOCKS),
     "fullgraph_of_shards": (
         lambda mesh: of_pipe(fsdp_pipe(), compiled={"fullgraph": True}, mesh=mesh),
         r"fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
@@ -356,10 +353,7 @@ CASES = {
     ),
     "no_cache_of_diffusers": (lambda mesh: of_pipe(pipe_with(cache), mesh=mesh), r"Config\), .*disable_cache\(\)"),
     "hooks_of_diffusers": (lambda mesh: of_pipe(pipe_with(drop), mesh=mesh), r"diffusers.* \w+ at '.*': .*drops"),
-    "guider": (
-        lambda mesh: of_pipe(changed(flux_pipe(), guider=BLUR), mesh=mesh),
-        r"^pipe\.guider .*Guidance: .*blurs",
-    ),
+    "guider": (lambda mesh: of_pipe(changed(flux_pipe(), guider=SEG), mesh=mesh), r"^pipe\.guider .*Guidance: .*blurs"),
     "cache_has_transformer": (lambda _: case(None, Parts(prior=nn.Linear(1, 1))), "^Parts .*cached.* transformer"),
     "cache_not_on_unet": (lambda _: case(unet()), "^UNet2DConditionModel .*First Block Cache"),
     "blocks_can_be_skipped": (lambda _: case(OtherModel(), adapter=UNCACHED), "^OtherModel .*cached: .* keys"),
@@ -367,10 +361,7 @@ CASES = {
     "no_second_cache": (lambda _: of_pipe(pipe_with(apply_cache_on_transformer)), r"remove_cache\(pipe\.transformer\)"),
     "has_scheduler": (lambda _: of_pipe(changed(flux_pipe(), scheduler=None), options=LAST), "^always.*scheduler, "),
     "cached_graph_of_shards": (cached_fsdp, r"compiled .*\(weights='fsdp'\)" + BLOCKS),
-    "cache_under_pipefusion": (
-        lambda _: of_pipe(fused_pipe(), options=CACHE),
-        r"PipeFusion .*remove_cache_from_pipe\(",
-    ),
+    "cache_under_pipefusion": (lambda _: of_pipe(fused(), options=CACHE), r"PipeFusion .*remove_cache_from_pipe\("),
     "cache_on_stages": (lambda mesh: of_pipe(staged_pipe(mesh), options=OF_INPUT), "stages, .*cached.* rule "),
     "cache_on_stages, own adapter": (
         lambda mesh: of_pipe(staged_pipe(mesh, with_two_groups()), options=OF_INPUT),
