@@ -1,7 +1,4 @@
-"""List the files of the library that import a file, and the tests that check it.
-
-python -m tests.touching adapters/vae/unet.py
-"""
+"""List who imports a file of the library, and its tests: ``python -m tests.touching adapters/vae/unet.py``."""
 
 from __future__ import annotations
 
@@ -21,11 +18,9 @@ def main() -> None:
     """Print the importers and the tests of the file that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="a file of the library, relative to the root")
-    file = parser.parse_args().file
-    if not (ROOT / file).is_file():
-        parser.error(f"{file} is no file; expected a path relative to {ROOT}.")
-    print("imported by:", *importers_of(file), sep="\n  ")
-    for stage, paths, _ in stages_of(file, whole=False)[:-1]:
+    options = parser.parse_args()
+    print("imported by:", *importers_of(options.file), sep="\n  ")
+    for stage, paths, _ in stages_of(options.file, whole=False)[:-1]:
         print(f"tests, {stage}:", *paths, sep="\n  ")
 
 
