@@ -1,7 +1,9 @@
 """Guess where tokens may be sharded first, from what grows from a smaller to a larger call.
 
-``propose.py`` tries the starts in order. Where tokens are gathered is in ``region.py``. Tests:
-tests/adapters/propose/test_structures.py.
+``propose.py`` tries the starts in order. Where tokens are gathered is in ``region.py``. The files that guess rules
+and block stacks use :func:`grown_dims` and :func:`streams_of`, too. Parameters that grow by equal lengths count as one
+sequence, so the two observed calls must make image and text grow differently. Tests:
+tests/adapters/propose/test_structures.py, on whole models.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def find_starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
 
 
 def _sequences(call: ModuleCall) -> list[str]:
-    """Return the parameters that are ``[B, S, C]``."""
+    """Return the parameters that are ``[B, S, C]``: floats, because tokens are features, and ids are not."""
     return [
         parameter
         for parameter, value in call.arguments.items()

@@ -170,7 +170,13 @@ def settle_masks(
     ranks.
 
     Both are None if no rank has a mask. If this rank has none, but other ranks have masks that cover their
-    own keys, this rank gets a mask that hides nothing.
+    own keys, this rank gets a mask that hides nothing. The steps depend on the sizes that the one before left:
+
+    1. masks of padding, with equal rows, become masks of one row (``_are_key_masks``);
+    2. ranks without a mask get an open one (``_sizes_with_absent``, which takes masks of one row only);
+    3. ranks without queries get one row, if all others have one (``_with_broadcast_rows``);
+    4. the extents follow from the sizes of all ranks, and if each rank has one token, a size of 1 may still be
+       local (``_with_single_tokens``).
 
     Raises:
         ValueError: The masks of the ranks do not fit together, or nothing tells that the rows of a mask are
@@ -313,6 +319,7 @@ def _make_open_mask(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
     columns; its dtype and leading dims are those that :func:`_mask_code` encoded in ``code`` on the other
     ranks.
     """
+    # The code names no other floats, such as float8, which SDPA does not take as a mask.
     dtype = _dtype_of(code) or _DTYPES[-1]
     leading = list(query.shape[:-2])
     for dim in range(len(leading)):

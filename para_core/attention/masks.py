@@ -69,8 +69,9 @@ def _infer_extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks
     """Infer the extent of one dim. If ranks exchanged their sizes, the result, or the error, is equal on all
     of them.
 
-    Otherwise a rank decides by its own size, so that all sizes that could lead other ranks elsewhere must
-    raise here.
+    Otherwise a rank decides by its own size, so a size that could mean two things must raise on at least one rank.
+    A rank whose part is 1 then takes its mask for a broadcast one and goes on. The ranks with larger parts raise, so
+    that it waits for them in vain, instead of computing something else than they do.
     """
     if all(size == 1 for size in sizes):
         return "broadcast"
@@ -125,6 +126,7 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
         # Exchange this rank's rows for all heads for the rows of the Ulysses group for this rank's heads.
         mask = plan.ulysses.enter_mask(mask, heads)
     elif mask.shape[1] > 1:
+        # Without a Ulysses step there is one Ulysses rank, which has all heads.
         mask = mask.narrow(1, *heads[mesh.ulysses.index])
     if extents.queries == "global":
         runs = [*plan.ring.query_runs, *plan.style.other_queries]

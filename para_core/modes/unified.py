@@ -249,6 +249,9 @@ class UnifiedAttnMode(LayoutMode):
         Args:
             function (`Callable`): The function to run under this mode.
         """
+        # A call is in one of three places: inside the mode; after it was left; or in a backward, which recomputes a
+        # checkpoint. The first uses the layouts of now and keeps them for the others, which use what was kept and
+        # put everything back. A call inside a call of the others (``_is_resumed``) is inside again.
         state = self._known, self._explicit
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -320,7 +323,11 @@ class UnifiedAttnMode(LayoutMode):
         self._attention.raise_everywhere(error)
 
     def begin_other_call(self, *, counts: bool) -> MeshAccess:
-        """Return the mesh and the layouts for an attention call that is no SDPA."""
+        """Return the mesh and the layouts for an attention call that is no SDPA.
+
+        A call that is only prepared (``counts`` is False) is traced by Dynamo, and the graph that computes it does
+        not come here. So it counts, too, or the mode would warn of attention that it computes.
+        """
         self.intercepted = True
         return MeshAccess(self._mesh, self._layouts, self._options, self._assume_equal)
 

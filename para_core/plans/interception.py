@@ -111,7 +111,8 @@ class Interception:
     def switch_off(self) -> Iterator[None]:
         """Turn interception off inside the ``with`` block: each attention call runs on one device.
 
-        Only for use outside of :meth:`attend_to`, whose attention has a flag ``active`` of its own.
+        Only for use outside of :meth:`attend_to`, whose attention has a flag ``active`` of its own, which this does
+        not change.
         """
         active = self.planned.active
         before = active[0]

@@ -36,7 +36,10 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
         options: Keyword arguments of the kernel, such as ``smooth_k=True``.
 
     Returns:
-        A function that returns ``(out, lse)``. It accepts no mask.
+        A function that returns ``(out, lse)``, with lse ``[B, H, S_q]`` as the natural logarithm of the sum of the
+        exponentials of the scores, by which a ring merges; the library undoes what ``smooth_k`` subtracts. It accepts
+        no mask, and ignores
+        ``dropout_p``: a call over ranks with dropout is refused before.
 
     Raises:
         ImportError: The library is not installed.
@@ -75,7 +78,7 @@ BACKEND = library_backend(
     aliases=(
         "sage",
         "sage_varlen",
-        # These names fix a kernel of SageAttention. sageattn chooses among them by the GPU.
+        # diffusers' names of single kernels. sageattn chooses among them by the GPU, whichever is named here.
         "_sage_qk_int8_pv_fp8_cuda",
         "_sage_qk_int8_pv_fp8_cuda_sm90",
         "_sage_qk_int8_pv_fp16_cuda",
