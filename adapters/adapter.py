@@ -1,8 +1,8 @@
 """The type ``Adapter``: how one transformer class of diffusers is sharded and cached.
 
-``adapters/models`` has a value for each supported class, and users pass their own as ``adapter=``; ``registry.py``
-finds the one for a model. Autoencoders and UNets have types of their own (``adapters/vae/families.py``,
-``adapters/models/unets.py``). Tests: tests/adapters/test_transformers.py.
+``adapters/models`` has a value for each supported class, and users pass their own as ``adapter=``;
+``registry.py`` finds the one for a model. Autoencoders and UNets have types of their own
+(``adapters/vae/families.py``, ``adapters/models/unets.py``). Tests: tests/adapters/test_transformers.py.
 """
 
 from __future__ import annotations

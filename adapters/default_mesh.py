@@ -1,7 +1,7 @@
 """The mesh on which a pipeline or model runs: the one that the user gives, or a default one over all ranks.
 
-The functions of ``adapters/parallel`` and ``adapters/weights/shard.py`` call it. How the default is predicted is in
-``adapters/planner/default_mesh.py``, which may be deleted. Tests: tests/planner/test_default_mesh.py.
+The functions of ``adapters/parallel`` and ``adapters/weights/shard.py`` call it. How the default is predicted
+is in ``adapters/planner/default_mesh.py``, which may be deleted. Tests: tests/planner/test_default_mesh.py.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | N
 def mesh_and_method(
     mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None
 ) -> tuple[GuidedMesh, RotateMethod]:
-    """Return the mesh as :func:`guided_mesh_for` does, and the default ``rotate_method`` for it. Without a mesh
-    this is a collective call.
+    """Return the mesh as :func:`guided_mesh_for` does, and the default ``rotate_method`` for it. Without a
+    mesh this is a collective call.
     """
     if isinstance(mesh, GuidedMesh):
         return mesh, "alltoall"
@@ -143,8 +143,8 @@ def _cpu_group() -> ProcessGroup:
 def _ranks_per_host() -> int | None:
     """Return a group size n: ranks i * n … i * n + n - 1 are on one host, for every i. None if it is unknown.
 
-    A collective call: a launcher may tell it to some ranks only. Then and without a launcher that tells it (Ray,
-    or processes started by hand) the host names count.
+    A collective call: a launcher may tell it to some ranks only. Then and without a launcher that tells it
+    (Ray, or processes started by hand) the host names count.
     """
     told = ranks_per_host()
     ranks = dist.get_world_size()

@@ -1,11 +1,12 @@
 """Checks of a model or pipeline in three phases.
 
-Before it is loaded, of its class (``fleet/build.py``); before it is changed, of its class and of what is around it
-(``check_parallelize``, ``check_cache`` and others); and before each call of a parallel pipeline, that nobody replaced
-the model or its plan (``check_parallel_call``).
+Before it is loaded, of its class (``fleet/build.py``); before it is changed, of its class and of what is
+around it (``check_parallelize``, ``check_cache`` and others); and before each call of a parallel pipeline,
+that nobody replaced the model or its plan (``check_parallel_call``).
 
-``benchmarks/refusals.py`` lists on docs/refusals.md each function whose docstring begins with "Refuse", and takes the
-error and the advice from its ``raise`` statements. Each has a case in ``tests/adapters/compatibility/test_checks.py``.
+``benchmarks/refusals.py`` lists on docs/refusals.md each function whose docstring begins with "Refuse", and
+takes the error and the advice from its ``raise`` statements. Each has a case in
+``tests/adapters/compatibility/test_checks.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Look up adapters and plans of models, the models of a pipeline, and the mesh on which they run.
 
-All rooms of ``adapters`` ask here; nothing is changed. Adapters themselves are in ``adapters/models``, the errors about
-unsupported models in ``model_checks.py``. Encoders and autoencoders are found by ``adapters/inspect/components.py``.
-Tests: tests/adapters/compatibility/test_checks.py, tests/adapters/test_pipelines.py.
+All rooms of ``adapters`` ask here; nothing is changed. Adapters themselves are in ``adapters/models``, the
+errors about unsupported models in ``model_checks.py``. Encoders and autoencoders are found by
+``adapters/inspect/components.py``. Tests: tests/adapters/compatibility/test_checks.py,
+tests/adapters/test_pipelines.py.
 """
 
 from __future__ import annotations

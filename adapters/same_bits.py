@@ -1,7 +1,7 @@
 """``same_bits=True`` of parallelize_pipe and parallelize_vae: the bits of one process on any number of ranks.
 
-``adapters/weights/features.py`` finds :data:`FEATURE`. The work is done in ``para_core/same_bits``; here is what goes
-with which option. Tests: tests/same_bits/test_pipelines.py.
+``adapters/weights/features.py`` finds :data:`FEATURE`. The work is done in ``para_core/same_bits``; here is
+what goes with which option. Tests: tests/same_bits/test_pipelines.py.
 """
 
 from __future__ import annotations

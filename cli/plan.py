@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -328,10 +328,12 @@ def _options_of(row: Prediction) -> dict[str, str]:
     With blocks in host memory ``generate`` places text encoders there, too, unless it is told otherwise
     (``_parallel_options`` in fleet/build.py), so that placement is left out.
     """
+    from para_core.adapters.planner.weights import default_text_encoders
+
     placement = row.placement
-    named = dict(row.options)
     if placement.resident is not None and placement.encoders == "offload":
-        del named["text_encoders"]
+        row = replace(row, placement=replace(placement, encoders=default_text_encoders(row.shape)))
+    named = dict(row.options)
     if placement.takes_turns:
         named["offload"] = "model"
     if placement.quantize is not None:

@@ -1,9 +1,9 @@
 """Replicas on Ray: ranks as actors in one placement group, which run one pipeline; and the connection to a cluster.
 
 replicas.py calls this file, if :func:`~para_core.fleet.choice_of_ray.uses_ray`: :func:`connect`, then
-:func:`require_cluster`, then it makes a :class:`RayReplica` for each group of ranks. The other half is rank_actor.py,
-which runs in the ranks; replica.py has the contract, which LocalReplica keeps, too. Tests: tests/fleet/test_ray.py with
-stand-ins for Ray, and test_replicas.py with a cluster.
+:func:`require_cluster`, then it makes a :class:`RayReplica` for each group of ranks. The other half is
+rank_actor.py, which runs in the ranks; replica.py has the contract, which LocalReplica keeps, too. Tests:
+tests/fleet/test_ray.py with stand-ins for Ray, and test_replicas.py with a cluster.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 class RayReplica(Replica):
     """A :class:`~para_core.fleet.replica.Replica` of Ray actors. ``name`` is its name in the log.
 
-    :meth:`stop` may be called while another method waits for the actors, which then end with Ray's errors. Such a
-    method keeps the list ``actors`` with which it began: if the attribute is another list later, the replica was
-    stopped, and no rank has died by itself.
+    :meth:`stop` may be called while another method waits for the actors, which then end with Ray's errors.
+    Such a method keeps the list ``actors`` with which it began: if the attribute is another list later, the
+    replica was stopped, and no rank has died by itself.
     """
 
     def __init__(self, recipe: Recipe, options: ReplicaOptions, name: str = "replica") -> None:

@@ -1,5 +1,5 @@
-"""The error for an image that is sent to a pipeline that takes none: which classes of diffusers would take it,
-and in which fields clients send images.
+"""The error for an image that is sent to a pipeline that takes none: which classes of diffusers would take
+it, and in which fields clients send images.
 
 ``request_schema.py`` refuses an image in a field of a request, ``http/bodies.py`` one in a field of OpenAI's
 API, and ``http/server.py`` a path of the API that is for images. Tests: tests/fleet/test_fields.py.
@@ -23,13 +23,13 @@ _REPLACED_PARTS = (("T2V", "I2V"), ("T2I", "I2I"))
 
 
 def classes_with_images(pipeline: str) -> tuple[str, ...]:
-    """Return the names of diffusers' classes that take an image, of the family of the class ``pipeline``; empty
-    if none is known.
+    """Return the names of diffusers' classes that take an image, of the family of the class ``pipeline``;
+    empty if none is known.
 
-    The family is looked up in the tables of diffusers' ``AutoPipeline`` classes: the classes that load the same
-    weights come first, then those of the family's editing checkpoints. Families that the tables lack are guessed
-    by class names: such a class has a transformer or UNet of the same class, but may need another checkpoint
-    (HunyuanVideo's image-to-video has its own).
+    The family is looked up in the tables of diffusers' ``AutoPipeline`` classes: the classes that load the
+    same weights come first, then those of the family's editing checkpoints. Families that the tables lack are
+    guessed by class names: such a class has a transformer or UNet of the same class, but may need another
+    checkpoint (HunyuanVideo's image-to-video has its own).
 
     >>> classes_with_images("FluxPipeline")
     ('FluxImg2ImgPipeline', 'FluxInpaintPipeline', 'FluxKontextPipeline')
@@ -105,8 +105,8 @@ def is_image_field(name: str) -> bool:
 
 
 def explain_refused_image(model: Model) -> str:
-    """Return the error message for an image that was sent to ``model``, which takes none. It names the classes that
-    would take the image, if any is known.
+    """Return the error message for an image that was sent to ``model``, which takes none. It names the
+    classes that would take the image, if any is known.
     """
     classes = model.others or classes_with_images(model.pipeline)
     if not classes:

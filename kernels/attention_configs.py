@@ -34,8 +34,9 @@ class KernelCall(NamedTuple):
     """The arguments of one launch of the attention kernel; see
     :func:`para_core.kernels.attention_reference.attention`.
 
-    ``out_so_far`` and ``lse_so_far`` are ``so_far``, and ``shift`` is ``query_offset - key_offset``. The fields are in
-    the order of the operators' arguments (``_SCHEMA`` in attention_launch.py), which are passed by position.
+    ``out_so_far`` and ``lse_so_far`` are ``so_far``, and ``shift`` is ``query_offset - key_offset``. The
+    fields are in the order of the operators' arguments (``_SCHEMA`` in attention_launch.py), which are passed
+    by position.
     """
 
     query: Tensor

@@ -41,8 +41,8 @@ def round_keys_kernel(
 ):  # fmt: skip
     """Subtract ``mean`` from the keys and round them to 8 bits, ROWS keys of one head per program.
 
-    ``step_*`` are the strides of ``key`` in elements; its last dim has stride 1. ``mean``, ``rounded`` and ``scales``
-    are contiguous. WIDTH is a power of 2, at least ``width``, the head dim.
+    ``step_*`` are the strides of ``key`` in elements; its last dim has stride 1. ``mean``, ``rounded`` and
+    ``scales`` are contiguous. WIDTH is a power of 2, at least ``width``, the head dim.
     """
     blocks = tl.cdiv(num_keys, ROWS)
     of_head = (tl.program_id(0) // blocks).to(tl.int64)

@@ -1,9 +1,9 @@
 """Kernel of attention forward, which can continue a partial result.
 
-:mod:`para_core.kernels.attention_launch` launches it, after :meth:`KernelCall.prepare` has brought the arguments into
-the form that the kernel reads; :mod:`para_core.kernels.attention_reference` is the reference. Tests:
-tests/kernels/test_attention.py for the numbers, in Triton's interpreter (marked ``slow``: not in ``make check``), and
-test_compiled.py for registers and spills on each GPU.
+:mod:`para_core.kernels.attention_launch` launches it, after :meth:`KernelCall.prepare` has brought the
+arguments into the form that the kernel reads; :mod:`para_core.kernels.attention_reference` is the reference.
+Tests: tests/kernels/test_attention.py for the numbers, in Triton's interpreter (marked ``slow``: not in
+``make check``), and test_compiled.py for registers and spills on each GPU.
 
 One program computes BLOCK_M queries of one head. It visits the keys in tiles of BLOCK_N with an online
 softmax (FlashAttention-2, arXiv:2307.08691). The softmax has base 2: scores are multiplied by log2(e), so
@@ -153,8 +153,8 @@ def _tiles(
 def _round_queries(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr):
     """Round queries to int8.
 
-    Returns the two blocks of rounded queries, the scale of each query's scores ``[BLOCK_M]``, and the number that each
-    query's scores lack because ``mean`` was subtracted from the keys.
+    Returns the two blocks of rounded queries, the scale of each query's scores ``[BLOCK_M]``, and the number
+    that each query's scores lack because ``mean`` was subtracted from the keys.
     """
     dims = tl.arange(0, D)
     x = x.to(tl.float32)
@@ -185,7 +185,8 @@ def _bits(
     Groups of 32 keys that begin at ``last`` or later load nothing, and give 0. BLOCK_N must be a multiple of 32.
 
     HAS_ROWS: whether the mask has a row for each query; otherwise its only row is that of all queries.
-    ANY_START: whether ``start`` may be other than a multiple of 32. Each word of 32 keys is then loaded twice,
+    ANY_START: whether ``start`` may be other than a multiple of 32. Each word of 32 keys is then loaded
+    twice,
         otherwise once.
     """
     groups = tl.arange(0, BLOCK_N // 32)
@@ -233,19 +234,20 @@ def attention_kernel(
     """Compute BLOCK_M queries of one head per program.
 
     ``step_*`` are strides in elements; those of query, key, value, out_so_far and out are in units of UNIT
-    elements. Last dims of these five have stride 1. The D_END dims of query and key are read in two blocks of D
-    and D_REST dims, the V_END dims of value in blocks of V and V_REST. With CAUSAL, query i sees keys up to i +
-    shift. score_scale includes log2(e) and is not negative; with NEGATIVE the scale is ``-score_scale``.
+    elements. Last dims of these five have stride 1. The D_END dims of query and key are read in two blocks of
+    D and D_REST dims, the V_END dims of value in blocks of V and V_REST. With CAUSAL, query i sees keys up to
+    i + shift. score_scale includes log2(e) and is not negative; with NEGATIVE the scale is ``-score_scale``.
 
     The launch ensures, and the kernel does not check:
 
-    - ``ranges`` ``[B or 1, R, 2]`` is int32, its last two dims contiguous. The ranges of a sample are ascending
-      and disjoint (:func:`~para_core.kernels.attention_reference.attention` demands it of the user): a key in
-      two ranges would count twice, where the reference takes the union.
+    - ``ranges`` ``[B or 1, R, 2]`` is int32, its last two dims contiguous. The ranges of a sample are
+      ascending and disjoint (:func:`~para_core.kernels.attention_reference.attention` demands it of the
+      user): a key in two ranges would count twice, where the reference takes the union.
     - ``lse`` and ``lse_so_far`` are float32 ``[B, H, S_q]``, contiguous, so the same offset is used for both.
     - ``out_so_far`` is finite also in rows whose ``lse_so_far`` is -inf, where it is multiplied by 0.
-    - MASK is ``"none"``; ``"bool"``, bytes; ``"float"``, numbers of up to 32 bits; or ``"bits"``, int32 words of
-      32 keys, for which BLOCK_N is a multiple of 32. With MASK_HAS_ROWS, ``mask`` has a row for each query.
+    - MASK is ``"none"``; ``"bool"``, bytes; ``"float"``, numbers of up to 32 bits; or ``"bits"``, int32 words
+      of 32 keys, for which BLOCK_N is a multiple of 32. With MASK_HAS_ROWS, ``mask`` has a row for each
+      query.
     - With EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and key_mean ``[B, H_kv, D_END]``, float32, contiguous.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)

@@ -1,8 +1,8 @@
 """The launch of the attention kernel, and the operators that launch it.
 
-The kernel itself is in :mod:`para_core.kernels.attention_kernel`. This module also validates the tensors of a call
-(:func:`check_tensors`), splits head dims into the blocks that the kernel reads (:func:`split_head_dim`) and finds the
-unit of its strides (:func:`stride_unit`).
+The kernel itself is in :mod:`para_core.kernels.attention_kernel`. This module also validates the tensors of a
+call (:func:`check_tensors`), splits head dims into the blocks that the kernel reads (:func:`split_head_dim`)
+and finds the unit of its strides (:func:`stride_unit`).
 
 :mod:`para_core.kernels.attention` and :mod:`para_core.kernels.attention_int8` register an operator each, and
 launch the kernel in it; block sizes come from :mod:`para_core.kernels.attention_configs`. Tests:

@@ -26,9 +26,9 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge ROWS rows of one head per program.
 
-    ``a_batch`` … ``lse_row`` are strides in elements: those of out_a, out_b, out, lse_a, lse_b and lse. WIDTH is
-    a power of 2, at least ``width``, the head dim. A program reads its rows before it writes them, so the result
-    may be written to the memory of a or b.
+    ``a_batch`` … ``lse_row`` are strides in elements: those of out_a, out_b, out, lse_a, lse_b and lse. WIDTH
+    is a power of 2, at least ``width``, the head dim. A program reads its rows before it writes them, so the
+    result may be written to the memory of a or b.
     """
     # Use a single grid dim, because the other grid dims are limited to 65535 programs. Blocks of rows vary
     # fastest.
@@ -82,8 +82,8 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Merge like :func:`para_core.kernels.merge_reference.merge`, for floats of 16 and 32 bits, without gradients.
 
-    The result is written to ``into`` and returned. ``into`` may be ``(out_a, lse_a)``. Shapes and dtypes are not
-    checked.
+    The result is written to ``into`` and returned. ``into`` may be ``(out_a, lse_a)``. Shapes and dtypes are
+    not checked.
     """
     if into is None:
         into = torch.empty_like(out_a), torch.empty_like(lse_a)

@@ -5,9 +5,9 @@ one region. Each element is read once and written once. If nothing is rounded, t
 the same size, whatever the dtype. Rounding to 8 bits takes no further launch, because a program holds whole
 rows in registers and can compute their largest absolute values.
 
-The operators of :mod:`para_core.attention.pack_ops` call it. Tests: tests/kernels/test_pack.py (bits, in Triton's
-interpreter, which also checks what the kernel tells the compiler of offsets), tests/kernels/test_compiled.py
-(registers, and 16 bytes per load).
+The operators of :mod:`para_core.attention.pack_ops` call it. Tests: tests/kernels/test_pack.py (bits, in
+Triton's interpreter, which also checks what the kernel tells the compiler of offsets),
+tests/kernels/test_compiled.py (registers, and 16 bytes per load).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _copy_rows(
 ):  # fmt: skip
     """Copy rows ``block * ROWS`` to ``(block + 1) * ROWS`` of head number ``head`` of one region, if they exist.
 
-    ``x`` is the region's tensor, whose rows have ``units * UNIT`` elements, and ``region`` points to the region's
-    fields. The other arguments are those of :func:`pack_kernel`.
+    ``x`` is the region's tensor, whose rows have ``units * UNIT`` elements, and ``region`` points to the
+    region's fields. The other arguments are those of :func:`pack_kernel`.
     """
     # Computing the width as a product tells the compiler that it is a multiple of UNIT, so that UNIT elements
     # are copied at once.
@@ -78,8 +78,8 @@ def _copy_rows(
 def _write_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constexpr, LARGEST: tl.constexpr):
     """Round rows of ``width`` elements at the pointers ``x`` ``[ROWS, WIDTH]``, and store each with its scale.
 
-    ``of_buffer`` ``[ROWS, 1]`` points to the beginnings of the rows in the buffer. ``exists`` ``[ROWS, 1]`` masks
-    rows, and ``inside`` ``[ROWS, WIDTH]`` masks elements.
+    ``of_buffer`` ``[ROWS, 1]`` points to the beginnings of the rows in the buffer. ``exists`` ``[ROWS, 1]``
+    masks rows, and ``inside`` ``[ROWS, WIDTH]`` masks elements.
     """
     number = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     amount = tl.abs(number)
@@ -222,8 +222,8 @@ def _launch_copy(
 
 
 class _Extent(NamedTuple):
-    """The most tokens and the most heads of a region, and a divisor of all offsets and steps: the largest up to
-    16.
+    """The most tokens and the most heads of a region, and a divisor of all offsets and steps: the largest up
+    to 16.
     """
 
     tokens: int
@@ -255,8 +255,8 @@ def _constants_of(
     format.
 
     If offsets and steps are sums of whole rows ``[heads, D]``, as in the regions of swap.py and ring.py, the
-    constants depend on widths and dtypes only, and so are equal on all ranks and in all calls. ``divisor`` divides
-    all offsets and steps. It is looked at for regions with gaps, which the reference allows as well.
+    constants depend on widths and dtypes only, and so are equal on all ranks and in all calls. ``divisor``
+    divides all offsets and steps. It is looked at for regions with gaps, which the reference allows as well.
     """
     columns = triton.next_power_of_2(max(1, *widths))
     scale_bytes, aligned, largest = 0, 16, 0.0

@@ -25,9 +25,9 @@ class CopyRegion(NamedTuple):
 
     The buffer holds the region as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample. The
     first row is at ``offset``, and rows begin ``step`` elements apart, which may leave space for other
-    regions. ``offset`` and ``step`` count elements of the buffer. If rounded to 8 bits, these are bytes, and a
-    head takes D + 4 of them. ``tensor`` is the index of the tensor, ``token`` and ``head`` are the first ones.
-    The kernel reads the seven fields by their positions.
+    regions. ``offset`` and ``step`` count elements of the buffer. If rounded to 8 bits, these are bytes, and
+    a head takes D + 4 of them. ``tensor`` is the index of the tensor, ``token`` and ``head`` are the first
+    ones. The kernel reads the seven fields by their positions.
     """
 
     tensor: int

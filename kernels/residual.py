@@ -1,16 +1,17 @@
 """Change and forecast of residuals in Triton; the reference is :mod:`para_core.kernels.residual_reference`.
 
-The change of a residual takes two launches: sums per chunk, and the sum over chunks. There are no atomics, and
-chunks have the same length on every GPU. So the order of additions, and with it every bit of the result, depends only
-on the number of elements, and on whether it, the addresses and the steps between samples are multiples of 16: the
-compiler then loads, and adds, in another order. Ranks with equal inputs in equal places get equal bits. The launches
-move 2 · e bytes per element of e bytes, and 16 per chunk. Sums and differences are in float32.
+The change of a residual takes two launches: sums per chunk, and the sum over chunks. There are no atomics,
+and chunks have the same length on every GPU. So the order of additions, and with it every bit of the result,
+depends only on the number of elements, and on whether it, the addresses and the steps between samples are
+multiples of 16: the compiler then loads, and adds, in another order. Ranks with equal inputs in equal places
+get equal bits. The launches move 2 · e bytes per element of e bytes, and 16 per chunk. Sums and differences
+are in float32.
 
-A forecast of up to 3 residuals is one launch. It is rounded once, and the reference after each residual, so in 16 bits
-they differ by a rounding. The launch moves (2 + residuals) · e bytes per element.
+A forecast of up to 3 residuals is one launch. It is rounded once, and the reference after each residual, so
+in 16 bits they differ by a rounding. The launch moves (2 + residuals) · e bytes per element.
 
-Called by :mod:`para_core.cache.residual_operators` only. ``tests/kernels/test_small_kernels.py`` compares the numbers
-with float64, and ``tests/kernels/test_compiled.py`` reads registers, spills and widths of loads.
+Called by :mod:`para_core.cache.residual_operators` only. ``tests/kernels/test_small_kernels.py`` compares the
+numbers with float64, and ``tests/kernels/test_compiled.py`` reads registers, spills and widths of loads.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def change_kernel(
 ):  # fmt: skip
     """Store Σ|now - before| and Σ|before| of one chunk of one sample: ``sums`` is ``[B, chunks, 2]``.
 
-    ``num_elements`` is specialised like any integer: only if it is known to be a multiple of 16 can the mask be one for
-    16 bytes. That makes two variants at most.
+    ``num_elements`` is specialised like any integer: only if it is known to be a multiple of 16 can the mask
+    be one for 16 bytes. That makes two variants at most.
     """
     chunk, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start = chunk.to(tl.int64) * BLOCK * BLOCKS_PER_CHUNK

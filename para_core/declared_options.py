@@ -8,8 +8,9 @@ A field has a type, a default and an :class:`Option`, which says in words what t
 
 :func:`check_options` validates values by these types, :func:`takes_options` makes the fields the keyword
 arguments of a function, and :func:`declarations` lists them for the command line and for the tables of pages.
-Imports no torch. No option is declared here: see :mod:`para_core.pipeline_options`, :mod:`para_core.cache.options`,
-``adapters/parallel/options.py`` and ``fleet/recipe.py``. Tests: tests/test_declared_options.py, tests/cli/test_help.py.
+Imports no torch. No option is declared here: see :mod:`para_core.pipeline_options`,
+:mod:`para_core.cache.options`, ``adapters/parallel/options.py`` and ``fleet/recipe.py``. Tests:
+tests/test_declared_options.py, tests/cli/test_help.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Recognise exceptions of torch and Ray: by type if the library has a type for the case, else by message.
 
 The messages are those of torch 2.11, 2.13 and 2.15 and of Ray 2.5x. tests/test_foreign_errors.py has an
-example of each. What follows from an error is decided by the callers, such as :mod:`para_core.distributed.agree`.
+example of each. What follows from an error is decided by the callers, such as
+:mod:`para_core.distributed.agree`.
 """
 
 from __future__ import annotations

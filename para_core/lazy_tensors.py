@@ -2,8 +2,8 @@
 
 There is one tensor subclass. What it waits for, and which operators can be postponed, is the policy of its
 source: a round of guidance (:mod:`para_core.cfg.rounds`), or patches that arrive one after the other
-(:mod:`para_core.weights.patches`). Hooks around models and callbacks (``adapters/``) replace them by data with
-:func:`materialize`. Tests: tests/cfg/test_guidance.py, tests/weights/test_pipefusion.py.
+(:mod:`para_core.weights.patches`). Hooks around models and callbacks (``adapters/``) replace them by data
+with :func:`materialize`. Tests: tests/cfg/test_guidance.py, tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations

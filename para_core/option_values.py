@@ -1,7 +1,8 @@
 """The values of options that are names. Imports no torch, so that a command can validate its options at once.
 
-The options themselves are declared in :mod:`.pipeline_options` and :mod:`para_core.attention.attention_options`.
-Tests: tests/attention/test_backend_selection.py, tests/weights/test_quantized_files.py.
+The options themselves are declared in :mod:`.pipeline_options` and
+:mod:`para_core.attention.attention_options`. Tests: tests/attention/test_backend_selection.py,
+tests/weights/test_quantized_files.py.
 """
 
 from __future__ import annotations

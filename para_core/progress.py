@@ -2,8 +2,8 @@
 warm-up.
 
 Nothing is shown unless a handler is attached. Records of a counted phase have the attributes ``done`` and
-``total``. Commands (:mod:`para_core.cli.progress`), ranks (:mod:`para_core.launcher.report_loading`) and replicas
-attach handlers. Tests: tests/cli/test_progress.py and tests/launcher/test_loading.py.
+``total``. Commands (:mod:`para_core.cli.progress`), ranks (:mod:`para_core.launcher.report_loading`) and
+replicas attach handlers. Tests: tests/cli/test_progress.py and tests/launcher/test_loading.py.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def pass_records_to(handler: logging.Handler, source: logging.Logger = logger) -
 
 
 class _Onward(logging.Handler):
-    """Handler of the logger ``source`` that gives records to the handlers above ``source``: those records that
-    reached them before :func:`pass_records_to` changed its level and ``propagate``.
+    """Handler of the logger ``source`` that gives records to the handlers above ``source``: those records
+    that reached them before :func:`pass_records_to` changed its level and ``propagate``.
     """
 
     def __init__(self, source: logging.Logger) -> None:

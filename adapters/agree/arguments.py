@@ -1,8 +1,8 @@
 """Compare the arguments of one call of a pipeline or a model between the ranks of a mesh, in one exchange.
 
 The calls of pipelines (``adapters/parallel/call.py``), of models (``adapters/compatibility/checks.py``), of
-autoencoders and of LoRA methods begin with :func:`agree_on_values`. Which values are compared is decided there; the
-exchange is in ``para_core/distributed/agree.py``. Tests: tests/adapters/agree/test_arguments.py.
+autoencoders and of LoRA methods begin with :func:`agree_on_values`. Which values are compared is decided
+there; the exchange is in ``para_core/distributed/agree.py``. Tests: tests/adapters/agree/test_arguments.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ After each callback the ranks exchange a few numbers over the CPU. The LoRAs, an
 callback changed, follow in the next exchange, after the next callback or at the end of the call: meanwhile
 the device computes their fingerprints, and the host need not wait for the step that runs.
 
-``adapters/parallel/call.py`` uses :class:`CheckedCallbacks`. The cache, CFG over ranks and schedules of attention use
-only :func:`wrap_callbacks`, each with a slot of its own. Tests: tests/adapters/agree/test_state.py.
+``adapters/parallel/call.py`` uses :class:`CheckedCallbacks`. The cache, CFG over ranks and schedules of
+attention use only :func:`wrap_callbacks`, each with a slot of its own. Tests:
+tests/adapters/agree/test_state.py.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The weights are read in every call, by a digest that the device computes. Nothin
 exchanges a LoRA by writes through ``.data``, which leave object, address and version counter of a weight as
 they were.
 
-Nothing is compared here: ``adapters/parallel/call.py``, ``callbacks.py`` and ``adapters/weights/staged_loras.py`` do
-that. Tests: tests/adapters/agree/test_state.py.
+Nothing is compared here: ``adapters/parallel/call.py``, ``callbacks.py`` and
+``adapters/weights/staged_loras.py`` do that. Tests: tests/adapters/agree/test_state.py.
 """
 
 from __future__ import annotations

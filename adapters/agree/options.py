@@ -1,7 +1,7 @@
 """Compare the options of a function that changes a pipeline or a model between the ranks that call it.
 
-The public functions of ``adapters/parallel`` and :func:`parallelize_vae` begin with it. Arguments of later calls are
-compared in ``arguments.py``. Tests: tests/adapters/agree/test_options.py.
+The public functions of ``adapters/parallel`` and :func:`parallelize_vae` begin with it. Arguments of later
+calls are compared in ``arguments.py``. Tests: tests/adapters/agree/test_options.py.
 """
 
 from __future__ import annotations

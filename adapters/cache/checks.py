@@ -1,7 +1,7 @@
 """Checks before a cache is applied to a pipeline or transformer, and before each cached call.
 
-``pipeline.py`` calls :func:`check_cache`, and ``generation.py`` :func:`check_cached_call`. The values of the options
-are checked in ``para_core/cache/options.py``. Tests: tests/adapters/compatibility/test_checks.py.
+``pipeline.py`` calls :func:`check_cache`, and ``generation.py`` :func:`check_cached_call`. The values of the
+options are checked in ``para_core/cache/options.py``. Tests: tests/adapters/compatibility/test_checks.py.
 """
 
 from __future__ import annotations

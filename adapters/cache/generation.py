@@ -1,7 +1,8 @@
 """Run the caches of one pipeline: find the CFG branch and the step of each transformer call.
 
-``pipeline.py`` makes the :class:`PipelineCache` and fills the slot of the pipeline with it. Whether a step is skipped
-is decided in ``para_core/cache/block_cache.py``. Tests: tests/cache/test_state.py, tests/cache/test_steps.py.
+``pipeline.py`` makes the :class:`PipelineCache` and fills the slot of the pipeline with it. Whether a step is
+skipped is decided in ``para_core/cache/block_cache.py``. Tests: tests/cache/test_state.py,
+tests/cache/test_steps.py.
 """
 
 from __future__ import annotations
@@ -186,9 +187,9 @@ class PipelineCache:
     def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the CFG branch of the next call of ``module``, which this rank or another one computes.
 
-        Every rank calls this for every call, so that all ranks number the branches in the same order. Called by
-        ``adapters/cfg/guided_calls.py``, whose ranks do not make every call. Collective, because ``args`` and
-        ``kwargs`` may have lazy tensors, which are fetched.
+        Every rank calls this for every call, so that all ranks number the branches in the same order. Called
+        by ``adapters/cfg/guided_calls.py``, whose ranks do not make every call. Collective, because ``args``
+        and ``kwargs`` may have lazy tensors, which are fetched.
         """
         plain = uncompiled(module)
         # A callback may have removed the caches with their hooks. The rest of the generation then runs

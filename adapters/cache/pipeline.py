@@ -1,7 +1,7 @@
 """Public functions that apply First Block Cache to diffusers pipelines and transformers, and remove it.
 
-What then runs in a generation is in ``generation.py``; the cache of a model that is not of diffusers is applied by
-``para_core/cache/apply.py``. Tests: tests/cache/test_options.py, tests/cache/test_pipelines.py.
+What then runs in a generation is in ``generation.py``; the cache of a model that is not of diffusers is
+applied by ``para_core/cache/apply.py``. Tests: tests/cache/test_options.py, tests/cache/test_pipelines.py.
 """
 
 from __future__ import annotations

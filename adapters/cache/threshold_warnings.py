@@ -5,9 +5,9 @@ There are four warnings, by the verdicts (:class:`~para_core.cache.decision.Verd
 - a difference was not finite: some step has NOT_FINITE;
 - never asked: there are no verdicts, because an argument switched the cache off in each call;
 - no hits: some MISS and no HIT, so the threshold may be too low;
-- only hits: some HIT, and no step that was computed for the difference or a limit (MISS, NOT_FINITE, LIMIT), so the
-  threshold may be too high. Steps that were computed for another reason (WARMUP, SCHEDULE, REPEATED) do not count:
-  no threshold changes them.
+- only hits: some HIT, and no step that was computed for the difference or a limit (MISS, NOT_FINITE, LIMIT),
+  so the threshold may be too high. Steps that were computed for another reason (WARMUP, SCHEDULE, REPEATED)
+  do not count: no threshold changes them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from para_core.user_warnings import CacheWarning, ThresholdWarning, WarningLog
 
 
 def warn_of_outcomes(name: str, cache: BlockCache, log: WarningLog) -> None:
-    """Warn if the ended generation skipped no step or every step that it could, was never asked, or compared values
-    whose difference was not finite.
+    """Warn if the ended generation skipped no step or every step that it could, was never asked, or compared
+    values whose difference was not finite.
 
     The host may wait for the device.
 
     Args:
         name: The pipeline, or the transformer of it that has the ``cache``, in messages.
-        log: Gives each kind of warning once. Its owner, :class:`~para_core.adapters.cache.generation.PipelineCache`,
-            clears it when the caches change.
+        log: Gives each kind of warning once. Its owner,
+            :class:`~para_core.adapters.cache.generation.PipelineCache`, clears it when the caches change.
     """
     verdicts = [Verdict(int(outcome.verdict)) for outcome in cache.outcomes]
     if Verdict.NOT_FINITE in verdicts:

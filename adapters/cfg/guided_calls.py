@@ -1,8 +1,8 @@
 """CFG over ranks for pipelines that call their transformer once per CFG branch.
 
 ``features.py`` finds :data:`FEATURE`. Which rank computes a call, and how its output is sent, is in
-``para_core/cfg/guidance.py``. Pipelines that concatenate the branches on the batch dim do not use this file: the plan
-shards their samples. Tests: tests/adapters/test_guidance.py.
+``para_core/cfg/guidance.py``. Pipelines that concatenate the branches on the batch dim do not use this file:
+the plan shards their samples. Tests: tests/adapters/test_guidance.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A rank that does not compute a CFG branch needs these to receive the output of t
 class, its config, the dtypes of its parameters and the arguments, and in most models not on the number of
 blocks. So the copy has one block of each kind, which takes less time than all blocks.
 
-``guided_calls.py`` passes :func:`predict_output` to ``para_core/cfg/guidance.py``, which calls it and falls back to
-a call on all ranks. Tests: tests/adapters/test_guidance.py.
+``guided_calls.py`` passes :func:`predict_output` to ``para_core/cfg/guidance.py``, which calls it and falls
+back to a call on all ranks. Tests: tests/adapters/test_guidance.py.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def predict_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     It cannot be predicted if
 
     - the model reads values of tensors, or one of its blocks depends on the number of blocks;
-    - the model differs from its config (quantized or cast weights, a ``forward`` set by the user, or a hook of the
-      model itself);
+    - the model differs from its config (quantized or cast weights, a ``forward`` set by the user, or a hook
+      of the model itself);
     - an argument is or contains something that the call might change, such as an object with state (``_COPYABLE``);
-    - the tensors of the arguments are on several devices or on none; those with one element do not count, because
-      schedulers keep timesteps on the CPU;
+    - the tensors of the arguments are on several devices or on none; those with one element do not count,
+      because schedulers keep timesteps on the CPU;
     - autocast is on, because the meta device has no autocast;
     - the model is compiled: then all ranks should compile at the same time instead of waiting for each other.
 
-    The model is not changed, and none of its hooks runs. Hooks of its submodules are not looked at, because most only
-    observe: if one changes the form of the output, the first generation raises on all ranks, and later ones predict
-    nothing (:mod:`para_core.cfg.guidance`).
+    The model is not changed, and none of its hooks runs. Hooks of its submodules are not looked at, because
+    most only observe: if one changes the form of the output, the first generation raises on all ranks, and
+    later ones predict nothing (:mod:`para_core.cfg.guidance`).
 
-    Whether the result is None, and what it is, must depend only on what is equal on all ranks, because those that
-    do not compute a call rely on the same form: see :data:`~para_core.cfg.guidance.PredictOutput`.
+    Whether the result is None, and what it is, must depend only on what is equal on all ranks, because those
+    that do not compute a call rely on the same form: see :data:`~para_core.cfg.guidance.PredictOutput`.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     devices = {x.device for x in leaves if isinstance(x, Tensor) and x.numel() > 1}

@@ -4,8 +4,8 @@ A check is a function that raises if the model has a feature or an option that p
 what the user asks for. It is defined next to that feature. The first line of its docstring, "Refuse …", names
 the combination; docs/refusals.md is made from these lines.
 
-The functions of ``adapters/parallel`` call these phases; those of the cache are in ``adapters/cache/checks.py``.
-Tests: tests/adapters/compatibility/test_checks.py.
+The functions of ``adapters/parallel`` call these phases; those of the cache are in
+``adapters/cache/checks.py``. Tests: tests/adapters/compatibility/test_checks.py.
 """
 
 from __future__ import annotations

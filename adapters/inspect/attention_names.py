@@ -6,8 +6,8 @@ During a call on several ranks the attention processors therefore use ``"native"
 and para_core computes attention with its own equivalent of the chosen backend. Written for diffusers 0.42.1,
 ``models/attention_dispatch.py``.
 
-``adapters/compatibility/checks.py`` calls the checks before each parallel call, and ``adapters/parallel`` runs the
-call inside :func:`translated_attention`. Tests: tests/adapters/test_unseen_attention.py.
+``adapters/compatibility/checks.py`` calls the checks before each parallel call, and ``adapters/parallel``
+runs the call inside :func:`translated_attention`. Tests: tests/adapters/test_unseen_attention.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Describe the block stack of a transformer to what distributes its blocks over ranks or moves them to the host: the
-blocks in order, their costs, and why a model cannot run in pipeline stages.
+"""Describe the block stack of a transformer to what distributes its blocks over ranks or moves them to the
+host: the blocks in order, their costs, and why a model cannot run in pipeline stages.
 
 Pipeline stages, PipeFusion, the offload of blocks and the planner use it. Tests: tests/weights/test_stages.py.
 """

@@ -90,9 +90,9 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     The blocks are the block stack of the adapter and the entries of every other outermost ``ModuleList`` that
     holds several modules of one class with parameters.
 
-    FSDP2 gathers the next block of this list while one computes, and the planner counts what is then gathered at one
-    time, so a wrong order costs time or memory. It changes no result: therefore an adapter that the user passed is
-    not needed here, and its lists, like all others, come in the order of the modules.
+    FSDP2 gathers the next block of this list while one computes, and the planner counts what is then gathered
+    at one time, so a wrong order costs time or memory. It changes no result: therefore an adapter that the
+    user passed is not needed here, and its lists, like all others, come in the order of the modules.
     """
     adapter = adapter_for(module)
     stack: list[str] = []

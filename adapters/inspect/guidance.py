@@ -1,7 +1,7 @@
 """Whether a call of a pipeline uses classifier-free guidance by default, and the heads of its transformer.
 
-Only the planner asks, to predict times and to choose a default mesh (``adapters/planner/default_mesh.py``), so a
-wrong answer costs time and changes no result. Tests: tests/planner/test_default_mesh.py.
+Only the planner asks, to predict times and to choose a default mesh (``adapters/planner/default_mesh.py``),
+so a wrong answer costs time and changes no result. Tests: tests/planner/test_default_mesh.py.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A family is one file that no other file imports, and one line of ``FAMILIES``. W
 common is in ``shared``. ``unets`` and ``unsupported`` are no families: they describe UNets, and transformers
 that are refused.
 
-``adapters/registry.py`` looks adapters up. Tests: tests/adapters/test_transformers.py and test_pipelines.py, which run
-each on a tiny model (``-k mochi``).
+``adapters/registry.py`` looks adapters up. Tests: tests/adapters/test_transformers.py and test_pipelines.py,
+which run each on a tiny model (``-k mochi``).
 """
 
 from __future__ import annotations

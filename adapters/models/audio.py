@@ -1,8 +1,8 @@
 """Adapters of ACE-Step, Stable Audio 1 and 3, LongCat-AudioDiT and MiniMax-Music 3.
 Written for diffusers 0.42.
 
-Only sound is sharded; text that blocks attend to stays whole on every rank. Other tokens at the beginning of the
-sequence (time step, memory) are sharded as if they were sound.
+Only sound is sharded; text that blocks attend to stays whole on every rank. Other tokens at the beginning of
+the sequence (time step, memory) are sharded as if they were sound.
 """
 
 from para_core.adapters.adapter import Adapter

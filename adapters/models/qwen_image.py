@@ -1,8 +1,8 @@
 """Adapters of Qwen-Image, also for editing and with ControlNet, and Qwen-Image 2.1.
 Written for diffusers 0.42.
 
-The second model has little of the first: the prompt and the input images come before the generated image in one
-sequence, stay whole on every rank, and attend piece by piece.
+The second model has little of the first: the prompt and the input images come before the generated image in
+one sequence, stay whole on every rank, and attend piece by piece.
 """
 
 from para_core.adapters.adapter import Adapter

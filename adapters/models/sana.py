@@ -1,7 +1,7 @@
 """Adapters of Sana (text-to-image, Sprint, ControlNet) and SanaVideo. Written for diffusers 0.42.
 
-Their self-attention is linear, and their feed-forward layers convolve over tokens. So whole rows (SanaVideo: frames) of
-the latents are split, and each rank also gets the rows (frames) next to its own.
+Their self-attention is linear, and their feed-forward layers convolve over tokens. So whole rows (SanaVideo:
+frames) of the latents are split, and each rank also gets the rows (frames) next to its own.
 """
 
 from dataclasses import replace

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 class UnetAdapter:
     """Description of a UNet or ControlNet class of diffusers whose image rows can be sharded.
 
-    All tensors among the arguments of such a class, also those in lists and dicts, must have one entry for each
-    sample along dim 0, or a number of entries there that never equals the number of samples if this is greater than
+    All tensors among the arguments of such a class, also those in lists and dicts, must have one entry for
+    each sample along dim 0, or a number of entries there that never equals the number of samples if this is
+    greater than
     1. Over ranks that share samples, a tensor is split if dim 0 has their number, and passed whole otherwise.
 
     Args:

@@ -1,8 +1,8 @@
 """Wrapper of a parallel pipeline's ``__call__``: keeps arguments, random numbers and errors equal on all ranks.
 
-``resolve.py`` makes it as a part of the session, and ``parallelize.py`` finds and removes it. The plans of the
-models are not applied here (``transformer.py``); the comparisons themselves are in ``adapters/agree``. Tests:
-tests/adapters/agree/test_arguments.py, tests/adapters/agree/test_state.py.
+``resolve.py`` makes it as a part of the session, and ``parallelize.py`` finds and removes it. The plans of
+the models are not applied here (``transformer.py``); the comparisons themselves are in ``adapters/agree``.
+Tests: tests/adapters/agree/test_arguments.py, tests/adapters/agree/test_state.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from para_core.distributed.timeouts import override_timeouts
 @dataclass(frozen=True)
 class TimeoutPart(Part):
     """The change by which parallelize_pipe sets the time-out of all process groups that the ranks of ``mesh``
-    use: its own with their CPU groups, those that para_core made among ``ranks``, and those of sharded weights.
+    use: its own with their CPU groups, those that para_core made among ``ranks``, and those of sharded
+    weights.
     """
 
     pipe: Any

@@ -1,7 +1,7 @@
 """Attention schedules: choose the attention of each denoising step of a pipeline.
 
-``resolve.py`` makes the :class:`ScheduledAttention`, and ``call.py`` enters it around each generation. Which steps
-are in the middle, and their options, is in ``para_core/attention/schedule.py``. Tests:
+``resolve.py`` makes the :class:`ScheduledAttention`, and ``call.py`` enters it around each generation. Which
+steps are in the middle, and their options, is in ``para_core/attention/schedule.py``. Tests:
 tests/adapters/test_attention_options.py.
 """
 

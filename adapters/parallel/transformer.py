@@ -1,7 +1,7 @@
 """Run one transformer on several ranks.
 
-The public functions serve denoising loops of a user's own. ``resolve.py`` calls :func:`resolve_transformer` for
-each transformer of a pipeline. The plan itself is applied by ``para_core/plans/apply.py``. Tests:
+The public functions serve denoising loops of a user's own. ``resolve.py`` calls :func:`resolve_transformer`
+for each transformer of a pipeline. The plan itself is applied by ``para_core/plans/apply.py``. Tests:
 tests/adapters/test_transformers.py, tests/adapters/agree/test_arguments.py.
 """
 

@@ -35,8 +35,9 @@ def parallelize_unet(
 
     Use it in a denoising loop of your own, as :func:`parallelize_transformer`. Ranks along ``ring`` and
     ``ulysses`` shard the rows of the image (columns, if it is wider than high), and ranks along ``batch``
-    shard the samples. No gradients are computed: unless gradients are disabled (``torch.no_grad()``), a call raises
-    ``RuntimeError`` if an argument or a parameter requires one. Calling it again replaces the previous settings.
+    shard the samples. No gradients are computed: unless gradients are disabled (``torch.no_grad()``), a call
+    raises ``RuntimeError`` if an argument or a parameter requires one. Calling it again replaces the previous
+    settings.
 
     Args:
         unet (`nn.Module`): A supported UNet or ControlNet of diffusers (docs/vae.md lists them).

@@ -1,12 +1,12 @@
 """Guess of which segments the queries and keys of attention calls consist.
 
-A guess may be wrong: :class:`~para_core.adapters.propose.search.Search` proposes a plan only if it is exact when
-:class:`~para_core.adapters.propose.plan_check.PlanCheck` runs it. So a mistake here costs a proposal, and never a
-wrong one. A length that is equal in both calls counts as text (:meth:`ObservedRegion.segments_of`), also if it is
-that of frames or of another dim.
+A guess may be wrong: :class:`~para_core.adapters.propose.search.Search` proposes a plan only if it is exact
+when :class:`~para_core.adapters.propose.plan_check.PlanCheck` runs it. So a mistake here costs a proposal,
+and never a wrong one. A length that is equal in both calls counts as text
+(:meth:`ObservedRegion.segments_of`), also if it is that of frames or of another dim.
 
-:mod:`para_core.adapters.propose.candidates` calls it. Tests: tests/adapters/propose/test_attention_rules.py, and
-with models test_structures.py.
+:mod:`para_core.adapters.propose.candidates` calls it. Tests: tests/adapters/propose/test_attention_rules.py,
+and with models test_structures.py.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def _without_repetitions(calls: Sequence[Attention]) -> tuple[Attention, ...]:
 
 
 def _joint_order(segment: str, calls_of_modules: Sequence[tuple[Attention, ...]]) -> tuple[str, ...]:
-    """Return the most frequent order of segments among modules with self-attention (queries and keys are the same
-    tokens) that includes ``segment``: the first one of equally frequent ones, and ``segment`` alone if there is
-    none.
+    """Return the most frequent order of segments among modules with self-attention (queries and keys are the
+    same tokens) that includes ``segment``: the first one of equally frequent ones, and ``segment`` alone if
+    there is none.
     """
     orders = [
         calls[0].queries

@@ -1,7 +1,7 @@
 """Make candidate plans from the observed sizes of a region.
 
-``search.py`` tries them. The rules come from ``rules.py`` and ``attention_rules.py``; a candidate is not checked here.
-Tests: tests/adapters/propose/test_structures.py.
+``search.py`` tries them. The rules come from ``rules.py`` and ``attention_rules.py``; a candidate is not
+checked here. Tests: tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations

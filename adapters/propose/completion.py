@@ -21,15 +21,15 @@ from para_core.comparison.cached_call import CachedCallError, error_of_cached_ca
 def complete_proposal(
     proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
 ) -> Proposal:
-    """Return ``proposal`` with its block stack; with ``batched`` and ``common`` in its plan if ``answers`` have the
-    number of samples; and with questions about what is missing.
+    """Return ``proposal`` with its block stack; with ``batched`` and ``common`` in its plan if ``answers``
+    have the number of samples; and with questions about what is missing.
 
     Args:
         proposal: Its plan is exact.
         check: Has the model, and calls of it.
         answers: The user's, as :func:`~para_core.adapters.propose.propose.propose_plan` describes them;
-            :func:`~para_core.adapters.propose.overrides.require_answers` has checked their types. None as a value
-            says that there is no such thing; a missing answer, that it must be found.
+            :func:`~para_core.adapters.propose.overrides.require_answers` has checked their types. None as a
+            value says that there is no such thing; a missing answer, that it must be found.
         region: The observed region from which the plan was guessed; None if answers gave the plan.
     """
     proposal = _add_blocks(proposal, check, answers, region)
@@ -39,11 +39,11 @@ def complete_proposal(
 def _add_samples(
     proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
 ) -> Proposal:
-    """Return ``proposal`` with sample dims if ``answers`` have the number of samples and these do not depend on each
-    other.
+    """Return ``proposal`` with sample dims if ``answers`` have the number of samples and these do not depend
+    on each other.
 
-    Otherwise it gets a question: why the answer is wrong; or, without an answer, whether the observed samples are CFG
-    branches, if there are several and they do not depend on each other.
+    Otherwise it gets a question: why the answer is wrong; or, without an answer, whether the observed samples
+    are CFG branches, if there are several and they do not depend on each other.
     """
     is_answered, samples = "samples" in answers, answers.get("samples")
     if not is_answered and region is not None:

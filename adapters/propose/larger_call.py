@@ -39,8 +39,8 @@ def _lengths_of_arguments(observed: ObservedCall) -> list[int]:
 class _Growth:
     """One more token in a sequence of ``length`` tokens.
 
-    ``lengths`` are those of all tensors that modules receive. A size that is ``length`` plus one of them is that of
-    a joint sequence, and grows too.
+    ``lengths`` are those of all tensors that modules receive. A size that is ``length`` plus one of them is
+    that of a joint sequence, and grows too.
     """
 
     length: int

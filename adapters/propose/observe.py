@@ -1,7 +1,8 @@
 """Observe one model call on one device: what its blocks receive and return, and its attention calls.
 
 ``propose.py``, ``gathered_modules.py`` and ``stack.py`` call :func:`observe`. The events are those of
-``para_core/recorder``; the record is described in ``records.py``. Tests: tests/adapters/propose/test_structures.py.
+``para_core/recorder``; the record is described in ``records.py``. Tests:
+tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations

@@ -133,8 +133,8 @@ def with_answers(plan: Plan, answers: Answers) -> Plan:
 def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) -> Plan:
     """Return ``plan`` with ``rule`` for a parameter or output of ``module``, or without one if it is None.
 
-    It replaces the rules of all names that ``module``, which may be a pattern, matches. An empty ``module`` stands
-    for the model itself.
+    It replaces the rules of all names that ``module``, which may be a pattern, matches. An empty ``module``
+    stands for the model itself.
     """
     if not module:
         inputs = {key: old for key, old in plan.inputs.items() if key != parameter}

@@ -1,7 +1,7 @@
 """The result of :func:`propose_plan`, and its Python source in the form of the modules in adapters/models/.
 
-``search.py`` and ``propose.py`` make it, and ``completion.py`` adds to it. Nothing is guessed or checked here. Tests:
-tests/adapters/propose/test_structures.py.
+``search.py`` and ``propose.py`` make it, and ``completion.py`` adds to it. Nothing is guessed or checked
+here. Tests: tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Proposal:
 def source_of(adapter: Adapter) -> str:
     """Return the source of a module that defines a variable ``ADAPTER`` equal to ``adapter``.
 
-    A function in it, such as ``modulated``, is imported from its module. One that cannot be imported, such as a
-    lambda, is named in a TODO comment; the source raises ``NameError`` until it defines that name.
+    A function in it, such as ``modulated``, is imported from its module. One that cannot be imported, such as
+    a lambda, is named in a TODO comment; the source raises ``NameError`` until it defines that name.
     """
     prefix = "ADAPTER = "
     call = expression_of(adapter, used=len(prefix))

@@ -1,7 +1,7 @@
 """Propose a plan for a model: observe the model, guess, and check each guess against the unmodified model.
 
-The order of the steps, by their files: ``observe.py``, or ``larger_call.py`` for the second call; ``start.py``;
-``region.py``; ``search.py``; ``completion.py``; ``questions.py`` if no plan was exact. Tests:
+The order of the steps, by their files: ``observe.py``, or ``larger_call.py`` for the second call;
+``start.py``; ``region.py``; ``search.py``; ``completion.py``; ``questions.py`` if no plan was exact. Tests:
 tests/adapters/propose/test_structures.py.
 """
 

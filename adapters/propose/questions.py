@@ -1,8 +1,8 @@
 """Questions to the user for whose model no plan was exact, and the error for one in which nothing can be
 sharded.
 
-Only ``propose.py`` calls it. A question begins with the name of the answer that it asks for and ": ", by which answered
-ones are left out. Questions about blocks and samples are in ``completion.py``. Tests:
+Only ``propose.py`` calls it. A question begins with the name of the answer that it asks for and ": ", by
+which answered ones are left out. Questions about blocks and samples are in ``completion.py``. Tests:
 tests/adapters/propose/test_structures.py.
 """
 

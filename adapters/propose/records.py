@@ -1,8 +1,8 @@
 """The record of an observed model call: its tensors by shape, the calls of its modules, and its attention
 calls.
 
-``observe.py`` makes it, and every guess of this room reads it. A time is a number of the recorder, which grows with
-each event of one call of the model. Tests: tests/adapters/propose/test_structures.py.
+``observe.py`` makes it, and every guess of this room reads it. A time is a number of the recorder, which
+grows with each event of one call of the model. Tests: tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations

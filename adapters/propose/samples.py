@@ -1,8 +1,8 @@
 """Find along which dims the arguments of a model hold samples, for a model that computes all CFG branches in
 a call.
 
-Rules of this kind are ``batched`` and ``common`` of a :class:`~para_core.plans.plan.Plan`. Only ``completion.py``
-calls it. Tests: tests/adapters/propose/test_completion.py.
+Rules of this kind are ``batched`` and ``common`` of a :class:`~para_core.plans.plan.Plan`. Only
+``completion.py`` calls it. Tests: tests/adapters/propose/test_completion.py.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def with_samples(
     error below which results count as equal: kernels round a batch and a single sample differently.
 
     Raises:
-        DependentSamplesError: The samples one by one do not give the same result as in the batch, or ``samples`` is
-            less than 2.
+        DependentSamplesError: The samples one by one do not give the same result as in the batch, or
+            ``samples`` is less than 2.
     """
     if samples < 2:
         raise DependentSamplesError(

@@ -4,8 +4,8 @@ One call shows the blocks and their streams. Whether an optional argument change
 or the blocks that run, shows when the model is called without any optional argument, and then with each one
 alone.
 
-A guess may be wrong. :mod:`para_core.adapters.propose.completion`, the only caller, takes the first one with which a
-cached call with all of its arguments is exact. Tests: tests/adapters/propose/test_structures.py.
+A guess may be wrong. :mod:`para_core.adapters.propose.completion`, the only caller, takes the first one with
+which a cached call with all of its arguments is exact. Tests: tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _guess_optional(
 def _optional_arguments(module: nn.Module, inputs: Mapping[str, Any], conditions: Sequence[str]) -> list[str]:
     """Return the names of ``inputs`` that have a default in ``forward`` and are no conditions.
 
-    Booleans and strings are left out, because they decide what the model returns; and None, which models take for
-    no argument.
+    Booleans and strings are left out, because they decide what the model returns; and None, which models take
+    for no argument.
     """
     parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
     optional = []
@@ -123,8 +123,8 @@ def _leave_out(
     """Return the call without the ``optional`` arguments that the model can do without; None if it can do
     without none of them alone.
 
-    They are tried one after the other, in the order of ``optional``. An argument that can only go together with
-    a later one stays. The arguments that stay are in all calls that are compared, and so are not probed.
+    They are tried one after the other, in the order of ``optional``. An argument that can only go together
+    with a later one stays. The arguments that stay are in all calls that are compared, and so are not probed.
     """
     plain = None
     for name in optional:
@@ -167,8 +167,8 @@ class _Probe:
     tolerance: float
 
     def effect_of(self, name: str, value: Any) -> _Effect:
-        """Return what the optional argument ``name`` with this ``value`` changes: nothing, if the model cannot be
-        called with it alone.
+        """Return what the optional argument ``name`` with this ``value`` changes: nothing, if the model
+        cannot be called with it alone.
         """
         inputs = {**self.plain.inputs, name: value}
         observed = _observe_or_none(self.module, self.region, inputs)

@@ -1,8 +1,8 @@
 """Guess where tokens may be sharded first, from what grows from a smaller to a larger call.
 
-``propose.py`` tries the starts in order. Where tokens are gathered is in ``region.py``. The files that guess rules
-and block stacks use :func:`grown_dims` and :func:`streams_of`, too. Parameters that grow by equal lengths count as one
-sequence, so the two observed calls must make image and text grow differently. Tests:
+``propose.py`` tries the starts in order. Where tokens are gathered is in ``region.py``. The files that guess
+rules and block stacks use :func:`grown_dims` and :func:`streams_of`, too. Parameters that grow by equal
+lengths count as one sequence, so the two observed calls must make image and text grow differently. Tests:
 tests/adapters/propose/test_structures.py, on whole models.
 """
 

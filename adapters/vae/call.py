@@ -101,8 +101,9 @@ def run_on_workers(
 
     All ``ranks`` must call this function; ``mesh`` has the same ranks. If there are more ranks than workers,
     one exchange tells the others the structure of the output, and an error of ``compute`` then raises on
-    every rank: as a ``RuntimeError``, unless it is a TypeError or ValueError. If all ranks work, an error raises
-    where it occurs, and nothing is exchanged. With ``gather="first"`` all ranks but the first get zeros.
+    every rank: as a ``RuntimeError``, unless it is a TypeError or ValueError. If all ranks work, an error
+    raises where it occurs, and nothing is exchanged. With ``gather="first"`` all ranks but the first get
+    zeros.
     """
     works = ranks.index < workers
     failure: Exception | None = None

@@ -179,8 +179,8 @@ class DecoderRows:
         /,
         num_inference_steps: int,
     ) -> Tensor:
-        """Return all rows of the video of a tile, computed with sharded rows and gathered. Collective, unless rows
-        are sharded already.
+        """Return all rows of the video of a tile, computed with sharded rows and gathered. Collective, unless
+        rows are sharded already.
 
         Args:
             context: Tokens ``[B, T, H, W, C]``.

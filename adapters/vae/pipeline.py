@@ -1,7 +1,7 @@
 """Run the autoencoders of a parallel pipeline on all its ranks: the option ``vae`` of parallelize_pipe.
 
-``adapters/weights/features.py`` finds :data:`FEATURE`. The work is done by ``vae.py``; autoencoders in host memory are
-in ``adapters/weights/vae_offload.py``. Tests: tests/spatial/test_vaes.py.
+``adapters/weights/features.py`` finds :data:`FEATURE`. The work is done by ``vae.py``; autoencoders in host
+memory are in ``adapters/weights/vae_offload.py``. Tests: tests/spatial/test_vaes.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Run UNets and ControlNets of diffusers on several ranks: each rank computes rows of the image, or some of the
-samples.
+"""Run UNets and ControlNets of diffusers on several ranks: each rank computes rows of the image, or some of
+the samples.
 
 Nothing but the table :data:`para_core.adapters.denoisers.KINDS` refers to this file for pipelines: they use
-:data:`KIND`. For a UNet without a pipeline, ``adapters/parallel/unet.py`` has ``parallelize_unet``. Which classes
-are supported is in ``adapters/models/unets.py``. Tests: tests/spatial/test_unet_pipelines.py.
+:data:`KIND`. For a UNet without a pipeline, ``adapters/parallel/unet.py`` has ``parallelize_unet``. Which
+classes are supported is in ``adapters/models/unets.py``. Tests: tests/spatial/test_unet_pipelines.py.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def unparallelize_unet(unet: Unet) -> Unet:
 def unets_of(pipe: Any) -> dict[str, nn.Module]:
     """Return the UNet and the supported ControlNets of ``pipe`` by path; empty with a transformer or without a UNet.
 
-    An unsupported UNet is returned too, so that :func:`require_unet_adapter` refuses the pipeline and says why. An
-    unsupported ControlNet computes all rows on each rank.
+    An unsupported UNet is returned too, so that :func:`require_unet_adapter` refuses the pipeline and says
+    why. An unsupported ControlNet computes all rows on each rank.
     """
     unet = uncompiled(getattr(pipe, "unet", None))
     if not isinstance(unet, nn.Module) or transformers_of(pipe):
@@ -175,8 +175,8 @@ class UnetRun:
             )
 
     def _run_samples(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """Return ``call(**inputs)``, computed with samples sharded over ``batch`` if they divide evenly, and rows.
-        Collective.
+        """Return ``call(**inputs)``, computed with samples sharded over ``batch`` if they divide evenly, and
+        rows. Collective.
         """
         num_samples, batch = inputs[self.images[0]].shape[0], self.mesh.batch
         if batch.size == 1 or not self.batched:

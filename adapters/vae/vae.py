@@ -1,8 +1,8 @@
 """Run autoencoders of diffusers on several ranks: each rank computes rows of the image, or some of its tiles.
 
-The two public functions: they check and choose ranks. ``run.py`` (``VaeRun``) runs the calls, ``families.py`` says what
-each class of autoencoders needs. ``adapters/vae/pipeline.py`` uses the same parts for ``parallelize_pipe(vae=True)``.
-``tests/spatial/test_vaes.py`` shows mistakes.
+The two public functions: they check and choose ranks. ``run.py`` (``VaeRun``) runs the calls, ``families.py``
+says what each class of autoencoders needs. ``adapters/vae/pipeline.py`` uses the same parts for
+``parallelize_pipe(vae=True)``. ``tests/spatial/test_vaes.py`` shows mistakes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keep outputs of text encoders in host memory, so that a repeated prompt is encoded only once.
 
-``fleet/rank.py`` and ``fleet/encode_first.py`` make such a store; the latter sets :attr:`EncodedPrompts.complete`.
-``fleet/loras.py`` clears it when LoRAs change. No other file of ``adapters`` uses it. Tests:
-tests/weights/test_placement.py, tests/fleet/test_encode_first.py.
+``fleet/rank.py`` and ``fleet/encode_first.py`` make such a store; the latter sets
+:attr:`EncodedPrompts.complete`. ``fleet/loras.py`` clears it when LoRAs change. No other file of ``adapters``
+uses it. Tests: tests/weights/test_placement.py, tests/fleet/test_encode_first.py.
 """
 
 from __future__ import annotations

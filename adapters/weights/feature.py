@@ -1,7 +1,8 @@
 """The parts of an optional feature: a method of sharding weights, changes of a pipeline, checks, a quantizer.
 
-Here are only the types. Each feature fills them in its own file as ``FEATURE``, and ``features.py`` finds these
-files; the callers of each field are named there and below. Tests: tests/weights/, tests/test_lift_out.py.
+Here are only the types. Each feature fills them in its own file as ``FEATURE``, and ``features.py`` finds
+these files; the callers of each field are named there and below. Tests: tests/weights/,
+tests/test_lift_out.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The table of the optional features of a parallel pipeline. To remove one, delete its files and its line.
 
 The functions here look up what a caller needs among the features: ``adapters/parallel`` their changes and
-methods, the checks of ``adapters/compatibility`` and ``adapters/cache`` their checks. A feature itself is described
-in ``feature.py``. Tests: tests/test_lift_out.py, tests/weights/test_fsdp.py.
+methods, the checks of ``adapters/compatibility`` and ``adapters/cache`` their checks. A feature itself is
+described in ``feature.py``. Tests: tests/test_lift_out.py, tests/weights/test_fsdp.py.
 """
 
 from __future__ import annotations

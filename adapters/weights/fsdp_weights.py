@@ -1,7 +1,7 @@
 """Weights sharded by FSDP2: the method ``"fsdp"`` of shard_weights, and the checks of calls with such weights.
 
-``features.py`` finds :data:`FEATURE`; ``shard.py`` calls the method, and ``lora.py`` its functions for LoRAs. The
-sharding itself is in ``para_core/weights/fsdp.py``. Tests: tests/weights/test_fsdp.py.
+``features.py`` finds :data:`FEATURE`; ``shard.py`` calls the method, and ``lora.py`` its functions for LoRAs.
+The sharding itself is in ``para_core/weights/fsdp.py``. Tests: tests/weights/test_fsdp.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Apply PipeFusion to the transformers of a diffusers pipeline.
 
 :class:`~para_core.weights.pipefusion.Fusion` computes patch by patch. Here is what it needs to know of a
-pipeline: the patch plan of each transformer, and the CFG branch and the step of each call. ``features.py`` finds
-:data:`FEATURE`. Tests: tests/weights/test_pipefusion.py.
+pipeline: the patch plan of each transformer, and the CFG branch and the step of each call. ``features.py``
+finds :data:`FEATURE`. Tests: tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Modules in host memory that are copied to the device while they run, by diffusers' group-offload code.
 
-``block_offload.py`` and ``vae_offload.py`` decide when each module is loaded and freed; here is only how. Tests:
-tests/weights/test_placement.py.
+``block_offload.py`` and ``vae_offload.py`` decide when each module is loaded and freed; here is only how.
+Tests: tests/weights/test_placement.py.
 """
 
 from __future__ import annotations

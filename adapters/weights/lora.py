@@ -5,8 +5,8 @@ shapes stand in for sharded weights, and while it is merged, the weights of one 
 and each rank keeps its part of the result. The method of sharding says whether the weights of LoRAs are
 sharded, too.
 
-``shard.py`` calls :func:`follow_loras` for each component that it shards; ``staged_loras.py``, which does the same
-for stages, shares the functions that compare. Tests: tests/weights/test_lora.py.
+``shard.py`` calls :func:`follow_loras` for each component that it shards; ``staged_loras.py``, which does the
+same for stages, shares the functions that compare. Tests: tests/weights/test_lora.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keep the weights of whole components in host memory. Optionally only the first rank runs them.
 
-``text_encoder_offload.py`` and ``vae_offload.py`` are the features that use it; transformers are offloaded block by
-block (``block_offload.py``). ``split_tensors`` and ``join_tensors`` also serve ``encoded_prompts.py``. Tests:
-tests/weights/test_placement.py.
+``text_encoder_offload.py`` and ``vae_offload.py`` are the features that use it; transformers are offloaded
+block by block (``block_offload.py``). ``split_tensors`` and ``join_tensors`` also serve
+``encoded_prompts.py``. Tests: tests/weights/test_placement.py.
 """
 
 from __future__ import annotations

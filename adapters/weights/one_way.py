@@ -1,8 +1,9 @@
 """Run changes of weights that nothing undoes (shards, stages), and refuse what needs all weights afterwards.
 
-:func:`one_way` runs such a change. If it fails half-way, the pipeline and its models are marked as unusable. The
-checks here raise for such a pipeline, and for one that has split weights if all are needed, with the advice to load
-it again: nothing gathers weights again. Tests: tests/adapters/parallel/test_undo.py and tests/weights/.
+:func:`one_way` runs such a change. If it fails half-way, the pipeline and its models are marked as unusable.
+The checks here raise for such a pipeline, and for one that has split weights if all are needed, with the
+advice to load it again: nothing gathers weights again. Tests: tests/adapters/parallel/test_undo.py and
+tests/weights/.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ def _raise_unusable(
 def _modules_of(owner: Any) -> dict[str, nn.Module]:
     """Return the modules of ``owner``, a pipeline or a model, by their names in messages.
 
-    Of a model these are itself and its children. Weights are split, and modules marked, only as components of a
-    pipeline or as the model that the user passed, so a deeper module has neither. Children count, because a pipeline
-    may be a module that keeps its components as children.
+    Of a model these are itself and its children. Weights are split, and modules marked, only as components of
+    a pipeline or as the model that the user passed, so a deeper module has neither. Children count, because a
+    pipeline may be a module that keeps its components as children.
     """
     parts = {f"pipe.{name}": part for name, part in vars(owner).items()}
     if isinstance(owner, nn.Module):

@@ -353,7 +353,8 @@ def _check_same_settings(
 
 def check_can_be_sharded(pipe: Any, adapter: Adapter | None = None) -> None:
     """Raise ``ValueError`` if weights of ``pipe`` are spread over several devices or moved by accelerate, and
-    ``TypeError`` if a transformer is inside a wrapper for training. ``adapter`` is the one that the user passed.
+    ``TypeError`` if a transformer is inside a wrapper for training. ``adapter`` is the one that the user
+    passed.
     """
     for name, module in transformers_of(pipe).items():
         check_not_fsdp1(module, f"pipe.{name}")

@@ -1,7 +1,7 @@
 """The record of a component whose weights are sharded, and the methods that it refuses from then on.
 
-``shard.py`` makes the record after it has sharded the component, and ``one_way.py`` asks for it. The sharding is not
-here, nor are the methods for LoRAs (``lora.py``). Tests: tests/weights/test_fsdp.py.
+``shard.py`` makes the record after it has sharded the component, and ``one_way.py`` asks for it. The sharding
+is not here, nor are the methods for LoRAs (``lora.py``). Tests: tests/weights/test_fsdp.py.
 """
 
 from __future__ import annotations

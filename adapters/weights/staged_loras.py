@@ -1,5 +1,5 @@
-"""Load, fuse, unfuse and remove LoRAs of a transformer in pipeline stages, while the blocks of other stages are
-freed.
+"""Load, fuse, unfuse and remove LoRAs of a transformer in pipeline stages, while the blocks of other stages
+are freed.
 
 ``staged_transformer.py`` installs the wrappers. For weights in shards ``lora.py`` does the same. Tests:
 tests/weights/test_lora.py.

@@ -1,8 +1,8 @@
 """Keep the weights of autoencoders in host memory, and copy them to the device once per ``encode`` or
 ``decode``.
 
-This is ``vae_placement="offload"`` and ``"first"`` of parallelize_pipe, found through ``features.py``. What both
-have in common with text encoders is in ``offloaded_modules.py``. Tests: tests/weights/test_placement.py.
+This is ``vae_placement="offload"`` and ``"first"`` of parallelize_pipe, found through ``features.py``. What
+both have in common with text encoders is in ``offloaded_modules.py``. Tests: tests/weights/test_placement.py.
 """
 
 from __future__ import annotations

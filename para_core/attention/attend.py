@@ -11,8 +11,8 @@ A function around such a function is such a function again:
   function that they are given.
 
 :mod:`para_core.attention.gradients.contract` has the same contract for gradients. Its ``Backward`` and
-``QueryGradients`` are the twins of :data:`Attend` and :class:`Accumulator`, and read the same masks: whoever changes
-one of these here, or :class:`Mask`, changes the twin too.
+``QueryGradients`` are the twins of :data:`Attend` and :class:`Accumulator`, and read the same masks: whoever
+changes one of these here, or :class:`Mask`, changes the twin too.
 
 :func:`para_core.attention.usp.compose` nests the functions of a call. Tests: tests/attention/test_exactness.py.
 """
@@ -153,8 +153,8 @@ class Accumulator:
 
     def finish(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return out ``[B, H, S_q, D_v]`` and lse ``[B, H, S_q]``. Out has the dtype of lse if merging has
-        not rounded it yet, otherwise that of query. If this differs between pieces, it is the dtype of lse for
-        all of them, to which ``torch.cat`` promotes.
+        not rounded it yet, otherwise that of query. If this differs between pieces, it is the dtype of lse
+        for all of them, to which ``torch.cat`` promotes.
 
         Call this once, because ``last_steps`` change the result in place.
 

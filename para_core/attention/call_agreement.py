@@ -170,13 +170,14 @@ def settle_masks(
     ranks.
 
     Both are None if no rank has a mask. If this rank has none, but other ranks have masks that cover their
-    own keys, this rank gets a mask that hides nothing. The steps depend on the sizes that the one before left:
+    own keys, this rank gets a mask that hides nothing. The steps depend on the sizes that the one before
+    left:
 
     1. masks of padding, with equal rows, become masks of one row (``_are_key_masks``);
     2. ranks without a mask get an open one (``_sizes_with_absent``, which takes masks of one row only);
     3. ranks without queries get one row, if all others have one (``_with_broadcast_rows``);
-    4. the extents follow from the sizes of all ranks, and if each rank has one token, a size of 1 may still be
-       local (``_with_single_tokens``).
+    4. the extents follow from the sizes of all ranks, and if each rank has one token, a size of 1 may still
+       be local (``_with_single_tokens``).
 
     Raises:
         ValueError: The masks of the ranks do not fit together, or nothing tells that the rows of a mask are

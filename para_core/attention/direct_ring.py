@@ -2,21 +2,21 @@
 says.
 
 The hop over a distance of s ranks is left out if no rank sees a key of the rank s positions before it. A call
-with a block mask takes this style, whatever ``rotate_method`` is (:meth:`BlockMask.style_of`), unless that brings
-all keys to every rank.
+with a block mask takes this style, whatever ``rotate_method`` is (:meth:`BlockMask.style_of`), unless that
+brings all keys to every rank.
 
-With R ring ranks there are between 0 and R - 1 hops, each an all-to-all over the whole ring in which idle ranks
-take part with 0 elements. In the hop over distance s, ring rank i sends
+With R ring ranks there are between 0 and R - 1 hops, each an all-to-all over the whole ring in which idle
+ranks take part with 0 elements. In the hop over distance s, ring rank i sends
 
     B · e · H_kv · (D + D_v) · T_i bytes if ring rank i + s (modulo R) sees any of its keys, else 0,
 
-where T_i is its number of sharded keys, and e the bytes per element. Three blocks are in memory in addition to the
-rank's own keys and values: the packed copy that it sends, which lives until the last hop, the block with which it
-computes, and the next one, which is in flight.
+where T_i is its number of sharded keys, and e the bytes per element. Three blocks are in memory in addition
+to the rank's own keys and values: the packed copy that it sends, which lives until the last hop, the block
+with which it computes, and the next one, which is in flight.
 
 :class:`~para_core.modes.block_sparse.BlockSparseAttnMode` leads here, through para_core/attention/usp.py. The
-gradient is in para_core/attention/gradients/direct_ring.py. Tests: tests/attention/test_block_sparse.py (results,
-hops and bytes).
+gradient is in para_core/attention/gradients/direct_ring.py. Tests: tests/attention/test_block_sparse.py
+(results, hops and bytes).
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class DirectRing(RingStyle):
                 yield hop, None
 
     def _start(self, hop: DirectHop, sent: Tensor, packing: Packing, received: list[Tensor]) -> Travelling:
-        """Start ``hop``, with ``sent`` or nothing. ``received`` are the buffers of the earlier hops, if autograd
-        records them.
+        """Start ``hop``, with ``sent`` or nothing. ``received`` are the buffers of the earlier hops, if
+        autograd records them.
         """
         numel = 0
         if not hop.sends:

@@ -8,8 +8,8 @@ offset. :func:`leave` sends outputs back to the ranks that hold the tokens.
 Both functions call differentiable operators, in eager code and in graphs. Like those of
 :mod:`para_core.attention.operator`, the operators take the specification of the call as JSON.
 
-:mod:`para_core.modes.flex_attention` calls this module, and :mod:`para_core.modes.block_masks` asks it which queries a
-rank gets. Tests: tests/modes/test_flex_attention.py.
+:mod:`para_core.modes.flex_attention` calls this module, and :mod:`para_core.modes.block_masks` asks it which
+queries a rank gets. Tests: tests/modes/test_flex_attention.py.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tup
     The results are ``[B, H_local, S_group, D]`` and twice ``[B, H_kv_local, S, D]``, in the order of the
     sequence.
 
-    Collective, as is the backward, unless the mesh of ``plan`` is this rank alone (``SequenceMesh.single_rank``).
-    The gradients of replicated tokens are those of this rank's copy: their sum over the ranks is left to whoever
-    has made the copies, like that of weights.
+    Collective, as is the backward, unless the mesh of ``plan`` is this rank alone
+    (``SequenceMesh.single_rank``). The gradients of replicated tokens are those of this rank's copy: their
+    sum over the ranks is left to whoever has made the copies, like that of weights.
     """
     query, key, value, _ = torch.ops.para_core.flex_enter(
         query, key, value, plan.spec.text, plan.spec.numbers
@@ -50,8 +50,8 @@ def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
     :func:`enter`. ``out`` is ``[B, H_local, S_group, D]``, the outputs of the queries that :func:`enter`
     returned, in their order.
 
-    Collective under the same condition, as is the backward, which sums the gradients of replicated tokens over
-    the ranks that computed their heads.
+    Collective under the same condition, as is the backward, which sums the gradients of replicated tokens
+    over the ranks that computed their heads.
     """
     local, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
     return local  # type: ignore[no-any-return]

@@ -175,8 +175,8 @@ class Arriving(NamedTuple):
 def start_copies(
     rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[Arriving] = ()
 ) -> Arriving:
-    """Start an all-to-all that sends ``rows`` to each of ``peers`` and receives ``sizes[i]`` rows from ``peers[i]``.
-    Collective; the other arguments are those of :func:`start_parts`.
+    """Start an all-to-all that sends ``rows`` to each of ``peers`` and receives ``sizes[i]`` rows from
+    ``peers[i]``. Collective; the other arguments are those of :func:`start_parts`.
     """
     copies = rows
     if len(peers) != 1:
@@ -228,8 +228,8 @@ def _attend_in_grid(
 ) -> None:
     """Add attention to the keys of all ring ranks to ``into``. Collective.
 
-    ``others`` in the body is the accumulator of the queries of the row's other ranks, whose results are sent back to
-    these ranks. It is None in a grid of one column.
+    ``others`` in the body is the accumulator of the queries of the row's other ranks, whose results are sent
+    back to these ranks. It is None in a grid of one column.
     """
     query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
     S = query.shape[2]

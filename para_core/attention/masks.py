@@ -69,9 +69,9 @@ def _infer_extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks
     """Infer the extent of one dim. If ranks exchanged their sizes, the result, or the error, is equal on all
     of them.
 
-    Otherwise a rank decides by its own size, so a size that could mean two things must raise on at least one rank.
-    A rank whose part is 1 then takes its mask for a broadcast one and goes on. The ranks with larger parts raise, so
-    that it waits for them in vain, instead of computing something else than they do.
+    Otherwise a rank decides by its own size, so a size that could mean two things must raise on at least one
+    rank. A rank whose part is 1 then takes its mask for a broadcast one and goes on. The ranks with larger
+    parts raise, so that it waits for them in vain, instead of computing something else than they do.
     """
     if all(size == 1 for size in sizes):
         return "broadcast"

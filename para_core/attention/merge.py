@@ -98,8 +98,8 @@ class Merged:
         count: Number of partial results that were merged.
         out, lse: The merged result; not set while ``count`` is 0. A result that :meth:`add` merged has
             ``out`` in the dtype of lse, so that the caller rounds it only once.
-        choices: The backends that SDPA has chosen for the blocks so far, by their sizes and strides. Written and
-            read by :func:`~para_core.attention.local.continue_attention`.
+        choices: The backends that SDPA has chosen for the blocks so far, by their sizes and strides. Written
+            and read by :func:`~para_core.attention.local.continue_attention`.
     """
 
     count = 0
@@ -114,8 +114,8 @@ class Merged:
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Merge a partial result into the accumulator. Differentiable if gradients are enabled.
 
-        The first result is kept as it is, also its dtype. Whether gradients are enabled must not change between the
-        calls for one accumulator.
+        The first result is kept as it is, also its dtype. Whether gradients are enabled must not change
+        between the calls for one accumulator.
         """
         self.count += 1
         if self.count == 1:

@@ -248,8 +248,8 @@ class MeshAttention:
         return prepared
 
     def raise_everywhere(self, error: Exception) -> NoReturn:
-        """Raise ``error``. In eager code every rank raises it, unless ``assume_equal`` is set: the others get it in the
-        exchange at the start of their call. So call this only in place of that exchange.
+        """Raise ``error``. In eager code every rank raises it, unless ``assume_equal`` is set: the others get
+        it in the exchange at the start of their call. So call this only in place of that exchange.
         """
         if not (self._assume_equal or torch.compiler.is_compiling()):
             self._mesh.check_alive()

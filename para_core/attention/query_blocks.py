@@ -76,8 +76,8 @@ def _blocks_of_run(start: int, length: int, size: int) -> range:
 
 
 def _start_of(start: int, length: int, size: int, starts: dict[int, int]) -> int:
-    """Return where a run stands in the call, given where each block begins there. All blocks of a run are in the call,
-    one after the other, so it stays in one piece.
+    """Return where a run stands in the call, given where each block begins there. All blocks of a run are in
+    the call, one after the other, so it stays in one piece.
     """
     if length == 0:
         return 0

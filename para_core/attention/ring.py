@@ -139,8 +139,8 @@ def pass_on_blocks(
 def gather_blocks(
     local_block: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block]]:
-    """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first, by one all-gather.
-    Collective.
+    """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first, by one
+    all-gather. Collective.
     """
     arriving = start_all_gather(packing.pad(sent), plan.dim)
     del sent

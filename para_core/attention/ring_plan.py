@@ -142,9 +142,9 @@ class RingStyle:
         return queries == keys and len(queries) <= 1
 
     def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
-        """Return ``call``, to this rank's keys, with all keys.
-        Collective. For styles with :attr:`has_all_keys`: :func:`~para_core.attention.usp.attend_block` calls no other.
-        The mask of ``call`` has a column for each key of the sequence already, or one.
+        """Return ``call``, to this rank's keys, with all keys. Collective. For styles with
+        :attr:`has_all_keys`: :func:`~para_core.attention.usp.attend_block` calls no other. The mask of
+        ``call`` has a column for each key of the sequence already, or one.
         """
         raise NotImplementedError
 
@@ -159,8 +159,8 @@ class RingStyle:
 
     @property
     def other_queries(self) -> Sequence[Run]:
-        """The positions of queries of other ranks that this rank computes, too. Their rows follow those of this rank's
-        queries in the mask of the call (:func:`~para_core.attention.masks.mask_of_block`).
+        """The positions of queries of other ranks that this rank computes, too. Their rows follow those of
+        this rank's queries in the mask of the call (:func:`~para_core.attention.masks.mask_of_block`).
         """
         return ()
 
@@ -171,7 +171,7 @@ class RingStyle:
     def over_ring(self, attend: Attend) -> Attend:
         """Return attention to the keys of all ring ranks, which is collective, given attention to one block.
 
-        The returned function is called once per call, with this rank's block. It calls ``attend`` for each block, with
-        the number that the block has in the tiling of its accumulator.
+        The returned function is called once per call, with this rank's block. It calls ``attend`` for each
+        block, with the number that the block has in the tiling of its accumulator.
         """
         raise NotImplementedError

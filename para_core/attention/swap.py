@@ -115,11 +115,11 @@ class Swap:
         self._steps: dict[Any, Steps] = {}
 
     def exchange(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the results of the exchange of ``tensors``, after all ranks of the mesh dim have sent their parts.
-        Collective.
+        """Return the results of the exchange of ``tensors``, after all ranks of the mesh dim have sent their
+        parts. Collective.
 
-        ``tensors`` are in the order of ``rows`` and ``heads``. All have one batch size, dtype and device, and all but
-        the last have one width.
+        ``tensors`` are in the order of ``rows`` and ``heads``. All have one batch size, dtype and device, and
+        all but the last have one width.
         """
         if self._is_traced:
             steps = self._plan(tensors)

@@ -157,8 +157,8 @@ class Tiling:
     def tiles(self, block: int) -> list[tuple[int, Tile]]:
         """Return ``(index of the piece, tile)`` for all tiles of the block with the number ``block``, by piece.
 
-        The index is that of :attr:`pieces`, and so of the parts of :meth:`split`. With masks, pieces that see no key
-        have no tile.
+        The index is that of :attr:`pieces`, and so of the parts of :meth:`split`. With masks, pieces that see
+        no key have no tile.
         """
         if block not in self._tiles:
             self._tiles[block] = self._tiles_of(self._blocks[block])
@@ -178,8 +178,8 @@ class Tiling:
     def split(self, x: Tensor) -> list[Tensor]:
         """Split ``x`` along its queries, dim 2, into one tensor per piece; ``x`` itself if dim 2 has size 1.
 
-        The parts are views, because the gradient adds to them in place. ``x`` has rows of these queries only: a mask
-        with rows of other queries is cut before.
+        The parts are views, because the gradient adds to them in place. ``x`` has rows of these queries only:
+        a mask with rows of other queries is cut before.
         """
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 and lengths != [1]:

@@ -187,8 +187,9 @@ class ToHeads(Swap):
         return results
 
     def _regions_unpacker(self, shapes: Shapes, dtype: torch.dtype) -> Unpack:
-        """Return the function that unpacks by a kernel. It copies replicated tokens and does not sum them, so it is not
-        for an exchange with ``replicated``: that of the gradient of the output, a single tensor that is sent as it is.
+        """Return the function that unpacks by a kernel. It copies replicated tokens and does not sum them, so
+        it is not for an exchange with ``replicated``: that of the gradient of the output, a single tensor
+        that is sent as it is.
         """
         index = self.dim.index
         blocks = [[_sharded_blocks(rows, rank) for rank in range(self.dim.size)] for rows in self.rows]

@@ -123,7 +123,8 @@ class UlyssesPlan:
     @cached_property
     def leave(self) -> Exchange:
         """A function that exchanges ``(out,)``, the output's block ``[B, H_local, S_block, D_v]``, by one
-        all-to-all for all heads of this rank's tokens, ``([B, H, S_local, D_v],)``. Collective, as is :attr:`enter`.
+        all-to-all for all heads of this rank's tokens, ``([B, H, S_local, D_v],)``. Collective, as is
+        :attr:`enter`.
         """
         swap = ToTokens(
             [self.queries],

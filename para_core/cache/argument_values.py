@@ -1,7 +1,7 @@
 """The values in the arguments of a model call, by path, and whether they are equal in another call.
 
-:mod:`.branches` and :mod:`.branch_search` tell CFG branches apart by these. A graph has :mod:`.call_digest` instead.
-Tests: tests/cache/test_steps.py.
+:mod:`.branches` and :mod:`.branch_search` tell CFG branches apart by these. A graph has :mod:`.call_digest`
+instead. Tests: tests/cache/test_steps.py.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ step, the hook of the last skipped block of a group returns the group's input pl
 Computations of the model between its blocks (such as residuals of a ControlNet) also run in skipped steps,
 but have no effect there, because the stored residual has them.
 
-Made by :mod:`.apply` for a model, and by ``adapters/cache/pipeline.py`` for a pipeline. The blocks themselves run in
-:mod:`.block_run`, the graph's part is in :mod:`.graph`. Tests: tests/cache/test_state.py, tests/cache/test_steps.py.
+Made by :mod:`.apply` for a model, and by ``adapters/cache/pipeline.py`` for a pipeline. The blocks themselves
+run in :mod:`.block_run`, the graph's part is in :mod:`.graph`. Tests: tests/cache/test_state.py,
+tests/cache/test_steps.py.
 """
 
 from __future__ import annotations

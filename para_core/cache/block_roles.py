@@ -1,7 +1,7 @@
 """The roles of a model's transformer blocks for a cache: which it skips, and where it decides and forecasts.
 
-:mod:`.block_cache` asks for the roles once, :mod:`.block_run` and :mod:`.graph` act on them at each call. Tests:
-tests/cache/test_options.py, tests/cache/test_dataclass_streams.py.
+:mod:`.block_cache` asks for the roles once, :mod:`.block_run` and :mod:`.graph` act on them at each call.
+Tests: tests/cache/test_options.py, tests/cache/test_dataclass_streams.py.
 """
 
 from __future__ import annotations

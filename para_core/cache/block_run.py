@@ -1,8 +1,8 @@
 """Run or skip the transformer blocks of one model call, and decide in between whether to skip them.
 
-The hooks of :mod:`.attachment` call this for each block, in the order in which the model runs them: a block that
-``opens`` comes first, the one that ``decides`` before any block that may be skipped. The rule is in :mod:`.decision`.
-Tests: tests/cache/test_options.py, tests/cache/test_ranks.py.
+The hooks of :mod:`.attachment` call this for each block, in the order in which the model runs them: a block
+that ``opens`` comes first, the one that ``decides`` before any block that may be skipped. The rule is in
+:mod:`.decision`. Tests: tests/cache/test_options.py, tests/cache/test_ranks.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The description of a model's transformer blocks for a cache.
 
-Adapters hold one for each model (``adapters/models/``), and users write one for their own. It is compared with a model
-in :mod:`.block_roles`. Tests: tests/cache/test_options.py.
+Adapters hold one for each model (``adapters/models/``), and users write one for their own. It is compared
+with a model in :mod:`.block_roles`. Tests: tests/cache/test_options.py.
 """
 
 from __future__ import annotations

@@ -355,8 +355,8 @@ class BranchSearch:
         return begins
 
     def _is_same(self, x: Leaf | None, y: Leaf | None) -> bool:
-        """Whether two values are equal. Waits for the device, and is collective with ``agree``, if two tensors must be
-        compared by value.
+        """Whether two values are equal. Waits for the device, and is collective with ``agree``, if two
+        tensors must be compared by value.
         """
         if x is None or y is None:
             return x is y

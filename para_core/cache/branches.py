@@ -1,7 +1,7 @@
 """Identify the CFG branch of a model call by its arguments, and calls of one branch within one step.
 
-The comparison with earlier calls is in :mod:`.branch_search`. :mod:`.block_cache` calls this before each call of a
-model. Tests: tests/cache/test_steps.py, tests/cache/test_state.py.
+The comparison with earlier calls is in :mod:`.branch_search`. :mod:`.block_cache` calls this before each call
+of a model. Tests: tests/cache/test_steps.py, tests/cache/test_state.py.
 """
 
 from __future__ import annotations

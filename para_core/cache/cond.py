@@ -193,8 +193,8 @@ class _WeightStructure(NamedTuple):
 
 
 def _flatten(weight: Any) -> tuple[list[Path], _WeightStructure]:
-    """Return the paths to the plain tensors inside ``weight``, in the order in which :func:`_build` takes them, and its
-    structure.
+    """Return the paths to the plain tensors inside ``weight``, in the order in which :func:`_build` takes
+    them, and its structure.
     """
     names, context = weight.__tensor_flatten__()
     paths: list[Path] = []

@@ -1,8 +1,8 @@
 """The decision whether to skip a step: its inputs and its outcome, and :class:`NumberDecider`, which makes it
 in eager code. :mod:`para_core.cache.graph_decision` makes it in a graph.
 
-:mod:`.block_run` asks for it, and :mod:`.block_cache` sets the step before. Tests: tests/cache/test_options.py,
-tests/cache/test_ranks.py.
+:mod:`.block_run` asks for it, and :mod:`.block_cache` sets the step before. Tests:
+tests/cache/test_options.py, tests/cache/test_ranks.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Optional forecasts: rules that extrapolate the residual of a skipped step from those of several computed steps.
 
-A feature of :mod:`.registry`, which ``cache/__init__.py`` imports; without it only the last residual is repeated. The
-weights must be traceable: no branch on a value. Tests: tests/cache/test_options.py, tests/test_cache_quality.py.
+A feature of :mod:`.registry`, which ``cache/__init__.py`` imports; without it only the last residual is
+repeated. The weights must be traceable: no branch on a value. Tests: tests/cache/test_options.py,
+tests/test_cache_quality.py.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ There is one ``cond`` for all blocks of a group if the model does nothing betwee
 block, all with the same predicate. A graph cannot look up the state of a CFG branch; if the calls of several
 branches share one, all of them are computed.
 
-A feature of :mod:`.registry`: :mod:`.block_cache` and :mod:`.block_run` call it as ``cache.traced``. The model's hook
-calls ``begin_call`` and ``end_call`` around a call in eager code; if the hook is in the graph too, it calls ``enter``.
-Inside the graph ``begin`` or ``decide`` comes before any ``run_block``. Tests: tests/cache/test_graph.py.
+A feature of :mod:`.registry`: :mod:`.block_cache` and :mod:`.block_run` call it as ``cache.traced``. The
+model's hook calls ``begin_call`` and ``end_call`` around a call in eager code; if the hook is in the graph
+too, it calls ``enter``. Inside the graph ``begin`` or ``decide`` comes before any ``run_block``. Tests:
+tests/cache/test_graph.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The decision whether to skip a step inside a graph, with tensors.
 
-It must decide as :class:`~para_core.cache.decision.NumberDecider` does: change both. Only :mod:`.graph` calls it.
-Tests: tests/cache/test_options.py compares both with one reference.
+It must decide as :class:`~para_core.cache.decision.NumberDecider` does: change both. Only :mod:`.graph` calls
+it. Tests: tests/cache/test_options.py compares both with one reference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The options of First Block Cache.
 
-:mod:`.apply` and ``adapters/cache/pipeline.py`` make them of keyword arguments, :mod:`.decision` reads them. Tests:
-tests/cache/test_options.py.
+:mod:`.apply` and ``adapters/cache/pipeline.py`` make them of keyword arguments, :mod:`.decision` reads them.
+Tests: tests/cache/test_options.py.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A feature is a file of this folder that calls one of the functions below when it is imported. ``__init__``
 imports it, in one line. Without that line, its options are refused, and a graph with a cache raises.
 
-Readers: options.py (forecasts), and :class:`~para_core.cache.block_cache.BlockCache` (observers and the traced form).
-Tests: tests/cache/test_options.py, and test_graph.py for the traced form.
+Readers: options.py (forecasts), and :class:`~para_core.cache.block_cache.BlockCache` (observers and the
+traced form). Tests: tests/cache/test_options.py, and test_graph.py for the traced form.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class GraphDecider(Protocol):
 class TracedForm(Protocol):
     """The part of a cache that runs while a graph is traced.
 
-    Its methods are called in this order. If the model's blocks are compiled, the first and the last line are around
-    them, in eager code; if the whole model is compiled, :meth:`enter` takes their place.
+    Its methods are called in this order. If the model's blocks are compiled, the first and the last line are
+    around them, in eager code; if the whole model is compiled, :meth:`enter` takes their place.
 
     ==========================================  =======================================================
     :meth:`begin_call`                          by ``BlockCache.run``, which a call of the model begins
@@ -255,8 +255,8 @@ def register_traced_form(make: Callable[[BlockCache], TracedForm]) -> None:
 def traced_form(cache: BlockCache) -> TracedForm:
     """Return the part of ``cache`` that runs while a graph is traced.
 
-    ``BlockCache.__init__`` calls this before it is done: ``make`` may read the module, ``blocks``, ``options``,
-    ``threshold``, ``roles`` and ``step`` of the cache, and nothing else.
+    ``BlockCache.__init__`` calls this before it is done: ``make`` may read the module, ``blocks``,
+    ``options``, ``threshold``, ``roles`` and ``step`` of the cache, and nothing else.
     """
     if _FEATURES.make_traced_form is None:
         return NoTracedForm()

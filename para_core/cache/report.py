@@ -1,8 +1,9 @@
 """An optional feature: the report of a cache's steps for the user: its rows, as text, as JSON and as a plot.
 
-:mod:`para_core.cache.call_readings` collects the readings during a call; this file turns them into rows when the user
-asks, and registers their observer. Users call ``cache_report(pipe)`` and :func:`model_cache_report`. Mistakes show in
-``tests/cache/test_report.py``, and in ``tests/cache/test_options.py``, which compares rows with a second program.
+:mod:`para_core.cache.call_readings` collects the readings during a call; this file turns them into rows when
+the user asks, and registers their observer. Users call ``cache_report(pipe)`` and :func:`model_cache_report`.
+Mistakes show in ``tests/cache/test_report.py``, and in ``tests/cache/test_options.py``, which compares rows
+with a second program.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class CachedStep:
         call: Index of the model call. Branches that ran in one call have the same index.
         samples: The difference of each sample of this branch.
         held_back_by: Names of the branches and samples whose differences caused the call to be computed,
-            although others in the same call could have been skipped. Empty with a policy, which is asked about the
-            largest difference only.
+            although others in the same call could have been skipped. Empty with a policy, which is asked
+            about the largest difference only.
         forecast_from: Number of computed steps from which the residual of a skipped step was forecast; 0 for
             a computed step.
     """
@@ -146,8 +147,8 @@ def _outcome_as_numbers(outcome: DecisionOutcome) -> DecisionOutcome:
 def _split_by_branch(reading: CallReading, outcome: DecisionOutcome) -> dict[str, list[float | None]]:
     """Return the differences of each branch in the call, by its name.
 
-    The branches in a batch have equal parts of its samples, in order. If the samples of this rank do not divide so,
-    they are listed under the name of the whole batch.
+    The branches in a batch have equal parts of its samples, in order. If the samples of this rank do not
+    divide so, they are listed under the name of the whole batch.
     """
     # A plan may give this rank only a part of the batch, so compute the number of branches in this part.
     num_branches = reading.num_branches

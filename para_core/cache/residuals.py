@@ -1,7 +1,7 @@
 """The stored residuals of one CFG branch, and forecasts of the outputs of skipped blocks from them.
 
-:mod:`.block_run` stores and forecasts in eager code; :mod:`.graph` stores in place, in a graph. The weights of a
-forecast come from the decider. Tests: tests/cache/test_options.py, tests/cache/test_state.py.
+:mod:`.block_run` stores and forecasts in eager code; :mod:`.graph` stores in place, in a graph. The weights
+of a forecast come from the decider. Tests: tests/cache/test_options.py, tests/cache/test_state.py.
 """
 
 from __future__ import annotations

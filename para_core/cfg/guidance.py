@@ -13,8 +13,8 @@ The other ranks must know the *form* of the output (shapes, dtypes, containers).
 meta device, or known from an earlier call that all ranks computed. At the end of a round with new forms, the
 ranks compare the predictions with each other and with the outputs.
 
-``adapters/cfg/guided_calls.py`` makes a :class:`Guidance` for a pipeline, and ``output_form.py`` beside it predicts
-forms. The lazy tensors of a round are in :mod:`.rounds`. Tests: tests/cfg/test_guidance.py.
+``adapters/cfg/guided_calls.py`` makes a :class:`Guidance` for a pipeline, and ``output_form.py`` beside it
+predicts forms. The lazy tensors of a round are in :mod:`.rounds`. Tests: tests/cfg/test_guidance.py.
 """
 
 from __future__ import annotations

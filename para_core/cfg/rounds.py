@@ -1,7 +1,7 @@
 """Rounds of model calls: the calls between two exchanges, and the lazy tensors that get their data at the end.
 
-Which rank computes a call, and the exchange, are in :mod:`.guidance`, which fills ``calls`` and sets ``is_over``.
-Tests: tests/cfg/test_guidance.py.
+Which rank computes a call, and the exchange, are in :mod:`.guidance`, which fills ``calls`` and sets
+``is_over``. Tests: tests/cfg/test_guidance.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare a call that skips blocks with the unmodified model, to show that a block stack describes the model.
 
-``adapters/propose/`` tries its guesses of a block stack by this. Tests: tests/adapters/propose/test_completion.py,
-tests/adapters/propose/test_structures.py.
+``adapters/propose/`` tries its guesses of a block stack by this. Tests:
+tests/adapters/propose/test_completion.py, tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations

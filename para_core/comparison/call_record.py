@@ -1,7 +1,7 @@
 """A record of a model call on one rank that can be compared with those of other ranks.
 
-It keeps digests, no tensors. The events come from :mod:`para_core.recorder.recorder`; :mod:`.difference` compares the
-records. Tests: tests/verify/test_check_parallel.py.
+It keeps digests, no tensors. The events come from :mod:`para_core.recorder.recorder`; :mod:`.difference`
+compares the records. Tests: tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations

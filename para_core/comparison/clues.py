@@ -36,8 +36,8 @@ def clues_for(
 
 
 def _attention_calls(name: str, record: CallRecord) -> list[AttentionRecord]:
-    """Return the starts and ends of attention calls in the module ``name``, in the order of time. So each call is in
-    the list twice, if it has ended; callers read the first one only.
+    """Return the starts and ends of attention calls in the module ``name``, in the order of time. So each
+    call is in the list twice, if it has ended; callers read the first one only.
     """
     return [
         entry.attention for entry in record.entries if entry.module == name and entry.attention is not None

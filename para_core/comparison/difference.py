@@ -1,8 +1,8 @@
 """Find the first module whose output differs between the records of one model call on one rank and on
 several.
 
-:mod:`para_core.verify.check` and :mod:`para_core.verify.verification` call this once the outputs differ. Tests:
-tests/verify/test_check_parallel.py.
+:mod:`para_core.verify.check` and :mod:`para_core.verify.verification` call this once the outputs differ.
+Tests: tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def _may_differ_on_ranks(full: Digest) -> bool:
 
 
 def _error_of_parts(parts: Sequence[Digest], full: Digest, segments: Sequence[Segment]) -> float:
-    """Return the relative error of a tensor; 0.0 if its parts do not fit: they have another number of dims, or
-    other sizes along more than one dim, or lengths that no segment has.
+    """Return the relative error of a tensor; 0.0 if its parts do not fit: they have another number of dims,
+    or other sizes along more than one dim, or lengths that no segment has.
     """
     if any(len(part.shape) != len(full.shape) for part in parts):
         return 0.0

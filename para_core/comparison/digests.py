@@ -1,7 +1,7 @@
 """Digests of tensors: a rank's part can be compared with the whole tensor after both are freed.
 
-:mod:`.call_record` makes them, and :mod:`.difference` compares their rows. Unlike hashes they are compared up to a
-tolerance. Tests: tests/verify/test_check_parallel.py.
+:mod:`.call_record` makes them, and :mod:`.difference` compares their rows. Unlike hashes they are compared up
+to a tolerance. Tests: tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run a model on one rank, or on virtual ranks under a mode, a plan or a user's ``forward`` function.
 
-The ranks themselves are in :mod:`.virtual_ranks`. :mod:`para_core.verify.check` and :mod:`.difference` run models by
-this; outputs are compared there. Tests: tests/verify/test_check_parallel.py.
+The ranks themselves are in :mod:`.virtual_ranks`. :mod:`para_core.verify.check` and :mod:`.difference` run
+models by this; outputs are compared there. Tests: tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def _run_rank(
     *,
     record: bool,
 ) -> Any:
-    """Return the output of ``model``, this rank's own copy, on the rank of ``mesh``, and note in ``result`` what it
-    sharded.
+    """Return the output of ``model``, this rank's own copy, on the rank of ``mesh``, and note in ``result``
+    what it sharded.
     """
     with ExitStack() as stack:
         recorder = None

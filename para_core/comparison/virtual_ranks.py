@@ -163,8 +163,8 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall_base(
         self, received: Tensor, x: Tensor, receive_sizes: Any, send_sizes: Any, *_: Any
     ) -> _Completed:
-        """Send parts of ``x`` along dim 0, of ``send_sizes``, to the ranks, and write theirs to ``received``. Empty
-        sizes mean equal parts. Collective.
+        """Send parts of ``x`` along dim 0, of ``send_sizes``, to the ranks, and write theirs to ``received``.
+        Empty sizes mean equal parts. Collective.
         """
         even = [x.shape[0] // self.size()] * self.size()
         sends = x.split(list(send_sizes) or even)

@@ -83,8 +83,8 @@ def agree(
     Raises:
         ValueError: The records of two ranks differ.
         TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one,
-            with the index of that rank in the mesh in its message. Other types become a ValueError, as do numbers
-            that do not fit into a header.
+            with the index of that rank in the mesh in its message. Other types become a ValueError, as do
+            numbers that do not fit into a header.
         Unanswered: A rank did not make the call within the timeout, or has ended.
     """
     packed_numbers = bytes(_NUMBERS.size)
@@ -142,8 +142,8 @@ def together(ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this c
     enters an inner context, its exchange at the end of the outer context meets the exchange with which the
     other ranks end the inner one. ``call`` names the user's call for the log if ranks are late.
 
-    An exception that is no ``Exception``, such as ``KeyboardInterrupt``, ends the context without an exchange:
-    the other ranks wait for this one until the timeout.
+    An exception that is no ``Exception``, such as ``KeyboardInterrupt``, ends the context without an
+    exchange: the other ranks wait for this one until the timeout.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: That of the rank that failed. Other types become a
@@ -235,8 +235,8 @@ def _all_gather_rows(row: bytes, ranks: Ranks, call: str = "this call") -> bytes
     """Return the concatenation of ``row`` from all ranks, in their order. All rows have the same length.
     Collective.
 
-    The order is that of the mesh only because ``ranks.dims`` has the innermost dim first: each dim concatenates
-    what the dims before it have gathered.
+    The order is that of the mesh only because ``ranks.dims`` has the innermost dim first: each dim
+    concatenates what the dims before it have gathered.
     """
     by_dim = None
     if isinstance(ranks, HostGroups):

@@ -99,8 +99,8 @@ def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: in
     """Start to send the 1-dim ``x`` to the rank ``distance`` positions after this one along ``dim``, and to
     receive ``receive_size`` elements from the rank ``distance`` positions before it. Positions wrap around.
 
-    Collective: an all-to-all, in which every rank of ``dim`` takes part with the same ``distance``, also if it has
-    nothing to send or to receive.
+    Collective: an all-to-all, in which every rank of ``dim`` takes part with the same ``distance``, also if
+    it has nothing to send or to receive.
     """
     send_sizes = [0] * dim.size
     receive_sizes = [0] * dim.size
@@ -305,8 +305,8 @@ define_collective(
 
 
 def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
-    """Exchange rows of ``x`` over ``dim`` by an all-to-all. Collective. It is differentiable, in eager code and in
-    graphs.
+    """Exchange rows of ``x`` over ``dim`` by an all-to-all. Collective. It is differentiable, in eager code
+    and in graphs.
 
     The first ``send_sizes[0]`` rows (along the first dim) are sent to rank 0 of ``dim``, and so on;
     ``receive_sizes[i]`` rows arrive from rank i, in the order of ranks. With one rank the result is ``x``
@@ -335,8 +335,8 @@ class HostGroups:
     """The process groups that send CPU tensors among the ranks of a mesh, looked up once and cached.
 
     A caller that often exchanges bytes passes this object in place of the mesh to the functions of
-    :mod:`para_core.distributed.agree`, which look up the groups in the first exchange: ``by_dim`` is empty until then,
-    and :func:`all_gather_bytes` fills it, by names of mesh dims.
+    :mod:`para_core.distributed.agree`, which look up the groups in the first exchange: ``by_dim`` is empty
+    until then, and :func:`all_gather_bytes` fills it, by names of mesh dims.
     """
 
     def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:

@@ -133,8 +133,8 @@ def init_context_parallel_mesh(
 
 
 def _agree_on_arguments(**arguments: object) -> None:
-    """Raise ``ValueError`` on every rank if ``arguments`` differ between ranks, which would make different groups.
-    Collective.
+    """Raise ``ValueError`` on every rank if ``arguments`` differ between ranks, which would make different
+    groups. Collective.
     """
 
     def explain(records: list[Record]) -> str:

@@ -84,11 +84,11 @@ def find_or_make_group(
     """Return the process group with this ``description``; create it if it does not exist.
 
     Unlike ``dist.new_group``, this function is only called by the member ``ranks``, which may have created
-    different numbers of groups before. In the group the ranks are sorted. All members must call it, with the same
-    arguments, before one of them uses the group.
+    different numbers of groups before. In the group the ranks are sorted. All members must call it, with the
+    same arguments, before one of them uses the group.
 
-    Only the description identifies a group, so it must differ for different ranks or backends. ``backend`` and
-    ``timeout`` are those of a new group: a group that exists keeps its own.
+    Only the description identifies a group, so it must differ for different ranks or backends. ``backend``
+    and ``timeout`` are those of a new group: a group that exists keeps its own.
 
     Args:
         description: Description of the group, without the prefix of this package.

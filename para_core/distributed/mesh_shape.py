@@ -27,9 +27,9 @@ def mesh_sizes(
     """Return the sizes of the mesh of ``ranks`` ranks by dim, within the largest sizes ``limits``.
 
     In the order tensor, pipe, batch, ring, ulysses, each dim with a limit gets the largest divisor of the
-    remaining ranks that does not exceed the limit. A tensor, pipe or batch dim without a limit has size 1. The
-    remaining ranks go to ulysses, or to ring if only ring has no limit. If neither of them has a limit and
-    ``ranks_per_host`` is known, a Ulysses group is only as large as fits on one host.
+    remaining ranks that does not exceed the limit. A tensor, pipe or batch dim without a limit has size 1.
+    The remaining ranks go to ulysses, or to ring if only ring has no limit. If neither of them has a limit
+    and ``ranks_per_host`` is known, a Ulysses group is only as large as fits on one host.
 
     Args:
         ranks: Number of ranks.

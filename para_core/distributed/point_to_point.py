@@ -2,9 +2,9 @@
 
 Pipeline stages and PipeFusion use them. All other features use :mod:`para_core.distributed.collectives`.
 
-``para_core/weights/stages.py`` holds the :class:`Links`. It calls :meth:`Links.begin` before each call of a model, or,
-in a pipeline, ``adapters/weights/staged_transformer.py`` does before each generation. Who fails calls
-:meth:`Links.mark_broken`. Tests: tests/weights/test_stages.py.
+``para_core/weights/stages.py`` holds the :class:`Links`. It calls :meth:`Links.begin` before each call of a
+model, or, in a pipeline, ``adapters/weights/staged_transformer.py`` does before each generation. Who fails
+calls :meth:`Links.mark_broken`. Tests: tests/weights/test_stages.py.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Links:
     neighbour.
 
     **After a failure** there may be sends that were never received, and receives that were never sent.
-    :meth:`mark_broken` records the failure on this rank. :meth:`begin`, which every rank calls before it sends
-    again, compares the numbers of transfers of each edge over the CPU. If a rank has failed, or two
+    :meth:`mark_broken` records the failure on this rank. :meth:`begin`, which every rank calls before it
+    sends again, compares the numbers of transfers of each edge over the CPU. If a rank has failed, or two
     numbers differ, all ranks continue with a tag (gloo) or with communicators (NCCL) that were never used
     before.
 
@@ -117,8 +117,8 @@ class Links:
         """Check that both ranks of every edge have started equally many transfers; otherwise replace the
         connections. Collective.
 
-        Every rank of the mesh dim calls this method before each generation, or before each call of a model outside
-        of one. It costs one exchange between CPUs, and a second one if the connections are replaced.
+        Every rank of the mesh dim calls this method before each generation, or before each call of a model
+        outside of one. It costs one exchange between CPUs, and a second one if the connections are replaced.
 
         Raises:
             RuntimeError: A rank did not answer within the timeout.

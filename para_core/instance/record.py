@@ -193,10 +193,10 @@ def fill_during(
 
     What happens after the block depends on the slot before it:
 
-    - It was empty: it stays filled, so that graphs stay valid that were compiled for the class of ``instance``.
-      Its functions also run after the block, until the caller empties the slot.
-    - It was filled with equal methods, and by ``owner`` if one is given: the block changes nothing, and nothing is
-      restored.
+    - It was empty: it stays filled, so that graphs stay valid that were compiled for the class of
+      ``instance``. Its functions also run after the block, until the caller empties the slot.
+    - It was filled with equal methods, and by ``owner`` if one is given: the block changes nothing, and
+      nothing is restored.
     - It was filled otherwise: the earlier filling is restored, with its owner.
     """
     earlier = filled_slots(instance).get((slot, ""))

@@ -246,8 +246,8 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _map_nested(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with ``convert`` applied to what is in its tuples, lists and dicts, however nested, in order.
-    Named tuples, and other classes derived from tuple or list, count as one value.
+    """Return ``value`` with ``convert`` applied to what is in its tuples, lists and dicts, however nested, in
+    order. Named tuples, and other classes derived from tuple or list, count as one value.
     """
     if isinstance(value, dict):
         return {key: _map_nested(item, convert) for key, item in value.items()}

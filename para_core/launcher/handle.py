@@ -1,7 +1,7 @@
 """The handle of a pipeline on ranks: called like the pipeline, from one process that is no rank.
 
-``launch`` makes a :class:`Launched`; ``fleet/engine.py`` has a :class:`LaunchState` without one. What the ranks answer
-during a call is read in ``running_call.py``, and processes are in ``processes.py``. Tests:
+``launch`` makes a :class:`Launched`; ``fleet/engine.py`` has a :class:`LaunchState` without one. What the
+ranks answer during a call is read in ``running_call.py``, and processes are in ``processes.py``. Tests:
 tests/launcher/test_calls.py, tests/launcher/test_cancel.py.
 """
 
@@ -289,8 +289,8 @@ class Launched:
     ``load_lora_weights``, run on every rank; :meth:`run` runs any function there. Calls from several threads
     run one after another.
 
-    The handle's own ``call``, ``run``, ``cancel``, ``restart`` and ``close`` hide methods of these names that the
-    pipeline has: ``run(lambda pipe: pipe.close())`` reaches them.
+    The handle's own ``call``, ``run``, ``cancel``, ``restart`` and ``close`` hide methods of these names that
+    the pipeline has: ``run(lambda pipe: pipe.close())`` reaches them.
     """
 
     _state: LaunchState
@@ -371,8 +371,8 @@ class Launched:
         """End the running call after its current step, from another thread. Return whether a call is running.
 
         That call raises :class:`Cancelled`, and the next call runs on the same processes. If the ranks still
-        load the pipeline for that call, loading ends first. Loading by :func:`launch` or :meth:`restart` is no
-        call, and cannot be cancelled.
+        load the pipeline for that call, loading ends first. Loading by :func:`launch` or :meth:`restart` is
+        no call, and cannot be cancelled.
         """
         return self._state.cancel()
 

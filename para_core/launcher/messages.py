@@ -1,7 +1,7 @@
 """Contents of the messages between the caller and its ranks.
 
-How they travel is in ``wire.py``. The caller sends LoadJob, Call and CallbackReply; ranks send Outcome, RankError and
-CallbackArguments. Tests: tests/launcher/test_calls.py, tests/launcher/test_callbacks.py.
+How they travel is in ``wire.py``. The caller sends LoadJob, Call and CallbackReply; ranks send Outcome,
+RankError and CallbackArguments. Tests: tests/launcher/test_calls.py, tests/launcher/test_callbacks.py.
 """
 
 from __future__ import annotations

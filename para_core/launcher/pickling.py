@@ -1,8 +1,8 @@
 """Pickles that travel between the caller and its ranks: tensors and images by their memory, the user's
 functions by value.
 
-``wire.py`` makes and loads bodies by this; ``handle.py`` asks which module and which generators are the user's. Tests:
-tests/launcher/test_wire.py.
+``wire.py`` makes and loads bodies by this; ``handle.py`` asks which module and which generators are the
+user's. Tests: tests/launcher/test_wire.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Processes of the ranks on this host: how they are started, watched and ended.
 
-``handle.py`` starts and ends a :class:`RankGroup`, and ``running_call.py`` reads its messages. ``hosts.py`` makes
-one of processes that agents on other hosts started with this file, and ``fleet/engine.py`` asks whether a rank
-has died. Tests: tests/launcher/test_life.py, tests/launcher/test_failures.py.
+``handle.py`` starts and ends a :class:`RankGroup`, and ``running_call.py`` reads its messages. ``hosts.py``
+makes one of processes that agents on other hosts started with this file, and ``fleet/engine.py`` asks whether
+a rank has died. Tests: tests/launcher/test_life.py, tests/launcher/test_failures.py.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class RankProcess(Protocol):
     def kill(self) -> None:
         """End the process, and those that it started, at once.
 
-        Call :meth:`describe_end` before: this method closes the file with the last output, and a living process
-        then counts as ended by SIGKILL.
+        Call :meth:`describe_end` before: this method closes the file with the last output, and a living
+        process then counts as ended by SIGKILL.
         """
 
     def describe_end(self) -> str:
@@ -229,13 +229,13 @@ def start_local_ranks(
 ) -> RankGroup:
     """Start ``ranks`` processes on this host, in ``folder`` or in this process's.
 
-    They see ``devices``, by default all that this process sees. ``CUDA_VISIBLE_DEVICES`` in ``env`` counts more
-    than ``devices``.
+    They see ``devices``, by default all that this process sees. ``CUDA_VISIBLE_DEVICES`` in ``env`` counts
+    more than ``devices``.
 
     Raises:
         RuntimeError: This system has no Unix sockets, or the Python interpreter is unknown.
-        ValueError: ``CUDA_VISIBLE_DEVICES`` of this process names fewer GPUs than a number of ``devices`` needs.
-            If it is not set, CUDA raises in the ranks.
+        ValueError: ``CUDA_VISIBLE_DEVICES`` of this process names fewer GPUs than a number of ``devices``
+            needs. If it is not set, CUDA raises in the ranks.
     """
     if not hasattr(socket, "send_fds"):
         raise RuntimeError("launch needs Unix sockets: Linux or macOS.")

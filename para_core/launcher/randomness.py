@@ -20,11 +20,11 @@ from para_core.launcher.messages import RandomState
 class CallerSeeds:
     """The random state of the caller, before and after calls.
 
-    Each message that takes the state to the ranks needs three calls here, in this order: :meth:`state_for_call`
-    before the message is pickled, :meth:`note_sent` once it has been sent, and :meth:`continue_from` with the
-    state that comes back. ``handle.py`` does this in two places, for loading and for each call. A callback in
-    between begins with the rank's state, so there :meth:`continue_from` comes first (``callbacks.py``,
-    ``running_call.py``).
+    Each message that takes the state to the ranks needs three calls here, in this order:
+    :meth:`state_for_call` before the message is pickled, :meth:`note_sent` once it has been sent, and
+    :meth:`continue_from` with the state that comes back. ``handle.py`` does this in two places, for loading
+    and for each call. A callback in between begins with the rank's state, so there :meth:`continue_from`
+    comes first (``callbacks.py``, ``running_call.py``).
     """
 
     def __init__(self) -> None:

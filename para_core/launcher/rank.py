@@ -1,7 +1,8 @@
 """One rank of a launched pipeline: a process that joins the others, loads the pipeline, and runs the caller's calls.
 
-``processes.py`` and ``hosts.py`` start it. Modules that import torch are imported inside functions, so that the
-connection stands before torch is loaded. Tests: tests/launcher/test_calls.py, tests/launcher/test_failures.py.
+``processes.py`` and ``hosts.py`` start it. Modules that import torch are imported inside functions, so that
+the connection stands before torch is loaded. Tests: tests/launcher/test_calls.py,
+tests/launcher/test_failures.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lines about loading, which the first rank sends to the caller: components of a pipeline, with their bytes.
 
-:mod:`para_core.launcher.rank` sends them while the user's ``load`` runs; :mod:`para_core.progress` describes the
-records that they are made of. Tests: tests/launcher/test_loading.py, and test_calls.py for the lines of a real
-pipeline.
+:mod:`para_core.launcher.rank` sends them while the user's ``load`` runs; :mod:`para_core.progress` describes
+the records that they are made of. Tests: tests/launcher/test_loading.py, and test_calls.py for the lines of a
+real pipeline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _LOADED = re.compile(r"Loaded (?P<name>\S+) as \S+ from `\S+` subfolder of (?P<f
 
 class _LoadingHandler(logging.Handler):
     """A handler that sends a line to the caller for each component of a pipeline that diffusers has loaded,
-    and for each record of :mod:`para_core.progress`. Other records, such as warnings of diffusers, send nothing.
+    and for each record of :mod:`para_core.progress`. Other records, such as warnings of diffusers, send
+    nothing.
 
     Before the first component of a folder it also tells the caller to import a module, and sends the size of
     all components.

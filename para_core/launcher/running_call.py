@@ -1,7 +1,7 @@
 """The caller's side of one call: the messages of the ranks until all have answered, and what they mean together.
 
-``handle.py`` makes one for each call, and one for loading. What the ranks send is made in ``connection.py`` and
-``rank.py``. Tests: tests/launcher/test_failures.py, tests/launcher/test_cancel.py.
+``handle.py`` makes one for each call, and one for loading. What the ranks send is made in ``connection.py``
+and ``rank.py``. Tests: tests/launcher/test_failures.py, tests/launcher/test_cancel.py.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ class Channel:
             raise EOFError from None
 
     def _receive(self) -> tuple[tuple[Any, ...], Body]:
-        """Return the next message. Its parts come as :meth:`send` sends them: header, sizes, head, pickle, and the
-        buffers if they follow in the stream.
+        """Return the next message. Its parts come as :meth:`send` sends them: header, sizes, head, pickle,
+        and the buffers if they follow in the stream.
         """
         start, fds = b"", list[int]()
         if self._shares_memory:

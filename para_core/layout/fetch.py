@@ -3,9 +3,9 @@
 All of them are one all-to-all over one mesh dim, described by a :class:`FetchPlan`. They are differentiable:
 in the backward, too, every rank takes part in the exchange, whether it has sent and received anything or not.
 
-:mod:`para_core.layout.halo` and :mod:`para_core.spatial.fetch` call this module. Tests: tests/layout/test_sequence.py
-for plans, the rows ``rows`` of tests/plans/test_exactness.py for the exchange and its gradients, and
-tests/spatial/test_functions.py for rows of images.
+:mod:`para_core.layout.halo` and :mod:`para_core.spatial.fetch` call this module. Tests:
+tests/layout/test_sequence.py for plans, the rows ``rows`` of tests/plans/test_exactness.py for the exchange
+and its gradients, and tests/spatial/test_functions.py for rows of images.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def plan_halo(sizes: Sequence[int], size: int, rank: int, *, wraps: bool = False
     after.
 
     ``sizes`` are the numbers of tokens of consecutive ranks; each must be at least ``size``, which
-    :func:`para_core.plans.exchange.add_halo` checks. They may be symbolic, as this function compares no sizes.
+    :func:`para_core.plans.exchange.add_halo` checks. They may be symbolic, as this function compares no
+    sizes.
 
     Args:
         wraps: Whether the last rank comes before the first. Otherwise the first rank gets nothing from
@@ -152,16 +153,16 @@ def start_exchange(
 
     Collective, unless the plan is local, which it is on all ranks or on none. ``x`` must not change before
     the returned function has been called, because parts may be sent from its memory, and this rank's own
-    parts are taken then. Nor may it change in place afterwards while the results are used: a run that this rank
-    holds itself, in one piece, is a view of ``x``.
+    parts are taken then. Nor may it change in place afterwards while the results are used: a run that this
+    rank holds itself, in one piece, is a view of ``x``.
 
     Args:
         x: This rank's tokens, along ``dim``.
         fill: Value of tokens that no rank holds.
 
     Raises:
-        ValueError: ``x`` requires a gradient, and some rank fetches no run. All ranks raise if the ``x`` of all
-            requires one.
+        ValueError: ``x`` requires a gradient, and some rank fetches no run. All ranks raise if the ``x`` of
+            all requires one.
     """
     if x.requires_grad and torch.is_grad_enabled() and not (plan.is_local or plan.has_runs):
         raise ValueError(
@@ -257,8 +258,8 @@ def fetch(
 
 
 def relayout(x: Tensor, dim: int, layout: Layout, other: Layout, ranks: MeshDim) -> Tensor:
-    """Return this rank's part in the layout ``other`` of what ``x`` is the part in ``layout``. The result may be
-    a view of ``x`` (:func:`start_exchange`). Collective.
+    """Return this rank's part in the layout ``other`` of what ``x`` is the part in ``layout``. The result may
+    be a view of ``x`` (:func:`start_exchange`). Collective.
     """
     wanted = tuple([tuple(other.runs(rank)) for rank in range(ranks.size)])
     parts = start_exchange(x, dim, plan_fetch(layout, wanted, ranks.index), ranks)()

@@ -1,7 +1,7 @@
 """Put the ends of the neighbouring ranks around what a rank holds of a sequence.
 
-:func:`para_core.plans.exchange.add_halo` calls this module for the ``halos`` of a plan. Tests: the rows ``rows`` of
-tests/plans/test_exactness.py, with gradients.
+:func:`para_core.plans.exchange.add_halo` calls this module for the ``halos`` of a plan. Tests: the rows
+``rows`` of tests/plans/test_exactness.py, with gradients.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def fetch_halo(x: Tensor, dim: int, size: int, sizes: Sequence[int], mesh: Seque
     second one for the ends of Ulysses groups if there are several groups. Differentiable, in graphs as well.
 
     Args:
-        sizes: The number of tokens of each sequence rank, each at least ``size``, which the caller checks. They may
-            be symbolic.
+        sizes: The number of tokens of each sequence rank, each at least ``size``, which the caller checks.
+            They may be symbolic.
     """
     width, has_groups = mesh.ulysses.size, mesh.ring.size > 1
     first = mesh.ring.index * width

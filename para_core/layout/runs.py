@@ -60,8 +60,8 @@ def cut(runs: Sequence[Run], edges: Iterable[int]) -> list[Run]:
 
 
 def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """Return the intersection of two ascending lists of runs, ascending, without empty runs. The runs of each list must
-    be disjoint.
+    """Return the intersection of two ascending lists of runs, ascending, without empty runs. The runs of each
+    list must be disjoint.
 
     >>> intersect([(0, 4), (6, 4)], [(2, 5), (8, 9)])
     [(2, 2), (6, 1), (8, 2)]
@@ -82,8 +82,8 @@ def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
 def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
     """Convert ascending ``runs`` of positions to runs of offsets in the concatenation of the runs ``block``.
 
-    The result is in the order of the block. Adjacent runs are joined. Positions that the block does not have are left
-    out.
+    The result is in the order of the block. Adjacent runs are joined. Positions that the block does not have
+    are left out.
 
     >>> offsets([(4, 1), (7, 2)], [(0, 2), (4, 6)])
     [(2, 1), (5, 2)]

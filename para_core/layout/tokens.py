@@ -53,7 +53,8 @@ def copy_runs(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
 
 def gather_parts(x: Tensor, dim: int, sizes: Sequence[int], mesh: SequenceMesh) -> Tensor:
     """Return the parts ``x`` of all sequence ranks, of length ``sizes[rank]`` along ``dim``, rank by rank.
-    Collective. Unlike :func:`gather_tokens` it knows no layout, so nothing is brought into the order of a sequence.
+    Collective. Unlike :func:`gather_tokens` it knows no layout, so nothing is brought into the order of a
+    sequence.
 
     Parts are gathered first over the Ulysses ranks, which are neighbours, then over the ring.
     """
@@ -86,8 +87,9 @@ def gather_sizes(layout: SequenceLayout, mesh: SequenceMesh) -> GatherSizes:
 
 
 def _sizes_by_dim(sizes: Sequence[int], mesh: SequenceMesh) -> tuple[list[int], list[int]]:
-    """Return the ``sizes`` of the ranks in this rank's Ulysses group, and the sums of all groups, in the order of the
-    ring: what :func:`~para_core.distributed.collectives.all_gather` needs over ``ulysses`` and then over ``ring``.
+    """Return the ``sizes`` of the ranks in this rank's Ulysses group, and the sums of all groups, in the
+    order of the ring: what :func:`~para_core.distributed.collectives.all_gather` needs over ``ulysses`` and
+    then over ``ring``.
     """
     width = mesh.ulysses.size
     blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]

@@ -67,8 +67,8 @@ def _output_sizes(sizes: Sizes, total: int, first: Callable[[int], int]) -> Size
     """Return the sizes of an operator's ``total`` output rows.
 
     A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on, which must not
-    decrease with ``start``. If a rank would then get no rows, the sizes are even instead. This happens after many
-    causal convolutions, which shift rows to later ranks.
+    decrease with ``start``. If a rank would then get no rows, the sizes are even instead. This happens after
+    many causal convolutions, which shift rows to later ranks.
     """
     starts = [0] + [min(max(first(start), 0), total) for start, _ in bounds_of(sizes)[1:]]
     output = tuple([stop - start for start, stop in zip(starts, [*starts[1:], total], strict=True)])

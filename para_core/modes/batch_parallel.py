@@ -1,7 +1,7 @@
 """A mode for batch parallelism, in which each rank computes some samples of the batch.
 
-The mode changes attention masks only: each rank uses the part of a mask that belongs to its samples. Nothing else in
-the library uses it: pipelines share samples by :mod:`para_core.plans.samples`. Tests:
+The mode changes attention masks only: each rank uses the part of a mask that belongs to its samples. Nothing
+else in the library uses it: pipelines share samples by :mod:`para_core.plans.samples`. Tests:
 tests/modes/test_batch_parallel.py.
 """
 

@@ -4,8 +4,8 @@
 sharded mask therefore reports the lengths of this rank's query and key. Its blocks, however, cover all query
 rows that the rank computes after the Ulysses exchange, and all keys of the sequence.
 
-:mod:`.flex_attention` registers :func:`shard_block_mask`, which ``cp.shard`` and the rule ``SplitMask`` of plans call.
-Sharding needs no communication. Tests: tests/modes/test_flex_attention.py.
+:mod:`.flex_attention` registers :func:`shard_block_mask`, which ``cp.shard`` and the rule ``SplitMask`` of
+plans call. Sharding needs no communication. Tests: tests/modes/test_flex_attention.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ torch.library. Modes intercept these operators. Written for flash_attn 2.8.4
 (``flash_attn/flash_attn_interface.py``; versions before 2.7 have no such operators) and FlashAttention-3
 (``hopper/flash_attn_interface.py``, ``hopper/flash_api.cpp``).
 
-A feature of :mod:`.registry`. The kernels as a backend of local attention (``backend="flash3"``) are another matter,
-in :mod:`para_core.attention.backends`. Tests: tests/modes/test_flash_attention.py, with the stand-in
+A feature of :mod:`.registry`. The kernels as a backend of local attention (``backend="flash3"``) are another
+matter, in :mod:`para_core.attention.backends`. Tests: tests/modes/test_flash_attention.py, with the stand-in
 tests/modes/fake_flash_attn.py.
 """
 

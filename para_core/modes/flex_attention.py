@@ -98,8 +98,8 @@ class FlexOverMesh:
         self._chooses_keys = options.by_position
 
     def __call__(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Return the operator's results for this rank's queries. Collective, except where it calls the operator
-        unchanged.
+        """Return the operator's results for this rank's queries. Collective, except where it calls the
+        operator unchanged.
 
         Returns:
             The output ``[B, H, S_local, D]``, and the log-sum-exp and the maximum scores, both ``[B, H,
@@ -289,8 +289,8 @@ def _run_on_heads(
 ) -> Any:
     """Return the results of the operator for the heads and rows that :func:`enter` gave this rank.
 
-    ``query`` is ``[B, H_local, S_rows, D]``, ``key`` and ``value`` ``[B, H_key_local, S_keys, D]`` with all keys:
-    those of ``call`` are this rank's tokens before the exchange.
+    ``query`` is ``[B, H_local, S_rows, D]``, ``key`` and ``value`` ``[B, H_key_local, S_keys, D]`` with all
+    keys: those of ``call`` are this rank's tokens before the exchange.
     """
     spec = plan.spec
     ulysses = spec.mesh.ulysses

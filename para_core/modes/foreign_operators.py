@@ -1,8 +1,9 @@
 """Recognize attention operators of other packages, which a mode must compute over the mesh or refuse.
 
 A feature of :mod:`para_core.modes.registry` may compute some of them; all others are refused. Callers:
-:mod:`.interceptor`, for modes and the dispatcher; flash_attention.py; the recorder; and ``Region``, which asks whether
-a mode is needed. Tests: tests/modes/test_foreign_operators.py has a table of names, test_flash_attention.py the calls.
+:mod:`.interceptor`, for modes and the dispatcher; flash_attention.py; the recorder; and ``Region``, which
+asks whether a mode is needed. Tests: tests/modes/test_foreign_operators.py has a table of names,
+test_flash_attention.py the calls.
 """
 
 from __future__ import annotations
@@ -102,9 +103,10 @@ def is_called_by_a_graph(operator: Operator) -> bool:
     """Whether a compiled graph is calling ``operator``. Such a call was already handled when the graph was
     traced.
 
-    Graphs call overloads, from code that torch generates or from torch itself (``fx.Interpreter``). An overload that
-    other code calls, as ``sgl_kernel`` does, is called by no graph; nor is one that the Python function of a
-    ``torch.library.custom_op`` calls (FlashAttention-3 has one). Code without a module name counts as generated.
+    Graphs call overloads, from code that torch generates or from torch itself (``fx.Interpreter``). An
+    overload that other code calls, as ``sgl_kernel`` does, is called by no graph; nor is one that the Python
+    function of a ``torch.library.custom_op`` calls (FlashAttention-3 has one). Code without a module name
+    counts as generated.
 
     Call this function from a mode: it looks for the caller outside of this package.
     """

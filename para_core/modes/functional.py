@@ -1,7 +1,7 @@
 """Attention over a mesh as functions with the signature of ``scaled_dot_product_attention`` plus ``mesh=``.
 
-Users call them, nothing in the library does. Each makes a mode of :mod:`.unified` and does not enter it. Tests:
-tests/attention/test_exactness.py, tests/attention/test_gradients.py.
+Users call them, nothing in the library does. Each makes a mode of :mod:`.unified` and does not enter it.
+Tests: tests/attention/test_exactness.py, tests/attention/test_gradients.py.
 """
 
 from __future__ import annotations

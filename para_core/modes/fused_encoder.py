@@ -8,8 +8,8 @@ or in a graph that is being traced.
 The switch (``torch.backends.mha``) belongs to the process, so the active modes are counted per process: the
 first mode saves the state of the switch, and the last mode restores this state.
 
-:mod:`.unified` calls :func:`disable` and :func:`restore`; :mod:`para_core.plans.region` uses :func:`disable_if` for
-models that have encoder layers. Tests: tests/modes/test_unified.py.
+:mod:`.unified` calls :func:`disable` and :func:`restore`; :mod:`para_core.plans.region` uses
+:func:`disable_if` for models that have encoder layers. Tests: tests/modes/test_unified.py.
 """
 
 from __future__ import annotations

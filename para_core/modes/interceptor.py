@@ -3,8 +3,9 @@
 Callers pass an owner, which computes an intercepted call; features of :mod:`para_core.modes.registry` add
 functions.
 
-The owners are :mod:`.unified` and :mod:`para_core.plans.interception`. Which operators of other packages compute
-attention is in :mod:`.foreign_operators`. Tests: tests/modes/test_dispatcher.py, tests/modes/test_unified.py.
+The owners are :mod:`.unified` and :mod:`para_core.plans.interception`. Which operators of other packages
+compute attention is in :mod:`.foreign_operators`. Tests: tests/modes/test_dispatcher.py,
+tests/modes/test_unified.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The base class of the attention modes: it determines which tokens of queries, keys and masks each rank holds.
 
-Only :mod:`.unified` derives from it. The arithmetic is in :mod:`.inference`, sharding and gathering of tensors in
-:mod:`.sharding_mode`. Tests: tests/modes/test_unified.py, tests/attention/test_inputs.py.
+Only :mod:`.unified` derives from it. The arithmetic is in :mod:`.inference`, sharding and gathering of
+tensors in :mod:`.sharding_mode`. Tests: tests/modes/test_unified.py, tests/attention/test_inputs.py.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ the feature computes are refused like any other that cannot be intercepted.
 All features must be registered before the first model call: :func:`route_of_operator` caches its results, and
 Dynamo takes them for constants.
 
-The features are :mod:`.multi_head`, :mod:`.flex_attention`, :mod:`.flash_attention` and :mod:`.recomputation`. Tests:
-tests/lift_out.py removes them one by one; tests/modes/test_dispatcher.py and tests/modes/test_unified.py check what
-is refused.
+The features are :mod:`.multi_head`, :mod:`.flex_attention`, :mod:`.flash_attention` and
+:mod:`.recomputation`. Tests: tests/lift_out.py removes them one by one; tests/modes/test_dispatcher.py and
+tests/modes/test_unified.py check what is refused.
 """
 
 from __future__ import annotations

@@ -325,8 +325,8 @@ class UnifiedAttnMode(LayoutMode):
     def begin_other_call(self, *, counts: bool) -> MeshAccess:
         """Return the mesh and the layouts for an attention call that is no SDPA.
 
-        A call that is only prepared (``counts`` is False) is traced by Dynamo, and the graph that computes it does
-        not come here. So it counts, too, or the mode would warn of attention that it computes.
+        A call that is only prepared (``counts`` is False) is traced by Dynamo, and the graph that computes it
+        does not come here. So it counts, too, or the mode would warn of attention that it computes.
         """
         self.intercepted = True
         return MeshAccess(self._mesh, self._layouts, self._options, self._assume_equal)

@@ -161,8 +161,9 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         return self.apply(entry, rule, name)
 
     def _split_mask(self, value: Any, rule: SplitMask, name: str) -> Any:
-        """Return the rows of a block mask for this rank's queries; the mask itself if no segment is sharded. In eager
-        code each mask is sharded once for a pair of layouts. Raise ``TypeError`` if it is no block mask.
+        """Return the rows of a block mask for this rank's queries; the mask itself if no segment is sharded.
+        In eager code each mask is sharded once for a pair of layouts. Raise ``TypeError`` if it is no block
+        mask.
         """
         shard_mask = mask_sharder(value)
         if shard_mask is None:

@@ -112,8 +112,8 @@ class AttentionCheck:
     :meth:`run` permits a module without attention (a hook of diffusers)   True
     =====================================================================  ==============
 
-    If it is False after an attention module, :meth:`run` raises, except for the last two rows. So it is False in
-    :meth:`conclude` only if no attention module has run, and nothing else has called SDPA.
+    If it is False after an attention module, :meth:`run` raises, except for the last two rows. So it is False
+    in :meth:`conclude` only if no attention module has run, and nothing else has called SDPA.
 
     Args:
         ranks: Number of ranks that share a sequence. Nothing is checked on one.
@@ -149,8 +149,8 @@ class AttentionCheck:
         """Return how often the code inside the model has changed: processors, hooks, ``forward``. A change
         since the last call makes the check due.
 
-        Replaced submodules are not noticed here: :meth:`~para_core.plans.region.Region.attach` finds them, and
-        calls :meth:`reset`.
+        Replaced submodules are not noticed here: :meth:`~para_core.plans.region.Region.attach` finds them,
+        and calls :meth:`reset`.
         """
         if self._code is not None and not self._code.is_unchanged():
             self.reset()

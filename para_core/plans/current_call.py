@@ -2,7 +2,8 @@
 stages, PipeFusion, same_bits, comparisons and ``verify=``.
 
 The state itself belongs to :mod:`.region`, which empties it at the end of a call. Tests:
-tests/weights/test_pipefusion.py, tests/weights/test_stages.py; tests/cache/test_state.py for skipped attention.
+tests/weights/test_pipefusion.py, tests/weights/test_stages.py; tests/cache/test_state.py for skipped
+attention.
 """
 
 from __future__ import annotations

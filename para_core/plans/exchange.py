@@ -11,8 +11,8 @@ keys.
   recognised by its attributes (``get_seq_length``, ``layers``, ``keys``, ``values``, ``cumulative_length``),
   without importing transformers.
 
-:mod:`.submodule_calls` uses the first three, :mod:`.region` the last. Tests: tests/plans/test_exactness.py, and
-``test_a_decoder_fills_its_cache_on_every_rank`` in tests/adapters/propose/test_structures.py.
+:mod:`.submodule_calls` uses the first three, :mod:`.region` the last. Tests: tests/plans/test_exactness.py,
+and ``test_a_decoder_fills_its_cache_on_every_rank`` in tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gather the outputs of a module whose tokens a plan has sharded.
 
-The segments that a gather refers to were noted by :mod:`.split_rules` earlier in the same call. Outputs of split
-samples are gathered in :mod:`.samples`. Tests: tests/plans/test_exactness.py, tests/plans/test_plan.py.
+The segments that a gather refers to were noted by :mod:`.split_rules` earlier in the same call. Outputs of
+split samples are gathered in :mod:`.samples`. Tests: tests/plans/test_exactness.py, tests/plans/test_plan.py.
 """
 
 from __future__ import annotations

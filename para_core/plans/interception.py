@@ -1,8 +1,8 @@
 """Intercept the attention calls of a model with a plan, in a mode or at the dispatcher.
 
-:mod:`.region` makes one :class:`Interception` for each call, and chooses which of the two it is. How a call is
-computed is in :mod:`.planned_attention`, and how one is recognised in :mod:`para_core.modes.interceptor`. Tests:
-tests/plans/test_exactness.py, tests/plans/test_attention_check.py.
+:mod:`.region` makes one :class:`Interception` for each call, and chooses which of the two it is. How a call
+is computed is in :mod:`.planned_attention`, and how one is recognised in :mod:`para_core.modes.interceptor`.
+Tests: tests/plans/test_exactness.py, tests/plans/test_attention_check.py.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Interception:
     def switch_off(self) -> Iterator[None]:
         """Turn interception off inside the ``with`` block: each attention call runs on one device.
 
-        Only for use outside of :meth:`attend_to`, whose attention has a flag ``active`` of its own, which this does
-        not change.
+        Only for use outside of :meth:`attend_to`, whose attention has a flag ``active`` of its own, which
+        this does not change.
         """
         active = self.planned.active
         before = active[0]

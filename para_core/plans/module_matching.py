@@ -1,8 +1,8 @@
 """Find the submodules of a model that a plan names, and collect the rules of each.
 
-:mod:`.region` wraps what :func:`match_modules` finds, and ``parallelize_transformer`` checks a plan by it before it
-changes anything. Caches, stages, PipeFusion, tensor parallelism and the planner use the same patterns and parameter
-names. Tests: tests/plans/test_plan.py, tests/plans/test_exactness.py.
+:mod:`.region` wraps what :func:`match_modules` finds, and ``parallelize_transformer`` checks a plan by it
+before it changes anything. Caches, stages, PipeFusion, tensor parallelism and the planner use the same
+patterns and parameter names. Tests: tests/plans/test_plan.py, tests/plans/test_exactness.py.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
 
     Raises:
         ValueError: The plan names a module that does not exist. Only entries of ``Plan.attention`` may match
-            nothing; but if one is an :class:`AttentionByHeads`, its projections and output must exist. Or it first
-            splits a segment inside a module of ``Plan.attention``.
+            nothing; but if one is an :class:`AttentionByHeads`, its projections and output must exist. Or it
+            first splits a segment inside a module of ``Plan.attention``.
     """
     required = [ModuleRules(name, shard_rules=tuple(rules.items())) for name, rules in plan.inner.items()]
     required += [
@@ -118,8 +118,8 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
 def _check_splits(plan: Plan, matches: Mapping[str, tuple[nn.Module, ModuleRules]]) -> None:
     """Raise ``ValueError`` if a segment is split only inside modules whose attention calls the plan describes.
 
-    Such a module takes the segments at the moment of its call (``PlannedAttention.copy_for_calls``), so that its
-    attention would be on this rank's tokens only.
+    Such a module takes the segments at the moment of its call (``PlannedAttention.copy_for_calls``), so that
+    its attention would be on this rank's tokens only.
     """
     # Splits of a segment inside an attention module, as (segment, name of the split module, of the outer module).
     inside: list[tuple[str, str, str]] = []

@@ -3,9 +3,10 @@ calls see.
 
 :mod:`para_core.plans.region` applies a plan to a module.
 :func:`~para_core.plans.published_plan.convert_published_plan` converts the plans that diffusers publishes
-with its models (``_cp_plan``). The plans of known models are in ``adapters/models/``. Nothing is checked here against
-a model, except ``parts`` of :class:`AttentionByHeads`: names are looked up by :mod:`.module_matching`, and shapes are
-compared by :mod:`.apply_rules` during a call. Tests: tests/plans/test_plan.py.
+with its models (``_cp_plan``). The plans of known models are in ``adapters/models/``. Nothing is checked here
+against a model, except ``parts`` of :class:`AttentionByHeads`: names are looked up by
+:mod:`.module_matching`, and shapes are compared by :mod:`.apply_rules` during a call. Tests:
+tests/plans/test_plan.py.
 """
 
 from __future__ import annotations
@@ -324,9 +325,9 @@ class Plan:
         joint_order (`tuple[str, ...]`): The segments of the queries and keys, in order, in attention calls of
             modules that ``attention`` does not describe.
         inner (`Mapping[str, Mapping[str | int, ShardRule]]`, *optional*): Rules for submodules, by module
-            name: for inputs (keyed by parameter name) and for outputs (keyed by index). A rule for a parameter
-            that a submodule lacks, or that is not passed or None, does nothing, so a name with wildcards may
-            match submodules with different parameters.
+            name: for inputs (keyed by parameter name) and for outputs (keyed by index). A rule for a
+            parameter that a submodule lacks, or that is not passed or None, does nothing, so a name with
+            wildcards may match submodules with different parameters.
         attention (`Mapping[str, ...]`, *optional*): The attention of submodules, by module name: a tuple with
             an :class:`Attention` for each attention call (the last one also for all further calls), or an
             :class:`OneForEach`, :class:`LinearAttention` or :class:`AttentionByHeads`. If several names match

@@ -1,9 +1,10 @@
 """Attention of a model with a plan: compute each intercepted call over the segments that the plan names.
 
-A call of the model goes through the files of this folder: :mod:`.region` makes a :class:`PlannedAttention` and sets its
-segments, :mod:`.interception` passes the model's attention calls to it, and :mod:`.submodule_calls` copies it for
-modules that the plan describes. Tests: tests/plans/test_exactness.py and test_plan.py. Models with masks of the forms
-``"keys"`` (LTX, Allegro) and ``"pairs"`` (HunyuanVideo) are in tests/adapters/test_transformers.py.
+A call of the model goes through the files of this folder: :mod:`.region` makes a :class:`PlannedAttention`
+and sets its segments, :mod:`.interception` passes the model's attention calls to it, and
+:mod:`.submodule_calls` copies it for modules that the plan describes. Tests: tests/plans/test_exactness.py
+and test_plan.py. Models with masks of the forms ``"keys"`` (LTX, Allegro) and ``"pairs"`` (HunyuanVideo) are
+in tests/adapters/test_transformers.py.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ class PlannedAttention:
     """The attention function of one call of a model, or of a module in it. Inactive until the plan has
     sharded tokens.
 
-    A call of the model has one, and a copy of it (:meth:`copy_for_calls`) for each module whose attention the plan
-    describes. A copy has the segments and the flag ``active`` of the moment of the module's call, and nobody changes
-    them later. So no segment may be split for the first time inside such a module, which
+    A call of the model has one, and a copy of it (:meth:`copy_for_calls`) for each module whose attention the
+    plan describes. A copy has the segments and the flag ``active`` of the moment of the module's call, and
+    nobody changes them later. So no segment may be split for the first time inside such a module, which
     :func:`~para_core.plans.module_matching.match_modules` refuses.
 
     Args:
@@ -99,8 +100,9 @@ class PlannedAttention:
 
     Attributes:
         segments: The segments that the call has sharded or replicated so far. Set by ``Region``, before ``active``.
-        active: Whether attention is intercepted; one for each copy. Set by ``Region.intercept_if_sharded``; reset by
-            :mod:`.submodule_calls` after an output was gathered, and by ``Interception.switch_off`` for a while.
+        active: Whether attention is intercepted; one for each copy. Set by ``Region.intercept_if_sharded``;
+            reset by :mod:`.submodule_calls` after an output was gathered, and by ``Interception.switch_off``
+            for a while.
         intercepted: Whether a call was intercepted; shared by the copies of a model call.
             :class:`~para_core.plans.attention_check.AttentionCheck` has a table of what sets and resets it.
         skipped: Whether other code of this package computes or skips attention, so that calls may be missing;
@@ -173,9 +175,9 @@ class PlannedAttention:
         """Make all ``torch.utils.checkpoint`` calls of the model whose forward is running recompute with this
         attention.
 
-        The caller has found that ``top_saved_tensors_hooks(True)`` is not None, outside of a compiled function: some
-        hooks for saved tensors are set, and a checkpoint sets such hooks. That test stands in front of each call of
-        this method, because it costs less than the call.
+        The caller has found that ``top_saved_tensors_hooks(True)`` is not None, outside of a compiled
+        function: some hooks for saved tensors are set, and a checkpoint sets such hooks. That test stands in
+        front of each call of this method, because it costs less than the call.
         """
         for recomputation in RECOMPUTATION:
             recomputation.attention_called(self.prepared, partial(self.bind, self), self.hooks_outside)
@@ -185,8 +187,8 @@ class PlannedAttention:
         device if no key is sharded. Collective, unless no key is sharded.
 
         Raises:
-            ValueError: The number of queries or keys, or the mask, does not fit the plan. Ranks compare nothing
-                here; they all raise because they run one plan with equal arguments.
+            ValueError: The number of queries or keys, or the mask, does not fit the plan. Ranks compare
+                nothing here; they all raise because they run one plan with equal arguments.
         """
         if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
             self.bind_checkpoint()
@@ -243,8 +245,9 @@ class PlannedAttention:
     def begin_other_call(self, *, counts: bool) -> MeshAccess | None:
         """Return the mesh and the layouts for an attention call that is no SDPA; None if no key is sharded.
 
-        The form of a mask (:attr:`Attention.mask`) is ignored: such a call is one of ``flex_attention``, which has no
-        tensor as a mask, but a BlockMask that a :class:`~para_core.plans.plan.SplitMask` has sharded.
+        The form of a mask (:attr:`Attention.mask`) is ignored: such a call is one of ``flex_attention``,
+        which has no tensor as a mask, but a BlockMask that a :class:`~para_core.plans.plan.SplitMask` has
+        sharded.
         """
         attention = self.calls[min(self._num_calls, len(self.calls) - 1)]
         if len(self.calls) > 1 and counts:
@@ -266,8 +269,8 @@ class PlannedAttention:
         return known[1]
 
     def _kept_mesh_attention(self, attention: Attention) -> MeshAttention | None:
-        """Return what :meth:`_computed_by` returns, without its cache. In eager code the :class:`MeshAttention` for
-        sharded keys is kept between calls of the model.
+        """Return what :meth:`_computed_by` returns, without its cache. In eager code the
+        :class:`MeshAttention` for sharded keys is kept between calls of the model.
         """
         if not self._has_sharded_keys(attention):
             if attention.keys is None or self.prepared.cross is None:
@@ -342,8 +345,8 @@ def layout_of_segments(
     on this rank.
 
     One of ``names`` may be missing in ``segments``, those of the current model call. It counts as replicated,
-    with the remaining tokens. If several are missing, no tokens may remain, and each is empty. ``kind`` is used in
-    error messages. Raise ``ValueError`` if ``num_tokens`` does not fit the segments.
+    with the remaining tokens. If several are missing, no tokens may remain, and each is empty. ``kind`` is
+    used in error messages. Raise ``ValueError`` if ``num_tokens`` does not fit the segments.
     """
     by_name = {segment.name: segment for segment in segments}
     local = sum([by_name[name].size(mesh.rank, mesh.ranks) for name in names if name in by_name])

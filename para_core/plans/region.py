@@ -9,8 +9,9 @@ their code, hooks and ``forward`` unchanged. A call passes here in this order:
   it is traced, so it must read nothing that changes from call to call, which would be a guard of the graph.
 - The functions of :mod:`.submodule_calls` are around the submodules that the plan names.
 
-How a tensor is split is in :mod:`.apply_rules`, and how an attention call is computed in :mod:`.planned_attention`.
-Only :mod:`.apply` makes regions. Tests: tests/plans/test_exactness.py, tests/plans/test_plan.py.
+How a tensor is split is in :mod:`.apply_rules`, and how an attention call is computed in
+:mod:`.planned_attention`. Only :mod:`.apply` makes regions. Tests: tests/plans/test_exactness.py,
+tests/plans/test_plan.py.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ from para_core.user_warnings import WarningLog
 class Region:
     """A plan applied to one module, and the state of its current call.
 
-    The fields are as in :func:`apply_plan`, but ``batch`` becomes None if no samples are split: the dim has one
-    rank, or ``plan.batched`` is empty.
+    The fields are as in :func:`apply_plan`, but ``batch`` becomes None if no samples are split: the dim has
+    one rank, or ``plan.batched`` is empty.
     """
 
     module: InitVar[nn.Module]
@@ -172,8 +173,8 @@ class Region:
         self._joint_attention = (Attention(self.plan.joint_order),)
 
     def _read_module(self, module: nn.Module) -> None:
-        """Look up what calls need of the module: its signature, whether it has encoder layers or operators that
-        only a mode sees, and whether it was compiled before.
+        """Look up what calls need of the module: its signature, whether it has encoder layers or operators
+        that only a mode sees, and whether it was compiled before.
 
         These must not change while the plan is applied. Other submodules may be replaced: see :meth:`attach`.
         """

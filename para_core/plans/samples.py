@@ -1,7 +1,7 @@
 """Shard the samples of a batch over a mesh dim, and gather the outputs.
 
-:mod:`.region` does this around the rules for tokens: samples are taken before tokens are split, and gathered after
-the tokens. ``adapters/vae/unet.py`` shards the samples of a UNet with :func:`select_samples`. Tests:
+:mod:`.region` does this around the rules for tokens: samples are taken before tokens are split, and gathered
+after the tokens. ``adapters/vae/unet.py`` shards the samples of a UNet with :func:`select_samples`. Tests:
 tests/adapters/test_samples.py.
 """
 

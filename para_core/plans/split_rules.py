@@ -1,8 +1,8 @@
 """Apply the rule :class:`~para_core.plans.plan.Split` to a tensor: return this rank's part of its tokens.
 
 The other rules are in :mod:`.apply_rules`, whose ``RuleExecutor`` derives from this. Splitting needs no
-communication. Tests: tests/plans/test_exactness.py, and tests/adapters/propose/test_structures.py for rare fields of
-a rule.
+communication. Tests: tests/plans/test_exactness.py, and tests/adapters/propose/test_structures.py for rare
+fields of a rule.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ OnTokens = Callable[[Tensor, tuple[str, ...]], None]
 class _KnownCut(NamedTuple):
     """The result of a plain :class:`Split` for one number of tokens: the segment, and the runs that this rank holds.
 
-    Only :meth:`SplitRules._split_eagerly` makes them, so they are of rules with the default ``per``, ``runs``,
-    ``only``, ``after`` and ``together``.
+    Only :meth:`SplitRules._split_eagerly` makes them, so they are of rules with the default ``per``,
+    ``runs``, ``only``, ``after`` and ``together``.
     """
 
     # The table's keys contain the id of the rule, so it must stay alive.

@@ -1,9 +1,9 @@
 """Run the calls of the submodules that a plan names: shard their inputs, intercept their attention or
 exchange its heads, add up sums of linear attention, exchange halo rows, gather their outputs.
 
-:mod:`.region` puts these functions around the submodules, and does the same for the model itself. The exchanges
-are in :mod:`.exchange`. Outside of a call of the region each function runs its module unchanged. Tests:
-tests/plans/test_exactness.py.
+:mod:`.region` puts these functions around the submodules, and does the same for the model itself. The
+exchanges are in :mod:`.exchange`. Outside of a call of the region each function runs its module unchanged.
+Tests: tests/plans/test_exactness.py.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ class SubmoduleCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a module of linear attention, whose sums over tokens are added up over all ranks if these are sharded.
-        Collective.
+        """Run a module of linear attention, whose sums over tokens are added up over all ranks if these are
+        sharded. Collective.
         """
         if not self._is_sharded(attention.segment):
             return call(module, *args, **kwargs)
@@ -232,7 +232,8 @@ class SubmoduleCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a module on all tokens and this rank's heads. Its projections and output exchange them
-        meanwhile (:meth:`_enter_heads`, :meth:`_leave_heads`), and its attention is on one device. Collective.
+        meanwhile (:meth:`_enter_heads`, :meth:`_leave_heads`), and its attention is on one device.
+        Collective.
         """
         self._head_exchanges.append(exchange)
         try:

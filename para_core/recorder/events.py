@@ -1,7 +1,7 @@
 """Events of a model call.
 
-Their tensors are those of the call itself, so who keeps an event keeps its tensors. :mod:`.recorder` makes the events.
-Tests: tests/recorder/test_recorder.py.
+Their tensors are those of the call itself, so who keeps an event keeps its tensors. :mod:`.recorder` makes
+the events. Tests: tests/recorder/test_recorder.py.
 """
 
 from __future__ import annotations

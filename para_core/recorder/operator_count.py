@@ -1,7 +1,7 @@
 """Count launches, matrix products, bytes and memory from the operators of a recorded call.
 
-The planner (``adapters/planner/count.py``) counts a call without data by this. What a real run sends and launches is
-counted by :mod:`.run_counter`. Tests: tests/recorder/test_recorder.py.
+The planner (``adapters/planner/count.py``) counts a call without data by this. What a real run sends and
+launches is counted by :mod:`.run_counter`. Tests: tests/recorder/test_recorder.py.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class OperatorCount:
         launches: Number of launches. Operators inside attention are left out.
         products: Floating-point operations of matrix products and convolutions outside of attention.
         moved: Bytes that all other launches outside of attention read and write.
-        peak: The bytes of tensors of the call when their sum was largest, inside attention too: first of those
-            that were made while ``is_sharded`` was True, then of the others. A tensor counts until it is freed,
-            so it counts for too long if the caller keeps its event.
+        peak: The bytes of tensors of the call when their sum was largest, inside attention too: first of
+            those that were made while ``is_sharded`` was True, then of the others. A tensor counts until it
+            is freed, so it counts for too long if the caller keeps its event.
         is_sharded: Whether the operators that follow work on sharded tokens. The caller sets it before them.
         in_attention: Whether the operators that follow compute an attention call. The caller sets it.
     """

@@ -1,8 +1,8 @@
 """Record a model call as events (:mod:`.events`), which are passed to a function as they happen.
 
 The counts of the planner, comparisons with the unmodified model and proposals of plans use it. A mode sees
-functions, hooks see modules, and a dispatch mode sees operators. ``same_bits=True`` follows tokens by it, too. Tests:
-tests/recorder/test_recorder.py.
+functions, hooks see modules, and a dispatch mode sees operators. ``same_bits=True`` follows tokens by it,
+too. Tests: tests/recorder/test_recorder.py.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Libraries choose kernels by sizes and by the layout in memory. The same function of the same rows at the same
 place in a tensor of the same sizes has the bits of one process, whatever the other rows are.
 
-These are the tools of :mod:`.mode` and :mod:`.row_check` for models with a plan; :mod:`.placed_rows` does the same for
-rows of an image. Tests: tests/same_bits/test_rows.py.
+These are the tools of :mod:`.mode` and :mod:`.row_check` for models with a plan; :mod:`.placed_rows` does the
+same for rows of an image. Tests: tests/same_bits/test_rows.py.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _is_dense(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> bool:
 def put_at_place(x: Tensor, into: Tensor, one_process: OneProcess, tokens: Tokens, samples: bool) -> None:
     """Copy this rank's part ``x`` to its place in ``into``, which has the sizes of one process.
 
-    ``samples`` says whether dim 0 of ``into`` holds the samples of all ranks along ``batch``; if not, it is copied as a
-    whole.
+    ``samples`` says whether dim 0 of ``into`` holds the samples of all ranks along ``batch``; if not, it is
+    copied as a whole.
     """
     for target, part in _pair_parts(into, x, one_process, tokens, samples):
         target.copy_(part)

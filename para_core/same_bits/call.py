@@ -1,7 +1,7 @@
 """Run the calls of one model with the bits of one process, and check each new size of its inputs.
 
-``adapters/same_bits.py`` installs this on each transformer of a pipeline; a VAE has :mod:`.image_rows` instead. Tests:
-tests/same_bits/test_pipelines.py, tests/same_bits/test_rows.py.
+``adapters/same_bits.py`` installs this on each transformer of a pipeline; a VAE has :mod:`.image_rows`
+instead. Tests: tests/same_bits/test_pipelines.py, tests/same_bits/test_rows.py.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class SameBitsCalls:
         empty_slot(self.module, Slot.SAME_BITS_PRODUCTS)
 
     def _run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call on all tokens: outside of the plan, where all ranks have the same arguments. Collective in the
-        first call with each sizes.
+        """Run a call on all tokens: outside of the plan, where all ranks have the same arguments. Collective
+        in the first call with each sizes.
 
         Raises:
             RuntimeError: On every rank: a function gives other bits for the rows of a rank than for those of

@@ -36,12 +36,12 @@ def flash_splits(sizes: AttentionSizes, multiprocessors: int) -> int:
     """Return the number of parts into which FlashAttention-2 of PyTorch splits the keys of a call without
     dropout.
 
-    Source: ``set_params_splitkv`` and ``num_splits_heuristic`` of PyTorch's flash_attn/flash_api.cpp, as of its
-    commit 03b7c19d.
+    Source: ``set_params_splitkv`` and ``num_splits_heuristic`` of PyTorch's flash_attn/flash_api.cpp, as of
+    its commit 03b7c19d.
 
     Grouped heads, fewer of keys than of queries, are out of scope: ``sizes.heads`` are those of the queries.
-    FlashAttention counts the same ones, except for a single query, where it takes the query heads of a group as
-    queries of one head (``seqlenq_ngroups_swapped``).
+    FlashAttention counts the same ones, except for a single query, where it takes the query heads of a group
+    as queries of one head (``seqlenq_ngroups_swapped``).
 
     Args:
         multiprocessors: The number of them on the GPU. Two blocks of threads run on each.

@@ -15,8 +15,8 @@ class Found:
     """The findings of one check, for calls with these sizes of the inputs.
 
     Args:
-        at_place: The kinds of functions that have other bits on this rank, and are computed at the place of its
-            rows in one process.
+        at_place: The kinds of functions that have other bits on this rank, and are computed at the place of
+            its rows in one process.
     """
 
     at_place: set[Kind] = field(default_factory=set)

@@ -1,7 +1,7 @@
 """A torch function mode that computes small products of a model's call with the rows of one process.
 
-:mod:`.call` enters it around each call. What is padded is in :mod:`.rows` and :mod:`.at_place`, what is compared in
-:mod:`.row_check`. Tests: tests/same_bits/test_rows.py, tests/same_bits/test_pipelines.py.
+:mod:`.call` enters it around each call. What is padded is in :mod:`.rows` and :mod:`.at_place`, what is
+compared in :mod:`.row_check`. Tests: tests/same_bits/test_rows.py, tests/same_bits/test_pipelines.py.
 """
 
 from __future__ import annotations

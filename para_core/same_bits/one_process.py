@@ -65,8 +65,8 @@ class OneProcess:
         return self.batch_size == 1 and all(segment.replicated for segment in self.segments)
 
     def place_in_one_process(self, x: Tensor, sequences: Sequences) -> Tokens:
-        """Return the dim of ``x`` that has this rank's tokens of ``sequences``, and their place in one process;
-        None if no dim has.
+        """Return the dim of ``x`` that has this rank's tokens of ``sequences``, and their place in one
+        process; None if no dim has.
 
         The last dim has features. The first has samples, unless there are two dims: such rows are samples if
         there are as many, and tokens, or tokens of each sample, otherwise. The place of UNKNOWN sequences is

@@ -5,8 +5,8 @@ ranks together know, and that is after the call, when the weights may be gone ag
 a product is computed, the numbers of rows that one process may have, and :func:`find_differences` looks up
 the right one: if all ranks have the same rows, each has all, and otherwise they share them.
 
-:mod:`.row_check` records the products of a rank, and :mod:`.call` sends them and calls :func:`find_differences`. Tests:
-tests/same_bits/test_rows.py.
+:mod:`.row_check` records the products of a rank, and :mod:`.call` sends them and calls
+:func:`find_differences`. Tests: tests/same_bits/test_rows.py.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LinearProduct:
         sizes: The shape and the type of the rank's tensor, as text.
         samples: The index of the rank's samples. Ranks with other samples share no rows: these are padded.
         size: The number of rows.
-        is_routed: Whether these are the rows of a matrix, of no known sequence: tokens that the model chose by
-            their values, if ranks have different numbers of them.
-        digest: The digest of the tensor. If it is equal on all ranks, each has all rows. None if the tensor has
-            so many rows that their number does not matter.
-        total: The number of rows in one process, if ranks share those of the sequence for which this rank took
-            them; None if it is no known sequence.
+        is_routed: Whether these are the rows of a matrix, of no known sequence: tokens that the model chose
+            by their values, if ranks have different numbers of them.
+        digest: The digest of the tensor. If it is equal on all ranks, each has all rows. None if the tensor
+            has so many rows that their number does not matter.
+        total: The number of rows in one process, if ranks share those of the sequence for which this rank
+            took them; None if it is no known sequence.
         equal_for: The numbers of rows of one process for which the rank's rows have the same bits, of those
             tried.
         enough: The number of rows from which every number gives the bits of this one; it was tried if larger
@@ -110,8 +110,8 @@ def try_numbers_of_rows(
 
 
 def _part(rows: Tensor, x: Tensor, dim: int, first: int) -> Tensor:
-    """Return the part of ``rows`` with the sizes of ``x``: the samples from ``first`` on, and the first rows along
-    ``dim``.
+    """Return the part of ``rows`` with the sizes of ``x``: the samples from ``first`` on, and the first rows
+    along ``dim``.
     """
     return rows.narrow(0, first, x.shape[0]).narrow(dim, 0, x.shape[dim])
 
@@ -130,9 +130,9 @@ def _enough_along(x: Tensor, dim: int) -> int:
 
 
 def _numbers_of_rows(ranks: int, size: int, enough: int, total: int | None) -> set[int]:
-    """Return the numbers of rows that one process may have, if this rank has ``size``: these, those of the sequence
-    for which they were taken, and what ranks have together whose numbers differ by at most one. Or all numbers, if
-    these are few.
+    """Return the numbers of rows that one process may have, if this rank has ``size``: these, those of the
+    sequence for which they were taken, and what ranks have together whose numbers differ by at most one. Or
+    all numbers, if these are few.
     """
     numbers = {size, *range(max(size, ranks * (size - 1)), ranks * (size + 1) + 1)}
     if total is not None:

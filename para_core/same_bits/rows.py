@@ -3,7 +3,8 @@
 A row of a product has the same bits for every number of rows from :func:`enough_rows` on. Below, libraries
 choose kernels that add up in another order: on a CPU, MKL below 16 rows in float32, and oneDNN below some 400
 rows in bfloat16. tests/same_bits/test_rows.py compares products of any numbers of rows, and
-benchmarks/pipelines/same_bits.py whole pipelines. Only :mod:`.mode` calls :func:`linear` and :func:`convolution`.
+benchmarks/pipelines/same_bits.py whole pipelines. Only :mod:`.mode` calls :func:`linear` and
+:func:`convolution`.
 """
 
 from __future__ import annotations

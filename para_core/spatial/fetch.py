@@ -1,8 +1,8 @@
 """The verbs of :mod:`para_core.layout` for tensors with a row tag: part, fetch, relayout and gather.
 
-The rules of :mod:`para_core.spatial.mode`, those of the same bits and the autoencoders call them with the tag of a
-tensor (:func:`~para_core.spatial.row_tag.rows_of`); the results have no tag. Tests: tests/spatial/test_functions.py,
-through the functions that the rules run.
+The rules of :mod:`para_core.spatial.mode`, those of the same bits and the autoencoders call them with the tag
+of a tensor (:func:`~para_core.spatial.row_tag.rows_of`); the results have no tag. Tests:
+tests/spatial/test_functions.py, through the functions that the rules run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def start_fetch(
     """Start fetching runs of rows in one all-to-all, unless every rank holds all of its runs. Return a
     function that waits for the rows, and returns one tensor for each of this rank's runs.
 
-    Collective, unless every rank holds all of its runs. ``x`` must not change before the returned function has been
-    called: :func:`~para_core.layout.fetch.start_exchange` may send from its memory until then. Results may be views of
-    ``x``, also those of :func:`fetch_rows` and :func:`relayout_rows`.
+    Collective, unless every rank holds all of its runs. ``x`` must not change before the returned function
+    has been called: :func:`~para_core.layout.fetch.start_exchange` may send from its memory until then.
+    Results may be views of ``x``, also those of :func:`fetch_rows` and :func:`relayout_rows`.
 
     Args:
         x: This rank's rows, sharded as ``rows`` says.
-        wanted: For each rank, the runs (start, length) that it fetches, in units of ``rows``: positions in one of the
-            ``rows.outer`` runs of ``sum(rows.sizes)`` units. They are fetched from each of these. If a unit is a row
-            and ``outer`` is 1, positions are rows of the full image.
+        wanted: For each rank, the runs (start, length) that it fetches, in units of ``rows``: positions in
+            one of the ``rows.outer`` runs of ``sum(rows.sizes)`` units. They are fetched from each of these.
+            If a unit is a row and ``outer`` is 1, positions are rows of the full image.
         fill: Value of rows beyond the edge of the image.
 
     Raises:

@@ -152,8 +152,8 @@ def _unwrap(x: Any) -> Any:
 
 
 def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
-    """Return one mesh dim with the ranks of all dims of ``mesh``, in the order of the global ranks if there are several
-    dims. Collective: every rank of the mesh must call this function.
+    """Return one mesh dim with the ranks of all dims of ``mesh``, in the order of the global ranks if there
+    are several dims. Collective: every rank of the mesh must call this function.
     """
     if isinstance(mesh, ProcessGroup):
         return dim_of_group("rows", mesh)

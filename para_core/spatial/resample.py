@@ -127,8 +127,8 @@ def _tag_of_repeated_rows(
 ) -> RowTag | None:
     """Return the sharding of the output if each rank can repeat its rows without rows of other ranks, else None.
 
-    ``axis`` is the index of the sharded dim among the spatial dims, and so in ``scales`` and ``sizes``, of which one is
-    None.
+    ``axis`` is the index of the sharded dim among the spatial dims, and so in ``scales`` and ``sizes``, of
+    which one is None.
     """
     if scales is not None:
         factor = scales[axis]

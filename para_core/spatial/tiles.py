@@ -28,7 +28,8 @@ class Tiles(TorchFunctionMode):
     rank only.
 
     ``ranks`` are the ranks over which tiles are distributed, ``mesh`` the same ranks, for the exchange of
-    shapes. All ranks must make the same calls, and read the tiles in the same order, because a read may be an exchange.
+    shapes. All ranks must make the same calls, and read the tiles in the same order, because a read may be an
+    exchange.
     """
 
     def __init__(self, ranks: MeshDim, mesh: GuidedMesh) -> None:

@@ -1,8 +1,9 @@
 """``check_parallel``: run a model on virtual ranks in one process, and compare its output with the unmodified
 model.
 
-Users call it; ``verify=True`` on real ranks is :mod:`.verification`. The runs are in :mod:`para_core.comparison.runs`,
-and the result in :mod:`.check_result`. Tests: tests/verify/test_check_parallel.py.
+Users call it; ``verify=True`` on real ranks is :mod:`.verification`. The runs are in
+:mod:`para_core.comparison.runs`, and the result in :mod:`.check_result`. Tests:
+tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class ParallelCheck:
 
     Args:
         model (`str`): Name of the model's class.
-        cases (`tuple` of :class:`CheckedCase`): One case for each method, number of ranks and length: at least
-            one.
+        cases (`tuple` of :class:`CheckedCase`): One case for each method, number of ranks and length: at
+            least one.
         tolerance (`float`): The largest error that counts as exact.
         first_difference (:class:`Difference`, *optional*): The first module whose output differs in the first
             case that is not exact; None if all cases are exact.

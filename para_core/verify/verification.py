@@ -1,8 +1,8 @@
 """``verify=True``: compare calls of a parallel model with the unmodified model, on the inputs of the user's
 own run.
 
-:mod:`.option` makes one for each transformer of a pipeline. ``check_parallel``, in one process, is :mod:`.check`.
-Tests: tests/verify/test_verification.py.
+:mod:`.option` makes one for each transformer of a pipeline. ``check_parallel``, in one process, is
+:mod:`.check`. Tests: tests/verify/test_verification.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights of a module, for all features that shard, offload or quantize them: find them, look inside
 quantized ones, replace them, and stand in for them while code reads their shapes only.
 
-Nothing is sharded here: see :mod:`.fsdp`, :mod:`.tensor` and :mod:`.stages`. Most callers are in ``adapters/weights/``.
-Tests: tests/weights/test_quantized_files.py, tests/weights/test_lora.py.
+Nothing is sharded here: see :mod:`.fsdp`, :mod:`.tensor` and :mod:`.stages`. Most callers are in
+``adapters/weights/``. Tests: tests/weights/test_quantized_files.py, tests/weights/test_lora.py.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The attention of a patch in a compiled block is an opaque operator, so that the 
 keys. It calls the function that :func:`patch_attention_handler` has set. Therefore one graph serves all
 patches of equal length, and all blocks with equal attention calls.
 
-:mod:`.pipefusion` installs the hooks and calls :meth:`PatchHooks.begin` around each patch; how a patch attends is in
-:mod:`.stale_keys`. Tests: tests/weights/test_pipefusion.py.
+:mod:`.pipefusion` installs the hooks and calls :meth:`PatchHooks.begin` around each patch; how a patch
+attends is in :mod:`.stale_keys`. Tests: tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations

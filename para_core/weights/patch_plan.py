@@ -133,9 +133,9 @@ def _require_one_gather(plan: Plan) -> Gather:
     """Return the rule that gathers the only output of a model with ``plan``. Raise ``TypeError`` if it has
     another.
 
-    ``Fusion`` (pipefusion.py) puts the model's only output tensor together from the patches: patch m is the run
-    m of ``PatchPlan.dim``. With several outputs it would not know which, and with other entries before or after
-    the tokens, or several for each token, the runs would be wrong.
+    ``Fusion`` (pipefusion.py) puts the model's only output tensor together from the patches: patch m is the
+    run m of ``PatchPlan.dim``. With several outputs it would not know which, and with other entries before or
+    after the tokens, or several for each token, the runs would be wrong.
     """
     gathers = [
         gather for rule in plan.outputs.values() for gather in gathers_as_tuple(rule) if gather is not None

@@ -1,8 +1,8 @@
 """Tensors whose patches arrive one after the other, and elementwise functions of them, evaluated patch by
 patch.
 
-:mod:`.pipefusion` returns such tensors to the pipeline, whose scheduler computes with them; lazy tensors in general are
-in :mod:`para_core.lazy_tensors`. Tests: tests/weights/test_pipefusion.py.
+:mod:`.pipefusion` returns such tensors to the pipeline, whose scheduler computes with them; lazy tensors in
+general are in :mod:`para_core.lazy_tensors`. Tests: tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Arrival(PatchSource):
         self._pending: list[Callable[[], Tensor] | None] = []
 
     def add(self, get: Callable[[], Tensor]) -> None:
-        """Add the next patch, in the order of the patches. ``get`` is called later; it must wait for the patch and
-        return it.
+        """Add the next patch, in the order of the patches. ``get`` is called later; it must wait for the
+        patch and return it.
         """
         self._pending.append(get)
 

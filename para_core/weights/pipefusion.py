@@ -7,8 +7,8 @@ step (:mod:`~para_core.weights.stale_keys`). The output of the model arrives pat
 patch ``m`` of the next step starts as soon as patch ``m`` of this step has arrived. The result depends on the
 number of patches, but not on the number of stages: a single process computes the same numbers.
 
-``adapters/weights/fused_pipe.py`` makes one :class:`Fusion` for each transformer, and calls ``begin`` and ``end``
-around each generation. Tests: tests/weights/test_pipefusion.py.
+``adapters/weights/fused_pipe.py`` makes one :class:`Fusion` for each transformer, and calls ``begin`` and
+``end`` around each generation. Tests: tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class Fusion:
             return call(block, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, either exactly or patch by patch, and return its output. With stages, all of them
-        make this call.
+        """Run a call of the model, either exactly or patch by patch, and return its output. With stages, all
+        of them make this call.
 
         Raise ``RuntimeError`` if the model was compiled as a whole, or gradients are enabled.
         """

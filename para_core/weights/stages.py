@@ -5,8 +5,8 @@ stage replaces its inputs by the inputs that the previous stage sends. A rank th
 the next stage sends that block's inputs to the next stage. Every rank computes the layers before and after
 the blocks, and the last stage sends its output to all ranks.
 
-``adapters/weights/staged_transformer.py`` makes the stages of a pipeline's model; PipeFusion (:mod:`.pipefusion`) runs
-patches over them. Tests: tests/weights/test_stages.py.
+``adapters/weights/staged_transformer.py`` makes the stages of a pipeline's model; PipeFusion
+(:mod:`.pipefusion`) runs patches over them. Tests: tests/weights/test_stages.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Not exact: the keys of later patches are from the previous step.
 
-:mod:`.pipefusion` keeps one :class:`StaleKeys` for each CFG branch, and replaces it before each call of all tokens.
-Tests: tests/weights/test_pipefusion.py.
+:mod:`.pipefusion` keeps one :class:`StaleKeys` for each CFG branch, and replaces it before each call of all
+tokens. Tests: tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations

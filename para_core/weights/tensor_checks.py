@@ -1,8 +1,8 @@
 """Checks of a model before tensor parallelism shards it by a plan, and of LoRAs that are added later.
 
 Nothing is changed here. Not checked are the outputs of modules of positions (``TensorPlan.positions``), which
-only a call shows: their dim has the heads or channels of the attention, whose numbers are checked. :mod:`.tensor` calls
-this. Tests: tests/weights/test_tensor.py, tests/weights/test_quantized_files.py.
+only a call shows: their dim has the heads or channels of the attention, whose numbers are checked.
+:mod:`.tensor` calls this. Tests: tests/weights/test_tensor.py, tests/weights/test_quantized_files.py.
 """
 
 from __future__ import annotations

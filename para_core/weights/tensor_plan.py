@@ -125,7 +125,8 @@ def planned_norms(module: nn.Module, plan: TensorPlan) -> dict[str, nn.Module]:
 
 def part_sizes(linear: Any, style: Linear) -> tuple[int, ...]:
     """Return the sizes of the parts (query, key and value, for example) along the sharded dim; empty for one
-    part. Their sum is less than the dim if the relative sizes do not divide it, which check_tensor_plan refuses.
+    part. Their sum is less than the dim if the relative sizes do not divide it, which check_tensor_plan
+    refuses.
     """
     relative = style.parts
     if not relative and style.parts_from:

@@ -1,5 +1,5 @@
-"""Plans that the relatives of Wan share. The adapters are in ``adapters/models``: the files that import this one.
-Tests: tests/adapters/test_transformers.py, tests/weights/test_tensor.py.
+"""Plans that the relatives of Wan share. The adapters are in ``adapters/models``: the files that import this
+one. Tests: tests/adapters/test_transformers.py, tests/weights/test_tensor.py.
 """
 
 from collections.abc import Mapping

@@ -50,8 +50,9 @@ def select_keys(
 
     Collective; the result is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an
     observed query gets no vote from this query. ``heads`` is the key head of each query head; None if heads
-    are grouped evenly. The tensors are those of :func:`~para_core.attention.usp.attend_block`: they have the heads of
-    this rank after the Ulysses exchange, and the columns of ``mask`` are positions in the whole sequence.
+    are grouped evenly. The tensors are those of :func:`~para_core.attention.usp.attend_block`: they have the
+    heads of this rank after the Ulysses exchange, and the columns of ``mask`` are positions in the whole
+    sequence.
     """
     observed = kept.choose_observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)

@@ -2,8 +2,8 @@
 
 See :mod:`para_core.attention.backends.pytorch` for the sources that comments refer to.
 
-Only :func:`~para_core.attention.local.local_attention_backward` calls these functions. It passes the lse over all keys,
-with inf in place of -inf for rows without a key. Tests: tests/attention/test_local.py, and
+Only :func:`~para_core.attention.local.local_attention_backward` calls these functions. It passes the lse over
+all keys, with inf in place of -inf for rows without a key. Tests: tests/attention/test_local.py, and
 tests/attention/test_cuda_paths.py for the requirements of GPU kernels.
 """
 

@@ -34,8 +34,8 @@ def triton_backend(
 
     Args:
         import_attention: Imports and returns the kernel's function. It is called by each call of attention,
-            because Triton is an optional dependency. Dynamo never traces it: in a graph the call runs inside an
-            operator (:mod:`para_core.attention.operator`).
+            because Triton is an optional dependency. Dynamo never traces it: in a graph the call runs inside
+            an operator (:mod:`para_core.attention.operator`).
         dtypes: The dtypes that the kernel supports, by name.
         launches: See :class:`~para_core.attention.backends.backend.LocalBackend`.
     """
@@ -78,9 +78,9 @@ def check_triton_call(
 ) -> None:
     """Raise ``RuntimeError`` unless Triton is installed and a kernel for ``dtypes`` supports the tensors.
 
-    With the first argument bound this is a :class:`~para_core.attention.backends.backend.CheckCall`, whose other
-    arguments it does not need: the kernels take any mask. Of the devices only a CPU is refused. Triton itself
-    raises for a GPU that it does not support.
+    With the first argument bound this is a :class:`~para_core.attention.backends.backend.CheckCall`, whose
+    other arguments it does not need: the kernels take any mask. Of the devices only a CPU is refused. Triton
+    itself raises for a GPU that it does not support.
     """
     if not has_triton():
         raise RuntimeError(
@@ -103,8 +103,8 @@ def range_of_seen_keys(mask: Tensor) -> Tensor | None:
     """Return ``(0, index of the last visible key + 1)`` for each sample, int32 ``[B or 1, 1, 2]``: with it
     the Triton kernel skips padding at the end.
 
-    Return None unless the mask hides the same keys from all queries and heads of a sample, and has a column for each
-    key: bool ``[B or 1, 1, 1, S_k]`` with S_k > 1. A single column may be broadcast over all keys.
+    Return None unless the mask hides the same keys from all queries and heads of a sample, and has a column
+    for each key: bool ``[B or 1, 1, 1, S_k]`` with S_k > 1. A single column may be broadcast over all keys.
 
     Args:
         mask: ``[B or 1, H or 1, S_q or 1, S_k or 1]``. It must have four dims, as the kernel requires.

@@ -8,9 +8,9 @@ Gradients return in float32 (4 bytes), or in float64 for float64 inputs:
     keys and values:               B · e · H_kv · (D + D_v) · T_i · (r - 1)
     gradients of keys and values:  4 · B · H_kv · (D + D_v) · Σ_column T_j
 
-``Grid2D.gradient`` in :mod:`para_core.attention.grid_2d` names this function, and the composition of gradients
-(:mod:`para_core.attention.gradients.usp`) calls it. ``tests/attention/test_grid_2d.py`` counts launches and bytes,
-``tests/attention/test_gradients.py`` compares the numbers with one device.
+``Grid2D.gradient`` in :mod:`para_core.attention.grid_2d` names this function, and the composition of
+gradients (:mod:`para_core.attention.gradients.usp`) calls it. ``tests/attention/test_grid_2d.py`` counts
+launches and bytes, ``tests/attention/test_gradients.py`` compares the numbers with one device.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def _gradients_in_grid(
     Collective.
 
     All ranks start the same all-to-alls in the same order: of the row's queries, of the column's keys, of the
-    gradients of queries, of the gradients of keys. Those of queries run on all ranks or on none: no rank has others
-    in its row only if the grid has one column. Each rank has others in its column, because ``choose_grid`` never
-    returns a single row. ``into.mask`` has the rows of this rank's queries, then those of the row's other ranks.
+    gradients of queries, of the gradients of keys. Those of queries run on all ranks or on none: no rank has
+    others in its row only if the grid has one column. Each rank has others in its column, because
+    ``choose_grid`` never returns a single row. ``into.mask`` has the rows of this rank's queries, then those
+    of the row's other ranks.
     """
     query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
     num_own, width, value_width = query.shape[2], query.shape[3], value.shape[3]
@@ -97,8 +98,8 @@ def _gradients_in_grid(
 
 
 def _queries_of_row(grid: Grid2D, into: QueryGradients, rows: Tensor, value_width: int) -> QueryGradients:
-    """Return the queries of the row's other ranks before any block, from the ``rows`` that arrived, and with their
-    rows of the masks of ``into``.
+    """Return the queries of the row's other ranks before any block, from the ``rows`` that arrived, and with
+    their rows of the masks of ``into``.
     """
     num_own, width = into.query.shape[2], into.query.shape[3]
     lse_width = rows.shape[3] - width - 2 * value_width
