@@ -117,7 +117,7 @@ def is_called_by_a_graph(operator: Operator) -> bool:
         module = frame.f_globals.get("__name__") or ""
         # Skip what stands between the mode and the caller: this package, the call of the operator, and modes of users
         # and of torch (torch.device is one).
-        passes_on = module.startswith("para_core.") or module == "torch._ops"
+        passes_on = module.startswith("para_core.") or module == OpOverload.__module__
         if not passes_on and frame.f_code.co_name != "__torch_function__":
             if frame.f_code is CustomOpDef.__call__.__code__:
                 return False
