@@ -213,7 +213,7 @@ def _read_optional_components(cls: ast.ClassDef) -> list[str]:
 
 
 def _find_divisors(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ...]]:
-    """Yield what ``height`` or ``width`` is divided by: one expression, or for a local variable all that it
+    """Yield the divisors of ``height`` or ``width``: one expression, or for a local variable all that it
     is assigned, of which one applies.
     """
     assigned: dict[str, list[ast.expr]] = {}

@@ -43,7 +43,7 @@ FORECASTS: dict[str, Forecast] = {}
 
 @dataclass
 class _Features:
-    """The features of which there is at most one; None without the feature."""
+    """The features that only one file may register; None without it."""
 
     orders: Orders | None = None
     # Makes the traced form of a cache.

@@ -262,11 +262,12 @@ class PlannedAttention:
         """Return the :class:`MeshAttention` for a plan entry, or None if SDPA on one device computes it."""
         if torch.compiler.is_compiling():
             return self._kept_mesh_attention(attention)
-        known = self._known_computations.get(id(attention))
-        if known is None:
-            known = attention, self._kept_mesh_attention(attention)
-            self._known_computations[id(attention)] = known
-        return known[1]
+        entry = self._known_computations.get(id(attention))
+        if entry is None:
+            # The entry keeps the plan entry alive, so that no other one gets its id.
+            entry = (attention, self._kept_mesh_attention(attention))
+            self._known_computations[id(attention)] = entry
+        return entry[1]
 
     def _kept_mesh_attention(self, attention: Attention) -> MeshAttention | None:
         """Return what :meth:`_computed_by` returns, without its cache. In eager code the
