@@ -172,7 +172,7 @@ def test_more_chunks_than_a_block_holds_are_added_in_rounds(name, monkeypatch):
 
 @pytest.mark.parametrize(("residuals", "weights"), [(4, 4), (2, 1), (1, 2), (0, 0)])
 def test_other_numbers_of_residuals_or_weights_are_refused(residuals, weights):
-    with pytest.raises(ValueError, match=rf"{residuals} residuals and {weights} weights; expected 1 to 3"):
+    with pytest.raises(ValueError, match=rf"{residuals} residuals and {weights} weights; .*3"):
         residual.forecast(torch.empty(1), [torch.empty(1)] * residuals, [1.0] * weights)
 
 
