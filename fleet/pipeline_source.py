@@ -214,7 +214,7 @@ def _read_optional_components(cls: ast.ClassDef) -> list[str]:
 
 def _find_divisors(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ...]]:
     """Yield the divisors of ``height`` or ``width``: one expression, or for a local variable all that it
-    is assigned, of which one applies.
+    is assigned. Only one of these applies, depending on the pipeline.
     """
     assigned: dict[str, list[ast.expr]] = {}
     for node in ast.walk(function):
@@ -235,11 +235,17 @@ def _find_divisors(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ...]]:
 
 
 def multiple_of_sides(source: PipelineSource, pipe: Any) -> int:
-    """Return the number by which a pipeline requires height and width to be divisible; 1 if it states none,
+    r"""Return the number by which a pipeline requires height and width to be divisible; 1 if it states none,
     or none that can be read here: the pipeline itself then refuses a size.
 
     ``pipe`` is an instance of the class. It may lack weights, because only numbers of its attributes are
     read. With None only constants count.
+
+    >>> from types import SimpleNamespace
+    >>> check = ast.parse("def f(self, height):\n if self.a: n = self.a\n else: n = self.b\n height % n")
+    >>> source = PipelineSource("P", {}, (), (), {}, tuple(_find_divisors(check.body[0])))
+    >>> multiple_of_sides(source, SimpleNamespace(a=16, b=None)), multiple_of_sides(source, None)
+    (16, 1)
     """
     multiple = 1
     for alternatives in source.divisors:
