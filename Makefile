@@ -2,7 +2,7 @@
 #
 #   make demo       see it work: the same image from one process and from several, and with a cache
 #   make check      lint, types, and the quick tests of one process (two minutes)
-#   make test       lint, types, and the tests, with a sample of the cases of large matrices (about eight minutes on two CPU cores)
+#   make test       lint, types, and the tests, with a sample of the cases of large matrices (10 to 20 minutes on two CPU cores)
 #   make test-long  every case of every test, with Inductor everywhere and more examples
 #   make test-nodes  2 and 3 hosts × 2 ranks, as network namespaces (Linux, root), under torchrun; loopback addresses elsewhere
 #   make test-fleet all tests of replicas, of the server and of the command, on Ray (a minute of them is in make test)
