@@ -75,7 +75,8 @@ def start_all_to_all(
         return Travelling(all_to_all(x, send_sizes, receive_sizes, dim), None)
     received = x.new_empty(sum(receive_sizes))
     sizes = list(receive_sizes), list(send_sizes)
-    return Travelling(received, group_of(dim).alltoall_base(received, x, *sizes, _ALL_TO_ALL))
+    work = group_of(dim).alltoall_base(_view_to_send(received), _view_to_send(x), *sizes, _ALL_TO_ALL)
+    return Travelling(received, work)
 
 
 # The dtypes that gloo does not send. NCCL does not send some of them, either.
@@ -90,6 +91,20 @@ _SENT_AS_BYTES = frozenset(
         torch.float8_e5m2,
     }
 )
+
+
+def _view_to_send(x: Tensor) -> Tensor:
+    """Return the contiguous ``x`` as every backend sends it: complex numbers as pairs, some dtypes as bytes.
+
+    The first dim stays. The result has the memory of ``x``, unless ``x`` is a lazy conjugate.
+    """
+    if x.dtype in _SENT_AS_BYTES:
+        return x.unsqueeze(-1).view(torch.uint8)
+    if x.dtype.is_complex:
+        return torch.view_as_real(x.resolve_conj())
+    return x
+
+
 # Pass these options to ProcessGroup.alltoall_base. This method is called in place of dist.all_to_all_single,
 # because the host would spend more time in the Python code of that function.
 _ALL_TO_ALL = dist.AllToAllOptions()
@@ -221,7 +236,8 @@ def _all_to_all(
     x: Tensor, send_sizes: list[int], receive_sizes: list[int], group_name: str, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     received = x.new_empty(sum(receive_sizes), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), receive_sizes, send_sizes, group=group_named(group_name))
+    buffers = _view_to_send(received), _view_to_send(x.contiguous())
+    group_named(group_name).alltoall_base(*buffers, receive_sizes, send_sizes, _ALL_TO_ALL).wait()
     return received, done(x)
 
 
@@ -242,20 +258,21 @@ def _all_gather(
     x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     rows, group = x.new_empty(sum(sizes), *x.shape[1:]), group_named(group_name)
+    gathered, sent = _view_to_send(rows), _view_to_send(x.contiguous())
     # A generator would add a Python call for each rank.
     if sizes.count(sizes[0]) == len(sizes):
-        _all_gather_into(rows, x.contiguous(), group=group)
+        _all_gather_into(gathered, sent, group=group)
         return rows, done(x)
-    parts = list(rows.split(sizes))
+    parts = list(gathered.split(sizes))
     if _is_nccl(group, x.device):
         # For outputs of unequal sizes, ProcessGroupNCCL::allgather coalesces broadcasts into one kernel,
         # instead of one kernel per rank. gloo refuses such outputs.
-        dist.all_gather(parts, x.contiguous(), group=group)
+        dist.all_gather(parts, sent, group=group)
         return rows, done(x)
     works = []
     for rank, part in enumerate(parts):
         if rank == group.rank():
-            part.copy_(x)
+            part.copy_(sent)
         if part.numel():
             works.append(dist.broadcast(part, group_src=rank, group=group, async_op=True))
     for work in works:
@@ -324,9 +341,6 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
     """
     if dim.size == 1:
         return x
-    if x.dtype in _SENT_AS_BYTES:
-        with_bytes = x.unsqueeze(-1).view(torch.uint8)
-        return all_gather(with_bytes, sizes, tensor_dim % x.ndim, dim).view(x.dtype).squeeze(-1)
     gathered, _ = torch.ops.para_core.all_gather(x.movedim(tensor_dim, 0), list(sizes), dim.group_name)
     return gathered.movedim(0, tensor_dim)  # type: ignore[no-any-return]
 

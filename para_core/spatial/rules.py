@@ -322,7 +322,8 @@ BY_RULE: dict[Any, str] = {
     run_shape: "shape.__get__ size numel nelement len",
     # Functions whose output is sharded like their first argument.
     run_like_first: """
-        to type_as float double half bfloat16 int long bool cpu cuda clone contiguous detach requires_grad data.__get__
+        to type_as float double half bfloat16 int long short char byte bool cfloat cdouble cpu cuda clone contiguous
+        detach requires_grad data.__get__ conj resolve_conj resolve_neg real.__get__ imag.__get__ real imag angle
         alias positive zeros_like ones_like empty_like full_like fill zero type record_stream retain_grad neg negative
         abs absolute sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
         sigmoid erf erfc floor ceil round trunc frac sign reciprocal logical_not bitwise_not invert isnan isinf isfinite
@@ -335,7 +336,7 @@ BY_RULE: dict[Any, str] = {
         rfloordiv remainder fmod mod rmod pow rpow float_power maximum minimum fmax fmin clamp clip clamp_min clamp_max
         where lerp addcmul addcdiv atan2 copysign hypot xlogy eq ne lt le gt ge greater less greater_equal less_equal
         not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor and or xor copy masked_fill
-        isclose
+        isclose complex polar
     """,
     run_along_dim: " ".join(ALONG),
     run_reduction: " ".join(REDUCTIONS),

@@ -195,6 +195,8 @@ CASES = {
     "frames apart": lambda i: torch.cat([i["clip"][:, :, :1], i["clip"][:, :, 1:].flip(2)], dim=2)[:, :, [2, 0]],
     "flipped twice": lambda i: i["clip"].flip(1, 2).flip((0, 2)),
     "rows left out": lambda i: i["image"][..., 1:-2, 2:],
+    "rows left out of 16-bit integers": lambda i: (i["image"] * 99).short()[..., 1:-2, 2:].float(),
+    "rows left out of complex numbers": lambda i: torch.complex(i["image"], i["other"]).conj()[..., 1:-2, 2:].abs(),
     "a frame written": lambda i: write_a_frame(i["clip"]),
     "drawn": lambda i: torch.randn(i["image"].shape[-2:], generator=torch.Generator().manual_seed(3)) + i["image"],
     "decided": lambda i: i["image"] if i["image"].shape[-2] * i["image"].shape[-1] > 80 else i["other"],
