@@ -75,8 +75,10 @@ def start_all_to_all(
         return Travelling(all_to_all(x, send_sizes, receive_sizes, dim), None)
     received = x.new_empty(sum(receive_sizes))
     sizes = list(receive_sizes), list(send_sizes)
-    work = group_of(dim).alltoall_base(_view_to_send(received), _view_to_send(x), *sizes, _ALL_TO_ALL)
-    return Travelling(received, work)
+    buffers = received, x
+    if x.dtype in _NOT_SENT:
+        buffers = _view_to_send(received), _view_to_send(x)
+    return Travelling(received, group_of(dim).alltoall_base(*buffers, *sizes, _ALL_TO_ALL))
 
 
 # The dtypes that gloo does not send. NCCL does not send some of them, either.
@@ -91,18 +93,18 @@ _SENT_AS_BYTES = frozenset(
         torch.float8_e5m2,
     }
 )
+_NOT_SENT = _SENT_AS_BYTES | {torch.complex32, torch.complex64, torch.complex128}
 
 
 def _view_to_send(x: Tensor) -> Tensor:
-    """Return the contiguous ``x`` as every backend sends it: complex numbers as pairs, some dtypes as bytes.
+    """Return the contiguous ``x``, of a dtype in ``_NOT_SENT``, as every backend sends it: as bytes or, if it
+    is complex, as pairs of numbers.
 
     The first dim stays. The result has the memory of ``x``, unless ``x`` is a lazy conjugate.
     """
     if x.dtype in _SENT_AS_BYTES:
         return x.unsqueeze(-1).view(torch.uint8)
-    if x.dtype.is_complex:
-        return torch.view_as_real(x.resolve_conj())
-    return x
+    return torch.view_as_real(x.resolve_conj())
 
 
 # Pass these options to ProcessGroup.alltoall_base. This method is called in place of dist.all_to_all_single,
@@ -236,7 +238,9 @@ def _all_to_all(
     x: Tensor, send_sizes: list[int], receive_sizes: list[int], group_name: str, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     received = x.new_empty(sum(receive_sizes), *x.shape[1:])
-    buffers = _view_to_send(received), _view_to_send(x.contiguous())
+    buffers = received, x.contiguous()
+    if x.dtype in _NOT_SENT:
+        buffers = _view_to_send(received), _view_to_send(buffers[1])
     group_named(group_name).alltoall_base(*buffers, receive_sizes, send_sizes, _ALL_TO_ALL).wait()
     return received, done(x)
 
@@ -258,7 +262,9 @@ def _all_gather(
     x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     rows, group = x.new_empty(sum(sizes), *x.shape[1:]), group_named(group_name)
-    gathered, sent = _view_to_send(rows), _view_to_send(x.contiguous())
+    gathered, sent = rows, x.contiguous()
+    if x.dtype in _NOT_SENT:
+        gathered, sent = _view_to_send(rows), _view_to_send(sent)
     # A generator would add a Python call for each rank.
     if sizes.count(sizes[0]) == len(sizes):
         _all_gather_into(gathered, sent, group=group)
