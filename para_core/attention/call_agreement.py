@@ -53,15 +53,15 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
             "query lengths per rank": spec.query_layout.sizes(),
             "key lengths per rank": spec.key_layout.sizes(),
+            # All ranks must need the same gradients, because the backward has collectives that every rank
+            # must run. Before the dtype, which may differ because of them (MeshAttention._needs_float32).
+            "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
             "dtype": str(query.dtype),
             "device type": query.device.type,
             "is_causal": spec.is_causal,
             "scale": spec.scale,
             **spec.options.records,
             "rotate_method": spec.options.rotate_method,
-            # All ranks must need the same gradients, because the backward has collectives that every rank
-            # must run.
-            "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
         }
     )
 
