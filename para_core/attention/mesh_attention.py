@@ -200,10 +200,10 @@ class MeshAttention:
         if mask is not None:
             mask_record = describe_mask(spec, self._mesh, query, mask)
         explain = partial(explain_difference, self._mesh, mask)
-        parts = agree(signature, self._host_groups, mask_record, explain=explain, call="an attention call")
-        if parts.count(NO_MASK) == len(parts):
+        of_ranks = agree(signature, self._host_groups, mask_record, explain=explain, call="an attention call")
+        if of_ranks.count(NO_MASK) == len(of_ranks):
             return None, None
-        return settle_masks(spec, self._mesh, query, mask, [MaskRecord(*part) for part in parts])
+        return settle_masks(spec, self._mesh, query, mask, [MaskRecord(*numbers) for numbers in of_ranks])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
         """Validate and plan a call by its shapes and flags, and cache the result under ``lookup_key`` unless
