@@ -65,7 +65,8 @@ BAD = {
     "mask dtype": (masked(3, 12, dtype=torch.int64), ("attn_mask", "torch.int64", "bool", "float")),
     "mask heads": (masked(5, 1, 12, dtype=None), ("attn_mask [5, 1, 12]", "query [2, 2, 3, 8]")),
     "mask dims": (masked(1, 1, 1, 1, 12, dtype=None), ("attn_mask [1, 1, 1, 1, 12]", "query [2, 2, 3, 8]")),
-    "dropout": (with_options(dropout_p=0.25), ("dropout_p=0.25",)),
+    "dropout": (with_options(dropout_p=-0.25), ("dropout_p=-0.25",)),
+    "integers": (of_all(torch.Tensor.int), ("torch.int32", "float")),
 }
 # Each mask is bad on every rank. If only one rank has it, the ranks disagree.
 MASKS = {
@@ -81,7 +82,7 @@ DIFFERENT = {
     "all dtypes": (of_all(torch.Tensor.double), ("dtype: ", "rank 0 has torch.float32", "rank 2 has torch.float64")),
     "all batches": (of_all(lambda x: x[:1]), ("query", "rank 0 has [2, 2, 8]", "rank 2 has [1, 2, 8]")),
     "grad": (
-        lambda q, k, v: ((q.clone().requires_grad_(), k, v), {}),
+        lambda q, k, v: ((q.double().requires_grad_(), k.double(), v.double()), {}),  # More telling than the dtype.
         ("requires_grad: ", "rank 0 has [False, False, False]", "rank 2 has [True"),
     ),
 }

@@ -53,15 +53,15 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
             "query lengths per rank": spec.query_layout.sizes(),
             "key lengths per rank": spec.key_layout.sizes(),
+            # All ranks must need the same gradients, because the backward has collectives that every rank
+            # must run. Before the dtype, which may differ because of them (MeshAttention._needs_float32).
+            "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
             "dtype": str(query.dtype),
             "device type": query.device.type,
             "is_causal": spec.is_causal,
             "scale": spec.scale,
             **spec.options.records,
             "rotate_method": spec.options.rotate_method,
-            # All ranks must need the same gradients, because the backward has collectives that every rank
-            # must run.
-            "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
         }
     )
 
@@ -164,9 +164,13 @@ def _dtype_of(mask_code: int) -> torch.dtype | None:
 
 
 def settle_masks(
-    spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor | None, parts: Sequence[MaskRecord]
+    spec: AttentionSpec,
+    mesh: SequenceMesh,
+    query: Tensor,
+    mask: Tensor | None,
+    mask_records: Sequence[MaskRecord],
 ) -> tuple[Tensor | None, MaskExtents | None]:
-    """Return the mask that this rank uses and the extents of its dims, derived from the ``parts`` of all
+    """Return the mask that this rank uses and the extents of its dims, derived from the ``mask_records`` of all
     ranks.
 
     Both are None if no rank has a mask. If this rank has none, but other ranks have masks that cover their
@@ -184,28 +188,28 @@ def settle_masks(
             those of its rank. Raised on every rank.
     """
     layout = spec.query_layout
-    codes = {part.mask_code for part in parts if part.rows >= 0}
+    codes = {record.mask_code for record in mask_records if record.rows >= 0}
     if not codes:
         return None, None
-    sizes = [(part.rows, part.columns) for part in parts]
+    sizes = [(record.rows, record.columns) for record in mask_records]
     if len(codes) > 1:
         raise ValueError(
             "the ranks disagree about attn_mask: its dtype, requires_grad, or the dims before the last two. They hold "
-            f"{_describe_masks(parts)}. Make these equal on every rank."
+            f"{_describe_masks(mask_records)}. Make these equal on every rank."
         )
-    if _are_key_masks(parts, spec):
+    if _are_key_masks(mask_records, spec):
         sizes = [(min(rows, 1), columns) for rows, columns in sizes]
         if mask is not None:
             mask = mask[..., :1, :]
-    if any(part.rows < 0 for part in parts):
+    if any(record.rows < 0 for record in mask_records):
         sizes = _sizes_with_absent(sizes, spec)
         if mask is None:
             mask = _make_open_mask(codes.pop(), query, sizes[mesh.rank])
     mask, sizes = _with_broadcast_rows(mask, sizes, layout, mesh.rank)
     extents = infer_mask_extents(sizes, layout, spec.key_layout, range(mesh.ranks))
-    bits = [part.row_bits for part in parts]
+    bits = [record.row_bits for record in mask_records]
     if extents == MaskExtents("local", "global"):
-        check_rows(bits, [part.rows for part in parts], spec)
+        check_rows(bits, [record.rows for record in mask_records], spec)
     return _with_single_tokens(mask, extents, bits, spec, mesh.rank)
 
 
@@ -264,27 +268,27 @@ def describe_mask(spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: 
     return MaskRecord(rows, columns, _mask_code(mask, query.ndim - 2) | bits << _ROWS_SHIFT)
 
 
-def _describe_masks(parts: Sequence[MaskRecord]) -> str:
+def _describe_masks(mask_records: Sequence[MaskRecord]) -> str:
     texts = []
-    for part in parts:
-        if part.rows < 0:
+    for record in mask_records:
+        if record.rows < 0:
             texts.append("none")
             continue
-        dtype = _dtype_of(part.mask_code) or "another dtype"
-        texts.append(f"[..., {part.rows}, {part.columns}] of {dtype}")
+        dtype = _dtype_of(record.mask_code) or "another dtype"
+        texts.append(f"[..., {record.rows}, {record.columns}] of {dtype}")
     return "; ".join([f"rank {rank}: {text}" for rank, text in enumerate(texts)])
 
 
-def _are_key_masks(parts: Sequence[MaskRecord], spec: AttentionSpec) -> bool:
+def _are_key_masks(mask_records: Sequence[MaskRecord], spec: AttentionSpec) -> bool:
     """Whether the masks of all ranks are key masks, and not parts of a larger mask that was cut along both
     dims. Each mask of several rows must have equal rows and a column per key of its rank, and one of these
     masks must hide a key.
     """
     sizes_of_ranks = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     return all(
-        part.rows in (-1, 1) or ((part.rows, part.columns) == sizes and part.row_bits & ROWS_EQUAL)
-        for part, sizes in zip(parts, sizes_of_ranks, strict=True)
-    ) and any(part.rows > 1 and part.row_bits & HIDES for part in parts)
+        record.rows in (-1, 1) or ((record.rows, record.columns) == sizes and record.row_bits & ROWS_EQUAL)
+        for record, sizes in zip(mask_records, sizes_of_ranks, strict=True)
+    ) and any(record.rows > 1 and record.row_bits & HIDES for record in mask_records)
 
 
 def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:

@@ -129,7 +129,7 @@ class GatheredKeys(RingStyle):
             local.narrow(2, start, length) for start, length in layout.offsets(index, replicated=True)
         ]
         # Lengths may be symbolic, so runs are not sorted. All ranks hold equally many pieces, and the n-th
-        # pieces of all ranks are neighbours in the sequence (Layout.held).
+        # pieces of all ranks are neighbours in the sequence (:class:`Layout` of layout/pieces.py).
         parts: list[Tensor] = []
         for pieces in zip(*layout.pieces, strict=True):
             if pieces[0].replicated:

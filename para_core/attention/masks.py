@@ -75,10 +75,10 @@ def _infer_extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks
     """
     if all(size == 1 for size in sizes):
         return "broadcast"
-    # Whether ranks did not exchange the sizes of their masks, so that this rank knows only its own.
-    is_unanswered = len(ranks) < layout.ranks
+    # Ranks exchange the sizes of their masks in eager code only.
+    knows_own_size_only = len(ranks) < layout.ranks
     holds_all = [size == layout.total for size in layout.sizes()]
-    if is_unanswered and True in holds_all and False in holds_all:
+    if knows_own_size_only and True in holds_all and False in holds_all:
         raise ValueError(
             f"attn_mask has {kind} dim {sizes[0]}, and of {layout.total} tokens one rank holds all: there a mask of a "
             "rank's part cannot be told from one for all tokens. Call this attention outside of the compiled function."
@@ -86,7 +86,7 @@ def _infer_extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks
     if all(size == layout.total for size in sizes):
         return "global"
     if all(size == layout.size(rank) for size, rank in zip(sizes, ranks, strict=True)):
-        if is_unanswered and 1 in layout.sizes():
+        if knows_own_size_only and 1 in layout.sizes():
             raise ValueError(
                 f"attn_mask has {kind} dim {sizes[0]}, this rank's part of {layout.total}. Another rank's part is 1, "
                 "which there means broadcast, and without an exchange no rank knows what the others have. Pass the "

@@ -136,7 +136,10 @@ class MeshAttention:
         if is_traced or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
             check_transforms()
         is_cast = (is_traced or is_any_autocast_enabled()) and autocasts(call.query)
-        call = _normalize(call, is_cast=is_cast)
+        try:
+            call = _normalize(call, is_cast=is_cast)
+        except TypeError as error:
+            self.raise_everywhere(error)
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
         if torch.is_grad_enabled() and self._needs_float32(query, key, value, mask):
             with torch.autocast(query.device.type, enabled=False):
@@ -150,7 +153,7 @@ class MeshAttention:
             prepared = self._prepared.get(lookup_key)
         if prepared is None:
             try:
-                check_kind(query, key, value)
+                check_kind(query, key, value, mask)
             except TypeError as error:
                 self.raise_everywhere(error)
             if query.ndim == key.ndim == value.ndim == 2:
@@ -176,8 +179,10 @@ class MeshAttention:
         """Whether a single device would compute this 16-bit call and its gradient in float32. Several ranks
         then do the same: with partial results rounded to 16 bits, gradients that nearly cancel would be lost.
         """
-        tensors = [x for x in (query, key, value, mask) if isinstance(x, Tensor)]
-        if self._attn_func is not None or len(tensors) < 3 or any(x.is_nested for x in tensors):
+        tensors = [query, key, value]
+        if mask is not None:
+            tensors.append(mask)
+        if self._attn_func is not None or any(not isinstance(x, Tensor) or x.is_nested for x in tensors):
             return False
         if not any(x.requires_grad for x in tensors):
             return False
@@ -195,10 +200,10 @@ class MeshAttention:
         if mask is not None:
             mask_record = describe_mask(spec, self._mesh, query, mask)
         explain = partial(explain_difference, self._mesh, mask)
-        parts = agree(signature, self._host_groups, mask_record, explain=explain, call="an attention call")
-        if parts.count(NO_MASK) == len(parts):
+        of_ranks = agree(signature, self._host_groups, mask_record, explain=explain, call="an attention call")
+        if of_ranks.count(NO_MASK) == len(of_ranks):
             return None, None
-        return settle_masks(spec, self._mesh, query, mask, [MaskRecord(*part) for part in parts])
+        return settle_masks(spec, self._mesh, query, mask, [MaskRecord(*numbers) for numbers in of_ranks])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
         """Validate and plan a call by its shapes and flags, and cache the result under ``lookup_key`` unless
@@ -311,7 +316,7 @@ def _expand(call: SdpaCall) -> SdpaCall | None:
 def _normalize(call: SdpaCall, *, is_cast: bool) -> SdpaCall:
     """Return ``call`` in a canonical form: with ``is_cast`` cast as autocast would for SDPA, with
     ``is_causal`` and ``scale`` as plain Python values, with a mask of at least two dims, and with one row of
-    a mask that expands one row to all queries.
+    a mask that expands one row to all queries. Raise ``TypeError`` if the scale is no number.
     """
     query, key, value, mask, _, is_causal, scale, *_ = call
     if is_cast:
@@ -332,7 +337,7 @@ def _normalize(call: SdpaCall, *, is_cast: bool) -> SdpaCall:
     ):
         return call
     if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
-        scale = float(scale)  # The scale may be a NumPy number or a tensor with one element.
+        scale = _as_float(scale)
     if isinstance(mask, Tensor) and mask.layout == torch.strided:
         if mask.ndim < 2:
             mask = mask[(None,) * (2 - mask.ndim)]
@@ -342,6 +347,16 @@ def _normalize(call: SdpaCall, *, is_cast: bool) -> SdpaCall:
     return SdpaCall(
         query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths
     )
+
+
+def _as_float(scale: Any) -> float:
+    """Return ``scale``, which may be a NumPy number or a tensor with one element. Raise ``TypeError`` if it is
+    no number.
+    """
+    try:
+        return float(scale)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"scale is {scale!r}; expected a number, or None for 1 / √D.") from error
 
 
 def _cast_for_autocast(x: Any) -> Any:
@@ -364,12 +379,12 @@ def _lookup_key(call: SdpaCall) -> Any:
     try:
         if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None
+        keeps_graph = torch.is_grad_enabled()
+        of_mask = None
+        if mask is not None:
+            of_mask = (mask.shape, mask.dtype, mask.device, keeps_graph and mask.requires_grad)
     except AttributeError:  # An argument is not a tensor. check_kind() raises TypeError for it later.
         return None
-    keeps_graph = torch.is_grad_enabled()
-    of_mask = None
-    if mask is not None:
-        of_mask = (mask.shape, mask.dtype, mask.device, keeps_graph and mask.requires_grad)
     return (
         query.shape,
         key.shape,

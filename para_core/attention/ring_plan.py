@@ -76,10 +76,8 @@ class RingPlan:
 
     @cached_property
     def sent_runs(self) -> list[Run]:
-        """The sharded keys of this rank's block, which are sent, as runs ``(offset in the block, length)``:
-        at least one run, which may be empty, because a tensor cannot be split into no parts.
-        """
-        return join_neighbours(self.spec.keys.offsets(self.dim.index, replicated=False)) or [(0, 0)]
+        """The sharded keys of this rank's block, which are sent, as runs ``(offset in the block, length)``."""
+        return join_neighbours(self.spec.keys.offsets(self.dim.index, replicated=False))
 
     @cached_property
     def query_runs(self) -> list[Run]:

@@ -110,9 +110,14 @@ def raise_here(error: Exception) -> NoReturn:
 # arguments, so their caller makes all ranks raise: MeshAttention.raise_everywhere.
 
 
-def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ``TypeError`` unless query, key and value are dense tensors, neither nested tensors nor DTensors."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
+def check_kind(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> None:
+    """Raise ``TypeError`` unless query, key, value and the mask, if there is one, are dense tensors, neither
+    nested tensors nor DTensors.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    if attn_mask is not None:
+        tensors["attn_mask"] = attn_mask
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor.")
         if x.is_nested:
@@ -138,6 +143,10 @@ def check_arguments(
     if not (query.dtype == key.dtype == value.dtype):
         raise ValueError(
             f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}. Cast them."
+        )
+    if not query.is_floating_point():
+        raise ValueError(
+            f"query, key and value have dtype {query.dtype}; expected a float, such as torch.bfloat16."
         )
     if not (query.device == key.device == value.device):
         raise ValueError(

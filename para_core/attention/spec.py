@@ -40,7 +40,7 @@ class AttentionSpec:
     :class:`~para_core.attention.attention_plan.AttentionPlan` derives the communication from it.
     ``key_layout`` is the same object as ``query_layout`` if keys are sharded like queries: other code
     compares them by identity, because a comparison of symbolic lengths would add guards. ``num_heads`` and
-    its divisor ``num_kv_heads`` are over all ranks. ``options_text`` is ``options`` as JSON, written before
+    its divisor ``num_kv_heads`` are over all ranks. ``options_text`` is ``options.as_text()``, written before
     tracing, because Dynamo would treat numbers as variables.
     """
 
@@ -52,7 +52,7 @@ class AttentionSpec:
     is_causal: bool = False
     scale: float | None = None
     options: AttnOptions = field(default_factory=AttnOptions)
-    options_text: str = ""
+    options_text: str = field(kw_only=True)
 
     @cached_property
     def text(self) -> str:

@@ -96,28 +96,37 @@ def _find_spans(layout: Layout, run: Run, receiver: int) -> list[Span]:
     """
     position, stop = run[0], sum(run)
     spans = []
-    for start, length, owner, offset in _pieces_by_position(layout, receiver):
-        low, high = max(position, start), min(stop, start + length)
+    for held in _pieces_by_position(layout, receiver):
+        low, high = max(position, held.start), min(stop, held.start + held.length)
         if low < high:
             if position < low:
                 spans.append(Span(None, 0, low - position))
-            spans.append(Span(owner, offset + low - start, high - low))
+            spans.append(Span(held.owner, held.offset + low - held.start, high - low))
             position = high
     if position < stop:
         spans.append(Span(None, 0, stop - position))
     return spans
 
 
+class _HeldPiece(NamedTuple):
+    """The positions ``start`` to ``start + length``, which lie at ``offset`` of the tensor of the rank ``owner``."""
+
+    start: int
+    length: int
+    owner: int
+    offset: int
+
+
 @lru_cache(maxsize=4096)
-def _pieces_by_position(layout: Layout, receiver: int) -> list[tuple[int, int, int, int]]:
-    """Return (start, length, owner, offset at the owner) of all pieces by position, with the receiver's replicated."""
+def _pieces_by_position(layout: Layout, receiver: int) -> tuple[_HeldPiece, ...]:
+    """Return the pieces of all ranks by position; of the replicated ones, which all hold, those of ``receiver``."""
     table = []
     for owner, pieces in enumerate(layout.pieces):
         offsets = accumulate([piece.length for piece in pieces], initial=0)
         for piece, offset in zip(pieces, offsets, strict=False):
             if not piece.replicated or owner == receiver:
-                table.append((piece.start, piece.length, owner, offset))
-    return sorted(table)
+                table.append(_HeldPiece(piece.start, piece.length, owner, offset))
+    return tuple(sorted(table))
 
 
 def plan_halo(sizes: Sequence[int], size: int, rank: int, *, wraps: bool = False) -> FetchPlan:

@@ -53,11 +53,8 @@ def _order_of(layout: Layout) -> _SequenceOrder:
 
 
 def _sharded_offsets(layout: Layout, rank: int) -> list[Run]:
-    """Return where the sharded pieces lie in the tensor of ``rank``, with neighbouring ones joined.
-
-    A rank without any has one empty run, because a tensor cannot be split into no parts.
-    """
-    return join_neighbours(layout.offsets(rank, replicated=False)) or [(0, 0)]
+    """Return where the sharded pieces lie in the tensor of ``rank``, with neighbouring ones joined."""
+    return join_neighbours(layout.offsets(rank, replicated=False))
 
 
 def gather(x: Tensor, dim: int, layout: Layout, ranks: MeshDim) -> Tensor:

@@ -111,8 +111,8 @@ def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
 def add_at(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor) -> None:
     """Add ``x`` in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
 
-    ``x`` is first summed over the dims in which ``total`` has size 1. There must be at least one run, and
-    the lengths of all must add up to that of ``x``.
+    ``x`` is first summed over the dims in which ``total`` has size 1. The lengths of the runs must add up to
+    that of ``x``.
     """
     for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
         slice_of_total = total.narrow(dim, *run)

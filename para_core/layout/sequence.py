@@ -16,6 +16,7 @@ of images, are :class:`para_core.layout.pieces.Layout`. Tests: tests/layout/test
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 # A run is a number of consecutive tokens, as (start, length).
 Run = tuple[int, int]
@@ -47,6 +48,7 @@ class Segment:
     (10, 5)
 
     Raises:
+        TypeError: ``total`` or ``together`` is a float.
         ValueError: The segment is replicated and balanced, or ``together`` does not divide ``total`` or is
             combined with ``balanced``.
     """
@@ -58,6 +60,8 @@ class Segment:
     together: int = 1  # Length of groups of tokens that stay on one rank; divides ``total``.
 
     def __post_init__(self) -> None:
+        if type(self.total) is not int or type(self.together) is not int:
+            self._convert_numbers()
         if self.replicated and self.balanced:
             raise ValueError(
                 f"segment {self.name!r} is replicated and balanced; expected at most one of the two."
@@ -67,6 +71,17 @@ class Segment:
                 f"segment {self.name!r} has {self.total} tokens, together={self.together}, balanced={self.balanced}; "
                 "expected together to divide the number of tokens, and balanced=False."
             )
+
+    def _convert_numbers(self) -> None:
+        """Replace NumPy numbers, such as ``np.prod(grid)``, by integers, because ranks compare lengths as JSON.
+        Symbolic numbers stay.
+        """
+        for name in ("total", "together"):
+            number = getattr(self, name)
+            if isinstance(number, float):
+                raise TypeError(f"segment {self.name!r} has {name}={number}; expected an integer.")
+            if isinstance(number, Integral):
+                object.__setattr__(self, name, int(number))
 
     def sizes(self, ranks: int) -> tuple[int, ...]:
         """Return the number of this segment's tokens on each of ``ranks`` (>= 1) ranks."""

@@ -13,6 +13,7 @@ tests/plans/test_exactness.py, and tests/layout/test_sequence.py for :func:`copy
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,13 +63,17 @@ def gather_parts(x: Tensor, dim: int, sizes: Sequence[int], mesh: SequenceMesh) 
     return all_gather(all_gather(x, ulysses_sizes, dim, mesh.ulysses), ring_sizes, dim, mesh.ring)
 
 
-# For each segment of a layout, the numbers of tokens of the ranks in this rank's Ulysses group, and those of
-# all Ulysses groups along ``ring``. Both lists of a replicated segment are empty.
-GatherSizes = tuple[tuple[list[int], list[int]], ...]
+class GatherSizes(NamedTuple):
+    """The numbers of tokens of one segment of the ranks in this rank's Ulysses group, and of all Ulysses
+    groups along ``ring``. Both are empty for a replicated segment, which is not gathered.
+    """
+
+    ulysses: list[int]
+    ring: list[int]
 
 
-def gather_sizes(layout: SequenceLayout, mesh: SequenceMesh) -> GatherSizes:
-    """Return the numbers of tokens that :func:`gather_tokens` gathers over each mesh dim.
+def gather_sizes(layout: SequenceLayout, mesh: SequenceMesh) -> tuple[GatherSizes, ...]:
+    """Return the numbers of tokens that :func:`gather_tokens` gathers over each mesh dim, by segment.
 
     Raises:
         ValueError: The layout has another number of ranks than the mesh.
@@ -77,27 +82,31 @@ def gather_sizes(layout: SequenceLayout, mesh: SequenceMesh) -> GatherSizes:
         raise ValueError(
             f"the layout has {layout.ranks} ranks, and the mesh has {mesh.ranks}; expected as many."
         )
-    sizes: list[tuple[list[int], list[int]]] = []
+    sizes: list[GatherSizes] = []
     for segment in layout.segments:
         if segment.replicated:
-            sizes.append(([], []))
+            sizes.append(GatherSizes([], []))
         else:
             sizes.append(_sizes_by_dim(segment.sizes(layout.ranks), mesh))
     return tuple(sizes)
 
 
-def _sizes_by_dim(sizes: Sequence[int], mesh: SequenceMesh) -> tuple[list[int], list[int]]:
+def _sizes_by_dim(sizes: Sequence[int], mesh: SequenceMesh) -> GatherSizes:
     """Return the ``sizes`` of the ranks in this rank's Ulysses group, and the sums of all groups, in the
     order of the ring: what :func:`~para_core.distributed.collectives.all_gather` needs over ``ulysses`` and
     then over ``ring``.
     """
     width = mesh.ulysses.size
     blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
-    return list(blocks[mesh.ring.index]), [sum(block) for block in blocks]
+    return GatherSizes(list(blocks[mesh.ring.index]), [sum(block) for block in blocks])
 
 
 def gather_tokens(
-    y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh, sizes: GatherSizes | None = None
+    y: Tensor,
+    dim: int,
+    layout: SequenceLayout,
+    mesh: SequenceMesh,
+    sizes: Sequence[GatherSizes] | None = None,
 ) -> Tensor:
     """Gather ``y``, this rank's tokens of ``layout`` along ``dim``, from all sequence ranks. Collective.
 
@@ -109,11 +118,11 @@ def gather_tokens(
     if sizes is None:
         sizes = gather_sizes(layout, mesh)
     parts: Sequence[Tensor] = (y,)
-    first_sizes, _ = sizes[0]
     # If the layout has one segment and it is sharded, y is this rank's part of it, and need not be split. A
     # graph must not compare lengths, so it splits always.
-    is_one_part = len(layout.segments) == 1 and len(first_sizes) > 0 and not torch.compiler.is_compiling()
-    if not is_one_part or y.shape[dim] != first_sizes[mesh.ulysses.index]:
+    of_group = sizes[0].ulysses
+    is_one_part = len(layout.segments) == 1 and len(of_group) > 0 and not torch.compiler.is_compiling()
+    if not is_one_part or y.shape[dim] != of_group[mesh.ulysses.index]:
         # This raises if ``y`` does not have this rank's number of tokens.
         parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
     gathered = []

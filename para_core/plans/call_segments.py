@@ -40,7 +40,7 @@ class SegmentsOfCall:
         # cache adds.
         self.segments: dict[str, Segment] = {}
         # In eager code, the numbers of tokens that gather_sizes() returns for a layout.
-        self._known_sizes: dict[SequenceLayout, GatherSizes] = {}
+        self._known_sizes: dict[SequenceLayout, tuple[GatherSizes, ...]] = {}
 
     def new_segment(self, name: str, total: int) -> Segment:
         """Return a segment of ``total`` tokens: sharded, or replicated if there are too few tokens for every rank."""

@@ -213,8 +213,9 @@ def refuse():
                 r"query.* nested tensor": lambda: mode.attend(SdpaCall(nested, nested, nested)),
                 r"key is a DTensor.*x\.to_local\(\)": lambda: mode.attend(SdpaCall(q, distributed, v)),
                 r"value.* list": lambda: mode.attend(SdpaCall(q, k, [1.0])),
+                r"attn_mask is a list": lambda: mode.attend(SdpaCall(q, k, v, [1.0])),
+                r"scale is 'large'": lambda: mode.attend(SdpaCall(q, k, v, scale="large")),
                 r"sparse": lambda: sdpa(q, k, v, torch.ones(6, 12).to_sparse()),
-                r"dropout_p=-0\.5": lambda: sdpa(q, k, v, dropout_p=-0.5),
             }
             if not assume_equal:
                 rows["need_weights=False"] = lambda: module(x, x, x, need_weights=mesh.get_rank() == 1)

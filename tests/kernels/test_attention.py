@@ -17,7 +17,6 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.usp import usp_forward
-from para_core.dataclass_json import to_json
 from para_core.distributed.mesh import sequence_mesh
 from para_core.kernels import attention_int8
 from para_core.kernels import attention_int8_reference as int8_reference
@@ -322,7 +321,7 @@ def test_call_falls_back_if_gradients_are_saved():
         with fake_group(1), torch.no_grad():
             mesh, options = sequence_mesh(init_context_parallel_mesh("cpu")), AttnOptions(backend=backend)
             layouts = even_layout(9, 1), even_layout(20, 1)
-            spec = AttentionSpec(*layouts, mesh, 2, 2, options=options, options_text=to_json(options))
+            spec = AttentionSpec(*layouts, mesh, 2, 2, options=options, options_text=options.as_text())
             return usp_forward(AttentionPlan(spec), query, key, value, None, save=save)
 
     exact, _ = call("triton", save=False)

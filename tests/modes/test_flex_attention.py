@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._pytree import tree_map
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.attention.attention_options import AttnOptions
@@ -145,12 +146,15 @@ def compare_with_traced():
         mesh = sequence_mesh(cpu_mesh(*shape))
         inputs = [x.requires_grad_() for x in make_qkv(layout.size(mesh.rank), 4, H_kv=2, D=16)]
         plan = AttentionPlan(AttentionSpec(layout, layout, mesh, 4, 2, options_text=AttnOptions().as_text()))
+        columns = torch.zeros(13, plan.spec.queries.size(mesh.ring.index), requires_grad=True)
         with Operators() as operators:
             query, key, value = enter(*inputs, plan)
             torch.autograd.grad(leave(query, plan).sum() + key.sum() + value.sum(), inputs)
+            arguments = (columns.T[None, None], plan.spec.text, plan.spec.numbers, None)
+            torch.ops.para_core.attention_to_learn(*inputs, *arguments)[0].sum().backward()
         for operator, args, out in operators.calls:
-            if "flex_" in str(operator):
-                traced = operator(*[x.to("meta") if isinstance(x, torch.Tensor) else x for x in args])
+            if operator.namespace == "para_core":
+                traced = operator(*tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, args))
                 same = [(x.shape, x.stride()) == (y.shape, y.stride()) for x, y in zip(out, traced, strict=True)]
                 compared.append((str(operator), all(same)))
     return compared
@@ -158,7 +162,7 @@ def compare_with_traced():
 
 def test_results_have_the_traced_shapes(rank_pool):
     for compared in rank_pool.run(compare_with_traced, 2):
-        assert len(compared) == 8 and all(same for _, same in compared), compared
+        assert len(compared) == 12 and all(same for _, same in compared), compared
 
 
 MISUSES = {

@@ -7,8 +7,8 @@ are spread evenly over the sequence. Votes are not pooled over neighbouring keys
 
 Per call each ring rank sends, for H heads and w observed queries, B · H · w · (D + 1) elements (the observed
 queries, with zeros in place of those that other ranks hold, and their lse), their rows of the mask if it has
-a row per query, and B · H votes for each key that it holds. After that only kept keys and values are sent and
-computed.
+rows of queries (:func:`_has_rows_of_queries`), and B · H votes for each key that it holds. After that only
+kept keys and values are sent and computed.
 
 The host waits for the device once per call, to read how many keys of each ring block are kept. It does not
 wait if all keys are sent and a mask hides those that are not kept (see :func:`attend_to_kept_keys`).
@@ -31,6 +31,7 @@ from torch import Tensor
 from para_core.attention.attend import take_columns
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.blocks import LocalAttention, expand_heads
+from para_core.attention.finite_masks import level_rows
 from para_core.attention.kept_keys import KeptKeys
 from para_core.attention.local import add_autograd_dependency, local_attention_with_lse, lse_dtype
 from para_core.attention.local_call import LocalAttentionCall
@@ -57,8 +58,8 @@ def select_keys(
     observed = kept.choose_observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
     rows = mask
-    if mask is not None and mask.shape[2] > 1:
-        rows = _of_all_ranks(mask, observed, plan)
+    if mask is not None and _has_rows_of_queries(mask, plan):
+        rows = _of_all_ranks(mask.expand(-1, -1, query.shape[2], -1), observed, plan)
     runs = _counted_runs(plan, plan.dim.index)
     counted = _indices_of(_positions_of(runs, key.device), _positions_of(plan.key_runs(0), key.device))
     keys = expand_heads(key.index_select(2, counted), heads)
@@ -90,6 +91,16 @@ def select_keys(
         ..., : ceil(kept.share * votes.shape[2])
     ]
     return torch.zeros_like(votes, dtype=torch.bool).scatter_(-1, largest, True)
+
+
+def _has_rows_of_queries(mask: Tensor, plan: RingPlan) -> bool:
+    """Whether the rows of ``mask`` are treated as those of queries, and not as one row for all. All ring ranks
+    get the same answer, because collectives depend on it.
+
+    One row on a rank with one query may be either. If any rank has fewer than two queries, it therefore counts
+    as the row of each query, on all ranks.
+    """
+    return mask.shape[2] > 1 or min(plan.spec.queries.sizes()) < 2
 
 
 def _positions_of(runs: Sequence[Run], device: torch.device) -> Tensor:
@@ -183,17 +194,24 @@ def attend_to_kept_keys(
     """Return ``(out, lse)`` as :func:`~para_core.attention.usp.attend_all` does, but attend to the kept keys
     only. Collective.
 
-    Usually only the kept keys and values are sent and computed. In four cases all keys are sent instead, and
+    Usually only the kept keys and values are sent and computed. In five cases all keys are sent instead, and
     a mask hides those that are not kept: ``save`` is True (a gradient is needed), several query heads share a
-    key head but keep different keys, the call is causal, or the mask has a row per query.
+    key head but keep different keys, the call is causal, the mask has rows of queries, or it is a float mask
+    for a user's function, whose partial results only ``attend_all`` corrects.
     """
     is_kept = select_keys(kept, query, key, mask, plan.ring, heads=heads)
     hidden = hide(mask, is_kept)
-    if save or plan.spec.positional_masks or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
+    is_float = hidden.dtype != torch.bool
+    sends_all = save or bool(plan.spec.positional_masks) or query.shape[1] != key.shape[1]
+    if mask is not None and (_has_rows_of_queries(mask, plan.ring) or (is_float and attn_func is not None)):
+        sends_all = True
+    if sends_all:
         return attend_all(plan, query, key, value, hidden, heads, attn_func)
     received: list[Tensor] = []
     if attn_func is None:
         attn_func = partial(local_attention_with_lse, backend=plan.spec.options.backend)
+    if is_float:
+        query, hidden = level_rows(query, hidden, hidden.dtype)
     merged = Merged()
     for block_key, block_value, block_mask in _kept_blocks(key, value, is_kept, hidden, plan.ring, received):
         merged.add(

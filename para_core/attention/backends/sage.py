@@ -36,10 +36,10 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
         options: Keyword arguments of the kernel, such as ``smooth_k=True``.
 
     Returns:
-        A function that returns ``(out, lse)``, with lse ``[B, H, S_q]`` as the natural logarithm of the sum of the
-        exponentials of the scores, by which a ring merges; the library undoes what ``smooth_k`` subtracts. It accepts
-        no mask, and ignores
-        ``dropout_p``: a call over ranks with dropout is refused before.
+        A function that returns ``(out, lse)``, with lse ``[B, H, S_q]`` as the natural logarithm of the sum
+        of the exponentials of the scores, by which a ring merges; the library undoes what ``smooth_k``
+        subtracts. It accepts no mask, and ignores ``dropout_p``: a call over ranks with dropout is refused
+        before.
 
     Raises:
         ImportError: The library is not installed.

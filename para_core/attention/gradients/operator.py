@@ -175,7 +175,8 @@ def _attention_backward(
     if grad_mask is None or mask is None:
         grad_mask = grad_out.new_empty(0)
     else:
-        grad_mask = grad_mask.to(mask.dtype)
+        # It lies in memory as the mask does, which may be permuted.
+        grad_mask = grad_mask.to(mask.dtype).contiguous()
     return *_as_traced(grads), grad_mask, done(grad_out)
 
 

@@ -57,12 +57,13 @@ def usp_backward(
     """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` (otherwise None).
 
     The loss is the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`, and
-    ``plan`` was its argument. What the plan says of 8 bits is not used: gradients are sent as they are, and a
-    backend that is not PyTorch's has its gradient computed by PyTorch's. Collective.
+    ``plan`` was its argument: both use :attr:`AttentionPlan.with_gradients` of it. Gradients are sent as they
+    are, and a backend that is not PyTorch's has its gradient computed by PyTorch's. Collective.
     """
     if autocasts(grad_out):
         with torch.autocast(grad_out.device.type, enabled=False):
             return usp_backward(plan, grad_out, saved, mask, mask_gradient=mask_gradient)
+    plan = plan.with_gradients
     if plan.ulysses is not None:
         grad_out = plan.ulysses.enter_gradient(grad_out)
     heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)

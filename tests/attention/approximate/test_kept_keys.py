@@ -54,6 +54,8 @@ CASES = [
     Case(13, 3, mask=Mask("hk", torch.float32)),
     Case(13, 3, mask=Mask("bhqk", torch.float32, "local")),
     Case(13, 3, mask=Mask("qk"), options=CAUSAL),
+    Case(4, 2, S_k=9, mask=Mask("qk")),  # On three ranks, two have one query.
+    Case(13, 2, mask=Mask("bk", torch.float32, share=1.0, low=(torch.finfo(torch.float32).min,))),
 ]
 
 
