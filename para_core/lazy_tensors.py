@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from para_core.dataclass_fields import is_model_output
 from para_core.torch_internals import disabled_torch_function, make_wrapper_subclass, pytree
 
 
@@ -149,22 +150,13 @@ def materialize(tree: Any) -> Any:
         return tree
 
     def materialize_leaf(x: Any) -> Any:
-        if _is_model_output(x):
+        if is_model_output(x):
             return replace(x, **{name: materialize(value) for name, value in x.items()})
         if isinstance(x, LazyTensor):
             return x.source.value()
         return x
 
-    return pytree.tree_map(materialize_leaf, tree, is_leaf=_is_model_output)
-
-
-def _is_model_output(x: Any) -> bool:
-    """Whether ``x`` is an output of diffusers or transformers, a dataclass that is also a dict of its fields.
-
-    The dict has no entries for fields that are None. A pytree contains only the entries of the dict, so it
-    cannot rebuild ``x`` if such a field is required.
-    """
-    return isinstance(x, dict) and is_dataclass(x)
+    return pytree.tree_map(materialize_leaf, tree, is_leaf=is_model_output)
 
 
 def copy_ordinary_tensors(tree: Any) -> Any:
