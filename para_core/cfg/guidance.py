@@ -120,6 +120,8 @@ class Guidance:
             self.finish()
         finally:
             self.active = False
+            # A round that has not ended, because the block raised, holds outputs of the model.
+            self._round = self._new_round()
             self._live.become_tensors()
 
     def call(
@@ -248,6 +250,7 @@ class Guidance:
         if predicted is None:
             self._unverified[key] = None
             return
+        # The arguments have such tensors, and on one device: else output_form.py predicts nothing.
         device = next(
             x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel() > 1
         )
