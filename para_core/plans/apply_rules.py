@@ -219,6 +219,9 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         """Return a module's output, a tensor, tuple or dataclass, with each rule of ``rules`` applied at its
         index, or at an index and the path of a field, such as ``"0.x"``. A tensor, dataclass or named tuple
         has the index 0. Collective if one of the rules is a :class:`Gather`.
+
+        Raises:
+            TypeError, ValueError: The module returned fewer outputs, or one does not fit its rule.
         """
         for key, rule in rules.items():
             index, _, path = str(key).partition(".")
@@ -227,6 +230,11 @@ class RuleExecutor(SplitRules, GatheredOutputs):
                 output = self._apply_at(path, output, rule, name)
             else:
                 parts = list(output)
+                if int(index) >= len(parts):
+                    raise ValueError(
+                        f"the plan has a rule for {name}, but {module_name} returned {len(parts)} output(s). Name an "
+                        "index below that."
+                    )
                 parts[int(index)] = self._apply_at(path, parts[int(index)], rule, name)
                 output = _rebuild_sequence(output, parts)
         return output

@@ -162,12 +162,14 @@ INPUT = {"hidden_states": cut()}
 SECOND_WITHOUT = nn.Sequential(Grouped(), Grouped())
 del SECOND_WITHOUT[1].heads
 MISSING = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
+MISSING_LAST, AT_ONE = replace(MISSING, outputs={"nothing.-1": Gather(1, "image")}), RuleExecutor(one_rank("cpu"))
 TO_ITSELF, ONE = (Attention(("tokens",)),), torch.zeros(1, 1)
 SPLIT_INSIDE = {f"0.{name}": {"input": Split(1, "tokens")} for name in "qkv"}
 SUMS = r"scaled_dot_product_attention .*LinearAttention\("
 REFUSED = [
-    (with_unfitting_plan, (Model(), MISSING), ValueError, r"'nothing'.* Model "),
+    (with_unfitting_plan, (Model(), MISSING_LAST), ValueError, r"'nothing\.-1'.* Model "),
     (with_unfitting_plan, (Model(), MISSING, INSIDE), ValueError, r"'nothing'.* Model "),
+    (AT_ONE.apply_to_outputs, ((ONE,), {1: Split(1, "image")}, "norm"), ValueError, r"norm\[1\].* 1 "),
     (with_unfitting_plan, (SECOND_WITHOUT, replace(HEADS, attention={"*": BY_HEADS})), AttributeError, "heads"),
     (after_an_error, (), AttributeError, "no attribute 'heads'"),
     (with_three_ids, (), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
