@@ -98,15 +98,15 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return with_fields(
             value, {name: map_leaves(function, field) for name, field in fields_of(value).items()}
         )
-    if is_model_output(value):
+    if _is_model_output(value):
         return replace(value, **{name: map_leaves(function, entry) for name, entry in value.items()})
 
     def map_leaf(leaf: Any) -> Any:
-        if has_fields(leaf) or is_model_output(leaf):
+        if has_fields(leaf) or _is_model_output(leaf):
             return map_leaves(function, leaf)
         return function(leaf)
 
-    return tree_map(map_leaf, value, is_leaf=is_model_output)
+    return tree_map(map_leaf, value, is_leaf=_is_model_output)
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -121,7 +121,7 @@ def leaves_of(value: Any) -> list[Any]:
     return leaves
 
 
-def is_model_output(value: Any) -> bool:
+def _is_model_output(value: Any) -> bool:
     """Whether ``value`` is an output of diffusers or transformers, a dataclass that is also a dict of its fields.
 
     The dict has no entries for fields that are None. A pytree contains only the entries of the dict, so it
