@@ -11,10 +11,10 @@ Plans, comparisons and ``adapters/propose/`` reach into arguments by this; a cac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from para_core.torch_internals import tree_map
+from para_core.torch_internals import tree_leaves, tree_map
 
 
 def has_fields(value: Any) -> bool:
@@ -98,20 +98,36 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return with_fields(
             value, {name: map_leaves(function, field) for name, field in fields_of(value).items()}
         )
+    if _is_model_output(value):
+        return replace(value, **{name: map_leaves(function, entry) for name, entry in value.items()})
 
     def map_leaf(leaf: Any) -> Any:
-        if has_fields(leaf):
+        if has_fields(leaf) or _is_model_output(leaf):
             return map_leaves(function, leaf)
         return function(leaf)
 
-    return tree_map(map_leaf, value)
+    return tree_map(map_leaf, value, is_leaf=_is_model_output)
 
 
 def leaves_of(value: Any) -> list[Any]:
     """Return the leaves of nested lists, tuples, dicts and dataclasses, in order."""
     leaves: list[Any] = []
-    map_leaves(leaves.append, value)
+    for leaf in tree_leaves(value, is_leaf=has_fields):
+        if has_fields(leaf):
+            for field in fields_of(leaf).values():
+                leaves += leaves_of(field)
+        else:
+            leaves.append(leaf)
     return leaves
+
+
+def _is_model_output(value: Any) -> bool:
+    """Whether ``value`` is an output of diffusers or transformers, a dataclass that is also a dict of its fields.
+
+    The dict has no entries for fields that are None. A pytree contains only the entries of the dict, so it
+    cannot rebuild ``value`` if such a field is required.
+    """
+    return isinstance(value, dict) and is_dataclass(value)
 
 
 def by_path(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from para_core.devices import LINKS, Device
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import MeshDim, guided_mesh
-from para_core.doctor_report import DoctorReport, ExaminedRanks, Finding
+from para_core.doctor_report import DoctorReport, ExaminedRanks, FailedElsewhereError, Finding
+from para_core.foreign_errors import is_lost_connection
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.triton_support import has_triton
 
@@ -102,6 +104,8 @@ def list_backends(ranks: ExaminedRanks, report: DoctorReport) -> None:
         except RuntimeError:
             continue
         accepted.append(name)
+    # Nothing is compared, but the ranks meet here as in each check (ExaminedRanks).
+    ranks.gather(accepted)
     advice = ""
     if ranks.device.type == "cuda" and not {"flash", "cuDNN"} & set(accepted):
         advice = "neither flash nor cuDNN attention runs on this GPU: install a torch built for it."
@@ -167,6 +171,14 @@ def measure_host(ranks: ExaminedRanks, report: DoctorReport) -> None:
 def _attend(qkv: Sequence[Tensor]) -> Tensor:
     query, key, value = qkv
     return F.scaled_dot_product_attention(query, key, value)
+
+
+def make_mesh(ranks: ExaminedRanks, report: DoctorReport, ring: int) -> DeviceMesh:
+    """Return a new mesh of all ranks, ``ring`` of them along the ring, and report its shape."""
+    mesh = init_context_parallel_mesh(ranks.device.type, max_ring_dim_size=ring)
+    ranks.gather(None)
+    report.add("mesh", f"batch × ring × ulysses = {' × '.join(map(str, mesh.mesh.shape))}")
+    return mesh
 
 
 def check_exactness(ranks: ExaminedRanks, report: DoctorReport, mesh: DeviceMesh) -> None:
@@ -294,9 +306,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output is not None and not options.output.absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no folder {options.output.absolute().parent}.")
     try:
-        return examine_machine(options.output, ring=options.ring, cpu=options.cpu)
+        check_ring(options.ring)
     except ValueError as error:
         parser.error(f"--{error}")
+    return examine_machine(options.output, ring=options.ring, cpu=options.cpu)
+
+
+def check_ring(ring: int | None) -> None:
+    """Raise ``ValueError`` if ``ring``, the size of a mesh dim, is not positive."""
+    if ring is not None and ring < 1:
+        raise ValueError(f"ring is {ring}: expected a positive number of ranks.")
 
 
 def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bool = False) -> int:
@@ -311,8 +330,7 @@ def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bo
     Raises:
         ValueError: ``ring`` is not positive.
     """
-    if ring is not None and ring < 1:
-        raise ValueError(f"ring is {ring}: expected a positive number of ranks.")
+    check_ring(ring)
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     device, dtype, backend = torch.device("cpu"), torch.float32, "gloo"
     if not cpu and torch.cuda.is_available():
@@ -338,11 +356,11 @@ def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bo
 def examine(ranks: ExaminedRanks, *, ring: int | None = None) -> DoctorReport:
     """Run all checks one after the other, and return the report. Collective."""
     report = DoctorReport()
-    _try_check(report, "versions", check_versions, ranks, report)
-    _try_check(report, "device", check_devices, ranks, report)
-    _try_check(report, "backends", list_backends, ranks, report)
-    _try_check(report, "device speed", measure_speed, ranks, report)
-    _try_check(report, "host", measure_host, ranks, report)
+    _try_check("versions", check_versions, ranks, report)
+    _try_check("device", check_devices, ranks, report)
+    _try_check("backends", list_backends, ranks, report)
+    _try_check("device speed", measure_speed, ranks, report)
+    _try_check("host", measure_host, ranks, report)
     if ranks.size == 1:
         advice = "launch it with torchrun to measure what connects ranks"
         report.findings.append(Finding("mesh", "one rank", advice=advice))
@@ -353,23 +371,34 @@ def examine(ranks: ExaminedRanks, *, ring: int | None = None) -> DoctorReport:
         ring = 1
         if ranks.size >= 4 and ranks.size % 2 == 0:
             ring = 2
-    mesh = _try_check(report, "mesh", init_context_parallel_mesh, ranks.device.type, max_ring_dim_size=ring)
+    mesh = _try_check("mesh", make_mesh, ranks, report, ring)
     if mesh is not None:
-        report.add("mesh", f"batch × ring × ulysses = {' × '.join(map(str, mesh.mesh.shape))}")
-        _try_check(report, "attention over the mesh", check_exactness, ranks, report, mesh)
-        _try_check(report, "host per attention call", measure_attention_call, ranks, report, mesh)
-        _try_check(report, "links", measure_links, ranks, report, mesh)
+        _try_check("attention over the mesh", check_exactness, ranks, report, mesh)
+        _try_check("host per attention call", measure_attention_call, ranks, report, mesh)
+        _try_check("links", measure_links, ranks, report, mesh)
     return report
 
 
-def _try_check(report: DoctorReport, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return ``check(*args, **kwargs)``. If it raises, add a broken finding to ``report``, and return None."""
+def _try_check(
+    name: str, check: Callable[..., Any], ranks: ExaminedRanks, report: DoctorReport, *args: Any
+) -> Any:
+    """Return ``check(ranks, report, *args)``. If it raises, add a broken finding to ``report``, and return None."""
     try:
-        return check(*args, **kwargs)
+        return check(ranks, report, *args)
+    except FailedElsewhereError as error:
+        report.add(name, _first_line(str(error)), _advise_on_error(name, str(error)), broken=True)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        report.add(name, f"{type(error).__name__}: {first}", _advise_on_error(name, str(error)), broken=True)
-        return None
+        if not is_lost_connection(error):
+            # The other ranks may be lost as well: that is a finding of the next check.
+            with suppress(Exception):
+                ranks.share_failure(error)
+        text = f"{type(error).__name__}: {_first_line(str(error))}"
+        report.add(name, text, _advise_on_error(name, str(error)), broken=True)
+    return None
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0]
 
 
 def _advise_on_error(name: str, error: str) -> str:

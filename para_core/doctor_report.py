@@ -76,9 +76,24 @@ class DoctorReport:
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
+class FailedElsewhereError(RuntimeError):
+    """The error of a check that has failed on another rank, which its message names."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The error of a failed check, which a rank sends in place of its value."""
+
+    message: str
+
+
 @dataclass(frozen=True)
 class ExaminedRanks:
-    """The rank of this process, the number of ranks, and the device and dtype that the checks use."""
+    """The rank of this process, the number of ranks, and the device and dtype that the checks use.
+
+    Each check calls :meth:`gather` after what a rank does alone. If that fails, the rank calls
+    :meth:`share_failure` instead, so that the ranks are in the same check again.
+    """
 
     rank: int
     size: int
@@ -86,7 +101,23 @@ class ExaminedRanks:
     dtype: torch.dtype
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every rank, in rank order. Collective."""
+        """Return the ``value`` of every rank, in rank order. Collective.
+
+        Raises:
+            FailedElsewhereError: Another rank calls :meth:`share_failure`.
+        """
+        values = self._exchange(value)
+        for other in values:
+            if isinstance(other, _Failure):
+                raise FailedElsewhereError(other.message)
+        return values
+
+    def share_failure(self, error: Exception) -> None:
+        """Let the ranks that call :meth:`gather` fail, too, because of ``error`` on this rank. Collective."""
+        self._exchange(_Failure(f"rank {self.rank}: {type(error).__name__}: {error}"))
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Return what each rank passes, in rank order. Collective."""
         values = [value]
         if self.size > 1:
             values = [None] * self.size

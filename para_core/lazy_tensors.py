@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from para_core.dataclass_fields import leaves_of, map_leaves
 from para_core.torch_internals import disabled_torch_function, make_wrapper_subclass, pytree
 
 
@@ -131,7 +132,9 @@ class LazyTensor(Tensor):
                 if results is not None:
                     return results
                 break
-        return func(*materialize(args), **materialize(kwargs))
+        # The arguments of operators are nested in lists at most.
+        args, kwargs = pytree.tree_map_only(LazyTensor, _value_of, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _ready_value(x: LazyTensor) -> Tensor:
@@ -142,29 +145,18 @@ def _ready_value(x: LazyTensor) -> Tensor:
 
 
 def materialize(tree: Any) -> Any:
-    """Return the pytree ``tree`` with each lazy tensor replaced by its data.
-    Waits for it; may be a collective call.
+    """Return ``tree``, nested containers and dataclasses, with each lazy tensor replaced by its data; ``tree``
+    itself if there is none. Waits for the data; may be a collective call.
     """
-    if not any(isinstance(x, LazyTensor) for x in pytree.tree_leaves(tree)):
+    if not any(isinstance(x, LazyTensor) for x in leaves_of(tree)):
         return tree
-
-    def materialize_leaf(x: Any) -> Any:
-        if _is_model_output(x):
-            return replace(x, **{name: materialize(value) for name, value in x.items()})
-        if isinstance(x, LazyTensor):
-            return x.source.value()
-        return x
-
-    return pytree.tree_map(materialize_leaf, tree, is_leaf=_is_model_output)
+    return map_leaves(_value_of, tree)
 
 
-def _is_model_output(x: Any) -> bool:
-    """Whether ``x`` is an output of diffusers or transformers, a dataclass that is also a dict of its fields.
-
-    The dict has no entries for fields that are None. A pytree contains only the entries of the dict, so it
-    cannot rebuild ``x`` if such a field is required.
-    """
-    return isinstance(x, dict) and is_dataclass(x)
+def _value_of(x: Any) -> Any:
+    if isinstance(x, LazyTensor):
+        return x.source.value()
+    return x
 
 
 def copy_ordinary_tensors(tree: Any) -> Any:

@@ -132,9 +132,12 @@ def _read_mm(input: Any, mat2: Any, *others: Any, **named: Any) -> Operands | No
 
 
 def _read_addmm(
-    input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1, **others: Any
+    input: Any, mat1: Any, mat2: Any, *deprecated: Any, beta: Any = 1, alpha: Any = 1, **others: Any
 ) -> Operands | None:
-    if others or beta != 1 or alpha != 1 or not isinstance(mat2, Tensor) or mat2.ndim != 2 or mat1.ndim != 2:
+    # With more than three, the first is beta, and perhaps the third alpha.
+    if deprecated or others or beta != 1 or alpha != 1:
+        return None
+    if not isinstance(mat2, Tensor) or mat2.ndim != 2 or mat1.ndim != 2:
         return None
     return _read_linear(mat1, mat2.mT, input)
 

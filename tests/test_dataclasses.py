@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.controlnets.controlnet_flux import FluxControlNetOutput
 
 from para_core.attention.kept_keys import KeptKeys
 from para_core.dataclass_fields import by_path, change_field, fields_of, has_fields, leaves_of, map_leaves
@@ -57,9 +58,9 @@ def test_fields_by_path():
 
 
 def test_leaves_are_found_at_any_depth():
-    value = [Frozen(1, [Slotted(2, {"a": 3})]), (4, Named(5, None))]
-    assert leaves_of(value) == [1, 2, 3, 4, 5, None]
-    assert leaves_of(map_leaves(lambda x: x and 10 * x, value)) == [10, 20, 30, 40, 50, None]
+    value = [Frozen(1, [Slotted(2, {"a": 3})]), (4, Named(5, None)), FluxControlNetOutput(None, Frozen(6, 7))]
+    assert leaves_of(value) == [1, 2, 3, 4, 5, None, 6, 7]
+    assert leaves_of(map_leaves(lambda x: x and 10 * x, value)) == [10, 20, 30, 40, 50, None, 60, 70]
     paths = by_path({"video": Frozen(1, Slotted(2)), "n": 3})
     assert paths == {"video.x": 1, "video.inner.x": 2, "video.inner.inner": None, "n": 3}
 

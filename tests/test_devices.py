@@ -83,11 +83,17 @@ def test_unknown_variant_or_wrong_description_raises(text, error):
         device_named(text)
 
 
-def test_device_can_be_described():
+def test_device_and_link_can_be_described():
     device = device_named(" my card, 24,140.5 ,NVLink")
     assert (device.name, device.memory, device.products, device.link) == ("my card", 24e9, 140.5e12, "nvlink4")
     device = device_named("my card,24,140,25")
     assert (link_named(None, device).bandwidth, device.host_bandwidth) == (25e9, PCIE4)
+    for speed in ("11", "11.0", " 11 ", "11 GB/s"):
+        link = link_named(speed, DEVICES["L20"])
+        assert (link.bandwidth, link.latency) == (11e9, LINKS["pcie4"].latency)
+    for speed in ("0", "-3", "inf", "nan", "1e3", "string"):
+        with pytest.raises(ValueError, match=f"link is '{re.escape(speed)}'.*or GB/s"):
+            link_named(speed, DEVICES["L20"])
 
 
 def test_gpu_at_hand_is_asked_for_its_memory():
@@ -95,12 +101,3 @@ def test_gpu_at_hand_is_asked_for_its_memory():
         assert gpu_at_hand() == replace(DEVICES["A100"], memory=68e9)
     with gpu_named("NVIDIA H100 NVL"), pytest.raises(ValueError, match="nvl"):
         gpu_at_hand()
-
-
-def test_link_of_any_speed_is_a_number():
-    for speed in ("11", "11.0", " 11 ", "11 GB/s"):
-        link = link_named(speed, DEVICES["L20"])
-        assert (link.bandwidth, link.latency) == (11e9, LINKS["pcie4"].latency)
-    for speed in ("0", "-3", "inf", "nan", "1e3", "string"):
-        with pytest.raises(ValueError, match=f"link is '{re.escape(speed)}'.*or GB/s"):
-            link_named(speed, DEVICES["L20"])

@@ -45,9 +45,10 @@ def examine_with_faults():
     def refuse(*_, **__):
         raise RuntimeError("ranks [0, 1] on host a all have the current device 0, and NCCL takes one rank per GPU")
 
+    count_cores = mock.Mock(return_value=1, side_effect=OSError("no cores") if dist.get_rank() == 1 else None)
     with in_short():
         healthy = examine(this_rank())
-        with mock.patch.object(doctor, "init_context_parallel_mesh", refuse):
+        with mock.patch.object(doctor, "init_context_parallel_mesh", refuse), mock.patch("os.cpu_count", count_cores):
             without_mesh = examine(this_rank())
     with mock.patch.object(doctor, "_attend", wrong):
         attention = finding_of(check_exactness, mesh)
@@ -56,7 +57,7 @@ def examine_with_faults():
 
 
 def test_faults_of_a_rank_are_found_on_all(rank_pool):
-    (healthy, without_mesh, *_, other_versions), (second, *_) = results = rank_pool.run(examine_with_faults, 2)
+    (healthy, *_, other_versions), (second, *_) = results = rank_pool.run(examine_with_faults, 2)
     assert not healthy.broken, healthy.table()
     names = {finding.name for finding in healthy.findings}
     assert {"versions", "device", "backends", "host", "attention over the mesh", "mesh dim ulysses"} <= names
@@ -71,11 +72,12 @@ def test_faults_of_a_rank_are_found_on_all(rank_pool):
     assert other_versions.verdict == BROKEN
     assert "rank 1: " in other_versions.result and "torch 2.12.0" in other_versions.result
     assert "torch" in other_versions.advice
-    # A check that raises is broken, and the others run.
-    broken = [finding for finding in without_mesh.findings if finding.verdict == BROKEN]
-    assert [finding.name for finding in broken] == ["mesh"]
-    assert "--nproc_per_node" in broken[0].advice
-    assert any(finding.name == "host" for finding in without_mesh.findings)
+    # A check that raises, also on one rank only, is broken on all, and the others run.
+    for (_, without_mesh, *_), prefix in zip(results, ("rank 1: ", ""), strict=True):
+        device, mesh = [finding for finding in without_mesh.findings if finding.verdict == BROKEN]
+        assert (device.name, device.result) == ("device", f"{prefix}OSError: no cores")
+        assert mesh.name == "mesh" and "--nproc_per_node" in mesh.advice
+        assert any(finding.name == "host" for finding in without_mesh.findings)
 
 
 def test_one_process_is_examined_without_ranks(tmp_path, capsys):

@@ -57,11 +57,13 @@ AS_EVER = {
     "float64": lambda: F.linear(X.double(), WEIGHT.double()),
     "out": lambda: torch.mm(X[0], MATRIX, out=torch.empty(7, 40)),
     "factors": lambda: torch.addmm(BIAS, X[0], MATRIX, beta=2),
+    "the deprecated order": lambda: torch.addmm(2, BIAS, X[0], MATRIX),
     "a matrix in place of a bias": lambda: torch.addmm(normal(7, 40), X[0], MATRIX),
     "convolution": lambda: F.conv1d(X.mT, WEIGHT[..., None]),
 }
 
 
+@pytest.mark.filterwarnings("ignore:This overload of addmm is deprecated")
 @pytest.mark.parametrize("name", AS_EVER)
 def test_other_products_are_computed_as_ever(name):
     with TritonProducts():  # Outside of the interpreter, the kernel would raise.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -336,15 +336,17 @@ class BranchSearch:
         """Whether the timestep returned to that of the first call of ``branch``, or passed it against its
         direction, so that a generation begins.
         """
-        path = next((path for path in self._leaves if path in self._clocks and path in branch.leaves), "")
-        if not path:
+        # One of several clocks may be None in all calls, such as sigmas beside a timestep.
+        times = [
+            (_time_in(branch.leaves[path]), _time_in(self._leaves[path]))
+            for path in self._leaves
+            if path in self._clocks and path in branch.leaves
+        ]
+        before, now = next((pair for pair in times if None not in pair), (None, None))
+        if before is None or now is None:
             return False
-        values = _as_times(self._leaves[path].value)
-        if not values or not all(isinstance(value, (int, float)) for value in values):
-            return False
-        now = float(max(values))
         if branch.start is None:
-            branch.start = float(max(_as_times(branch.leaves[path].value)))
+            branch.start = before
         change = now - branch.start
         begins = self._agree_on_all(branch.direction != 0.0 and change * branch.direction <= 0.0)
         if begins:
@@ -376,11 +378,16 @@ class BranchSearch:
         return not self._agree(torch.tensor([int(not value)])).item()
 
 
-def _as_times(clock: Any) -> tuple[Any, ...]:
-    """Return the timesteps in ``clock``: the values that were read of a tensor, or one value."""
-    if isinstance(clock, tuple):
-        return clock
-    return (clock,)
+def _time_in(clock: Leaf) -> float | None:
+    """Return the largest timestep in ``clock``: of the values that were read of a tensor, or the one value. None if
+    it holds something else than numbers.
+    """
+    values = clock.value
+    if not isinstance(values, tuple):
+        values = (values,)
+    if not values or not all(isinstance(value, (int, float)) for value in values):
+        return None
+    return float(max(values))
 
 
 def _names(paths: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from para_core.cfg.rounds import ModelCall, Round, RoundOutput
+from para_core.dataclass_fields import leaves_of
 from para_core.distributed.agree import agree
 from para_core.distributed.collectives import all_gather, tensor_bytes
 from para_core.distributed.mesh import MeshDim, one_guided_rank
@@ -120,6 +121,8 @@ class Guidance:
             self.finish()
         finally:
             self.active = False
+            # A round that has not ended, because the block raised, holds outputs of the model.
+            self._round = self._new_round()
             self._live.become_tensors()
 
     def call(
@@ -143,12 +146,14 @@ class Guidance:
                 wrong prediction is raised on all ranks when the round ends, a changed form on the ranks that
                 compute the call.
         """
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         if any(isinstance(x, LazyTensor) and getattr(x.source, "round", None) is self._round for x in leaves):
             # An argument is the result of a call in this round, so end the round. Do this even on ranks that
             # have computed that result, because ending a round is a collective call.
             self.finish()
-        args, kwargs = materialize((args, kwargs))
+        # Each argument by itself, so that an object without lazy tensors is passed on as it is.
+        args = tuple(map(materialize, args))
+        kwargs = {name: materialize(value) for name, value in kwargs.items()}
         key = _key_of(model, leaves)
         if key not in self._forms:
             self._predict_form(key, model, args, kwargs)
@@ -248,9 +253,8 @@ class Guidance:
         if predicted is None:
             self._unverified[key] = None
             return
-        device = next(
-            x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel() > 1
-        )
+        # The arguments have such tensors, and on one device: else output_form.py predicts nothing.
+        device = next(x.device for x in leaves_of((args, kwargs)) if isinstance(x, Tensor) and x.numel() > 1)
         form, _ = _form_of(predicted, lambda x: Expected(x, device))
         self._forms[key] = self._unverified[key] = form
 

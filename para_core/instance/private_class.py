@@ -94,7 +94,7 @@ def _replace_original(instance: Any, cls: type) -> None:
     # A user may have kept the private class.
     _CLASS.__set__(instance, vars(cls).get("_para_core_original", cls))
     if record is not None:
-        record.compose(instance)
+        record.compose(instance, record.fillings)
         enter_private_class(instance, record.chains)
 
 

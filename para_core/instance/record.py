@@ -71,24 +71,26 @@ class InstanceRecord:
     # instance is no module. The private class then runs the chain of __call__ around the compiled code.
     compiled_call: Wrapper | None = None
 
-    def compose(self, instance: Any) -> None:
-        """Nest the functions of the filled slots around the methods of ``instance``.
+    def compose(self, instance: Any, fillings: Mapping[Key, Filling]) -> None:
+        """Make ``fillings`` the filled slots, and nest their functions around the methods of ``instance``.
 
-        To be called after every change of :attr:`fillings`, and of the original class of ``instance``.
+        To be called after every change of the original class of ``instance``, too. The record stays as it was
+        if this raises ``AttributeError``: the class lacks one of the methods.
         """
         base = original_class(instance)
         # A sort is stable, so among fillings of one slot the one that was filled last is outermost. To fill a
         # filled slot again keeps its place.
-        innermost_first = sorted(self.fillings, key=lambda key: -key[0])
+        innermost_first = sorted(fillings, key=lambda key: -key[0])
         chains: dict[str, Wrapper] = {}
         # The same functions, around the call of a module that was compiled in place. It is only used if all
         # of them run around __call__.
         compiled: Wrapper = partial(call_as_original, base)
         for key in innermost_first:
-            for method, wrapper in self.fillings[key].methods.items():
+            for method, wrapper in fillings[key].methods.items():
                 # partial() adds no Python frame between the functions.
                 chains[method] = partial(wrapper, chains.get(method) or getattr(base, method))
                 compiled = partial(wrapper, compiled)
+        self.fillings = fillings
         self.chains = chains
         self.compiled_call = None
         if [*chains] == ["__call__"] and issubclass(base, nn.Module):
@@ -118,6 +120,7 @@ def fill_slot(
 
     Raises:
         TypeError: The instance cannot have attributes.
+        AttributeError: The class of the instance lacks one of the methods. The slot stays as it was.
     """
     if not hasattr(instance, "__dict__"):
         raise TypeError(
@@ -272,7 +275,6 @@ def _set_fillings(instance: Any, fillings: Mapping[Key, Filling]) -> None:
         instance.__dict__.pop(RECORD, None)
         return
     record = instance.__dict__.get(RECORD) or InstanceRecord()
-    record.fillings = dict(fillings)
-    record.compose(instance)
+    record.compose(instance, dict(fillings))
     instance.__dict__[RECORD] = record
     enter_private_class(instance, record.chains)

@@ -150,9 +150,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         numbers = value
         for index in rule.at:
             numbers = numbers[index]
-        total = prod(numbers)
-        too_few = bool(total < self.mesh.ranks * self.fewest_on_a_rank(rule.segment))
-        self._note(Segment(rule.segment, total, replicated=too_few), 0, name)
+        self._note(self.new_segment(rule.segment, prod(numbers)), 0, name)
 
     def _apply_to_entry(self, entry: Any, rule: ShardRule, name: str) -> Any:
         # A ControlNet has residuals for some blocks only.
@@ -183,7 +181,9 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         return sharded[2]
 
     def _apply_to_entries(self, value: Any, rule: Entries, name: str) -> Any:
-        """Return a list or tuple with ``rule.cuts[i]`` applied to entry i. Raise ``TypeError`` for another length."""
+        """Return a list or tuple with ``rule.cuts[i]`` applied to entry i, unless that is None. Raise
+        ``TypeError`` for another length.
+        """
         if not isinstance(value, (list, tuple)) or len(value) != len(rule.cuts):
             length = ""
             if isinstance(value, (list, tuple)):
@@ -194,7 +194,7 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         entries = list(value)
         for index, rule_of_entry in enumerate(rule.cuts):
             if rule_of_entry is not None:
-                entries[index] = self.apply(entries[index], rule_of_entry, name)
+                entries[index] = self._apply_to_entry(entries[index], rule_of_entry, name)
         return like_sequence(value, entries)
 
     def _count(self, number: int, rule: FirstTokens | LastTokens) -> int:
@@ -219,6 +219,9 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         """Return a module's output, a tensor, tuple or dataclass, with each rule of ``rules`` applied at its
         index, or at an index and the path of a field, such as ``"0.x"``. A tensor, dataclass or named tuple
         has the index 0. Collective if one of the rules is a :class:`Gather`.
+
+        Raises:
+            TypeError, ValueError: The module returned fewer outputs, or one does not fit its rule.
         """
         for key, rule in rules.items():
             index, _, path = str(key).partition(".")
@@ -227,6 +230,11 @@ class RuleExecutor(SplitRules, GatheredOutputs):
                 output = self._apply_at(path, output, rule, name)
             else:
                 parts = list(output)
+                if int(index) >= len(parts):
+                    raise ValueError(
+                        f"the plan has a rule for {name}, but {module_name} returned {len(parts)} output(s). Name an "
+                        "index below that."
+                    )
                 parts[int(index)] = self._apply_at(path, parts[int(index)], rule, name)
                 output = _rebuild_sequence(output, parts)
         return output

@@ -314,7 +314,8 @@ class CachesOfCall:
                 )
             for layer in cache.layers:
                 before = self._layers.get(id(layer), (None, None))
-                if getattr(layer, "keys", None) is not before[0]:
+                # A static layer is written in place, so that its keys say nothing of this call.
+                if _is_static(layer) or getattr(layer, "keys", None) is not before[0]:
                     _gather_layer(cache, layer, before, sharded[0], mesh)
 
 
@@ -351,11 +352,7 @@ def _gather_layer(
     if window is not None:
         lengths = [min(length, window) for length in lengths]
     keys = layer.keys
-    if (
-        hasattr(layer, "max_cache_len")
-        or not isinstance(keys, Tensor)
-        or keys.shape[-2] != lengths[mesh.rank]
-    ):
+    if _is_static(layer) or not isinstance(keys, Tensor) or keys.shape[-2] != lengths[mesh.rank]:
         raise ValueError(
             f"a plan cannot complete a {type(cache).__name__} with a {type(layer).__name__}: expected a cache that "
             f"grows by the {sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a "
@@ -375,6 +372,11 @@ def _gather_layer(
         setattr(layer, name, tokens)
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length += segment.total - sizes[mesh.rank]
+
+
+def _is_static(layer: Any) -> bool:
+    """Whether ``layer`` has room for a fixed number of tokens, to which it writes in place."""
+    return hasattr(layer, "max_cache_len")
 
 
 def _window_of(layer: Any) -> int | None:

@@ -25,10 +25,10 @@ _MOST_KNOWN = 256
 
 
 class _KnownGather(NamedTuple):
-    """The result of a plain :class:`Gather` for one segment: the layout of the output along the dim ``dim``."""
+    """The result of a plain :class:`Gather` for one segment: the layout of the output along the dim ``dim``,
+    which is not negative.
+    """
 
-    # The table's keys contain the id of the rule, so it must stay alive.
-    gather: Gather
     dim: int
     layout: SequenceLayout
 
@@ -38,7 +38,8 @@ class GatheredOutputs(SegmentsOfCall):
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
         super().__init__(mesh, coarse)
-        # In eager code, the layouts of outputs, by rule, segment, number of tokens or groups, and of dims.
+        # In eager code, the layouts of outputs, by the dim of the rule, segment, number of tokens or groups, and
+        # of dims.
         self._known_gathers: dict[tuple[int, Segment, int, int], _KnownGather] = {}
 
     def gather_outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
@@ -83,9 +84,10 @@ class GatheredOutputs(SegmentsOfCall):
         segment = self.segments.get(gather.segment)
         if segment is None:
             segment = self.segment(gather.segment)
-        if not torch.compiler.is_compiling():
-            known_gather = self._known_gathers.get((id(gather), segment, value.shape[gather.dim], value.ndim))
-            if known_gather is not None and known_gather.gather is gather:
+        is_plain = gather.per == 1 and not (gather.after_replicated or gather.then_replicated)
+        if is_plain and not torch.compiler.is_compiling():
+            known_gather = self._known_gathers.get((gather.dim, segment, value.shape[gather.dim], value.ndim))
+            if known_gather is not None:
                 return self.put_together(value, known_gather.dim, known_gather.layout)
         # The key of the table is the segment as noted, although its groups may be gathered below.
         noted_segment = segment
@@ -106,11 +108,11 @@ class GatheredOutputs(SegmentsOfCall):
             gathered = self.with_equal_bits(value, dim, segment)
         else:
             gathered = self.put_together(value, dim, layout)
-            if gather.per == 1 and not torch.compiler.is_compiling():
+            if is_plain and not torch.compiler.is_compiling():
                 if len(self._known_gathers) >= _MOST_KNOWN:
                     self._known_gathers.clear()
-                key = id(gather), noted_segment, value.shape[dim], value.ndim
-                self._known_gathers[key] = _KnownGather(gather, dim, layout)
+                key = gather.dim, noted_segment, value.shape[dim], value.ndim
+                self._known_gathers[key] = _KnownGather(dim, layout)
         if gather.per != 1:
             return gathered.flatten(dim, dim + 1)
         return gathered

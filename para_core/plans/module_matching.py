@@ -160,12 +160,15 @@ def _outer_attention(name: str, matches: Mapping[str, tuple[nn.Module, ModuleRul
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Return the submodules whose full names match ``pattern``, by name, without the ``_orig_mod`` of compilation.
 
-    Wildcards are those of :class:`Plan`: a part ``*``, ``**`` or ``-1``.
+    Wildcards are those of :class:`Plan`: a part ``*``, ``**`` or ``-1``, in front of which no other may stand.
     """
     parts = pattern.split(".")
     for index, part in enumerate(parts):
         if part == "-1":
-            parent = module.get_submodule(".".join(parts[:index]))
+            try:
+                parent = module.get_submodule(".".join(parts[:index]))
+            except AttributeError:
+                return {}
             parts[index] = str(len(list(parent.children())) - 1)
     wildcards = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
     expression = "".join([wildcards.get(part, re.escape(part) + r"\.") for part in parts])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 
@@ -66,6 +67,12 @@ class Split:
     runs: bool = False
     only: Literal["first", "last"] | None = None
     together: tuple[int, ...] = ()
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether ``dim`` holds one entry for each token of one segment, and nothing else."""
+        has_more = self.after or self.then_replicated or self.after_replicated or self.runs
+        return self.per == 1 and not (has_more or self.only or self.together)
 
 
 @dataclass(frozen=True)

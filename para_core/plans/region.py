@@ -32,7 +32,7 @@ from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance.modules import ModuleTree, submodules_of
 from para_core.instance.private_class import is_entry
-from para_core.instance.record import empty_slots, fill_slot, slot_owner
+from para_core.instance.record import Wrapper, empty_slots, fill_slot, slot_owner
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.modes import fused_encoder
@@ -407,16 +407,19 @@ class Region:
         matches = match_modules(module, self.plan)
         submodules = {name: submodule for name, (submodule, _) in matches.items()}
         if submodules != self.submodules:
-            empty_slots(self.submodules.values(), Slot.PLAN)
-            self.submodules = submodules
+            # Look everything up before anything changes: a call after an error would take half of the hooks for all.
+            hooks: list[tuple[nn.Module, Wrapper]] = []
             for submodule, rules in matches.values():
                 if isinstance(rules.attention, AttentionByHeads):
                     attribute = rules.attention.heads
                     self.heads.setdefault(submodule, (attribute, getattr(submodule, attribute)))
                 _, heads = self.heads.get(submodule, ("", 0))
+                hooks.append((submodule, self._hook_of(rules, parameters_of(submodule), heads)))
+            empty_slots(self.submodules.values(), Slot.PLAN)
+            self.submodules = submodules
+            for submodule, hook in hooks:
                 # The hook runs around __call__, so that it stays outside of the graph of a compiled
                 # submodule.
-                hook = self._hook_of(rules, parameters_of(submodule), heads)
                 fill_slot(submodule, Slot.PLAN, {"__call__": hook})
             self._named_attention = {name for name, (_, rules) in matches.items() if rules.attention}
         if self._tree is not None:

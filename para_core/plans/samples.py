@@ -7,7 +7,7 @@ tests/adapters/test_samples.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -126,22 +126,19 @@ def gather_samples(output: Any, samples: int, batch: MeshDim) -> Any:
     Collective.
 
     ``output`` is a tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes,
-    or a tuple, dataclass or ``ModelOutput`` of these. A ``ModelOutput`` is changed in place.
+    or a tuple, dict, dataclass or ``ModelOutput`` of these. Dicts, ``ModelOutput`` among them, are changed in
+    place. Other values, such as None, are returned as they are.
     """
-
-    def gather(value: Any) -> Any:
-        if isinstance(value, list):
-            return list(all_gather(torch.stack(value), [samples] * batch.size, 0, batch).unbind())
-        if isinstance(value, Tensor):
-            return all_gather(value, [samples] * batch.size, 0, batch)
-        return value
-
-    if isinstance(output, (Tensor, list)):
-        return gather(output)
+    if isinstance(output, Tensor):
+        return all_gather(output, [samples] * batch.size, 0, batch)
+    if isinstance(output, list):
+        return list(all_gather(torch.stack(output), [samples] * batch.size, 0, batch).unbind())
     if has_fields(output):
-        return with_fields(output, {name: gather(value) for name, value in fields_of(output).items()})
+        fields = {name: gather_samples(value, samples, batch) for name, value in fields_of(output).items()}
+        return with_fields(output, fields)
     if isinstance(output, tuple):
-        return tuple(gather(value) for value in output)
-    for key, value in list(output.items()):
-        output[key] = gather(value)
+        return tuple(gather_samples(value, samples, batch) for value in output)
+    if isinstance(output, MutableMapping):
+        for key, value in list(output.items()):
+            output[key] = gather_samples(value, samples, batch)
     return output

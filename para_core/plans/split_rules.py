@@ -30,15 +30,11 @@ OnTokens = Callable[[Tensor, tuple[str, ...]], None]
 
 
 class _KnownCut(NamedTuple):
-    """The result of a plain :class:`Split` for one number of tokens: the segment, and the runs that this rank holds.
+    """A segment of a certain name and number of tokens, and the runs of them that this rank holds.
 
-    Only :meth:`SplitRules._split_eagerly` makes them, so they are of rules with the default ``per``,
-    ``runs``, ``only``, ``after`` and ``together``.
+    Each rule of this segment that is plain (:attr:`Split.is_plain`) cuts a tensor with so many entries by it.
     """
 
-    # The table's keys contain the id of the rule, so it must stay alive.
-    split: Split
-    name: str
     segment: Segment
     runs: tuple[Run, ...]
 
@@ -48,8 +44,8 @@ class SplitRules(SegmentsOfCall):
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
         super().__init__(mesh, coarse)
-        # In eager code, the sharding of tensors that a plain Split cuts, by rule and number of tokens.
-        self._known_cuts: dict[tuple[int, int], _KnownCut] = {}
+        # In eager code, the sharding of tensors that a plain Split cuts, by segment name and number of tokens.
+        self._known_cuts: dict[tuple[str, int], _KnownCut] = {}
         self._on_tokens: OnTokens | None = None
 
     @contextmanager
@@ -69,24 +65,23 @@ class SplitRules(SegmentsOfCall):
             self._on_tokens(value, (segment_name,))
 
     def split_known(self, value: Tensor, split: Split, name: str) -> Tensor | None:
-        """Return this rank's part of ``value`` if :meth:`_split_eagerly` has split as many tokens by this
-        rule before, and its segment is known or new in this call; else None.
+        """Return this rank's part of ``value`` if ``split`` is plain, :meth:`_split_eagerly` has split as many
+        tokens of its segment before, and the segment is new in this call or was noted so; else None.
 
         It does what :meth:`split` does, with fewer Python calls: change both.
         """
-        if self._on_tokens is not None or (split.ndim is not None and value.ndim != split.ndim):
+        if self._on_tokens is not None or not split.is_plain:
             return None
-        known_cut = self._known_cuts.get((id(split), value.shape[split.dim]))
-        if (
-            known_cut is None
-            or known_cut.split is not split
-            or known_cut.name != (split.segment or split.like or name)
-        ):
+        if split.ndim is not None and value.ndim != split.ndim:
+            return None
+        segment_name = split.segment or split.like or name
+        known_cut = self._known_cuts.get((segment_name, value.shape[split.dim]))
+        if known_cut is None:
             return None
         segment = known_cut.segment
-        noted = self.segments.get(known_cut.name)
+        noted = self.segments.get(segment_name)
         if noted is None and (split.segment is not None or not segment.replicated):
-            self.segments[known_cut.name] = segment
+            self.segments[segment_name] = segment
         elif noted is not None and noted != segment:
             return None
         if segment.replicated:
@@ -198,13 +193,13 @@ class SplitRules(SegmentsOfCall):
         What the plan says about a number of tokens is looked up from the second call on.
         """
         total = value.shape[split.dim]
-        known_cut = self._known_cuts.get((id(split), total))
-        if known_cut is None or known_cut.split is not split or known_cut.name != segment_name:
+        known_cut = self._known_cuts.get((segment_name, total))
+        if known_cut is None:
             segment = self.new_segment(segment_name, total)
             runs = SequenceLayout((segment,), self.mesh.ranks).runs(self.mesh.rank)
             if len(self._known_cuts) >= _MOST_KNOWN:
                 self._known_cuts.clear()
-            known_cut = self._known_cuts[id(split), total] = _KnownCut(split, segment_name, segment, runs)
+            known_cut = self._known_cuts[segment_name, total] = _KnownCut(segment, runs)
         segment = known_cut.segment
         noted = self.segments.get(segment_name)
         if (noted is None or noted.total != total) and (split.segment is not None or not segment.replicated):

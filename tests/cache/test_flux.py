@@ -99,10 +99,9 @@ def test_theirs_and_ours_together_are_refused():
     pipe = flux_pipe()
     pipe.transformer.enable_cache(THEIRS)
     expected = pipe(**flux_call()).images
-    with pytest.raises(ValueError, match=MESSAGE):
-        apply_cache_on_pipe(pipe)
-    with pytest.raises(ValueError, match=MESSAGE):
-        apply_cache_on_transformer(pipe.transformer)
+    for refuse, subject in ((apply_cache_on_pipe, pipe), (apply_cache_on_transformer, pipe.transformer)):
+        with pytest.raises(ValueError, match=MESSAGE):
+            refuse(subject)
     with pytest.raises(ValueError, match=MESSAGE):
         apply_cache(pipe.transformer, FLUX.blocks, residual_diff_threshold=0.1)
     assert torch.equal(pipe(**flux_call()).images, expected)

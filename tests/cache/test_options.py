@@ -357,15 +357,14 @@ def test_bad_options_raise_and_keep_the_earlier_cache(options, error, message):
 
 
 @pytest.mark.parametrize(
-    "option",
-    [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}, {"compute_steps": (1,)}],
+    ("name", "value"),
+    [("always_compute_last", True), ("start", 0.2), ("end", 0.5), ("forecast_order", 1), ("compute_steps", (1,))],
 )
-def test_options_that_need_a_schedule_raise_without_one(option):
-    ((name, value),) = option.items()
+def test_options_that_need_a_schedule_raise_without_one(name, value):
     with pytest.raises(ValueError, match=rf"{name} .*scheduler.* Pipe "):
-        cached(Pipe(scheduler=None), **option)
+        cached(Pipe(scheduler=None), **{name: value})
     with pytest.raises(ValueError, match=re.escape(f"{name}={value} ") + ".*apply_cache_on_pipe"):
-        apply_cache_on_transformer(Scripted(), residual_diff_threshold=0.1, adapter=ADAPTER, **option)
+        apply_cache_on_transformer(Scripted(), residual_diff_threshold=0.1, adapter=ADAPTER, **{name: value})
 
 
 def test_a_transformer_alone_may_be_cached():

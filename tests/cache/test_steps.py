@@ -59,7 +59,7 @@ class Video(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(5))
         self.perturb = False
 
-    def forward(self, x, text, time, setting=None):
+    def forward(self, x, text, time, setting=None, sigmas=None):
         time = self.clock(time[:, None])[:, None]
         for i, block in enumerate(self.blocks):
             x = block(x, time, text, self.perturb and i == 2)
@@ -182,7 +182,7 @@ def test_tiles_in_turn_are_computed(count, spread, texts):
 
 def denoise_alone(model, times=None, x=X):
     for time in times or [1 - step / NUM_STEPS for step in range(NUM_STEPS)]:
-        x = x - 0.02 * model(x, TEXT, torch.tensor([time]))
+        x = x - 0.02 * model(x, TEXT, sigmas=None, time=torch.tensor([time]))
     return x
 
 

@@ -109,6 +109,8 @@ def test_instances_run_their_own_slots_of_each_method():
     # An earlier bound method follows the instance.
     fill_slot(first, Slot.PLAN, {"_call_impl": twice})
     assert bound(ONE) == 2 * 2 * 5
+    with pytest.raises(AttributeError, match="missing"):
+        fill_slot(first, Slot.CACHE, {"missing": twice})
     empty_slot(first, Slot.CACHE)  # This slot is empty, so the class stays.
     assert type(first) is not Replaced
     empty_slot(first, Slot.PLAN)
@@ -141,12 +143,9 @@ class Doubled(nn.Linear):
 def test_nested_slots_are_one_graph(cls):
     module, x = cls(), torch.ones(2)
     plain = module(x)
-    for slot, methods in [
-        (Slot.PARALLEL_PIPE, {"__call__": twice}),
-        (Slot.PLAN, {"__call__": plus_one}),
-        (Slot.PLAN, {"_call_impl": plus_one}),
-    ]:
-        fill_slot(module, slot, methods)
+    fill_slot(module, Slot.PARALLEL_PIPE, {"__call__": twice})
+    fill_slot(module, Slot.PLAN, {"__call__": plus_one})
+    fill_slot(module, Slot.PLAN, {"_call_impl": plus_one})
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True)
     for _ in range(2):

@@ -99,13 +99,8 @@ def change_processors():
     return images
 
 
-def test_processors_that_change_are_checked_again(rank_pool):
-    expected = flux_pipe()(**flux_call()).images
-    for images in rank_pool.run(change_processors, 2):
-        assert max(relative_error(out, expected) for out in images) < 1e-5
-
-
 def replace_sdpa():
+    """Return a generation after one that raised before the pipeline ran, because SDPA was replaced."""
     pipe = parallel_pipe()
     original = F.scaled_dot_product_attention
 
@@ -115,13 +110,14 @@ def replace_sdpa():
     named = r"replace_sdpa\.<locals>\.patched.* 2 ranks"
     with mock.patch.object(F, "scaled_dot_product_attention", patched), pytest.raises(RuntimeError, match=named):
         pipe(**flux_call())
-    return pipe(**flux_call()).images
+    return [pipe(**flux_call()).images]
 
 
-def test_replaced_sdpa_raises_before_a_pipeline_runs(rank_pool):
+@pytest.mark.parametrize("job", [change_processors, replace_sdpa])
+def test_code_that_changes_is_checked_again(rank_pool, job):
     expected = flux_pipe()(**flux_call()).images
-    for out in rank_pool.run(replace_sdpa, 2):
-        assert relative_error(out, expected) < 1e-5
+    for images in rank_pool.run(job, 2):
+        assert max(relative_error(out, expected) for out in images) < 1e-5
 
 
 def test_attention_module_that_was_replaced_can_be_copied():
@@ -137,17 +133,12 @@ def test_attention_module_that_was_replaced_can_be_copied():
 
 
 def skip_all_blocks():
-    """Run a model whose forward skips all blocks, as a step cache in the model does."""
+    """Run a model whose forward skips all blocks, as a step cache in the model does: the error names that cache."""
     transformer = parallel_flux()
     for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]:
         block.forward = lambda hidden_states, encoder_hidden_states, **_: (encoder_hidden_states, hidden_states)
     with torch.no_grad(), pytest.raises(RuntimeError, match="apply_cache_on_pipe"):
         transformer(**flux_inputs(13, 5))
-    return True
-
-
-def test_skipped_blocks_name_the_cache_and_not_the_backend(rank_pool):
-    assert all(rank_pool.run(skip_all_blocks, 2))
 
 
 class WeighingProcessor(FluxAttnProcessor):
@@ -161,18 +152,14 @@ class WeighingProcessor(FluxAttnProcessor):
         return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 
-def read_cached_keys_of_an_image():
-    model = MODELS["glm-image"].build()
-    caches = GlmImageKVCache(num_layers=model.config.num_layers)
-    parallelize_transformer(model, mesh=cpu_mesh(1, 2))
-    for mode in ("write", "read"):
-        caches.set_mode(mode)
-        call(model, "glm-image", SIZES[0], kv_caches=caches)
-
-
 def use_tokens_that_do_not_fit():
+    model = parallelize_transformer(MODELS["glm-image"].build(), mesh=cpu_mesh(1, 2))
+    caches = GlmImageKVCache(num_layers=model.config.num_layers)
+    caches.set_mode("write")
+    call(model, "glm-image", SIZES[0], kv_caches=caches)
+    caches.set_mode("read")
     with pytest.raises(ValueError, match=r"GlmImageAttnProcessor .*\d+ .*\d+\b.*unparallelize_pipe\(pipe\)"):
-        read_cached_keys_of_an_image()
+        call(model, "glm-image", SIZES[0], kv_caches=caches)
     model = parallelize_transformer(MODELS["pixart"].build(), mesh=cpu_mesh(1, 2))
     attention = model.transformer_blocks[0].attn1
     attention.register_forward_pre_hook(lambda _, args: (torch.cat([args[0], args[0][:, :1]], dim=1), *args[1:]))
@@ -189,8 +176,8 @@ def use_tokens_that_do_not_fit():
         pipe.transformer.set_attn_processor(WeighingProcessor())
         with pytest.raises(error, match=message):
             pipe(**flux_call(joint_attention_kwargs={"token_weights": weights}))
-    return True
 
 
-def test_added_tokens_and_tensors_for_all_tokens_are_named(rank_pool):
-    assert all(rank_pool.run(use_tokens_that_do_not_fit, 2))
+@pytest.mark.parametrize("job", [skip_all_blocks, use_tokens_that_do_not_fit])
+def test_errors_name_what_skips_blocks_and_which_tokens_do_not_fit(rank_pool, job):
+    rank_pool.run(job, 2)

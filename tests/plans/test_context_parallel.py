@@ -12,7 +12,7 @@ from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
 PLAN = WanTransformer3DModel._cp_plan
-THEIRS = diffusers.ContextParallelConfig
+OURS, THEIRS = ContextParallelConfig, diffusers.ContextParallelConfig
 
 
 def named_mesh(shape, *names):
@@ -25,33 +25,25 @@ def call(transformer):
 
 
 CONFIGS = {
-    "Ulysses": lambda: ContextParallelConfig(ulysses_degree=2),
-    "ring, gathered": lambda: ContextParallelConfig(ring_degree=2, rotate_method="allgather"),
-    "ring, in two dims": lambda: ContextParallelConfig(ring_degree=2, rotate_method="2d"),
-    "inside a ParallelConfig": lambda: ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2)),
-    "a mesh": lambda: ContextParallelConfig(mesh=cpu_mesh(2, 1)),
+    "Ulysses": lambda: OURS(ulysses_degree=2),
+    "ring, gathered": lambda: OURS(ring_degree=2, rotate_method="allgather"),
+    "ring, in two dims": lambda: OURS(ring_degree=2, rotate_method="2d"),
+    "inside a ParallelConfig": lambda: ParallelConfig(context_parallel_config=OURS(ring_degree=2)),
+    "a mesh": lambda: OURS(mesh=cpu_mesh(2, 1)),
     "theirs, Ulysses": lambda: diffusers.ParallelConfig(
         context_parallel_config=THEIRS(ulysses_degree=2, ulysses_anything=True)
     ),
     "theirs, a mesh": lambda: THEIRS(ring_degree=2, ring_anything=True, mesh=cpu_mesh(2, 1)),
-    "dims in another order": lambda: ContextParallelConfig(mesh=named_mesh((2, 1), "ulysses", "ring")),
-    "a further dim": lambda: ContextParallelConfig(mesh=named_mesh((1, 2, 1), "ulysses", "ring", "fsdp")),
+    "dims in another order": lambda: OURS(mesh=named_mesh((2, 1), "ulysses", "ring")),
+    "a further dim": lambda: OURS(mesh=named_mesh((1, 2, 1), "ulysses", "ring", "fsdp")),
 }
 BAD = {
-    "too many": (lambda: ContextParallelConfig(ring_degree=3), ValueError, r"3 × 1 = 3.* 2 ranks"),
-    "too few": (ContextParallelConfig, ValueError, r"1 × 1 = 1.* 2 ranks"),
-    "none": (lambda: ContextParallelConfig(ring_degree=0), ValueError, "ring_degree.* 0"),
-    "no such method": (
-        lambda: ContextParallelConfig(ring_degree=2, rotate_method="p2p"),
-        ValueError,
-        "rotate_method.* 'p2p'.* 'alltoall'",
-    ),
-    "another mesh": (
-        lambda: ContextParallelConfig(ring_degree=2, mesh=cpu_mesh(1, 2)),
-        ValueError,
-        r"ring × ulysses = 1 × 2.* 2 × None",
-    ),
-    "no ring": (lambda: ContextParallelConfig(ring_degree=1, mesh=cpu_mesh(2, 1)), ValueError, "2 × 1.* 1 × None"),
+    "too many": (lambda: OURS(ring_degree=3), ValueError, r"3 × 1 = 3.* 2 ranks"),
+    "too few": (OURS, ValueError, r"1 × 1 = 1.* 2 ranks"),
+    "none": (lambda: OURS(ring_degree=0), ValueError, "ring_degree.* 0"),
+    "no such method": (lambda: OURS(ring_degree=2, rotate_method="p2p"), ValueError, "method.* 'p2p'.* 'alltoall'"),
+    "another mesh": (lambda: OURS(ring_degree=2, mesh=cpu_mesh(1, 2)), ValueError, r"ulysses = 1 × 2.* 2 × None"),
+    "no ring": (lambda: OURS(ring_degree=1, mesh=cpu_mesh(2, 1)), ValueError, "2 × 1.* 1 × None"),
     "weights": (
         lambda: diffusers.ParallelConfig(tensor_parallel_config=diffusers.TensorParallelConfig(tp_degree=2)),
         ValueError,
@@ -87,7 +79,7 @@ def test_every_config_is_exact_or_refused_on_every_rank(rank_pool):
 
 def test_one_rank_needs_no_process_group_and_changes_nothing():
     transformer = MODELS["wan"].build()
-    apply_context_parallel(transformer, ContextParallelConfig(), PLAN)
+    apply_context_parallel(transformer, OURS(), PLAN)
     assert type(transformer) is WanTransformer3DModel
     with pytest.raises(RuntimeError, match="apply_context_parallel needs a process group"):
-        apply_context_parallel(transformer, ContextParallelConfig(ring_degree=2), PLAN)
+        apply_context_parallel(transformer, OURS(ring_degree=2), PLAN)

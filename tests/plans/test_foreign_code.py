@@ -43,8 +43,7 @@ class FirstTokens(FluxAttnProcessor):
 
 
 def as_class(cls):
-    model = cls.from_config(flux_transformer().config)
-    return model.eval()
+    return cls.from_config(flux_transformer().config).eval()
 
 
 def observe(module, args):

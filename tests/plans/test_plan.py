@@ -85,14 +85,24 @@ def with_unfitting_plan(model, plan, *earlier):
         assert mesh_of_plan(model) is mesh_before
 
 
+def after_an_error():
+    model = nn.Sequential(Grouped(), Grouped())
+    apply_plan(model, replace(HEADS, attention={"*": BY_HEADS}, inputs={}), sequence_mesh(cpu_mesh(1, 2)))
+    model[1] = SECOND_WITHOUT[1]
+    with pytest.raises(AttributeError):
+        model(noise(2, 7, 20))
+    model(noise(2, 7, 20))
+
+
 def with_three_ids():
     flux = EXAMPLES["flux, published"]
     planned(flux.model(), flux.plan, {**flux_inputs(10, 5), "img_ids": torch.zeros(1, 10, 3)})
 
 
 def with_long_tuple():
-    of_video, whole = Split(dim=0, like="video"), torch.arange(5.0)
-    RuleExecutor(sequence_mesh(cpu_mesh(1, 2))).apply((whole, whole), Entries((None, of_video, of_video)), "rope")
+    of_video, executor = Split(dim=0, like="video"), RuleExecutor(sequence_mesh(cpu_mesh(1, 2)))
+    kept = executor.apply((torch.arange(5.0), None), Entries((None, of_video)), "rope")
+    executor.apply(kept, Entries((None, of_video, of_video)), "rope")
 
 
 def by_rows(attend=None, num=6, checkpointing=False):
@@ -152,13 +162,16 @@ INPUT = {"hidden_states": cut()}
 SECOND_WITHOUT = nn.Sequential(Grouped(), Grouped())
 del SECOND_WITHOUT[1].heads
 MISSING = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
+MISSING_LAST, AT_ONE = replace(MISSING, outputs={"nothing.-1": Gather(1, "image")}), RuleExecutor(one_rank("cpu"))
 TO_ITSELF, ONE = (Attention(("tokens",)),), torch.zeros(1, 1)
 SPLIT_INSIDE = {f"0.{name}": {"input": Split(1, "tokens")} for name in "qkv"}
 SUMS = r"scaled_dot_product_attention .*LinearAttention\("
 REFUSED = [
-    (with_unfitting_plan, (Model(), MISSING), ValueError, r"'nothing'.* Model "),
+    (with_unfitting_plan, (Model(), MISSING_LAST), ValueError, r"'nothing\.-1'.* Model "),
     (with_unfitting_plan, (Model(), MISSING, INSIDE), ValueError, r"'nothing'.* Model "),
+    (AT_ONE.apply_to_outputs, ((ONE,), {1: Split(1, "image")}, "norm"), ValueError, r"norm\[1\].* 1 "),
     (with_unfitting_plan, (SECOND_WITHOUT, replace(HEADS, attention={"*": BY_HEADS})), AttributeError, "heads"),
+    (after_an_error, (), AttributeError, "no attribute 'heads'"),
     (with_three_ids, (), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
     (with_long_tuple, (), TypeError, r"rope.* tuple of 2.* 3 "),
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
@@ -185,11 +198,10 @@ def refuse_all():
     for function, args, error, message in REFUSED:
         with pytest.raises(error, match=message):
             function(*args)
-    return True
 
 
 def test_what_does_not_fit_raises_on_every_rank(rank_pool):
-    assert all(rank_pool.run(refuse_all, 2))
+    rank_pool.run(refuse_all, 2)
 
 
 def test_gather_of_unsharded_segment_is_named():

@@ -16,8 +16,11 @@ from para_core.adapters.propose.proposal import Proposal, source_of
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.comparison.cached_call import CachedCallError
 from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
+from para_core.distributed.mesh import one_rank
+from para_core.layout.sequence import Segment
 from para_core.plans import plan as rules
 from para_core.plans.apply import apply_plan
+from para_core.plans.exchange import CachesOfCall
 from para_core.plans.plan import CumulativeLengths, FirstTokens, Gather, Replicate, Split, SplitMask
 from tests.adapters.propose import models
 from tests.adapters.propose.models import OfFrames, frames_of, image, images_of, painter, painter_inputs, tokens_of
@@ -246,6 +249,11 @@ def test_a_decoder_fills_its_cache_on_every_rank():
             assert outcome.error is None and torch.equal(outcome.output, expected)
     _, error = first_error(outcomes(cache_implementation="static", disable_compile=True))
     assert isinstance(error, ValueError) and "use_cache=False" in str(error)
+    # Also one that an earlier call has filled, whose tensors stay the same objects.
+    static = transformers.StaticCache(decoder.config, max_cache_len=16)
+    static.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"use_cache=False"):
+        CachesOfCall([static]).gather([static], None, [Segment("tokens", 11)], one_rank("cpu"))
 
 
 # -- No plan.
