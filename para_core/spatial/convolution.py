@@ -14,16 +14,10 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.layout.windows import (
-    Sizes,
-    bounds_of,
-    plan_convolution,
-    plan_overlap,
-    plan_transposed,
-)
+from para_core.layout.windows import bounds_of, plan_convolution, plan_overlap, plan_transposed
 from para_core.spatial.fetch import fetch_rows, start_fetch
 from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows, unknown
-from para_core.spatial.rules import bind, only_first
+from para_core.spatial.rules import bind, only_first, require_rows
 
 # A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at
 # either end.
@@ -145,14 +139,6 @@ def _overlaps(device: torch.device) -> bool:
     A CPU does both itself: two more calls would only cost.
     """
     return device.type != "cpu"
-
-
-def require_rows(func: Function, rows: RowTag, sizes: Sizes) -> None:
-    """Raise :class:`MixesRows` if a rank would get no output row of ``func``, of which ranks get ``sizes``."""
-    if min(sizes) < 1:
-        raise unknown(
-            func, rows, f"its output would have {list(sizes)} rows on the ranks; every rank needs one"
-        )
 
 
 def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | None]:

@@ -18,8 +18,17 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import gather_rows, part_of, stack_ranks
-from para_core.spatial.row_tag import Function, RowTag, clear_rows, name_of, rows_of, set_rows, unknown
-from para_core.spatial.rules import align, bind, only_first, sum_dtype
+from para_core.spatial.row_tag import (
+    Function,
+    RowTag,
+    clear_rows,
+    first_sharded,
+    name_of,
+    rows_of,
+    set_rows,
+    unknown,
+)
+from para_core.spatial.rules import align, bind, is_in_place, only_first, sum_dtype
 
 
 def run_linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -34,7 +43,9 @@ def run_linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
 def run_matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``matmul``, ``bmm`` or ``@`` if the first operand, the second operand or both are sharded, along any dim."""
-    a, b = args[0], args[1]
+    if kwargs:
+        raise unknown(func, first_sharded((*args, *kwargs.values())), "its operands have keywords")
+    a, b = args
     if name_of(func) == "rmatmul":
         a, b = b, a
     return _multiply(ranks, func, a, b)
@@ -108,6 +119,8 @@ def run_baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:
         raise unknown(func, rows, "beta is not 0: the sum with a mask of local size is not exact")
+    if is_in_place(func):
+        raise unknown(func, rows, "it is written into a tensor of local size")
     out = _multiply(ranks, func, a, b)
     alpha = kwargs.get("alpha", 1)
     if alpha == 1:

@@ -25,22 +25,25 @@ from para_core.spatial.row_tag import (
     set_rows,
     unknown,
 )
-from para_core.spatial.rules import align, argument, only_first, tag_all
+from para_core.spatial.rules import align, argument, dims_of, only_first, tag_all
 
 
 def run_reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``permute``, ``transpose``, ``squeeze`` and other functions that move, add or drop dims."""
+    """Run ``permute``, ``transpose``, ``unsqueeze`` and other functions that move or add dims."""
     x, rows = only_first(func, args, kwargs)
-    # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes, except
-    # that dims of size 1 keep it, because squeeze may drop them. The sharded dim is never 1 there, because
-    # squeeze must not drop it.
-    sizes = [dim + 2 for dim in range(x.ndim)]
-    for dim, size in enumerate(x.shape):
-        if size == 1 and dim != rows.dim:
-            sizes[dim] = 1
+    # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes. A new dim has
+    # size 1.
     with torch.device("meta"):
-        shape = func(torch.empty(sizes), *args[1:], **kwargs).shape
+        shape = func(torch.empty([dim + 2 for dim in range(x.ndim)]), *args[1:], **kwargs).shape
     return _set_checked_rows(func, func(*args, **kwargs), rows.at(shape.index(rows.dim + 2)), ranks)
+
+
+def run_squeeze(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``squeeze``. It keeps the sharded dim, of which a rank may hold a single row."""
+    x, rows = only_first(func, args, kwargs)
+    dims = dims_of(argument(args, kwargs, "dim", 1), x.ndim) - {rows.dim}
+    dropped = [dim for dim in dims if x.shape[dim] == 1]
+    return set_rows(func(x, dropped), rows.at(rows.dim - sum(dim < rows.dim for dim in dropped)))
 
 
 def run_reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -182,9 +185,10 @@ def _local_index(
                 return (), sizes, None
         else:
             # A single list, or index tensor with one dim, leaves the order of dims as it is. Refuse others,
-            # also a bool, which adds a dim.
+            # also a bool, which adds a dim, and an index of which this rank holds a part.
             num_tensors += 1
             is_vector = isinstance(part, (list, Tensor)) and torch.as_tensor(part).ndim == 1
+            is_vector = is_vector and rows_of(part) is None
             if dim == rows.dim or num_tensors > 1 or not is_vector:
                 return (), sizes, None
             out_dim += 1
@@ -281,8 +285,9 @@ def _set_checked_rows(func: Function, out: Tensor, rows: RowTag, ranks: MeshDim)
 
 BY_RULE: dict[Any, str] = {
     run_reorder: """
-        transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze t T.__get__ mT.__get__ adjoint
+        transpose swapaxes swapdims permute movedim moveaxis unsqueeze t T.__get__ mT.__get__ adjoint
     """,
+    run_squeeze: "squeeze",
     run_reshape: "view reshape flatten unflatten ravel",
     run_split: "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unbind select narrow index_select",
     run_getitem: "getitem",
