@@ -106,10 +106,6 @@ def refuse():
             parallelize_pipe(pipe, mesh=cpu_mesh(*mesh), same_bits=True, **options)
 
 
-def test_what_adds_up_in_another_order_is_refused(rank_pool):
-    rank_pool.run(refuse, 2)
-
-
 def compiled():
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), same_bits=True)
     transformer = pipe.transformer
@@ -121,10 +117,6 @@ def compiled():
         transformer.compile_repeated_blocks(backend="eager")
 
 
-def test_compiled_model_is_refused(rank_pool):
-    rank_pool.run(compiled, 2)
-
-
 def guide_with_one_row():
     pipe = PIPELINES["cogvideox 1.5, image"].build()
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 1, batch=2), same_bits=True)
@@ -132,5 +124,6 @@ def guide_with_one_row():
         generate(pipe, "cogvideox 1.5, image")
 
 
-def test_a_row_for_all_samples_is_refused(rank_pool):
-    rank_pool.run(guide_with_one_row, 2)
+@pytest.mark.parametrize("check", [refuse, compiled, guide_with_one_row])
+def test_what_has_other_bits_is_refused(rank_pool, check):
+    rank_pool.run(check, 2)

@@ -192,6 +192,7 @@ CASES = {
     "stack and unbind": lambda i: torch.stack([i["image"], i["other"]], 1).unbind(0)[1],
     "repeat_interleave": lambda i: i["image"].repeat_interleave(2, dim=1).repeat_interleave(2, dim=-1),
     "sum of a mask": lambda i: (i["image"] > 0).sum((2, 3)),
+    "squeeze to one row on a rank": lambda i: F.conv2d(i["image"], i["wide"], stride=4).squeeze(),
     "frames apart": lambda i: torch.cat([i["clip"][:, :, :1], i["clip"][:, :, 1:].flip(2)], dim=2)[:, :, [2, 0]],
     "flipped twice": lambda i: i["clip"].flip(1, 2).flip((0, 2)),
     "rows left out": lambda i: i["image"][..., 1:-2, 2:],
@@ -215,6 +216,12 @@ CASES = {
     "a channel by a number of NumPy": lambda i: i["clip"][:, np.int64(1)],
     "zeros": lambda i: torch.cat([i["clip"].new_zeros(1, 8, 1, *i["clip"].shape[-2:]), torch.zeros_like(i["clip"])], 2),
 }
+
+
+def rows_of_channels(x, dim):
+    """Return an index with an entry for each row."""
+    return x.select(1, 0).transpose(dim, -1)[0, 0].long()
+
 
 REFUSED = {
     "roll": lambda i, dim: i["image"].roll(1, dim),
@@ -242,6 +249,15 @@ REFUSED = {
     "stft": lambda i, dim: torch.stft(i["image"].transpose(dim, -1).flatten(0, 2), 4, return_complex=True),
     "einsum": lambda i, dim: torch.einsum("bchw->bc", i["image"]),
     "randn_like": lambda i, dim: torch.randn_like(i["image"]),
+    "pixel_unshuffle of other rows": lambda i, dim: F.pixel_unshuffle(i["image"], 4),
+    "interpolate to one row": lambda i, dim: F.interpolate(i["image"], size=(1, 1)),
+    "cat, out": lambda i, dim: torch.cat([i["image"], i["other"]], 1, out=torch.empty(0)),
+    "matmul of keywords": lambda i, dim: torch.matmul(input=i["image"], other=i["other"].mT),
+    "baddbmm in place": lambda i, dim: torch.empty(8, 84, 84).baddbmm_(
+        *[i["clip"][0, :, 0].reshape(8, -1, 1)] * 2, beta=0
+    ),
+    "getitem by rows": lambda i, dim: i["image"][:, rows_of_channels(i["image"], dim)],
+    "index_select by rows": lambda i, dim: i["image"].index_select(1, rows_of_channels(i["image"], dim)),
 }
 
 
