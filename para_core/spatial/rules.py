@@ -3,8 +3,9 @@ meshgrid and dropout, and helpers of the other files of rules.
 
 A rule is called as ``rule(ranks, func, args, kwargs)`` with this rank's rows. At least one tensor is sharded,
 though perhaps not the first one. The mode is off inside a rule, so ``func`` sees plain tensors, and a rule
-must mark what it returns (:func:`.row_tag.set_rows`). A rule that exchanges rows is collective: every rank
-runs the same functions in the same order, and raises :class:`MixesRows` by what is equal on all ranks.
+must mark what it returns (:func:`.row_tag.set_rows`). The mode refuses an ``out=`` tensor before it calls a
+rule. A rule that exchanges rows is collective: every rank runs the same functions in the same order, and
+raises :class:`MixesRows` by what is equal on all ranks.
 
 ``BY_RULE`` at the end names the functions of each rule, as :func:`.row_tag.name_of` does; a later file of
 ``mode.RULES`` overrides an earlier one. :mod:`para_core.same_bits.image_rows` repeats the names whose bits

@@ -284,6 +284,12 @@ def test_virtual_ranks_that_meet_in_different_collectives_end_at_once():
     assert [isinstance(outcome.error, RanksDiffer) for outcome in outcomes] == [True, True, False]
 
 
+def test_virtual_ranks_have_the_default_device_of_the_caller():
+    with torch.device("meta"):
+        (outcome,) = outcomes_on_virtual_ranks(lambda mesh: torch.empty(1).device, device=torch.device("cpu"))
+    assert outcome.output.type == "meta"
+
+
 def test_records_of_other_lengths_do_not_agree():
     entries = [RecordEntry(kind, name, ()) for kind, name in (("call", ""), ("call", "0"), ("return", "0"))]
     records = [CallRecord(entries[:2])] * 2
