@@ -19,6 +19,7 @@ from para_core.layout.windows import Sizes, bounds_of
 from para_core.spatial.row_tag import (
     Function,
     RowTag,
+    full_sizes,
     local_sizes,
     name_of,
     rows_of,
@@ -49,40 +50,50 @@ def run_squeeze(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
 def run_reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` with this rank's sizes in place of the full ones."""
     x, rows = only_first(func, args, kwargs)
-    out = func(*local_sizes(tuple(args)), **{name: local_sizes(value) for name, value in kwargs.items()})
-    if out.shape == x.shape:
-        return set_rows(out, rows)
-    out_rows = match_reshape(tuple(x.shape), rows, tuple(out.shape), ranks.index)
+    before = [*x.shape]
+    before[rows.dim] = rows.total
+    # The shapes of the full tensor, equal on all ranks, decide: a size of -1 stands for another number on a rank.
+    full = torch.empty(before, dtype=x.dtype, device="meta")
+    options = {name: full_sizes(value) for name, value in kwargs.items() if name != "input"}
+    after = func(full, *full_sizes(tuple(args[1:])), **options).shape
+    is_of_dtype = isinstance(argument(args, kwargs, "dtype", 1), torch.dtype)
+    out_rows: RowTag | None = rows
+    if after != full.shape:
+        out_rows = match_reshape(tuple(before), rows, tuple(after))
     if out_rows is None:
-        raise unknown(
-            func, rows, f"from {list(x.shape)} to {list(out.shape)} the rows do not stay in one dim"
-        )
-    return _set_checked_rows(func, out, out_rows, ranks)
+        raise unknown(func, rows, f"from {before} to {[*after]} the rows do not stay in one dim")
+    if is_of_dtype:
+        return _set_checked_rows(func, func(*args, **kwargs), out_rows, ranks)
+    sizes = [*after]
+    sizes[out_rows.dim] = out_rows.outer * out_rows.sizes[ranks.index]
+    if name_of(func) in ("view", "unflatten"):
+        return set_rows(x.view(sizes), out_rows)
+    return set_rows(x.reshape(sizes), out_rows)
 
 
-def match_reshape(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: int) -> RowTag | None:
-    """Return the tag after a reshape from local shape ``before`` to ``after``; None if several dims would
-    hold rows.
+def match_reshape(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...]) -> RowTag | None:
+    """Return the tag after a reshape of the full tensor from ``before`` to ``after``; None if several dims
+    would hold rows.
 
     Rows may be merged with dims before them (frames) and after them (columns), and several units (see
     :class:`RowTag`) may become one unit.
 
-    >>> match_reshape((2, 6, 5), RowTag(1, (6, 4)), (2, 30), rank=0)
+    >>> match_reshape((2, 10, 5), RowTag(1, (6, 4)), (2, 50))
     RowTag(dim=1, sizes=(30, 20), outer=1)
-    >>> match_reshape((3, 30), RowTag(1, (30, 20)), (3, 6, 5), rank=0)
+    >>> match_reshape((3, 50), RowTag(1, (30, 20)), (3, 10, 5))
     RowTag(dim=1, sizes=(6, 4), outer=1)
-    >>> match_reshape((3, 6, 5), RowTag(1, (6, 4)), (90,), rank=0)
+    >>> match_reshape((3, 10, 5), RowTag(1, (6, 4)), (150,))
     RowTag(dim=0, sizes=(30, 20), outer=3)
-    >>> match_reshape((1, 8, 0, 6, 5), RowTag(3, (6, 4)), (1, 2, 4, 0, 6, 5), rank=0)
+    >>> match_reshape((1, 8, 0, 10, 5), RowTag(3, (6, 4)), (1, 2, 4, 0, 10, 5))
     RowTag(dim=4, sizes=(6, 4), outer=1)
-    >>> match_reshape((1, 8, 0, 2, 6, 2, 5), RowTag(4, (6, 4)), (1, 8, 0, 12, 5), rank=0)
+    >>> match_reshape((1, 8, 0, 2, 10, 2, 5), RowTag(4, (6, 4)), (1, 8, 0, 20, 5))
     RowTag(dim=3, sizes=(12, 8), outer=1)
     """
     # Replace sizes of 0 by positive ones, so that empty tensors match too, such as a cache of zero frames.
     num_before, num_after = (math.prod(size or 1 for size in shape) for shape in (before, after))
     before = _without_zeros(before, max(1, num_after // num_before))
     after = _without_zeros(after, max(1, num_before // num_after))
-    units = rows.sizes[rank]
+    units = sum(rows.sizes)
     first, last = math.prod(before[: rows.dim]) * rows.outer, math.prod(before[rows.dim + 1 :])
     best: RowTag | None = None
     lowest_cost = (math.inf, math.inf, math.inf)

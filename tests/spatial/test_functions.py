@@ -192,6 +192,7 @@ CASES = {
     "stack and unbind": lambda i: torch.stack([i["image"], i["other"]], 1).unbind(0)[1],
     "repeat_interleave": lambda i: i["image"].repeat_interleave(2, dim=1).repeat_interleave(2, dim=-1),
     "sum of a mask": lambda i: (i["image"] > 0).sum((2, 3)),
+    "pairs of columns": lambda i: i["image"].unflatten(-1, (int(i["image"].shape[-1]) // 2, -1)),
     "squeeze to one row on a rank": lambda i: F.conv2d(i["image"], i["wide"], stride=4).squeeze(),
     "frames apart": lambda i: torch.cat([i["clip"][:, :, :1], i["clip"][:, :, 1:].flip(2)], dim=2)[:, :, [2, 0]],
     "flipped twice": lambda i: i["clip"].flip(1, 2).flip((0, 2)),
