@@ -94,10 +94,6 @@ def stft_of_columns(x):
     return torch.cat(torch.view_as_real(spectrum).chunk(2, dim=-1), dim=1).squeeze(-1).transpose(1, 2)
 
 
-def downsample(x, weight):
-    return F.conv2d(F.pad(x, (0, 1, 0, 1)), weight, stride=2)
-
-
 def attend(x, mask=None, **options):
     return F.scaled_dot_product_attention(*[tokens(x)] * 3, mask, **options)
 
@@ -122,7 +118,7 @@ CASES = {
     "conv2d 'same'": lambda i: F.conv2d(i["image"], i["wide"], padding="same"),
     "conv2d valid": lambda i: F.conv2d(i["image"], i["weight"]),
     "conv2d stride": lambda i: F.conv2d(i["image"], i["weight"], stride=2, padding=1),
-    "conv2d stride, padded below": lambda i: downsample(i["image"], i["weight"]),
+    "conv2d stride, padded below": lambda i: F.conv2d(F.pad(i["image"], (0, 1, 0, 1)), i["weight"], stride=2),
     "conv2d stride 3": lambda i: F.conv2d(i["image"], i["wide"], stride=3, padding=2),
     "conv2d even": lambda i: F.conv2d(i["image"], i["even"], stride=2, padding=1),
     "conv2d dilation": lambda i: F.conv2d(i["image"], i["weight"], padding=2, dilation=2),

@@ -81,10 +81,6 @@ def test_every_unet_pipeline_is_exact(rank_pool, name, shapes, sizes):
 # -- Errors.
 
 
-def replace_it(pipe):
-    pipe.unet = UNET_PIPELINES["sd"].build().unet
-
-
 @torch.no_grad()
 def call_by_hand():
     """Call a UNet in a loop of one's own, also with another sample on each rank."""
@@ -123,8 +119,9 @@ def refuse_tensor_ranks():
 
 
 def refuse_other_unets():
+    other = UNET_PIPELINES["sd"].build().unet
     for change, message in (
-        (replace_it, r"pipe\.unet .*another .*parallelized"),
+        (lambda pipe: pipe.register_modules(unet=other), r"pipe\.unet .*another .*parallelized"),
         (lambda pipe: unparallelize_unet(pipe.unet), r"pipe\.unet .*unparallelized"),
     ):
         pipe = parallelize_pipe(UNET_PIPELINES["sd"].build(), mesh=cpu_mesh(1, 2))
