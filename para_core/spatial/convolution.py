@@ -189,11 +189,13 @@ def run_conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwar
     plan = plan_transposed(rows.sizes, extent, step, inset, extras[axis])
     require_rows(func, rows, plan.sizes)
     part = fetch_rows(x, rows, plan.wanted, ranks)
-    paddings[axis] = extras[axis] = 0
-    out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
     start, stop = bounds_of(plan.sizes)[ranks.index]
     # The first row of ``out``, counted in output rows of the full image.
     first = plan.wanted[ranks.index][0] * step - inset
+    paddings[axis] = 0
+    # With a stride longer than the kernel, this rank's last output rows may come after those of its input rows.
+    extras[axis] = max(0, stop - first - (part.shape[rows.dim] - 1) * step - extent)
+    out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
     return set_rows(
         out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.sizes)
     )
