@@ -159,7 +159,10 @@ def run_attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
         raise unknown(func, rows, "with dropout each rank would draw for its own tokens")
     options = {"scale": scale, "enable_gqa": enable_gqa}
     if any(tag is not None and tag.dim < x.ndim - 2 for x, tag in ((query, rows_q), (key, rows_k))):
-        if not rows_q == rows_k == rows_of(value) or (mask is not None and mask.ndim == query.ndim):
+        # A tag counts dims from the first, so tensors with equal tags must have equally many.
+        is_one_batch = rows_q == rows_k == rows_of(value) and query.ndim == key.ndim == value.ndim
+        is_common = mask is None or (mask.ndim < query.ndim and rows_of(mask) is None)
+        if not (is_one_batch and is_common):
             raise unknown(
                 func, rows, "its batch is sharded differently, or it has a mask of its own for each sample"
             )
