@@ -274,13 +274,11 @@ def scale(pipe):
             x.data.mul_(1.25)
 
 
-def load(pipe):
-    pipe.transformer.load_state_dict({key: 0.75 * x for key, x in pipe.transformer.state_dict().items()})
-
-
 CHANGES = {
     "scaled": [scale],
-    "loaded": [load],
+    "loaded": [
+        lambda pipe: pipe.transformer.load_state_dict({k: x / 2 for k, x in pipe.transformer.state_dict().items()})
+    ],
     "moved": [lambda pipe: pipe.to("cpu")],
     "LoRA": [add_lora, lambda pipe: pipe.transformer.set_adapters("default", 0.5)],
     "fused": [lambda pipe: (add_lora(pipe), pipe.transformer.fuse_lora())],

@@ -121,6 +121,7 @@ WAYS = {
     "blocks offloaded": (lambda pipe: None, {"ulysses": 2}, {"offload": "blocks"}),
 }
 
+
 # Each kind of file has its exact ways. diffusers loads no LoRA onto weights in fp8, also on one device.
 EXACT = {
     "gguf": ("ring, cached", "with a LoRA", "blocks offloaded"),
