@@ -28,6 +28,7 @@ from para_core.same_bits.placed_rows import PlacedRows, bits_key, copy_part, run
 from para_core.spatial.convolution import WindowedCall, read_convolution, read_pool
 from para_core.spatial.fetch import fetch_rows, gather_rows
 from para_core.spatial.mode import RULES, SpatialShardMode
+from para_core.spatial.products import operands_of
 from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows, unknown
 from para_core.spatial.rules import REDUCTIONS, align, argument, bind, require_rows
 from para_core.torch_internals import DisableTorchFunction, is_compiled_code
@@ -256,11 +257,8 @@ def _product(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: di
 
     Collective.
     """
-    operands = list(args)
-    index = 0
-    if name_of(func) == "baddbmm":
-        index = 1
-    a, b = operands[index], operands[index + 1]
+    operands = operands_of(func, args, kwargs)
+    a, b = operands[-2:]
     if name_of(func) == "rmatmul":
         a, b = b, a
     rows_a, rows_b = rows_of(a), rows_of(b)
@@ -269,7 +267,7 @@ def _product(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: di
         return _run_on_rows(mode, func, args, kwargs)
     has_rows = rows_a is not None and rows_a.dim == a.ndim - 2
     if has_rows and name_of(func) != "rmatmul":
-        operands[index + 1] = gather_as_is(mode.ranks, b)
+        operands[-1] = gather_as_is(mode.ranks, b)
         return _run_on_rows(mode, func, operands, kwargs)
     return _run_on_all_rows(mode, func, args, kwargs)
 

@@ -43,12 +43,20 @@ def run_linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
 def run_matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``matmul``, ``bmm`` or ``@`` if the first operand, the second operand or both are sharded, along any dim."""
-    if kwargs:
-        raise unknown(func, first_sharded((*args, *kwargs.values())), "its operands have keywords")
-    a, b = args
+    a, b = operands_of(func, args, kwargs)
     if name_of(func) == "rmatmul":
         a, b = b, a
     return _multiply(ranks, func, a, b)
+
+
+def operands_of(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the operands of a product: two, or three of ``baddbmm``. Raise :class:`MixesRows` if one has a keyword."""
+    number = 2
+    if name_of(func) == "baddbmm":
+        number = 3
+    if len(args) != number:
+        raise unknown(func, first_sharded((*args, *kwargs.values())), "its operands have keywords")
+    return list(args)
 
 
 def _multiply(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
@@ -115,7 +123,7 @@ def run_baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     """Run ``baddbmm`` with ``beta=0``, as attention without a mask does.
     Raise :class:`MixesRows` for another one.
     """
-    x, a, b = args
+    x, a, b = operands_of(func, args, kwargs)
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:
         raise unknown(func, rows, "beta is not 0: the sum with a mask of local size is not exact")
