@@ -26,13 +26,14 @@ BLOCKS_PER_CHUNK = 16
 CHANNELS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def moments_kernel(
-    x, parts, size, channels, groups, batch_step, group_step, channel_step, step,
+    x, parts, size, channels, num_chunks, groups, batch_step, group_step, channel_step, step,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, BLOCKS_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Store the count, mean and sum of squared deviations of one chunk of one group: ``[B * groups, chunks, 3]``."""
-    chunk, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    # A single grid dim, here and below, because the other grid dims are limited to 65535 programs.
+    chunk, group = tl.program_id(0) % num_chunks, (tl.program_id(0) // num_chunks).to(tl.int64)
     x += (group // groups) * batch_step + (group % groups) * group_step
     channel = tl.arange(0, CHANNELS)[:, None].to(tl.int64)
     # Subtract the first element of the group from all elements. Elements far from zero are usually close to
@@ -56,7 +57,7 @@ def moments_kernel(
     common = tl.sum(tl.sum(count * mean, 1), 0) / total
     apart = mean - common
     squares = tl.sum(tl.sum(squares + count * apart * apart, 1), 0)
-    parts += (group * tl.num_programs(0) + chunk) * 3
+    parts += (group * num_chunks + chunk) * 3
     tl.store(parts, total)
     tl.store(parts + 1, common)
     tl.store(parts + 2, squares)
@@ -89,19 +90,23 @@ def merge_chunks_kernel(
     tl.store(moments + tl.num_programs(0) + group, origin + mean)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def normalize_kernel(
-    x, out, of_ranks, shares, weight, bias, eps, size, channels, groups, per_group,
+    x, out, of_ranks, shares, weight, bias, eps, size, num_blocks, channels, groups, per_group,
     batch_step, channel_step, step, out_batch_step, out_channel_step, out_step,
     RANKS: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Normalize a tile of channels and elements of one sample with the merged statistics of ``RANKS`` ranks."""
+    """Normalize a tile of channels and elements of one sample with the merged statistics of ``RANKS`` ranks.
+
+    ``num_blocks`` is the number of tiles along the elements, which vary fastest.
+    """
     tiles = tl.cdiv(channels, CHANNELS)
-    batch = (tl.program_id(1) // tiles).to(tl.int64)
-    channel = (tl.program_id(1) % tiles) * CHANNELS + tl.arange(0, CHANNELS)
+    block, tile = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    batch = (tile // tiles).to(tl.int64)
+    channel = (tile % tiles) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
     group = batch * groups + channel // per_group
-    of_all = (tl.num_programs(1) // tiles) * groups
+    of_all = (tl.num_programs(0) // (num_blocks * tiles)) * groups
     first = tl.load(of_ranks + of_all + group, mask=exists, other=0.0)
     mean = tl.zeros((CHANNELS,), tl.float32)
     for rank in range(RANKS):
@@ -116,7 +121,7 @@ def normalize_kernel(
     scale = 1.0 / tl.sqrt(var + eps)
     if HAS_WEIGHT:
         scale *= tl.load(weight + channel, mask=exists, other=0.0).to(tl.float32)
-    element = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)[None, :]
+    element = block.to(tl.int64) * SIZE + tl.arange(0, SIZE)[None, :]
     inside = exists[:, None] & (element < size)
     channel = channel[:, None].to(tl.int64)
     number = tl.load(x + batch * batch_step + channel * channel_step + element * step, mask=inside, other=0.0)
@@ -145,11 +150,12 @@ def moments(x: Tensor, groups: int) -> Tensor:
     num_chunks = triton.cdiv(size, block["SIZE"] * BLOCKS_PER_CHUNK)
     parts = statistics.new_empty(batch * groups, num_chunks, 3)
     group_arguments = groups, batch_step, per_group * channel_step
-    moments_kernel[(num_chunks, batch * groups)](
+    moments_kernel[(num_chunks * batch * groups,)](
         x,
         parts,
         size,
         channels,
+        num_chunks,
         *group_arguments,
         channel_step,
         step,
@@ -197,9 +203,10 @@ def normalize(
         weight_or_x = weight.contiguous()
     if bias is not None:
         bias_or_x = bias.contiguous()
-    normalize_kernel[(triton.cdiv(size, block["SIZE"]), x.shape[0] * tiles)](
-        x, out, of_ranks, shares, weight_or_x, bias_or_x, eps, size, x.shape[1], groups, x.shape[1] // groups,
-        batch_step, channel_step, step, *_steps(out)[:3],
+    num_blocks = triton.cdiv(size, block["SIZE"])
+    normalize_kernel[(num_blocks * x.shape[0] * tiles,)](
+        x, out, of_ranks, shares, weight_or_x, bias_or_x, eps, size, num_blocks, x.shape[1], groups,
+        x.shape[1] // groups, batch_step, channel_step, step, *_steps(out)[:3],
         RANKS=shares.shape[0], **block, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

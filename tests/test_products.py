@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.harness import fake_group
 from para_core import triton_support
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.kernels.product import product
@@ -106,6 +107,9 @@ def test_pipeline_is_refused_before_it_changes():
     for value in ("cublas", True):
         with pytest.raises(ValueError, match=re.escape(f"products is {value!r}; expected 'triton'")):
             parallelize_pipe(pipe, products=value)
+    with fake_group(2), pytest.raises(ValueError, match=r'products="triton" with weights="tensor"'):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ulysses", "tensor"))
+        parallelize_pipe(pipe, mesh=mesh, weights="tensor", products="triton")
     layer = pipe.transformer.x_embedder
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
     with pytest.raises(ValueError, match=r"pipe\.transformer\.x_embedder\.weight is a Packed"):
@@ -162,13 +166,3 @@ def test_ranks_have_the_bytes_of_one_process_with_the_kernel(rank_pool, mesh, dt
     for out, undone in rank_pool.run(flux_on, mesh[0] * mesh[1] * mesh[2], mesh, dtype, call, options):
         assert torch.equal(out, expected)
         assert torch.equal(undone, unmodified)
-
-
-def refuse():
-    with pytest.raises(ValueError, match=r'products="triton" with weights="tensor"'):
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ulysses", "tensor"))
-        parallelize_pipe(flux_pipe(), mesh=mesh, weights="tensor", products="triton")
-
-
-def test_tensor_parallelism_is_refused(rank_pool):
-    rank_pool.run(refuse, 2)

@@ -78,7 +78,9 @@ def _advise_on_attention(reference: AttentionRecord, ranks: Sequence[AttentionRe
             "The model makes its mask from the length that it is given, and makes none for a rank's part."
         )
         return [f"{reason} {_WAYS_OUT}"]
-    if any(call.mask is not None and call.mask[-2] == call.queries != reference.queries for call in ranks):
+    # A mask of one dim has no rows.
+    has_own_rows = [call.mask is not None and call.mask[-2:-1] == (call.queries,) for call in ranks]
+    if any(own and call.queries != reference.queries for own, call in zip(has_own_rows, ranks, strict=True)):
         reason = "Its mask has a row for each token of a rank: if the model made it, rows count from 0 on every rank."
         return [f"{reason} {_WAYS_OUT}"]
     if len({call.is_causal for call in (reference, *ranks)}) > 1:

@@ -72,4 +72,4 @@ def _noise(size: int, like: Tensor) -> Tensor:
     # The size is the seed, so that a rank's part and the whole tensor, which differ in one dim, are projected
     # on the same vectors along all others.
     generator = torch.Generator().manual_seed(size)
-    return torch.randn(size, _PROBES, generator=generator).to(like)
+    return torch.randn(size, _PROBES, generator=generator, device="cpu").to(like)

@@ -169,16 +169,12 @@ def _indices_by_name(module: nn.Module, inputs: ModelInputs) -> dict[str, list[i
     The fields of a dataclass have entries of their own, by path, such as ``"video.x"``.
     """
     signature = inspect.signature(module.forward)
-    by_identity: dict[int, list[int]] = {}
-    for index, leaf in enumerate(inputs.leaves()):
-        by_identity.setdefault(id(leaf), []).append(index)
+    # Bind the indices and not the leaves, because one tensor may be several arguments.
+    indices = inputs.change_leaves(lambda index, _: index)
     arguments: dict[str, Any] = {}
-    for name, value in signature.bind_partial(*inputs.args, **inputs.kwargs).arguments.items():
+    for name, value in signature.bind_partial(*indices.args, **indices.kwargs).arguments.items():
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= value
         else:
             arguments[name] = value
-    indices: dict[str, list[int]] = {}
-    for name, value in {**arguments, **by_path(arguments)}.items():
-        indices[name] = [index for leaf in leaves_of((value,)) for index in by_identity[id(leaf)]]
-    return indices
+    return {name: leaves_of((value,)) for name, value in {**arguments, **by_path(arguments)}.items()}

@@ -109,7 +109,7 @@ def _to_compare(x: Tensor) -> Tensor:
     float64.
     """
     if x.is_complex():
-        x = torch.view_as_real(x)
+        x = torch.view_as_real(x.resolve_conj())
     if x.dtype == torch.float64 or x.device.type == "cpu":
         return x.to(torch.float64)
     return x.to(torch.float32)

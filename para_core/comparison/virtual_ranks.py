@@ -19,6 +19,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,7 +235,7 @@ def outcomes_on_virtual_ranks(
     outcomes by rank.
 
     Exceptions of ``run`` are not raised but part of the outcomes. The threads inherit the current device and
-    stream, the autocast state and the context variables of the caller.
+    stream, the default device of new tensors, the autocast state and the context variables of the caller.
     """
     ranks = _RankTurns(ring * ulysses)
     rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
@@ -253,13 +254,18 @@ def outcomes_on_virtual_ranks(
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     on_accelerator = accelerator is not None and accelerator.type == device.type
     stream = torch.accelerator.current_stream(device) if on_accelerator else None
+    new_tensors = torch.get_default_device()
 
     def run_rank(rank: int) -> None:
         ranks.turn.acquire()
         try:
             if stream is not None:
                 torch.accelerator.set_stream(stream)
-            with torch.autocast(device.type, dtype, enabled=enabled), torch.no_grad():
+            with ExitStack() as stack:
+                stack.enter_context(torch.autocast(device.type, dtype, enabled=enabled))
+                stack.enter_context(torch.no_grad())
+                if new_tensors.type != "cpu":  # A mode: enter it only if the caller did.
+                    stack.enter_context(new_tensors)
                 outcomes[rank] = RankOutcome(run(meshes[rank]))
         # Catch any exception, because a model that gets only a part of its tokens may fail in any way.
         except Exception as error:

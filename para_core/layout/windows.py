@@ -114,6 +114,8 @@ def plan_transposed(sizes: Sizes, extent: int, stride: int, padding: int, output
     wanted = []
     for start, stop in bounds_of(output):
         first = -((extent - 1 - start - padding) // stride)
+        # With a stride longer than the kernel, output rows lie between those of input rows: begin before them.
+        first = min(first, (start + padding) // stride)
         end = (stop - 1 + padding) // stride + 1
         wanted.append((first, end - first))
     return Windows(output, tuple(wanted))

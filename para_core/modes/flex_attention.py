@@ -263,10 +263,8 @@ def _compute_over_mesh(operator: Callable[..., Any], call: _FlexCall, plan: Atte
     query, key, value = enter(call.query, call.key, call.value, plan)
     out, *stats = _run_on_heads(operator, call, plan, query, key, value)
     out = leave(out, plan)
-    options = call.kernel_options
-    is_wanted = (options.get("OUTPUT_LOGSUMEXP", True), options.get("OUTPUT_MAX", False))
     local_stats = []
-    for stat, wanted in zip(stats, is_wanted, strict=False):
+    for stat, wanted in zip(stats, _wanted_stats(call), strict=False):
         if wanted:
             local_stats.append(leave(stat[..., None], plan)[..., 0].contiguous())
         else:
@@ -277,6 +275,12 @@ def _compute_over_mesh(operator: Callable[..., Any], call: _FlexCall, plan: Atte
     if not is_by_token:
         out = out.contiguous()
     return (out, *local_stats)
+
+
+def _wanted_stats(call: _FlexCall) -> tuple[bool, bool]:
+    """Return whether the call requests the log-sum-exp, and the maximum scores: each is one more exchange."""
+    options = call.kernel_options
+    return bool(options.get("OUTPUT_LOGSUMEXP", True)), bool(options.get("OUTPUT_MAX", False))
 
 
 def _run_on_heads(
@@ -368,7 +372,7 @@ def _call_signature(call: _FlexCall, plan: AttentionPlan) -> Any:
             "device type": call.query.device.type,
             "scale": call.scale,
             "block_mask": block_mask,
-            "outputs": [bool(call.kernel_options.get(name)) for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")],
+            "outputs": _wanted_stats(call),
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
         }
     )

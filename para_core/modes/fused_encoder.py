@@ -67,7 +67,7 @@ def disable() -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def restore() -> None:
-    """Undo one call of :func:`disable`.
+    """Undo one call of :func:`disable`, which this thread made.
     Once the calls of all threads are undone, the original state is restored.
     """
     holder = (threading.get_ident(), CompileContext.current_trace_id())

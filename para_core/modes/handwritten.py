@@ -130,7 +130,8 @@ class HandwrittenAttention:
             scores = args[0]
         if not isinstance(scores, Tensor) or scores.ndim < _DIMS_OF_SCORES:
             return
-        dims_of_tokens = [dim for dim, size in enumerate(scores.shape) if size in tokens | self._extended]
+        sizes_of_tokens = tokens | self._extended
+        dims_of_tokens = [dim for dim, size in enumerate(scores.shape) if size in sizes_of_tokens]
         if not self._is_normalized(func, args, kwargs, scores, dims_of_tokens):
             return
         module, package = _find_caller()

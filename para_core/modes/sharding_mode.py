@@ -142,8 +142,12 @@ class ShardingMode(TorchFunctionMode):
                 self._known = ()
                 self._begin()
             self._gathered = False
-        kind = (segment.replicated, segment.balanced)
-        same = [other for other in segments_of(self._known) if (other.replicated, other.balanced) == kind]
+        kind = (segment.replicated, segment.balanced, segment.together)
+        same = [
+            other
+            for other in segments_of(self._known)
+            if (other.replicated, other.balanced, other.together) == kind
+        ]
         if not [other for other in same if other.total == segment.total]:
             self._set_known((*self._known, *to_trace_safe([segment], self._mesh.device_type)))
 

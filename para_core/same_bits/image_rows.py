@@ -25,19 +25,12 @@ from para_core.same_bits.at_place import resize
 from para_core.same_bits.channel_groups import group_norm_of_rows
 from para_core.same_bits.device_settings import check_workspaces, deterministic_products
 from para_core.same_bits.placed_rows import PlacedRows, bits_key, copy_part, run_rows
-from para_core.spatial.convolution import WindowedCall, read_convolution, read_pool, require_rows
+from para_core.spatial.convolution import WindowedCall, read_convolution, read_pool
 from para_core.spatial.fetch import fetch_rows, gather_rows
 from para_core.spatial.mode import RULES, SpatialShardMode
-from para_core.spatial.row_tag import (
-    Function,
-    RowTag,
-    first_sharded,
-    name_of,
-    rows_of,
-    set_rows,
-    unknown,
-)
-from para_core.spatial.rules import REDUCTIONS, align, argument, bind
+from para_core.spatial.products import operands_of
+from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows, unknown
+from para_core.spatial.rules import REDUCTIONS, align, argument, bind, require_rows
 from para_core.torch_internals import DisableTorchFunction, is_compiled_code
 
 _COMPILED = (
@@ -95,13 +88,10 @@ class SameBitsRows(SpatialShardMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._settings.close()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        rule = _RULES.get(name_of(func))
-        if rule is None or not isinstance(first_sharded((*args, *kwargs.values())), RowTag):
-            return super().__torch_function__(func, types, args, kwargs)
+    def run_rule(self, name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        rule = _RULES.get(name)
+        if rule is None:
+            return super().run_rule(name, func, args, kwargs)
         return rule(self, func, args, kwargs)
 
 
@@ -267,11 +257,8 @@ def _product(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: di
 
     Collective.
     """
-    operands = list(args)
-    index = 0
-    if name_of(func) == "baddbmm":
-        index = 1
-    a, b = operands[index], operands[index + 1]
+    operands = operands_of(func, args, kwargs)
+    a, b = operands[-2:]
     if name_of(func) == "rmatmul":
         a, b = b, a
     rows_a, rows_b = rows_of(a), rows_of(b)
@@ -280,7 +267,7 @@ def _product(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: di
         return _run_on_rows(mode, func, args, kwargs)
     has_rows = rows_a is not None and rows_a.dim == a.ndim - 2
     if has_rows and name_of(func) != "rmatmul":
-        operands[index + 1] = gather_as_is(mode.ranks, b)
+        operands[-1] = gather_as_is(mode.ranks, b)
         return _run_on_rows(mode, func, operands, kwargs)
     return _run_on_all_rows(mode, func, args, kwargs)
 

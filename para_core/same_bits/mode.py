@@ -44,7 +44,10 @@ class SameBits(TorchFunctionMode):
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and x.is_floating_point():
                 others = {name: value for name, value in kwargs.items() if name != "input"}
-                return self._run(TorchCall(func, x, args[1:], others))
+                if not others.pop("inplace", False):
+                    return self._run(TorchCall(func, x, args[1:], others))
+                # Neither a check, which computes the same again, nor a function at its place may write to x.
+                return x.copy_(self._run(TorchCall(func, x, args[1:], others)))
         return func(*args, **kwargs)
 
     def _run(self, call: TorchCall) -> Any:

@@ -155,13 +155,11 @@ class RowCheck:
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
     ) -> None:
         """Note a finding if FlashAttention adds up the keys of a call in another number of parts than in one
         process.
 
-        The arguments are those of SDPA, with this rank's tokens and all heads. A ring has gathered all keys.
+        The tensors are those of SDPA, with this rank's tokens and all heads. A ring has gathered all keys.
         """
         if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or attn_mask is not None:
             return

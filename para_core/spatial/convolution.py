@@ -14,16 +14,10 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.layout.windows import (
-    Sizes,
-    bounds_of,
-    plan_convolution,
-    plan_overlap,
-    plan_transposed,
-)
+from para_core.layout.windows import bounds_of, plan_convolution, plan_overlap, plan_transposed
 from para_core.spatial.fetch import fetch_rows, start_fetch
 from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows, unknown
-from para_core.spatial.rules import bind, only_first
+from para_core.spatial.rules import bind, only_first, require_rows
 
 # A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at
 # either end.
@@ -147,14 +141,6 @@ def _overlaps(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def require_rows(func: Function, rows: RowTag, sizes: Sizes) -> None:
-    """Raise :class:`MixesRows` if a rank would get no output row of ``func``, of which ranks get ``sizes``."""
-    if min(sizes) < 1:
-        raise unknown(
-            func, rows, f"its output would have {list(sizes)} rows on the ranks; every rank needs one"
-        )
-
-
 def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | None]:
     """Return the tag of ``x`` and the index of the sharded dim in the ``spatial`` last ones; None for the
     batch dim. Raise :class:`MixesRows` if the channels are sharded, or one dim contains the rows of several
@@ -203,11 +189,13 @@ def run_conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwar
     plan = plan_transposed(rows.sizes, extent, step, inset, extras[axis])
     require_rows(func, rows, plan.sizes)
     part = fetch_rows(x, rows, plan.wanted, ranks)
-    paddings[axis] = extras[axis] = 0
-    out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
     start, stop = bounds_of(plan.sizes)[ranks.index]
     # The first row of ``out``, counted in output rows of the full image.
     first = plan.wanted[ranks.index][0] * step - inset
+    paddings[axis] = 0
+    # With a stride longer than the kernel, this rank's last output rows may come after those of its input rows.
+    extras[axis] = max(0, stop - first - (part.shape[rows.dim] - 1) * step - extent)
+    out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
     return set_rows(
         out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.sizes)
     )

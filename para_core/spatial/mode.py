@@ -33,7 +33,7 @@ from para_core.distributed.mesh import (
 from para_core.layout.windows import Sizes, divide_evenly
 from para_core.spatial import convolution, factories, norm, products, resample, rules, views
 from para_core.spatial.fetch import gather_rows, part_of
-from para_core.spatial.row_tag import RowTag, first_sharded, name_of, rows_of, set_rows, unknown
+from para_core.spatial.row_tag import Function, RowTag, first_sharded, name_of, rows_of, set_rows, unknown
 from para_core.torch_internals import (
     DisableTorchFunction,
     group_timeout,
@@ -136,12 +136,18 @@ class SpatialShardMode(TorchFunctionMode):
         if isinstance(tag, RowTag):
             if name not in RULES:
                 raise unknown(func, tag, "it has no rule, so it may mix rows")
-            return RULES[name](self.ranks, func, args, kwargs)
+            if kwargs.get("out") is not None:
+                raise unknown(func, tag, "it writes to out=")
+            return self.run_rule(name, func, args, kwargs)
         # No tensor is sharded, but one of the sizes was read from a sharded tensor. Functions that are no
         # factories get it as an int, the size of the full tensor.
         if name in factories.FACTORIES:
             return factories.FACTORIES[name](self.ranks, func, args, kwargs)
         return func(*args, **kwargs)
+
+    def run_rule(self, name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the rule ``name``, one of ``RULES``, for a call with a sharded tensor."""
+        return RULES[name](self.ranks, func, args, kwargs)
 
 
 def _unwrap(x: Any) -> Any:

@@ -18,8 +18,17 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import gather_rows, part_of, stack_ranks
-from para_core.spatial.row_tag import Function, RowTag, clear_rows, name_of, rows_of, set_rows, unknown
-from para_core.spatial.rules import align, bind, only_first, sum_dtype
+from para_core.spatial.row_tag import (
+    Function,
+    RowTag,
+    clear_rows,
+    first_sharded,
+    name_of,
+    rows_of,
+    set_rows,
+    unknown,
+)
+from para_core.spatial.rules import align, bind, is_in_place, only_first, sum_dtype
 
 
 def run_linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -34,10 +43,20 @@ def run_linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
 def run_matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``matmul``, ``bmm`` or ``@`` if the first operand, the second operand or both are sharded, along any dim."""
-    a, b = args[0], args[1]
+    a, b = operands_of(func, args, kwargs)
     if name_of(func) == "rmatmul":
         a, b = b, a
     return _multiply(ranks, func, a, b)
+
+
+def operands_of(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the operands of a product: two, or three of ``baddbmm``. Raise :class:`MixesRows` if one has a keyword."""
+    number = 2
+    if name_of(func) == "baddbmm":
+        number = 3
+    if len(args) != number:
+        raise unknown(func, first_sharded((*args, *kwargs.values())), "its operands have keywords")
+    return list(args)
 
 
 def _multiply(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
@@ -104,10 +123,12 @@ def run_baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     """Run ``baddbmm`` with ``beta=0``, as attention without a mask does.
     Raise :class:`MixesRows` for another one.
     """
-    x, a, b = args
+    x, a, b = operands_of(func, args, kwargs)
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:
         raise unknown(func, rows, "beta is not 0: the sum with a mask of local size is not exact")
+    if is_in_place(func):
+        raise unknown(func, rows, "it is written into a tensor of local size")
     out = _multiply(ranks, func, a, b)
     alpha = kwargs.get("alpha", 1)
     if alpha == 1:
@@ -146,7 +167,10 @@ def run_attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
         raise unknown(func, rows, "with dropout each rank would draw for its own tokens")
     options = {"scale": scale, "enable_gqa": enable_gqa}
     if any(tag is not None and tag.dim < x.ndim - 2 for x, tag in ((query, rows_q), (key, rows_k))):
-        if not rows_q == rows_k == rows_of(value) or (mask is not None and mask.ndim == query.ndim):
+        # A tag counts dims from the first, so tensors with equal tags must have equally many.
+        is_one_batch = rows_q == rows_k == rows_of(value) and query.ndim == key.ndim == value.ndim
+        is_common = mask is None or (mask.ndim < query.ndim and rows_of(mask) is None)
+        if not (is_one_batch and is_common):
             raise unknown(
                 func, rows, "its batch is sharded differently, or it has a mask of its own for each sample"
             )

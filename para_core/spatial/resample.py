@@ -27,7 +27,7 @@ from para_core.spatial.row_tag import (
     set_rows,
     unknown,
 )
-from para_core.spatial.rules import argument, bind, only_first, sum_dtype
+from para_core.spatial.rules import argument, bind, only_first, require_rows, sum_dtype
 
 
 def run_pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -81,9 +81,13 @@ def run_pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwarg
         return set_rows(func(x, factor), rows)
     if shuffles:
         return set_rows(func(x, factor), RowTag(rows.dim, tuple([count * factor for count in rows.sizes])))
+    if rows.total % factor:
+        # Only the last rank would have rows that are no multiple, and raise, while the others go on.
+        raise unknown(func, rows, f"{rows.total} rows are no multiple of the factor {factor}")
     sizes = round_to_multiples(rows.sizes, factor)
-    x = relayout_rows(x, rows, sizes, ranks)
-    return set_rows(func(x, factor), RowTag(rows.dim, tuple([count // factor for count in sizes])))
+    out_sizes = tuple([count // factor for count in sizes])
+    require_rows(func, rows, out_sizes)
+    return set_rows(func(relayout_rows(x, rows, sizes, ranks), factor), RowTag(rows.dim, out_sizes))
 
 
 def run_interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -108,6 +112,7 @@ def run_interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
     if repeated_rows is not None:
         return set_rows(func(x, local_sizes(sizes), scales, mode, align), repeated_rows)
     row_sizes, step = _sizes_and_step(rows, axis, scales, sizes, recompute)
+    require_rows(func, rows, row_sizes)
     if torch.compiler.is_compiling():
         raise unknown(
             func, rows, f"mode={mode!r} to {sum(row_sizes)} rows is not supported in compiled functions"

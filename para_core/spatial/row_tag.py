@@ -124,6 +124,15 @@ def local_sizes(value: Any) -> Any:
     return value
 
 
+def full_sizes(value: Any) -> Any:
+    """Return ``value``, a size or nested sizes, with each :class:`ShardedSize` replaced by a plain int."""
+    if isinstance(value, ShardedSize):
+        return sum(value.sizes)
+    if isinstance(value, (tuple, list)):
+        return type(value)([full_sizes(item) for item in value])
+    return value
+
+
 def sharded_dim(shape: Sequence[Any]) -> tuple[int, Sizes] | None:
     """Return the index of the only :class:`ShardedSize` in ``shape``, and its sizes on the ranks; None
     if there is none or several.

@@ -3,8 +3,9 @@ meshgrid and dropout, and helpers of the other files of rules.
 
 A rule is called as ``rule(ranks, func, args, kwargs)`` with this rank's rows. At least one tensor is sharded,
 though perhaps not the first one. The mode is off inside a rule, so ``func`` sees plain tensors, and a rule
-must mark what it returns (:func:`.row_tag.set_rows`). A rule that exchanges rows is collective: every rank
-runs the same functions in the same order, and raises :class:`MixesRows` by what is equal on all ranks.
+must mark what it returns (:func:`.row_tag.set_rows`). The mode refuses an ``out=`` tensor before it calls a
+rule. A rule that exchanges rows is collective: every rank runs the same functions in the same order, and
+raises :class:`MixesRows` by what is equal on all ranks.
 
 ``BY_RULE`` at the end names the functions of each rule, as :func:`.row_tag.name_of` does; a later file of
 ``mode.RULES`` overrides an earlier one. :mod:`para_core.same_bits.image_rows` repeats the names whose bits
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
+from para_core.layout.windows import Sizes
 from para_core.spatial.fetch import gather_rows, part_of, relayout_rows, stack_ranks
 from para_core.spatial.row_tag import (
     Function,
@@ -37,8 +39,8 @@ from para_core.spatial.row_tag import (
 # Functions that work along one dim and leave the other dims as they are, each with the position and the
 # default of its argument ``dim``. The position is None for functions that always work along the last dims.
 ALONG = {
-    "softmax": (1, -1),
-    "log_softmax": (1, -1),
+    "softmax": (1, None),
+    "log_softmax": (1, None),
     "cumsum": (1, None),
     "flip": (1, None),
     "glu": (1, -1),
@@ -114,8 +116,6 @@ def run_like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     The functions with this rule read only the dtype and device of other tensor arguments, as ``x.to(other)``
     does.
     """
-    if "out" in kwargs:
-        raise unknown(func, first_sharded((*args, *kwargs.values())), "it writes to out=")
     out = func(*args, **kwargs)
     x = argument(args, kwargs, "input", 0)
     rows = rows_of(x)
@@ -130,9 +130,9 @@ def run_elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
     tensors = [x for x in values if isinstance(x, Tensor)]
     lead = next((x for x in tensors if rows_of(x) is not None), None)
     rows = rows_of(lead)
-    if lead is None or rows is None or "out" in kwargs:
-        raise unknown(func, first_sharded(values), "its tensors are in a list, or it writes to out=")
-    if _is_in_place(func) and lead is not tensors[0]:
+    if lead is None or rows is None:
+        raise unknown(func, first_sharded(values), "its tensors are in a list")
+    if is_in_place(func) and lead is not tensors[0]:
         raise unknown(func, rows, "it is written into a replicated tensor")
     dim_from_end = rows.dim - lead.ndim
 
@@ -151,7 +151,7 @@ def run_elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
     return set_rows(out, rows.at(out.ndim + dim_from_end))
 
 
-def _is_in_place(func: Function) -> bool:
+def is_in_place(func: Function) -> bool:
     """Whether ``func`` writes to its first argument, by the convention of torch's names."""
     name = getattr(func, "__name__", "")
     if name.endswith("__"):
@@ -197,7 +197,7 @@ def run_along_dim(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
         if name_of(func) == "flip" and len(args) > 2:
             # ``x.flip(2, 3)`` takes each dim as an argument.
             dim = args[1:]
-        dims = _dims(dim, x.ndim)
+        dims = dims_of(dim, x.ndim)
     if rows.dim in dims:
         raise unknown(func, rows, "it combines rows along this dim")
     return set_rows(func(*args, **kwargs), rows)
@@ -216,13 +216,13 @@ def run_reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     keepdim = bool(argument(args, kwargs, "keepdim", keepdim_position, False))
     if isinstance(dim, bool):
         dim = None  # A bool at this position is ``unbiased`` instead, as in x.var(False), so all dims are reduced.
-    dims = _dims(dim, x.ndim)
+    dims = dims_of(dim, x.ndim)
     if rows.dim not in dims:
         out_dim = rows.dim
         if not keepdim:
             out_dim -= sum(dim < rows.dim for dim in dims)
         return tag_all(func(*args, **kwargs), rows.at(out_dim))
-    if name not in ("sum", "mean", "amax", "amin") or kwargs.get("out") is not None:
+    if name not in ("sum", "mean", "amax", "amin"):
         raise unknown(func, rows, "it reduces them")
     order = sorted(dims)
     if name in ("amax", "amin"):
@@ -256,7 +256,7 @@ def run_meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: di
     tensors = list(args)
     if isinstance(args[0], (tuple, list)):
         tensors = list(args[0])
-    lead = int(kwargs.get("indexing") == "xy")
+    lead = int(kwargs.get("indexing") == "xy" and len(tensors) > 1)
     rows = rows_of(tensors[lead])
     for index, x in enumerate(tensors):
         rows_of_x = rows_of(x)
@@ -279,19 +279,26 @@ def run_dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
 
 def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, RowTag]:
     """Return the first argument of a call of ``func``, and its tag.
-    Raise :class:`MixesRows` if it is not sharded.
+    Raise :class:`MixesRows` if it is not sharded, or another tensor is, such as an index or a weight.
     """
     x = argument(args, kwargs, "input", 0)
     rows = rows_of(x)
-    if rows is None:
-        raise unknown(
-            func, first_sharded((*args, *kwargs.values())), "an argument other than the first is sharded"
-        )
+    values = (*args, *kwargs.values())
+    if rows is None or any(rows_of(value) is not None for value in values if value is not x):
+        raise unknown(func, first_sharded(values), "an argument other than the first is sharded")
     return x, rows
 
 
-def _dims(dim: Any, ndim: int) -> set[int]:
-    """Return the argument ``dim`` of a reduction as a set of positive dims; all dims for None and an empty list."""
+def require_rows(func: Function, rows: RowTag, sizes: Sizes) -> None:
+    """Raise :class:`MixesRows` if a rank would get no output row of ``func``, of which ranks get ``sizes``."""
+    if min(sizes) < 1:
+        raise unknown(
+            func, rows, f"its output would have {list(sizes)} rows on the ranks; every rank needs one"
+        )
+
+
+def dims_of(dim: Any, ndim: int) -> set[int]:
+    """Return the argument ``dim`` of a function as a set of positive dims; all dims for None and an empty list."""
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return set(range(ndim))
     if isinstance(dim, int):

@@ -19,67 +19,81 @@ from para_core.layout.windows import Sizes, bounds_of
 from para_core.spatial.row_tag import (
     Function,
     RowTag,
+    full_sizes,
     local_sizes,
     name_of,
     rows_of,
     set_rows,
     unknown,
 )
-from para_core.spatial.rules import align, argument, only_first, tag_all
+from para_core.spatial.rules import align, argument, dims_of, only_first, tag_all
 
 
 def run_reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``permute``, ``transpose``, ``squeeze`` and other functions that move, add or drop dims."""
+    """Run ``permute``, ``transpose``, ``unsqueeze`` and other functions that move or add dims."""
     x, rows = only_first(func, args, kwargs)
-    # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes, except
-    # that dims of size 1 keep it, because squeeze may drop them. The sharded dim is never 1 there, because
-    # squeeze must not drop it.
-    sizes = [dim + 2 for dim in range(x.ndim)]
-    for dim, size in enumerate(x.shape):
-        if size == 1 and dim != rows.dim:
-            sizes[dim] = 1
+    # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes. A new dim has
+    # size 1.
     with torch.device("meta"):
-        shape = func(torch.empty(sizes), *args[1:], **kwargs).shape
+        shape = func(torch.empty([dim + 2 for dim in range(x.ndim)]), *args[1:], **kwargs).shape
     return _set_checked_rows(func, func(*args, **kwargs), rows.at(shape.index(rows.dim + 2)), ranks)
+
+
+def run_squeeze(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``squeeze``. It keeps the sharded dim, of which a rank may hold a single row."""
+    x, rows = only_first(func, args, kwargs)
+    dims = dims_of(argument(args, kwargs, "dim", 1), x.ndim) - {rows.dim}
+    dropped = [dim for dim in dims if x.shape[dim] == 1]
+    return set_rows(func(x, dropped), rows.at(rows.dim - sum(dim < rows.dim for dim in dropped)))
 
 
 def run_reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` with this rank's sizes in place of the full ones."""
     x, rows = only_first(func, args, kwargs)
-    out = func(*local_sizes(tuple(args)), **{name: local_sizes(value) for name, value in kwargs.items()})
-    if out.shape == x.shape:
-        return set_rows(out, rows)
-    out_rows = match_reshape(tuple(x.shape), rows, tuple(out.shape), ranks.index)
+    before = [*x.shape]
+    before[rows.dim] = rows.total
+    # The shapes of the full tensor, equal on all ranks, decide: a size of -1 stands for another number on a rank.
+    full = torch.empty(before, dtype=x.dtype, device="meta")
+    options = {name: full_sizes(value) for name, value in kwargs.items() if name != "input"}
+    after = func(full, *full_sizes(tuple(args[1:])), **options).shape
+    is_of_dtype = isinstance(argument(args, kwargs, "dtype", 1), torch.dtype)
+    out_rows: RowTag | None = rows
+    if after != full.shape:
+        out_rows = match_reshape(tuple(before), rows, tuple(after))
     if out_rows is None:
-        raise unknown(
-            func, rows, f"from {list(x.shape)} to {list(out.shape)} the rows do not stay in one dim"
-        )
-    return _set_checked_rows(func, out, out_rows, ranks)
+        raise unknown(func, rows, f"from {before} to {[*after]} the rows do not stay in one dim")
+    if is_of_dtype:
+        return _set_checked_rows(func, func(*args, **kwargs), out_rows, ranks)
+    sizes = [*after]
+    sizes[out_rows.dim] = out_rows.outer * out_rows.sizes[ranks.index]
+    if name_of(func) in ("view", "unflatten"):
+        return set_rows(x.view(sizes), out_rows)
+    return set_rows(x.reshape(sizes), out_rows)
 
 
-def match_reshape(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: int) -> RowTag | None:
-    """Return the tag after a reshape from local shape ``before`` to ``after``; None if several dims would
-    hold rows.
+def match_reshape(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...]) -> RowTag | None:
+    """Return the tag after a reshape of the full tensor from ``before`` to ``after``; None if several dims
+    would hold rows.
 
     Rows may be merged with dims before them (frames) and after them (columns), and several units (see
     :class:`RowTag`) may become one unit.
 
-    >>> match_reshape((2, 6, 5), RowTag(1, (6, 4)), (2, 30), rank=0)
+    >>> match_reshape((2, 10, 5), RowTag(1, (6, 4)), (2, 50))
     RowTag(dim=1, sizes=(30, 20), outer=1)
-    >>> match_reshape((3, 30), RowTag(1, (30, 20)), (3, 6, 5), rank=0)
+    >>> match_reshape((3, 50), RowTag(1, (30, 20)), (3, 10, 5))
     RowTag(dim=1, sizes=(6, 4), outer=1)
-    >>> match_reshape((3, 6, 5), RowTag(1, (6, 4)), (90,), rank=0)
+    >>> match_reshape((3, 10, 5), RowTag(1, (6, 4)), (150,))
     RowTag(dim=0, sizes=(30, 20), outer=3)
-    >>> match_reshape((1, 8, 0, 6, 5), RowTag(3, (6, 4)), (1, 2, 4, 0, 6, 5), rank=0)
+    >>> match_reshape((1, 8, 0, 10, 5), RowTag(3, (6, 4)), (1, 2, 4, 0, 10, 5))
     RowTag(dim=4, sizes=(6, 4), outer=1)
-    >>> match_reshape((1, 8, 0, 2, 6, 2, 5), RowTag(4, (6, 4)), (1, 8, 0, 12, 5), rank=0)
+    >>> match_reshape((1, 8, 0, 2, 10, 2, 5), RowTag(4, (6, 4)), (1, 8, 0, 20, 5))
     RowTag(dim=3, sizes=(12, 8), outer=1)
     """
     # Replace sizes of 0 by positive ones, so that empty tensors match too, such as a cache of zero frames.
     num_before, num_after = (math.prod(size or 1 for size in shape) for shape in (before, after))
     before = _without_zeros(before, max(1, num_after // num_before))
     after = _without_zeros(after, max(1, num_before // num_after))
-    units = rows.sizes[rank]
+    units = sum(rows.sizes)
     first, last = math.prod(before[: rows.dim]) * rows.outer, math.prod(before[rows.dim + 1 :])
     best: RowTag | None = None
     lowest_cost = (math.inf, math.inf, math.inf)
@@ -182,9 +196,10 @@ def _local_index(
                 return (), sizes, None
         else:
             # A single list, or index tensor with one dim, leaves the order of dims as it is. Refuse others,
-            # also a bool, which adds a dim.
+            # also a bool, which adds a dim, and an index of which this rank holds a part.
             num_tensors += 1
             is_vector = isinstance(part, (list, Tensor)) and torch.as_tensor(part).ndim == 1
+            is_vector = is_vector and rows_of(part) is None
             if dim == rows.dim or num_tensors > 1 or not is_vector:
                 return (), sizes, None
             out_dim += 1
@@ -281,8 +296,9 @@ def _set_checked_rows(func: Function, out: Tensor, rows: RowTag, ranks: MeshDim)
 
 BY_RULE: dict[Any, str] = {
     run_reorder: """
-        transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze t T.__get__ mT.__get__ adjoint
+        transpose swapaxes swapdims permute movedim moveaxis unsqueeze t T.__get__ mT.__get__ adjoint
     """,
+    run_squeeze: "squeeze",
     run_reshape: "view reshape flatten unflatten ravel",
     run_split: "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unbind select narrow index_select",
     run_getitem: "getitem",

@@ -208,20 +208,21 @@ def gathered_parameters(layer: nn.Module, sharded: ShardedParameters) -> Iterato
     gathered.
     """
     before = []
-    for owner in layer.modules():
-        for name, current in list(owner.named_parameters(recurse=False)):
-            shard = sharded.get((id(owner), name))
-            if isinstance(current, DTensor):
-                shard = current
-            if shard is not None:
-                before.append((owner, name, current, shard))
-                if isinstance(current, DTensor):
-                    parameter_slots(owner)[name] = nn.Parameter(_gather_parameter(shard), requires_grad=False)
+    # Shard again what was gathered also if memory for a later parameter is lacking.
     try:
+        for owner in layer.modules():
+            for name, current in list(owner.named_parameters(recurse=False)):
+                shard = sharded.get((id(owner), name))
+                if isinstance(current, DTensor):
+                    shard = current
+                    gathered: Any = nn.Parameter(_gather_parameter(shard), requires_grad=False)
+                    parameter_slots(owner)[name] = gathered
+                if shard is not None:
+                    before.append((owner, name, current, shard))
         yield
     finally:
         for owner, name, current, shard in before:
-            gathered: Any = parameter_slots(owner)[name]
+            gathered = parameter_slots(owner)[name]
             write_shard(shard, gathered.detach())
             parameter_slots(owner)[name] = current
 

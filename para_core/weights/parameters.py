@@ -120,18 +120,19 @@ def stand_ins(
         return bool(x.any())
 
     placed = []
-    for weight, owners in weights:
-        plain = weight.detach()
-        if isinstance(weight, DTensor):
-            plain = torch.zeros(weight.shape, dtype=weight.dtype, device="meta")
-        stand_in = map_plain_tensors(zeros, plain)
-        if id(weight) in writable:
-            stand_in = map_plain_tensors(make_writable, stand_in)
-        if isinstance(weight, nn.Parameter):
-            stand_in = nn.Parameter(stand_in, requires_grad=False)
-        placed.append((stand_in, weight, owners))
-        put_weight(owners, stand_in)
+    # Restore what was replaced also if memory for a later stand-in is lacking.
     try:
+        for weight, owners in weights:
+            plain = weight.detach()
+            if isinstance(weight, DTensor):
+                plain = torch.zeros(weight.shape, dtype=weight.dtype, device="meta")
+            stand_in = map_plain_tensors(zeros, plain)
+            if id(weight) in writable:
+                stand_in = map_plain_tensors(make_writable, stand_in)
+            if isinstance(weight, nn.Parameter):
+                stand_in = nn.Parameter(stand_in, requires_grad=False)
+            placed.append((stand_in, weight, owners))
+            put_weight(owners, stand_in)
         yield
     finally:
         for stand_in, weight, owners in placed:

@@ -183,18 +183,20 @@ def gathered_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator
     num_ranks = record.mesh.size()
     inside = {id(part) for layer in layers for part in layer.modules()}
     before = []
-    for shard in record.shards:
-        if id(shard.owner) in inside:
-            sharded: Any = _parameter_of(shard.owner, shard.name)
-            gathered = _restore_order(sharded.full_tensor().detach(), shard.dim, shard.parts, num_ranks)
-            before.append((shard, sharded))
-            parameter_slots(shard.owner)[shard.name] = nn.Parameter(gathered, requires_grad=False)
+    # Shard again what was gathered also if memory for a later parameter is lacking.
     try:
+        for shard in record.shards:
+            if id(shard.owner) in inside:
+                sharded: Any = _parameter_of(shard.owner, shard.name)
+                full = _restore_order(sharded.full_tensor().detach(), shard.dim, shard.parts, num_ranks)
+                gathered = nn.Parameter(full, requires_grad=False)
+                before.append((shard, sharded))
+                parameter_slots(shard.owner)[shard.name] = gathered
         yield
     finally:
         for shard, sharded in before:
-            gathered = _parameter_of(shard.owner, shard.name).detach()
-            write_shard(sharded, _order_by_rank(gathered, shard.dim, shard.parts, num_ranks))
+            written = _parameter_of(shard.owner, shard.name).detach()
+            write_shard(sharded, _order_by_rank(written, shard.dim, shard.parts, num_ranks))
             parameter_slots(shard.owner)[shard.name] = sharded
 
 
@@ -335,18 +337,18 @@ def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, 
 
 
 def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:
-    """Return the RMS norm of ``x``, ``[B, S, C / n]``, over the channels of all ranks, computed in float32.
-    Collective.
+    """Return the RMS norm of ``x``, ``[B, S, C / n]``, over the channels of all ranks, computed in float32 or
+    float64. Collective.
     """
     weight: DTensor = norm.weight
     mesh, channels = weight.device_mesh, weight.shape[0]
     eps = norm.eps
     if eps is None:
         eps = torch.finfo(x.dtype).eps
-    wide = x.float()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     squares = DTensor.from_local(wide.square().sum(-1, keepdim=True), mesh, [Partial()], run_check=False)
     # Each rank scales its own channels by the mean, so the gradient of the mean is a sum over the ranks as
     # well.
     total: Tensor = squares.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
     mean = total / channels
-    return (wide * torch.rsqrt(mean + eps) * weight.to_local().float()).to(x.dtype)
+    return (wide * torch.rsqrt(mean + eps) * weight.to_local().to(wide.dtype)).to(x.dtype)

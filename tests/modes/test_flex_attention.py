@@ -24,10 +24,6 @@ def causal(b, h, q, k):
     return q >= k
 
 
-def window(b, h, q, k):
-    return (q - k).abs() <= 3
-
-
 def per_head(b, h, q, k):
     return (q - k).abs() <= 2 + h
 
@@ -62,7 +58,7 @@ LAYOUTS = (13, 4, 2, by_distance, per_head, 4, (None, 4))
 
 
 def cross_mask():
-    return create_block_mask(window, None, None, 13, 5, device="cpu", BLOCK_SIZE=4)
+    return create_block_mask(lambda b, h, q, k: (q - k).abs() <= 3, None, None, 13, 5, device="cpu", BLOCK_SIZE=4)
 
 
 def attend_in_mode():

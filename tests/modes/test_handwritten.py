@@ -49,11 +49,6 @@ def disabled(cp, part):
         attend(part, torch.sigmoid)
 
 
-def fail(cp, part):
-    attend(part, torch.sigmoid)
-    raise ValueError("mine")
-
-
 def no_scores(cp, part):
     """Call softmax and exp next to SDPA for purposes other than attention over tokens."""
     sdpa(part)
@@ -67,7 +62,7 @@ def no_scores(cp, part):
 BY_HAND, NOTHING = "attn_implementation='sdpa'", "intercepted no scaled_dot_product_attention"
 USES = {
     "disabled": (disabled, NOTHING),
-    "another exception": (fail, "ValueError: mine"),
+    "another exception": (lambda cp, part: (attend(part, torch.sigmoid), 1 / 0), "ZeroDivisionError: "),
     "channels alone": (lambda cp, part: cp.gather(part.softmax(-1), dim=1), NOTHING),
     "no scores": (no_scores, None),
     "nothing": (lambda cp, part: part + 1, f"ParallelWarning {__file__}: UnifiedAttnMode on 2 ranks {NOTHING}"),

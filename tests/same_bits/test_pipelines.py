@@ -19,7 +19,7 @@ CACHED = {"num_inference_steps": 6}
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
 
 
-def flux_on(mesh_sizes, dtype, options, has_8_bit_weights=False):
+def flux_on(mesh_sizes, dtype, options, has_8_bit_weights):
     transformer = flux_transformer(attention_head_dim=64, axes_dims_rope=(16, 24, 24))
     pipe = flux_pipe(shared_parts=False, transformer=transformer).to(dtype)
     if has_8_bit_weights:
@@ -34,22 +34,19 @@ def flux_on(mesh_sizes, dtype, options, has_8_bit_weights=False):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dtype", "options"),
+    ("mesh", "dtype", "options", "has_8_bit_weights"),
     [
-        ((1, 1, 3), torch.float32, {}),
-        ((1, 1, 2), torch.bfloat16, {}),
-        ((1, 2, 1), torch.bfloat16, {}),
-        ((2, 1, 1), torch.float32, GUIDED),
-        ((2, 1, 2), torch.float32, GUIDED),
+        ((1, 1, 3), torch.float32, {}, False),
+        ((1, 1, 2), torch.bfloat16, {}, False),
+        ((1, 2, 1), torch.bfloat16, {}, False),
+        ((2, 1, 1), torch.float32, GUIDED, False),
+        ((2, 1, 2), torch.float32, GUIDED, False),
+        ((1, 1, 2), torch.float32, {}, True),
     ],
 )
-def test_flux_has_the_bytes_of_one_process(rank_pool, mesh, dtype, options):
-    for results in rank_pool.run(flux_on, mesh[0] * mesh[1] * mesh[2], mesh, dtype, options):
+def test_flux_has_the_bytes_of_one_process(rank_pool, mesh, dtype, options, has_8_bit_weights):
+    for results in rank_pool.run(flux_on, mesh[0] * mesh[1] * mesh[2], mesh, dtype, options, has_8_bit_weights):
         assert results == (True, True)
-
-
-def test_flux_with_8_bit_weights_has_the_bytes_of_one_process(rank_pool):
-    assert rank_pool.run(flux_on, 2, (1, 1, 2), torch.float32, {}, True) == [(True, True)] * 2
 
 
 # Cross-attention of few queries; a text with as many tokens as a rank has of the image, whole and shared; a mean.
@@ -106,10 +103,6 @@ def refuse():
             parallelize_pipe(pipe, mesh=cpu_mesh(*mesh), same_bits=True, **options)
 
 
-def test_what_adds_up_in_another_order_is_refused(rank_pool):
-    rank_pool.run(refuse, 2)
-
-
 def compiled():
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), same_bits=True)
     transformer = pipe.transformer
@@ -121,10 +114,6 @@ def compiled():
         transformer.compile_repeated_blocks(backend="eager")
 
 
-def test_compiled_model_is_refused(rank_pool):
-    rank_pool.run(compiled, 2)
-
-
 def guide_with_one_row():
     pipe = PIPELINES["cogvideox 1.5, image"].build()
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 1, batch=2), same_bits=True)
@@ -132,5 +121,6 @@ def guide_with_one_row():
         generate(pipe, "cogvideox 1.5, image")
 
 
-def test_a_row_for_all_samples_is_refused(rank_pool):
-    rank_pool.run(guide_with_one_row, 2)
+@pytest.mark.parametrize("check", [refuse, compiled, guide_with_one_row])
+def test_what_has_other_bits_is_refused(rank_pool, check):
+    rank_pool.run(check, 2)

@@ -11,7 +11,7 @@ from torch import Tensor
 from para_core import Segment
 from para_core.layout.sequence import SequenceLayout
 from para_core.recorder.recorder import Recorder
-from para_core.same_bits import row_check
+from para_core.same_bits import mode, row_check
 from para_core.same_bits.at_place import TorchCall
 from para_core.same_bits.found import Found
 from para_core.same_bits.one_process import UNKNOWN, OneProcess, Place
@@ -141,6 +141,16 @@ def test_what_differs_by_rounding_is_computed_at_its_place():
     out.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 1 + 13e-6))
     assert check.findings == [] and check.found.at_place == {TorchCall(round_by_size, x, (), {}).kind}
+
+
+def test_a_function_in_place_is_compared_and_writes(monkeypatch):
+    one, x = OneProcess((Segment("image", 13),), 1, 2), torch.randn(2, 6, 96)
+    monkeypatch.setattr(mode, "one_process_of", lambda *_: one)
+    check, expected = new_check(), F.silu(x)
+    check.tags.add(x, ("image",))
+    with mode.SameBits(None, 1, check.found, check):
+        assert F.silu(x, inplace=True) is x
+    assert torch.equal(x, expected) and check.findings == []
 
 
 def test_tokens_are_followed_to_what_is_computed_from_them():

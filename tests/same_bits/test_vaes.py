@@ -8,14 +8,11 @@ from para_core.adapters import parallelize_pipe, parallelize_vae, unparallelize_
 from para_core.adapters.vae.families import require_parallel_vae
 from para_core.same_bits.image_rows import SameBitsRows
 from para_core.same_bits.placed_rows import PlacedRows
+from para_core.same_bits.products import have_equal_bytes
 from para_core.spatial.mode import one_group
 from tests.spatial.test_diffusion_decoder import make_decoder
 from tests.tiny import cpu_mesh, flux_call, flux_pipe
 from zoo.tiny.vaes import TINY_VAES, random_image
-
-
-def have_equal_bytes(x, y):
-    return x.dtype == y.dtype and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
 @torch.no_grad()

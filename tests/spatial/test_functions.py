@@ -94,10 +94,6 @@ def stft_of_columns(x):
     return torch.cat(torch.view_as_real(spectrum).chunk(2, dim=-1), dim=1).squeeze(-1).transpose(1, 2)
 
 
-def downsample(x, weight):
-    return F.conv2d(F.pad(x, (0, 1, 0, 1)), weight, stride=2)
-
-
 def attend(x, mask=None, **options):
     return F.scaled_dot_product_attention(*[tokens(x)] * 3, mask, **options)
 
@@ -122,7 +118,7 @@ CASES = {
     "conv2d 'same'": lambda i: F.conv2d(i["image"], i["wide"], padding="same"),
     "conv2d valid": lambda i: F.conv2d(i["image"], i["weight"]),
     "conv2d stride": lambda i: F.conv2d(i["image"], i["weight"], stride=2, padding=1),
-    "conv2d stride, padded below": lambda i: downsample(i["image"], i["weight"]),
+    "conv2d stride, padded below": lambda i: F.conv2d(F.pad(i["image"], (0, 1, 0, 1)), i["weight"], stride=2),
     "conv2d stride 3": lambda i: F.conv2d(i["image"], i["wide"], stride=3, padding=2),
     "conv2d even": lambda i: F.conv2d(i["image"], i["even"], stride=2, padding=1),
     "conv2d dilation": lambda i: F.conv2d(i["image"], i["weight"], padding=2, dilation=2),
@@ -141,6 +137,7 @@ CASES = {
         i["image"], i["weight"], i["bias"], stride=2, padding=1, output_padding=1
     ),
     "conv_transpose2d patches": lambda i: F.conv_transpose2d(i["image"], i["even"][..., :2, :2], stride=2),
+    "conv_transpose2d apart": lambda i: F.conv_transpose2d(i["image"], i["weight"][..., :1, :1], i["bias"], stride=3),
     "conv_transpose3d": lambda i: F.conv_transpose3d(i["clip"], i["volume"].transpose(0, 1), stride=(1, 2, 2)),
     "pad reflect": lambda i: F.pad(i["image"], (2, 1, 1, 2), mode="reflect"),
     "pad replicate": lambda i: F.pad(i["image"], (2, 1, 1, 2), mode="replicate"),
@@ -192,6 +189,8 @@ CASES = {
     "stack and unbind": lambda i: torch.stack([i["image"], i["other"]], 1).unbind(0)[1],
     "repeat_interleave": lambda i: i["image"].repeat_interleave(2, dim=1).repeat_interleave(2, dim=-1),
     "sum of a mask": lambda i: (i["image"] > 0).sum((2, 3)),
+    "pairs of columns": lambda i: i["image"].unflatten(-1, (int(i["image"].shape[-1]) // 2, -1)),
+    "squeeze to one row on a rank": lambda i: F.conv2d(i["image"], i["wide"], stride=4).squeeze(),
     "frames apart": lambda i: torch.cat([i["clip"][:, :, :1], i["clip"][:, :, 1:].flip(2)], dim=2)[:, :, [2, 0]],
     "flipped twice": lambda i: i["clip"].flip(1, 2).flip((0, 2)),
     "rows left out": lambda i: i["image"][..., 1:-2, 2:],
@@ -217,6 +216,12 @@ CASES = {
     "a channel by a number of NumPy": lambda i: i["clip"][:, np.int64(1)],
     "zeros": lambda i: torch.cat([i["clip"].new_zeros(1, 8, 1, *i["clip"].shape[-2:]), torch.zeros_like(i["clip"])], 2),
 }
+
+
+def rows_of_channels(x, dim):
+    """Return an index with an entry for each row."""
+    return x.select(1, 0).transpose(dim, -1)[0, 0].long()
+
 
 REFUSED = {
     "roll": lambda i, dim: i["image"].roll(1, dim),
@@ -244,6 +249,15 @@ REFUSED = {
     "stft": lambda i, dim: torch.stft(i["image"].transpose(dim, -1).flatten(0, 2), 4, return_complex=True),
     "einsum": lambda i, dim: torch.einsum("bchw->bc", i["image"]),
     "randn_like": lambda i, dim: torch.randn_like(i["image"]),
+    "pixel_unshuffle of other rows": lambda i, dim: F.pixel_unshuffle(i["image"], 4),
+    "interpolate to one row": lambda i, dim: F.interpolate(i["image"], size=(1, 1)),
+    "cat, out": lambda i, dim: torch.cat([i["image"], i["other"]], 1, out=torch.empty(0)),
+    "matmul of keywords": lambda i, dim: torch.matmul(input=i["image"], other=i["other"].mT),
+    "baddbmm in place": lambda i, dim: torch.empty(2, 84, 84).baddbmm_(
+        tokens(i["image"]), i["image"].flatten(2), beta=0
+    ),
+    "getitem by rows": lambda i, dim: i["image"][:, rows_of_channels(i["image"], dim)],
+    "index_select by rows": lambda i, dim: i["image"].index_select(1, rows_of_channels(i["image"], dim)),
 }
 
 

@@ -81,10 +81,6 @@ def test_every_unet_pipeline_is_exact(rank_pool, name, shapes, sizes):
 # -- Errors.
 
 
-def replace_it(pipe):
-    pipe.unet = UNET_PIPELINES["sd"].build().unet
-
-
 @torch.no_grad()
 def call_by_hand():
     """Call a UNet in a loop of one's own, also with another sample on each rank."""
@@ -123,8 +119,9 @@ def refuse_tensor_ranks():
 
 
 def refuse_other_unets():
+    other = UNET_PIPELINES["sd"].build().unet
     for change, message in (
-        (replace_it, r"pipe\.unet .*another .*parallelized"),
+        (lambda pipe: pipe.register_modules(unet=other), r"pipe\.unet .*another .*parallelized"),
         (lambda pipe: unparallelize_unet(pipe.unet), r"pipe\.unet .*unparallelized"),
     ):
         pipe = parallelize_pipe(UNET_PIPELINES["sd"].build(), mesh=cpu_mesh(1, 2))
@@ -147,12 +144,9 @@ def test_an_option_of_transformers_is_refused_for_a_unet():
         assert type(pipe) is diffusers.StableDiffusionPipeline
     with pytest.raises(ValueError, match="backend='math': StableVideoDiffusionPipeline "):
         parallelize_pipe(UNET_PIPELINES["svd"].build(), backend="math")
-
-
-@pytest.mark.parametrize("name", ["assume_equal", "batched"])
-def test_a_switch_that_is_no_bool_is_refused(name):
-    with pytest.raises(TypeError, match=f"{name} is 'no'"):
-        parallelize_unet(UNET_PIPELINES["sd"].build().unet, **{name: "no"})
+    for name in ("assume_equal", "batched"):
+        with pytest.raises(TypeError, match=f"{name} is 'no'"):
+            parallelize_unet(pipe.unet, **{name: "no"})
 
 
 def test_every_unet_class_runs_or_has_a_reason():

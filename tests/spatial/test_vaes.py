@@ -59,13 +59,13 @@ def require_equal(name, **options):
             assert relative_error(out, expected) < 1e-5, (name, shape, way)
 
 
-def check_autoencoders(names):
+def check_autoencoders(*names):
     for name in names:
         heartbeat()
         require_equal(name)
 
 
-def check_groups(names):
+def check_groups(*names):
     """Share rows over a group without rank 0, and over all dims of meshes, whose groups the first ranks use."""
     group = dist.new_group([1, 2])
     if dist.get_rank() in (1, 2):
@@ -93,18 +93,6 @@ def check_few_rows():
                 assert image.shape == expected.shape and not image.any()
             if gather == "all":
                 assert relative_error(tiny.encode(vae, image), tiny.encode(alone, image)) < 1e-5, height
-
-
-@pytest.mark.parametrize(
-    ("check", "ranks", "names"),
-    [
-        (check_autoencoders, 2, DEFAULT),
-        (check_groups, 4, ["KL"]),
-        *[pytest.param(check_autoencoders, n, [name], marks=pytest.mark.long) for name in ROWS for n in (2, 3, 4)],
-    ],
-)
-def test_rows_equal_one_device(rank_pool, check, ranks, names):
-    rank_pool.run(check, ranks, names)
 
 
 def test_few_rows_use_fewer_ranks(rank_pool):
@@ -316,9 +304,18 @@ def check_errors():
             tiny.decode(vae, x)
 
 
-@pytest.mark.parametrize(("check", "ranks"), [(check_settings, 2), (check_errors, 3)])
-def test_settings_are_exact_or_errors_on_every_rank(rank_pool, check, ranks):
-    rank_pool.run(check, ranks)
+@pytest.mark.parametrize(
+    ("check", "ranks", "arguments"),
+    [
+        (check_autoencoders, 2, DEFAULT),
+        (check_groups, 4, ["KL"]),
+        (check_settings, 2, ()),
+        (check_errors, 3, ()),
+        *[pytest.param(check_autoencoders, n, [name], marks=pytest.mark.long) for name in ROWS for n in (2, 3, 4)],
+    ],
+)
+def test_on_ranks(rank_pool, check, ranks, arguments):
+    rank_pool.run(check, ranks, *arguments)
 
 
 def test_refused_autoencoders_and_words_are_errors_that_name_them():

@@ -14,6 +14,7 @@ from para_core.adapters.models.shared.flux import FLUX_PLAN
 from para_core.comparison.call_record import CallRecord, RecordEntry
 from para_core.comparison.difference import compare_records
 from para_core.comparison.digests import digest
+from para_core.comparison.model_inputs import ModelInputs, dims_of_tokens
 from para_core.comparison.virtual_ranks import RanksDiffer, outcomes_on_virtual_ranks
 from para_core.distributed.collectives import all_gather
 from para_core.instance.record import fill_slot
@@ -145,6 +146,7 @@ EXACT = {
     "own lines": (lambda: pixels(make(), forward=shard_pixels), {12}),
     "fields of a dataclass": (lambda: of_inputs({"inputs.x": 1, "inputs.scale": 1}), {12, 11}),
     "infinite outputs": (lambda: pixels(make(**FORBID)), {12, 11}),
+    "conjugate outputs": (lambda: pixels(make(result=lambda y: torch.complex(y, y).conj())), {12, 11}),
     "a plan": (lambda: flux(FLUX_PLAN), {35, 34}),
     "an early gather": (lambda: pixels(make(), plan=EARLY), {12, 11}),
     "a mask": (lambda: pixels(Masked(), mask=ROWS, dim={"x": 1, "mask": 2}), {12, 11}),
@@ -259,12 +261,18 @@ def test_what_cannot_be_checked_raises(build, options, error, words):
 
 def test_digest_of_complex_numbers_sees_both_parts():
     x = torch.randn(4, 6, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-    full, part = digest(x), digest(x[:, :2])
+    with torch.device("meta"):  # The default device of a user is not that of the random vectors.
+        full, part = digest(x), digest(x[:, :2])
     assert [row.shape[0] for row in full.rows] == [4, 6, 3]
     torch.testing.assert_close(part.rows[1], full.rows[1][:2])
     for other in (torch.complex(x.imag, x.real), x.conj(), x * 1j):
         assert all((a - b).norm() > 0.1 * a.norm() for a, b in zip(full.rows, digest(other).rows, strict=True))
     assert [row.shape[0] for row in digest(x.sum()).rows] == [1]
+
+
+def test_one_tensor_as_two_arguments_is_sharded_for_the_named_one():
+    x = torch.ones(1, 4, 2)
+    assert dims_of_tokens(nn.PairwiseDistance(), ModelInputs((x, x), {}), {"x1": 1}) == {0: 1}
 
 
 def test_virtual_ranks_that_meet_in_different_collectives_end_at_once():
@@ -274,6 +282,8 @@ def test_virtual_ranks_that_meet_in_different_collectives_end_at_once():
 
     outcomes = outcomes_on_virtual_ranks(run, ulysses=3, device=torch.device("cpu"))
     assert [isinstance(outcome.error, RanksDiffer) for outcome in outcomes] == [True, True, False]
+    with torch.device("meta"):  # New tensors of a rank are where those of the caller are.
+        assert outcomes_on_virtual_ranks(lambda mesh: torch.empty(1).is_meta, device=torch.device("cpu"))[0].output
 
 
 def test_records_of_other_lengths_do_not_agree():

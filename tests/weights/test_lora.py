@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from diffusers.hooks import apply_group_offloading
 from peft import LoraConfig
+from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from para_core.adapters import parallelize_pipe
+from para_core.weights.parameters import stand_ins, weights_of
 from tests.rank_pool import heartbeat
 from tests.tiny import relative_error
 from tests.weights.pipes import METHODS, generate, make, mesh_of
@@ -206,3 +208,11 @@ def stages_with_other_features(folder):
 @pytest.mark.filterwarnings("ignore:In CPU autocast", "ignore:TorchaoLoraLinear was instantiated")
 def test_other_features_are_exact_in_stages_or_refused(rank_pool, tmp_path):
     rank_pool.run(stages_with_other_features, 2, tmp_path / "saved")
+
+
+def test_weights_are_back_if_a_stand_in_cannot_be_made():
+    layer = nn.Linear(2, 2)
+    weight, entry = layer.weight, weights_of(layer)[0]
+    with pytest.raises(AttributeError), stand_ins([entry, (None, [])], torch.device("meta")):
+        pass
+    assert layer.weight is weight

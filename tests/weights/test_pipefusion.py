@@ -252,13 +252,10 @@ def compile_forward(pipe):
 
 
 def compile_in_its_place(pipe):
-    pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
+    pipe.transformer = torch.compile(pipe.transformer, **EAGER)
 
 
-def compile_it(pipe):
-    pipe.transformer.compile(backend="eager", fullgraph=True)
-
-
+EAGER = {"backend": "eager", "fullgraph": True}
 COMPILED = r"pipe\.transformer .*compile_repeated_blocks\(fullgraph=True\)"
 
 
@@ -287,7 +284,7 @@ def plan_in_patches(dim, *cuts):
         (lambda: fuse_and_run("hunyuan", PipeFusion(4)), ValueError, "3 frames .*num_patches=4 "),
         (lambda: fuse_and_run("flux", PipeFusion(), apply_cache_on_pipe), RuntimeError, "cache.* PipeFusion "),
         (lambda: fuse_and_run("flux", PipeFusion(), compile_forward), RuntimeError, COMPILED),
-        (lambda: fuse_and_run("flux", PipeFusion(), compile_it), RuntimeError, COMPILED),
+        (lambda: fuse_and_run("flux", PipeFusion(), lambda x: x.transformer.compile(**EAGER)), RuntimeError, COMPILED),
         (lambda: fuse_and_run("mochi", PipeFusion(), compile_in_its_place), RuntimeError, COMPILED),
         (
             lambda: parallelize_pipe(flux_pipe(), pipefusion=PipeFusion()).transformer(None),

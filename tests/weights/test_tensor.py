@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import FluxPipeline, TensorParallelConfig
 from diffusers.hooks import tensor_parallel
 from diffusers.hooks.layerwise_casting import apply_layerwise_casting_hook
@@ -163,13 +164,6 @@ def test_model_or_mesh_that_does_not_fit_is_refused(size, options, message):
     assert type(pipe) is FluxPipeline
 
 
-def test_parts_that_do_not_divide_a_layer_are_refused():
-    plan = TensorPlan({"0": Linear("colwise", parts=(1, 1, 1))})
-    check_tensor_plan(nn.Sequential(nn.Linear(8, 99)), plan, 3)
-    with pytest.raises(ValueError, match=r"^0 of this Sequential has 100 channels"):
-        check_tensor_plan(nn.Sequential(nn.Linear(8, 100)), plan, 3)
-
-
 def test_plan_of_an_own_adapter_is_used():
     feed = {"transformer_blocks.*.ff.net.0.proj": Linear("colwise"), "transformer_blocks.*.ff.net.2": Linear("rowwise")}
     options = {"weights": "tensor", "text_encoders": "replicate", "adapter": replace(FLUX, tensor=TensorPlan(feed))}
@@ -196,6 +190,7 @@ class Counted(nn.Module):
         ({"channels": 7}, {}, r"norm of this Counted has a weight of the shape \[7\]"),
         ({}, {"heads": ("feed",)}, r"feed of this Counted has no number 'heads'"),
         ({}, {"counts": {"attn": "units"}}, r"attn of this Counted has no number 'units'"),
+        ({}, {"linears": {"attn": Linear("colwise", (1, 1, 1))}}, r"^attn of this Counted has 8 channels"),
     ],
 )
 def test_plan_that_does_not_divide_a_model_is_refused(options, changes, message):
@@ -211,6 +206,13 @@ def test_layer_whose_forward_a_hook_has_replaced_is_refused(name):
     apply_layerwise_casting_hook(getattr(model, name), torch.bfloat16, torch.float32, non_blocking=False)
     with pytest.raises(ValueError, match=rf"{name} of this Counted has a forward of its own"):
         check_tensor_plan(model, plan, 2)
+
+
+def normalize_in_float64():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)).double(), torch.randn(3, 8, dtype=torch.float64)
+    expected = model(x).detach().chunk(2, -1)[dist.get_rank()]
+    shard_tensors(model, TensorPlan({"0": Linear("colwise")}, norms=("1",)), init_device_mesh("cpu", (2,)))
+    assert relative_error(model(x), expected) < 1e-14
 
 
 # Gradients of these weights are refused.
@@ -253,6 +255,7 @@ def check_gradients():
         (generate_over, 4, ("diffusers", {"ulysses": 2, "tensor": 2})),
         (refusals_on_ranks, 2, ()),
         (check_gradients, 2, ()),
+        (normalize_in_float64, 2, ()),
     ],
 )
 def test_on_ranks(rank_pool, check, ranks, arguments):
