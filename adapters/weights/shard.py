@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_with_blocks
 from para_core.adapters.inspect.diffusers_mesh import mesh_of_diffusers
@@ -192,11 +193,14 @@ def prepare_sharding(
     element loads a whole page. ``adapter`` is the one that the user passed.
     """
     if mesh is None:
-        _check_sharding_options(pipe, method, offload_policy)
         mesh = mesh_of(pipe)
     if mesh is None:
-        # The default mesh is chosen for the models, so check first that they can be sharded.
-        _choose_components(pipe, method, components)
+        # The default mesh is chosen for the models by all ranks, so check first, on all of them, that these can
+        # be sharded.
+        options = {"method": method, "components": components, "offload_policy": offload_policy}
+        with agree_on_options("shard_weights", None, options):
+            _check_sharding_options(pipe, method, offload_policy)
+            _choose_components(pipe, method, components)
     foreign_mesh = _foreign_mesh(mesh, method)
     ranks: Ranks
     if foreign_mesh is None:
