@@ -186,6 +186,7 @@ def load(folder, weights, dtype):
     assert isinstance(pipe.text_encoder_2, FSDPModule) == (weights == "fsdp")
     assert {x.dtype for x in pipe.transformer.parameters()} == {dtype or torch.float32}
     assert any(x.is_meta for x in pipe.transformer.parameters()) == (weights == "stages")
+    assert pipe.text_encoder_2.shared.weight is pipe.text_encoder_2.encoder.embed_tokens.weight
     whole = load_whole(FluxPipeline, folder, dtype)
     if weights == "fsdp":
         parallelize_pipe(whole, mesh=mesh)

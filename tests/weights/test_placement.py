@@ -314,10 +314,6 @@ def test_weights_changed_after_a_call_are_used_in_all_steps(change, state):
     assert torch.equal(generate(pipe, "flux"), expected)
 
 
-def tensors_of(*modules):
-    return [x for module in modules for x in (*module.parameters(), *module.buffers())]
-
-
 @torch.no_grad()
 def test_offloaded_vae_stays_so_with_a_lora_and_may_be_compiled():
     pipe, alone = make("flux"), make("flux")
@@ -331,7 +327,7 @@ def test_offloaded_vae_stays_so_with_a_lora_and_may_be_compiled():
             each.load_lora_weights(dict(weights))
         CopyingGroup.copies = 0
         assert torch.equal(draw(pipe), draw(alone))
-        assert CopyingGroup.copies == len(tensors_of(pipe.vae.decoder))
+        assert CopyingGroup.copies == len([*pipe.vae.decoder.parameters(), *pipe.vae.decoder.buffers()])
         with mock.patch.object(pipe.vae._diffusers_hook.get_hook("group_offloading").config, "onload_device", "there"):
             assert pipe._execution_device == pipe.vae.device == "there"
     decode = torch.compile(pipe.vae.decode, backend="eager", fullgraph=True)
