@@ -75,7 +75,7 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | N
 
 
 def mesh_and_method(
-    mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None
+    mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None
 ) -> tuple[GuidedMesh, RotateMethod]:
     """Return the mesh as :func:`guided_mesh_for` does, and the default ``rotate_method`` for it. Without a
     mesh this is a collective call.
