@@ -229,6 +229,14 @@ def decoders_of(pipe: Any) -> dict[str, nn.Module]:
     return {DIFFUSION_DECODER: module}
 
 
+def all_components(pipe: Any) -> dict[str, Any]:
+    """Return all components of ``pipe`` by name; of a pipeline that is not of diffusers, its attributes."""
+    components: dict[str, Any] | None = getattr(pipe, "components", None)
+    if components is None:
+        components = {**getattr(pipe, "__dict__", {}), **getattr(pipe, "_modules", {})}
+    return components
+
+
 def component_of(pipe: Any, path: str) -> Any:
     """Return the component of ``pipe`` at a dotted ``path`` such as ``controlnet.nets.0``; None if there is none."""
     return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), pipe)

@@ -26,7 +26,7 @@ from para_core.adapters.inspect.components import components_with_blocks
 from para_core.adapters.inspect.diffusers_mesh import mesh_of_diffusers
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.refusal import refusal
-from para_core.adapters.registry import check_pipeline_or_model, mesh_of, transformers_of
+from para_core.adapters.registry import all_components, check_pipeline_or_model, mesh_of, transformers_of
 from para_core.adapters.weights.feature import Method, Ranks
 from para_core.adapters.weights.features import method_of, require_method, shard_methods
 from para_core.adapters.weights.lora import follow_loras
@@ -383,7 +383,7 @@ def check_one_device(model_or_pipe: Any, what: str) -> None:
 
 def check_unmoved_weights(pipe: Any) -> None:
     """Refuse weights that accelerate moves to the device layer by layer."""
-    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    parts = {name: part for name, part in all_components(pipe).items() if isinstance(part, nn.Module)}
     for name, part in parts.items():
         for path, module in part.named_modules():
             hook = getattr(module, "_hf_hook", None)
