@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +24,7 @@ from para_core.adapters.features import feature
 from para_core.distributed.create_mesh import check_distinct_gpus, init_context_parallel_mesh, ranks_per_host
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.mesh import GuidedMesh, guided_mesh, one_guided_rank
+from para_core.instance.modules import instances_in
 from para_core.option_values import RotateMethod
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | N
 
 
 def mesh_and_method(
-    mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None
+    mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None
 ) -> tuple[GuidedMesh, RotateMethod]:
     """Return the mesh as :func:`guided_mesh_for` does, and the default ``rotate_method`` for it. Without a
     mesh this is a collective call.
@@ -83,7 +85,7 @@ def mesh_and_method(
     if isinstance(mesh, GuidedMesh):
         return mesh, "alltoall"
     if mesh is None:
-        device_type = torch.device(getattr(owner, "_execution_device", None) or owner.device).type
+        device_type = _device_type_of(owner)
         if not (dist.is_available() and dist.is_initialized()):
             world_size = os.environ.get("WORLD_SIZE", "1")
             if world_size != "1":
@@ -103,6 +105,16 @@ def mesh_and_method(
         )
     check_distinct_gpus(mesh, guided)
     return guided, "alltoall"
+
+
+def _device_type_of(owner: Any) -> str:
+    """Return the type of the device on which ``owner``, a pipeline or model, computes; "cpu" if nothing tells it."""
+    device = getattr(owner, "_execution_device", None) or getattr(owner, "device", None)
+    if device is None:
+        # The owner is not of diffusers: a module of torch, or a pipeline of the user's own.
+        parts = [part for part in instances_in(owner) if isinstance(part, nn.Module)]
+        device = next((x.device for part in parts for x in part.parameters()), "cpu")
+    return torch.device(device).type
 
 
 def _choose_default_mesh(device_type: str, owner: Any, weights: str | None) -> MeshChoice:

@@ -69,4 +69,4 @@ def products(request: ChangeRequest) -> list[ProductsChange]:
     return [ProductsChange([*request.transformers.values()])]
 
 
-FEATURE = Feature(option="products", changes=products)
+FEATURE = Feature(option="products", changes=products, transformer_slots=(Slot.PRODUCTS,))

@@ -104,7 +104,7 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
     )
 
 
-def planned_class(module: nn.Module, adapter: Adapter | None = None) -> type:
+def planned_class(module: nn.Module, adapter: Adapter | None) -> type:
     """Return the class whose code the plan of ``module`` describes: that of the adapter, or the one that
     publishes a plan; the class of ``module`` itself if there is neither.
     """
@@ -114,7 +114,7 @@ def planned_class(module: nn.Module, adapter: Adapter | None = None) -> type:
     return next((cls for cls in classes if "_cp_plan" in vars(cls)), classes[0])
 
 
-def require_adapter(module: nn.Module, adapter: Adapter | None = None) -> Adapter:
+def require_adapter(module: nn.Module, adapter: Adapter | None) -> Adapter:
     """Return the adapter of :func:`adapter_for`. Raise ``TypeError`` if there is none."""
     adapter = adapter_for(module, adapter)
     if adapter is None:
@@ -122,7 +122,7 @@ def require_adapter(module: nn.Module, adapter: Adapter | None = None) -> Adapte
     return adapter
 
 
-def require_blocks(module: nn.Module, adapter: Adapter | None = None) -> CachedBlocks:
+def require_blocks(module: nn.Module, adapter: Adapter | None) -> CachedBlocks:
     """Return the block stack that the adapter for ``module`` describes. Raise ``TypeError`` if there is none."""
     blocks = require_adapter(module, adapter).blocks
     if blocks is None:
@@ -229,24 +229,28 @@ def decoders_of(pipe: Any) -> dict[str, nn.Module]:
     return {DIFFUSION_DECODER: module}
 
 
+def all_components(pipe: Any) -> dict[str, Any]:
+    """Return all components of ``pipe`` by name; of a pipeline that is not of diffusers, its attributes."""
+    components: dict[str, Any] | None = getattr(pipe, "components", None)
+    if components is None:
+        components = {**getattr(pipe, "__dict__", {}), **getattr(pipe, "_modules", {})}
+    return components
+
+
 def component_of(pipe: Any, path: str) -> Any:
     """Return the component of ``pipe`` at a dotted ``path`` such as ``controlnet.nets.0``; None if there is none."""
     return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), pipe)
 
 
 def mesh_of(pipe: Any) -> GuidedMesh | None:
-    """Return the mesh on which ``pipe`` runs; None if it is not parallel."""
-    return _mesh_in_slot(pipe, Slot.PARALLEL_PIPE)
+    """Return the mesh on which ``pipe`` runs; None if it is not parallel, or no pipeline."""
+    # The owner is a ParallelCall, whose file imports this one.
+    mesh = getattr(slot_owner(pipe, Slot.PARALLEL_PIPE, object), "mesh", None)
+    if isinstance(mesh, GuidedMesh):
+        return mesh
+    return None
 
 
 def applied_mesh(module: Any) -> SequenceMesh | None:
     """Return the ranks over which the tokens or rows of ``module`` are sharded; None if they are not."""
     return mesh_of_plan(module) or mesh_of_denoiser(module)
-
-
-def _mesh_in_slot(instance: Any, slot: Slot) -> GuidedMesh | None:
-    """Return the attribute ``mesh`` of the owner of a slot, whose class may not be imported here; None without one."""
-    mesh = getattr(slot_owner(instance, slot, object), "mesh", None)
-    if isinstance(mesh, GuidedMesh):
-        return mesh
-    return None

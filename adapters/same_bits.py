@@ -11,6 +11,7 @@ from torch import nn
 from para_core.adapters.registry import plan_for
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.distributed.mesh import GuidedMesh
+from para_core.instance.slots import Slot
 from para_core.option_values import METHOD_WITH_BITS
 from para_core.plans.plan import LinearAttention
 from para_core.same_bits.call import SameBitsCalls
@@ -82,4 +83,10 @@ def _reasons(request: ChangeRequest) -> dict[str, str]:
     return reasons
 
 
-FEATURE = Feature(option="same_bits", changes=same_bits, image_modes=SameBitsModes)
+FEATURE = Feature(
+    option="same_bits",
+    changes=same_bits,
+    image_modes=SameBitsModes,
+    # Those that SameBitsCalls fills.
+    transformer_slots=(Slot.SAME_BITS, Slot.SAME_BITS_PRODUCTS),
+)

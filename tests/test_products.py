@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness import fake_group
 from para_core import triton_support
-from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe, unparallelize_transformer
 from para_core.kernels.product import product
 from para_core.products import TritonProducts
 from tests.kernels.interpreted import interpreted
@@ -138,11 +138,14 @@ def flux(dtype):
 
 
 def flux_on(mesh_sizes, dtype, call, options):
-    pipe = flux(dtype)
-    parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_sizes[1:], batch=mesh_sizes[0]), products="triton", **options)
+    pipe, mesh = flux(dtype), cpu_mesh(*mesh_sizes[1:], batch=mesh_sizes[0])
+    parallelize_pipe(pipe, mesh=mesh, products="triton", **options)
     with interpreted():
         out = pipe(**flux_call(**call)).images
     unparallelize_pipe(pipe)
+    # Without a pipeline, the plan of the transformer takes the option with it.
+    parallelize_transformer(pipe.transformer, mesh=mesh, products="triton", **options)
+    unparallelize_transformer(pipe.transformer)
     return out, pipe(**flux_call(**call)).images
 
 

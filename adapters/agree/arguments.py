@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from hashlib import blake2b
+from numbers import Number
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -193,7 +195,10 @@ def _limit_text(text: str) -> str:
 
 def _pieces(value: Any) -> Iterator[str | Tensor]:
     """Yield strings and tensors that, joined with each tensor's fingerprint in its place, describe ``value``."""
-    if value is None or isinstance(value, (str, bool, int, float)):
+    if isinstance(value, Number) and hasattr(value, "item"):
+        # A number of NumPy, which another rank may have as a number of Python.
+        yield repr(value.item())
+    elif value is None or isinstance(value, (str, bytes, bool, int, float, complex, range)):
         yield repr(value)
     elif isinstance(value, StageValue):
         yield from _pieces(value.value)
@@ -205,19 +210,22 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
     elif isinstance(value, (torch.dtype, timedelta)):
         yield str(value)
     elif isinstance(value, Mapping):
-        yield from _join_pieces("{}", [(f"{key!r}: ", item) for key, item in value.items()])
+        # Equal mappings may have their items in another order.
+        items = [(f"{key!r}: ", item) for key, item in value.items()]
+        yield from _join_pieces("{}", sorted(items, key=itemgetter(0)))
+    elif isinstance(value, (set, frozenset)):
+        # The order of a set of texts differs between processes.
+        yield f"{type(value).__name__} {sorted(map(describe_value, value))}"
     elif isinstance(value, (list, tuple)):
         yield from _join_pieces("[]", [("", item) for item in value])
     elif is_dataclass(value) and not isinstance(value, type):
         # Some pipelines take dataclasses, for example the conditions of LTX-Video.
         yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
     elif hasattr(value, "tobytes"):
-        # PIL images and numpy arrays have tobytes. A PIL image has no shape, so its size is taken instead.
-        if hasattr(value, "shape"):
-            shape = value.shape
-        else:
-            shape = getattr(value, "size", None)
-        yield f"{type(value).__name__} {shape} {_hash(value.tobytes())}"
+        # PIL images and numpy arrays have tobytes. A PIL image has a mode and a size for dtype and shape.
+        kind = getattr(value, "dtype", getattr(value, "mode", None))
+        shape = getattr(value, "shape", getattr(value, "size", None))
+        yield f"{type(value).__name__} {kind} {shape} {_hash(value.tobytes())}"
     else:
         # Callbacks and other objects have no values to compare between processes, so compare their class
         # only.

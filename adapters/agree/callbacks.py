@@ -43,7 +43,8 @@ def wrap_callbacks(
     """Replace each callback in ``kwargs`` by ``run(callback, *args, **kwargs)`` inside the ``with`` block.
 
     ``kwargs`` are those of a pipeline's call; callbacks are those whose names begin with ``callback``. Yields
-    the keyword arguments to call the pipeline with. ``slot`` is the slot of a callback that is an object.
+    the keyword arguments to call the pipeline with. ``slot`` is the slot of a callback that is an object. A
+    callback that the user passes by position, after some twenty arguments, runs unwrapped.
     """
     wrapped = dict(kwargs)
     with ExitStack() as stack:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from para_core.adapters.agree.arguments import StageValue
+from para_core.adapters.registry import all_components
 from para_core.distributed.fingerprints import joint_fingerprint
 from para_core.instance.modules import uncompiled
 from para_core.weights.parameters import plain_tensors
@@ -26,7 +27,7 @@ from para_core.weights.stack import stages_of
 
 def models_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield each component of ``pipe`` that is a module, with its name and without the wrapper of ``torch.compile``."""
-    for name, component in getattr(pipe, "components", {}).items():
+    for name, component in all_components(pipe).items():
         if isinstance(component, nn.Module):
             yield name, uncompiled(component)
 

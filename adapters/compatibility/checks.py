@@ -89,11 +89,6 @@ class CheckedModel:
         return component_of(self.owner, self.component)
 
 
-def model_to_check(module: Any, adapter: Adapter | None = None) -> CheckedModel:
-    """Return the entry for a supported ``module`` that is checked without its pipeline."""
-    return CheckedModel(module, module, adapter=adapter, kind=kind_of(module))
-
-
 def models_to_check(pipe: Any, adapter: Adapter | None = None) -> list[CheckedModel]:
     """Return an entry for each transformer of ``pipe``, or else for its other denoisers.
 
@@ -108,7 +103,7 @@ def models_to_check(pipe: Any, adapter: Adapter | None = None) -> list[CheckedMo
     return models or [CheckedModel(pipe, None)]
 
 
-def models_to_parallelize(pipe: Any, adapter: Adapter | None = None) -> list[CheckedModel]:
+def models_to_parallelize(pipe: Any, adapter: Adapter | None) -> list[CheckedModel]:
     """Return the models of ``pipe`` to parallelize: :func:`models_to_check`, or none if the pipeline only decodes."""
     if decoders_of(pipe):
         return []
@@ -178,7 +173,7 @@ def check_same_call_of_model(
     then a rank whose call is refused raises alone.
     """
     mesh.check_alive()
-    models = [model_to_check(module)]
+    models = [CheckedModel(module, module, kind=kind_of(module))]
     if assume_equal:
         check_parallel_call(models, mesh)
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.registry import adapter_for, transformers_of
+from para_core.adapters.registry import adapter_for, all_components, transformers_of
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class, unwrapped_class
 
@@ -39,7 +39,7 @@ def components_with_blocks(pipe: Any, names: Sequence[str] | None = None) -> dic
     ``names`` are the components to return; None for all. Raises ``TypeError`` if it is a string, and
     ``ValueError`` if the pipeline has no such component, or the component has no blocks.
     """
-    parts: dict[str, Any] = {name: uncompiled(part) for name, part in pipe.components.items()}
+    parts: dict[str, Any] = {name: uncompiled(part) for name, part in all_components(pipe).items()}
     transformers = transformers_of(pipe)
     possible = {
         name: part
@@ -67,7 +67,9 @@ def components_with_blocks(pipe: Any, names: Sequence[str] | None = None) -> dic
 def text_encoders_of(pipe: Any) -> dict[str, nn.Module]:
     """Return the text encoders of ``pipe`` by name, each without the wrapper of ``torch.compile``."""
     parts = {
-        name: uncompiled(part) for name, part in pipe.components.items() if name.startswith("text_encoder")
+        name: uncompiled(part)
+        for name, part in all_components(pipe).items()
+        if name.startswith("text_encoder")
     }
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 

@@ -314,15 +314,27 @@ def _map_each_weight(component: nn.Module, path: Path) -> None:
 
 
 def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point weights of ``module``, except those that its class keeps in float32."""
+    """Cast the floating-point weights and stored buffers of ``module``, as ``from_pretrained`` does, except
+    those that its class keeps in float32.
+
+    A weight that several modules share, such as the embedding of T5, stays shared.
+    """
     kept = _kept_in_float32(module, dtype)
+    # By id of the weight before. A weight is not freed while a module still has it to look up.
+    cast: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             castable = parameter.is_floating_point() and parameter.dtype != dtype
             if castable and not kept & {*path.split("."), name}:
-                owner.register_parameter(
-                    name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-                )
+                if id(parameter) not in cast:
+                    cast[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                owner.register_parameter(name, cast[id(parameter)])
+    # Buffers that are not in the files are made by the class, in the dtype that it needs.
+    stored = module.state_dict().keys()
+    for path, buffer in list(module.named_buffers()):
+        if path in stored and buffer.is_floating_point() and not kept & {*path.split(".")}:
+            owner_path, _, name = path.rpartition(".")
+            module.get_submodule(owner_path).register_buffer(name, buffer.to(dtype))
 
 
 def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:

@@ -24,7 +24,7 @@ from para_core.adapters.parallel.parts import FeaturePart
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, do_nothing, replace_session
 from para_core.adapters.registry import check_pipeline_or_model, planned_class
 from para_core.adapters.weights.feature import ChangeRequest
-from para_core.adapters.weights.features import changes_for
+from para_core.adapters.weights.features import changes_for, transformer_slots
 from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.apply import cache_options
@@ -110,8 +110,10 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
 
 
 def remove_from_transformer(transformer: nn.Module) -> None:
-    """Remove the plan and the verification of ``transformer``, compiled or not. Its weights stay as they are."""
-    empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED)
+    """Remove the plan of ``transformer``, compiled or not, its verification, and what options have put into its
+    calls. Its weights stay as they are.
+    """
+    empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED, *transformer_slots())
     remove_plan(uncompiled(transformer))
 
 

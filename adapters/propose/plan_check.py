@@ -78,9 +78,10 @@ class PlanCheck:
         """Return the meshes, as (ring, ulysses), on which to check a call with ``example``."""
         if not lengths:
             return _SOME_MESHES
-        # Uneven shards reveal errors that equal shards hide: take the fewest ranks that divide no length.
+        # Uneven shards reveal errors that equal shards hide: take the fewest ranks that divide no length. Every
+        # number of ranks divides 0, the length of a text without tokens.
         tokens = [tokens_of_examples[example] for tokens_of_examples in lengths]
-        ranks = next(ranks for ranks in count(2) if all(number % ranks for number in tokens))
+        ranks = next(ranks for ranks in count(2) if all(number % ranks for number in tokens if number > 0))
         return ((1, ranks), (ranks, 1))
 
     def find_difference(self, plan: Plan, *lengths: Sequence[int]) -> Difference:

@@ -49,16 +49,16 @@ def with_samples(
         )
     batched = _sample_dims(inputs, samples)
     with torch.no_grad():
-        expected = _stack([module(**copy_containers(inputs))])
+        expected = tensors_in(module(**copy_containers(inputs)))
         try:
-            parts = [module(**_one_sample(inputs, batched, index)) for index in range(samples)]
+            parts = _in_one_batch([module(**_one_sample(inputs, batched, index)) for index in range(samples)])
         # The model may raise anything if an argument does not hold samples, or if it needs more than one
-        # sample.
+        # sample. Outputs that have no dim of samples, such as a loss, cannot be put into one batch.
         except Exception as failure:
             raise DependentSamplesError(
                 f"one sample of {samples} alone fails: {type(failure).__name__}: {failure}"
             ) from failure
-    error = largest_error(_stack(parts), expected)
+    error = largest_error(parts, expected)
     if not error < max(tolerance, _LEAST_TOLERANCE):
         raise DependentSamplesError(
             f"one sample of {samples} at a time gives another result than all at once (error {error:.1e})."
@@ -89,6 +89,9 @@ def _one_sample(inputs: Mapping[str, Any], dims: Mapping[str, int], index: int) 
     return copy_containers({**inputs, **narrowed})
 
 
-def _stack(outs: list[Any]) -> list[Tensor]:
-    """Return each output tensor of the samples in one batch."""
+def _in_one_batch(outs: list[Any]) -> list[Tensor]:
+    """Return each tensor of ``outs``, the outputs of the samples one by one, with all samples in dim 0.
+
+    That is the dim along which a plan gathers the samples of an output.
+    """
     return [torch.cat(parts) for parts in zip(*[tensors_in(out) for out in outs], strict=True)]

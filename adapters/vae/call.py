@@ -103,7 +103,7 @@ def run_on_workers(
     one exchange tells the others the structure of the output, and an error of ``compute`` then raises on
     every rank: as a ``RuntimeError``, unless it is a TypeError or ValueError. If all ranks work, an error
     raises where it occurs, and nothing is exchanged. With ``gather="first"`` all ranks but the first get
-    zeros.
+    zeros, unless each of them has computed the whole output, as after a call in tiles.
     """
     works = ranks.index < workers
     failure: Exception | None = None

@@ -34,9 +34,7 @@ class _WithWeights(nn.Module):
         return self.compute(x.view([int(size) for size in x.shape]), *args, **kwargs)
 
 
-def make_traceable(
-    vae: nn.Module, compute: Callable[..., Any], *, forgets_frames: str = ""
-) -> Callable[..., Any]:
+def make_traceable(vae: nn.Module, compute: Callable[..., Any], *, forgets_frames: str) -> Callable[..., Any]:
     """Return a function with the arguments and result of ``compute`` that ``torch.compile`` can capture.
 
     ``compute`` is a function of an image and further arguments that reads the weights of ``vae``. It is

@@ -20,6 +20,7 @@ from para_core.adapters.adapter import Adapter
 from para_core.cache.options import CacheOptions
 from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.instance.slots import Slot
 from para_core.spatial.mode import SpatialShardMode
 
 Ranks = GuidedMesh | SequenceMesh
@@ -195,6 +196,9 @@ class Feature:
         quantizer: The way in which it quantizes weights.
         image_modes: Returns what makes the mode of each call of an autoencoder whose rows are sharded, in
             place of the usual one.
+        transformer_slots: The slots of a transformer that its changes fill, and that must not outlive the
+            plan of that transformer. Whatever removes the plan empties them: a transformer without a pipeline
+            has no session that would undo the changes.
     """
 
     option: str | None = None
@@ -207,3 +211,4 @@ class Feature:
     cached_call_checks: Sequence[CachedCallCheck] = ()
     quantizer: Quantizer | None = None
     image_modes: Callable[[], ImageModes] | None = None
+    transformer_slots: Sequence[Slot] = ()

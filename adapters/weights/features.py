@@ -52,6 +52,12 @@ def features() -> Mapping[str, Feature]:
     return {name: import_module(f"para_core.adapters.{module}").FEATURE for name, module in FEATURES.items()}
 
 
+@cache
+def transformer_slots() -> tuple[Slot, ...]:
+    """Return the slots of a transformer that features fill, and that must be empty once its plan is removed."""
+    return tuple([slot for feature in features().values() for slot in feature.transformer_slots])
+
+
 def shard_methods() -> Mapping[str, ShardMethod]:
     """Return the methods of sharding weights by name."""
     return {name: feature.method for name, feature in features().items() if feature.method is not None}

@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_with_blocks
 from para_core.adapters.inspect.diffusers_mesh import mesh_of_diffusers
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.refusal import refusal
-from para_core.adapters.registry import check_pipeline_or_model, mesh_of, transformers_of
+from para_core.adapters.registry import all_components, check_pipeline_or_model, mesh_of, transformers_of
 from para_core.adapters.weights.feature import Method, Ranks
 from para_core.adapters.weights.features import method_of, require_method, shard_methods
 from para_core.adapters.weights.lora import follow_loras
@@ -192,11 +193,14 @@ def prepare_sharding(
     element loads a whole page. ``adapter`` is the one that the user passed.
     """
     if mesh is None:
-        _check_sharding_options(pipe, method, offload_policy)
         mesh = mesh_of(pipe)
     if mesh is None:
-        # The default mesh is chosen for the models, so check first that they can be sharded.
-        _choose_components(pipe, method, components)
+        # The default mesh is chosen for the models by all ranks, so check first, on all of them, that these can
+        # be sharded.
+        options = {"method": method, "components": components, "offload_policy": offload_policy}
+        with agree_on_options("shard_weights", None, options):
+            _check_sharding_options(pipe, method, offload_policy)
+            _choose_components(pipe, method, components)
     foreign_mesh = _foreign_mesh(mesh, method)
     ranks: Ranks
     if foreign_mesh is None:
@@ -379,7 +383,7 @@ def check_one_device(model_or_pipe: Any, what: str) -> None:
 
 def check_unmoved_weights(pipe: Any) -> None:
     """Refuse weights that accelerate moves to the device layer by layer."""
-    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    parts = {name: part for name, part in all_components(pipe).items() if isinstance(part, nn.Module)}
     for name, part in parts.items():
         for path, module in part.named_modules():
             hook = getattr(module, "_hf_hook", None)

@@ -138,20 +138,13 @@ def draw_with_ip_adapters():
     assert torch.equal(generate(unparallelize_pipe(pipe), "flux", **IMAGES), expected)
 
 
-def _skip(model):
-    hooks.apply_layer_skip(model, hooks.LayerSkipConfig(indices=[1], fqn="transformer_blocks"))
-
-
-def _blur(model):
-    config = hooks.SmoothedEnergyGuidanceConfig(indices=[1], fqn="transformer_blocks")
-    _apply_smoothed_energy_guidance_hook(model, config, 1.0)
-
-
+SKIP = hooks.LayerSkipConfig(indices=[1], fqn="transformer_blocks")
+BLUR = hooks.SmoothedEnergyGuidanceConfig(indices=[1], fqn="transformer_blocks")
 # Each function puts a hook on a transformer as a user does.
 HOOKS = {
     "layerwise casting": lambda model: hooks.apply_layerwise_casting(model, torch.bfloat16, torch.float32),
-    "layer skip": _skip,
-    "smoothed energy guidance": _blur,
+    "layer skip": lambda model: hooks.apply_layer_skip(model, SKIP),
+    "smoothed energy guidance": lambda model: _apply_smoothed_energy_guidance_hook(model, BLUR, 1.0),
 }
 
 

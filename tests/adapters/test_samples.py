@@ -35,13 +35,12 @@ def test_tensor_parameters_are_batched_or_declared_common(name):
     assert may_hold - {"self", "return_dict"} <= declared <= set(parameters)
 
 
-@pytest.mark.parametrize("cls", ["PixArtTransformer2DModel"])
-def test_perturbed_attention_shares_no_samples(cls):
+def test_perturbed_attention_shares_no_samples():
     for name, shares in (("pixart", True), ("pixart, perturbed", False)):
         with fake_group(2):
             pipe = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 1, batch=2))
             (part,) = [part for part in parallel_call(pipe).session.parts if isinstance(part, TransformerPart)]
-        assert type(pipe.transformer).__name__ == cls
+        assert type(pipe.transformer).__name__ == "PixArtTransformer2DModel"
         assert bool(part.plan.batched) == shares
 
 

@@ -27,7 +27,7 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_transformer,
 )
-from para_core.adapters.parallel.load_sharded import _dtypes_of, _files_in, _move_unsharded
+from para_core.adapters.parallel.load_sharded import _cast_weights, _dtypes_of, _files_in, _move_unsharded
 from para_core.adapters.weights import fsdp_weights, staged_transformer, tensor_weights
 from tests.adapters.parallel.unchanged import same_pipe
 from tests.rank_pool import heartbeat
@@ -186,6 +186,7 @@ def load(folder, weights, dtype):
     assert isinstance(pipe.text_encoder_2, FSDPModule) == (weights == "fsdp")
     assert {x.dtype for x in pipe.transformer.parameters()} == {dtype or torch.float32}
     assert any(x.is_meta for x in pipe.transformer.parameters()) == (weights == "stages")
+    assert pipe.text_encoder_2.shared.weight is pipe.text_encoder_2.encoder.embed_tokens.weight
     whole = load_whole(FluxPipeline, folder, dtype)
     if weights == "fsdp":
         parallelize_pipe(whole, mesh=mesh)
@@ -264,6 +265,13 @@ def test_weights_are_mapped_in_the_dtype_of_their_variant(tmp_path, name, dtype)
         for shard in range(count):
             save_file({f"weight_{shard}": torch.ones(2, dtype=kind)}, part / f"{model}-{shard}-of-{count}.safetensors")
     assert _dtypes_of(_files_in(tmp_path, name))["transformer"] == dtype
+
+
+def test_stored_buffers_are_cast_like_weights():
+    layer = torch.nn.BatchNorm1d(2)
+    layer.register_buffer("made", torch.ones(2), persistent=False)
+    _cast_weights(layer, torch.bfloat16)
+    assert (layer.running_mean.dtype, layer.made.dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize(

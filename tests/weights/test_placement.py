@@ -357,7 +357,7 @@ def test_equal_prompts_are_encoded_once(name):
 @torch.no_grad()
 def test_the_least_recently_used_output_is_dropped():
     encoder = make("flux").text_encoder_2
-    kept = EncodedPrompts(SimpleNamespace(components={"text_encoder": encoder}))
+    kept = EncodedPrompts(SimpleNamespace(text_encoder=encoder))
     encoder(torch.tensor([[1, 2, 3]]))
     size = kept.bytes
     kept.max_bytes = 2 * size + 1

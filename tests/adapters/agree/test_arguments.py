@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from diffusers import FluxPipeline
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
+from PIL import Image
 from torch.overrides import _get_current_function_mode_stack
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
@@ -86,6 +87,10 @@ VIDEOS = [[*random_video(2, 8, 8), image] for image in IMAGES]
         (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
         (torch.float32, torch.bfloat16),
         ((1, None), (1, "None")),
+        (np.zeros(2, np.float32), np.zeros(2, np.int32)),
+        (Image.new("L", (2, 2)), Image.new("P", (2, 2))),
+        ({"a", "b"}, {"a", "c"}),
+        (range(5), range(6)),
         (print, 1),
         (torch.arange(6.0).view(2, 3)[:1, :1], torch.ones(1, 1)),
         ((torch.ones(2, dtype=torch.complex64) * 1j).conj(), torch.ones(2, dtype=torch.complex64) * 1j),
@@ -100,6 +105,10 @@ def test_texts_of_values_differ_as_the_values(value, other):
     if isinstance(value, torch.Tensor):  # The layout in memory does not matter.
         copied = value.resolve_conj().clone(memory_format=torch.contiguous_format)
         assert describe_value(value) == describe_value(copied)
+
+
+def test_equal_values_of_other_types_or_orders_have_equal_texts():
+    assert describe_value({"a": 1, "b": 2.5}) == describe_value({"b": np.float64(2.5), "a": np.int64(1)})
 
 
 def leave_in_the_middle():

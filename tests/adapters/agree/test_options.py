@@ -98,8 +98,9 @@ def refuse_on_one_rank():
             with pytest.raises(TypeError, match=named):
                 function(bad if is_last else good)
         for options in ({"method": "zero"}, {"offload_policy": 17}, {"components": ["unet"]}):
-            with pytest.raises((TypeError, ValueError), match=r"zero|17|unet"):
-                shard_weights(pipe, mesh, **(options if is_last else {}))
+            for ranks in (mesh, None):
+                with pytest.raises((TypeError, ValueError), match=r"zero|17|unet"):
+                    shard_weights(pipe, ranks, **(options if is_last else {}))
         # Invalid on both: the mesh has no tensor ranks, or is of another device.
         with pytest.raises(ValueError, match="tensor"):
             parallelize_pipe(pipe, mesh=mesh, weights="tensor")

@@ -82,10 +82,6 @@ def change_on_one_rank():
 # -- Callbacks.
 
 
-def change_in_place(pipe, step, tensors):
-    tensors["latents"].mul_(0.5)
-
-
 def change_data(pipe, step, tensors):
     tensors["latents"].data.mul_(0.5)
     return {}
@@ -98,7 +94,7 @@ def raise_here(pipe, step, tensors):
 # What the callback of rank 1 does, and what both ranks are told.
 CALLBACKS = [
     (lambda pipe, step, tensors: {"latents": tensors["latents"] + 0.1 * step}, "values of latents: rank 0 "),
-    (change_in_place, "values of latents: rank 0 "),
+    (lambda pipe, step, tensors: {"latents": tensors["latents"].mul_(0.5)}, "values of latents: rank 0 "),
     (change_data, "values of latents: rank 0 "),
     (lambda pipe, _, tensors: {"prompt_embeds": tensors["prompt_embeds"].flip(1)}, "values of prompt_embeds: rank 0 "),
     (

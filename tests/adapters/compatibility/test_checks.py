@@ -267,14 +267,6 @@ def with_hook(part):
     return changed(part, _hf_hook=object())
 
 
-def hooked_pipe():
-    return pipe_with(lambda model: with_hook(model.proj_out))
-
-
-def diffusers_pipe():
-    return pipe_with(lambda model: changed(model, _parallel_config=object()))
-
-
 def cache(model):
     model.enable_cache(FirstBlockCacheConfig(0.1))
 
@@ -315,9 +307,15 @@ CASES = {
         lambda mesh: case(MODELS["hunyuandit"].build(), mesh=in_stages(mesh)),
         "weights='fsdp'",
     ),
-    "moved_weights": (lambda mesh: of_pipe(hooked_pipe(), mesh=in_stages(mesh)), r"pipe\.remove_all_hooks\(\)"),
+    "moved_weights": (
+        lambda mesh: of_pipe(pipe_with(lambda model: with_hook(model.proj_out)), mesh=in_stages(mesh)),
+        r"pipe\.remove_all_hooks\(\)",
+    ),
     "sharded_weights": (lambda mesh: of_pipe(fsdp_pipe(), mesh=in_stages(mesh)), "sharded, .*stage .*from_pretrained"),
-    "no_parallelism_of_diffusers": (lambda mesh: of_pipe(diffusers_pipe(), mesh=mesh), "enable_parallelism"),
+    "no_parallelism_of_diffusers": (
+        lambda mesh: of_pipe(pipe_with(lambda model: changed(model, _parallel_config=object())), mesh=mesh),
+        "enable_parallelism",
+    ),
     "pipeline_of_model, SD3Transformer2DModel": (
         lambda mesh: of_pipe(stable_diffusion_3(PAG), mesh=mesh),
         f"{PAG} .*perturbed ",

@@ -22,6 +22,11 @@ class RoundsByBatch(nn.Linear):
         return hidden_states * (1 + 1e-3 / len(hidden_states))
 
 
+class WithLoss(nn.Linear):
+    def forward(self, hidden_states):
+        return hidden_states, hidden_states.sum()
+
+
 CHECK = PlanCheck(RoundsByBatch(1, 1), [INPUTS])
 
 
@@ -29,6 +34,12 @@ def test_samples_that_differ_by_rounding_do_not_depend_on_each_other():
     assert with_samples(CHECK.module, PLAN, INPUTS, 2, tolerance=5e-2).batched == {"hidden_states": 0}
     with pytest.raises(DependentSamplesError):
         with_samples(CHECK.module, PLAN, INPUTS, 2, tolerance=1e-5)
+    with pytest.raises(DependentSamplesError, match="zero-dimensional"):
+        with_samples(WithLoss(1, 1), PLAN, INPUTS, 2, tolerance=1e-5)
+
+
+def test_text_without_tokens_is_checked_on_ranks_that_divide_the_image_unevenly():
+    assert list(CHECK._meshes(0, [(4,), (0,)])) == [(1, 3), (3, 1)]
 
 
 @pytest.mark.parametrize("samples", [1, 0, -2])

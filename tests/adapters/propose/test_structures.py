@@ -154,19 +154,20 @@ def test_source_of_each_adapter_defines_it_again():
         Proposal("Model", ADAPTERS[0].plan)
 
 
-# The model, its examples and the inputs of the ranks, answers, the mesh as batch × ring × ulysses, and text=.
+# The model, its examples and the inputs of the ranks, answers, batch × ring × ulysses or the default mesh, and text=.
 ON_RANKS = {
     "its own plan": (painter, PAINTER, painter_inputs(23), {}, (1, 1, 2), None),
     "samples": (painter, PAINTER, painter_inputs(23), {"samples": 2}, (2, 1, 1), None),
     "text, shard": (models.painter_of_words, WEIGHTED, models.inputs_of_words(23), {}, (1, 1, 2), "shard"),
-    "text, replicate": (models.painter_of_words, WEIGHTED, models.inputs_of_words(23), {}, (1, 1, 2), "replicate"),
+    "text, replicate": (models.painter_of_words, WEIGHTED, models.inputs_of_words(23), {}, None, "replicate"),
 }
 
 
 def run_in_parallel(sources):
     outs = {}
-    for what, (make, _, inputs, _, (batch, ring, ulysses), text) in ON_RANKS.items():
-        mesh, adapter = cpu_mesh(ring, ulysses, batch=batch), adapter_of(sources[what])
+    for what, (make, _, inputs, _, sizes, text) in ON_RANKS.items():
+        mesh = None if sizes is None else cpu_mesh(*sizes[1:], batch=sizes[0])
+        adapter = adapter_of(sources[what])
         transformer = parallelize_transformer(fill(make(), seed=1), mesh=mesh, text=text, adapter=adapter)
         with torch.no_grad():
             outs[what] = transformer(**inputs)
