@@ -38,7 +38,8 @@ class CallerConnection:
         self.side_group: Any = None
         self.call_number: int | None = None  # None if no call is running
         self._cancelled: int | None = None  # the number of the call that the caller cancelled last
-        self._bars = 0  # number of progress bars that the running call has opened
+        # Number of progress bars of all calls: one that is closed late must not close a bar of the next call.
+        self._bars = 0
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._end_with_parent, args=(os.getppid(),), daemon=True).start()
 
@@ -85,7 +86,7 @@ class CallerConnection:
 
     def begin_call(self, number: int) -> None:
         """Begin call ``number`` of the caller."""
-        self.call_number, self._bars = number, 0
+        self.call_number = number
 
     def end_call(self) -> None:
         """End the running call."""

@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -184,8 +185,10 @@ def test_options_reach_the_ranks_until_they_are_closed_and_again(tmp_path, monke
 def test_lines_and_bars_are_shown_here(flux_and_lines, capfd):
     pipe, lines = flux_and_lines
     assert re.search(r"loading.* 9\.19 MB(?s:.*)loaded transformer \(6\.34 MB\)", lines)
-    for options, shown in (({"desc": "denoising"}, True), ({"disable": True}, False)):
+    for options, shown in (({"desc": "denoising"}, True), ({"disable": True}, False), ({}, True)):
         pipe.set_progress_bar_config(**options)
+        if not options:
+            pipe.run(lambda pipe: pipe.set_progress_bar_config(desc="denoising", file=sys.stderr))
         images(pipe)
         assert bool(re.search("denoising: 100%.*2/2", capfd.readouterr().err)) == shown
 
