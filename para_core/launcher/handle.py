@@ -20,11 +20,19 @@ from typing import Any
 from para_core.launcher.callbacks import name_callbacks, take_out_callbacks
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled
-from para_core.launcher.messages import Call, LoadJob, Outcome, PipeDescription, PipeOfRank, RandomState
+from para_core.launcher.messages import (
+    LOADING,
+    Call,
+    LoadJob,
+    Outcome,
+    PipeDescription,
+    PipeOfRank,
+    RandomState,
+)
 from para_core.launcher.pickling import generators_in, module_of_user
 from para_core.launcher.processes import RankGroup
 from para_core.launcher.randomness import CallerSeeds
-from para_core.launcher.running_call import LOADING, RunningCall, import_early
+from para_core.launcher.running_call import RunningCall, import_early
 from para_core.launcher.thread_state import current_state
 from para_core.launcher.wire import Body
 

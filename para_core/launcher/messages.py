@@ -13,6 +13,9 @@ from typing import Any
 from para_core.launcher.thread_state import CallerThreadState
 from para_core.launcher.wire import Body
 
+# The number of the call in which ranks load the pipeline. Later calls count up from it.
+LOADING = 0
+
 
 @dataclass(frozen=True)
 class RandomState:

@@ -17,7 +17,7 @@ from para_core.launcher.callbacks import run_callback
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled, RankDied, RankTraceback
 from para_core.launcher.interrupts import first_interrupt_calls
-from para_core.launcher.messages import CallbackReply, Outcome, RandomState, RankError
+from para_core.launcher.messages import LOADING, CallbackReply, Outcome, RandomState, RankError
 from para_core.launcher.processes import RankGroup
 from para_core.launcher.randomness import CallerSeeds
 from para_core.launcher.wire import Body
@@ -27,8 +27,6 @@ from para_core.launcher.wire import Body
 _GRACE = 10.0
 # A rank that does not say within this many seconds where it is does not run Python code.
 _ANSWER = 2.0
-# The number of the call in which ranks load the pipeline.
-LOADING = 0
 
 
 class RunningCall:
