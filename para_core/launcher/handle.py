@@ -113,11 +113,13 @@ class LaunchState:
         display.line(f"starting {self.options.ranks} ranks" if self.options.ranks > 1 else "starting 1 rank")
         self.seeds.forget()
         random = self.seeds.state_for_call()
-        self.group = group = self.options.start()
-        if self.finalizer is not None:
-            self.finalizer.detach()
-        self.finalizer = weakref.finalize(self, group.end, idle=False)
+        # Ctrl-C before the next line ends the group too, because nobody refers to it then (RankGroup.__del__).
+        group = self.options.start()
         try:
+            self.group = group
+            if self.finalizer is not None:
+                self.finalizer.detach()
+            self.finalizer = weakref.finalize(self, group.end, idle=False)
             if self.closed:
                 # Another thread called close() while the ranks started, and could not end them yet.
                 raise RuntimeError("the pipeline is closed. restart() starts its ranks again.")
