@@ -203,7 +203,8 @@ def request_from(
     require_one_name(values, model)
     fields = dict(model.defaults)
     images: dict[str, tuple[bytes, ...]] = {}
-    for name, value in values.items():
+    # None sets nothing if another name of the same parameter has a value, which therefore comes later.
+    for name, value in sorted(values.items(), key=lambda field: field[1] is not None):
         full_name = parameter_of(name, model)
         if name == "seed":
             if value is not None:
