@@ -20,7 +20,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from para_core.cli.option_files import ALIASES, options_in_files
-from para_core.cli.options import expand_groups, name_options
+from para_core.cli.options import expand_groups, name_options, option_of_field
 from para_core.fleet.failures import describe_exception
 from para_core.version import __version__
 
@@ -50,7 +50,18 @@ class _HelpWithoutValue:
 
 
 class _Command(_HelpWithoutValue, TyperCommand):
-    pass
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. For an unknown option that diffusers has as an argument, name the option for it."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # Only click's NoSuchOption, which typer does not export, has possibilities.
+            if hasattr(error, "possibilities"):
+                unknown: str = getattr(error, "option_name", "")
+                option = option_of_field(unknown.lstrip("-").replace("-", "_"))
+                if any(option in parameter.opts for parameter in self.params):
+                    error.possibilities = [option]
+            raise
 
 
 class _CommandGroup(_HelpWithoutValue, TyperGroup):

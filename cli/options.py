@@ -312,6 +312,17 @@ _OPTION_NAMES = {
     "ranks_per_host": "per-host",
     **dict.fromkeys(("height", "width"), "size"),
 }
+
+
+def option_of_field(name: str) -> str:
+    """Return the option, with dashes in front, that sets an argument or field of this name.
+
+    >>> option_of_field("num_inference_steps")
+    '--steps'
+    """
+    return "--" + _OPTION_NAMES.get(name, name).replace("_", "-")
+
+
 _SUBJECT_PATTERN = re.compile(r"^(?P<argument>\w+)(?= (is|are|has) )|\bfield '(?P<field>\w+)'")
 
 
@@ -327,8 +338,8 @@ def name_options(text: str, arguments: Sequence[str]) -> str:
         name = match["argument"] or match["field"]
         if any(argument.startswith(f"{name}=") for argument in arguments):
             return f"--set {name}"
-        option = _OPTION_NAMES.get(name, name).replace("_", "-")
-        for candidate in (f"--{option}", f"--max-{option}"):
+        option = option_of_field(name)
+        for candidate in (option, f"--max-{option[2:]}"):
             if any(argument == candidate or argument.startswith(f"{candidate}=") for argument in arguments):
                 return candidate
         return match[0]

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,7 +90,7 @@ def serve(
     """Serve images or videos over HTTP with OpenAI's images API."""
     api_key = _read_api_key(api_key_env, host)
     level = _read_level(log_level)
-    _require_limits(limits)
+    _require_limits(limits, encoded_prompts)
     groups.require_valid()
     checked = checks.validate(model, run, debug=debug)
     checked.require_ranks(groups.ranks, groups.replicas)
@@ -203,8 +204,8 @@ def _logging_to_stderr(level: int) -> Iterator[None]:
         package.setLevel(previous)
 
 
-def _require_limits(limits: LimitOptions) -> None:
-    """Raise BadParameter if a limit is too small. Limits with a ``min`` are checked by typer."""
+def _require_limits(limits: LimitOptions, encoded_prompts: float) -> None:
+    """Raise BadParameter if a limit is too small, or not finite. Limits with a ``min`` are checked by typer."""
     if limits.waiting < 0 or limits.retries < 0:
         raise typer.BadParameter(
             f"--queue {limits.waiting} and --retries {limits.retries}: expected at least 0 of each."
@@ -212,6 +213,9 @@ def _require_limits(limits: LimitOptions) -> None:
     if limits.steps < 1 or not limits.seconds > 0:
         values = f"--max-steps {limits.steps} and --request-seconds {limits.seconds:g}"
         raise typer.BadParameter(f"{values}: expected more than 0 of each.")
+    for name, value in (("--keep-hours", limits.keep_hours), ("--encoded-prompts", encoded_prompts)):
+        if not isfinite(value):
+            raise typer.BadParameter(f"{name} {value:g}: expected a finite number.")
 
 
 def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:

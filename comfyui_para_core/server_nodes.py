@@ -75,7 +75,7 @@ class _Node:
         if image is not None:
             fields["image"] = _encode(image)
         if mask is not None:
-            fields["mask_image"] = _encode(mask.reshape(1, *mask.shape[-2:], 1).expand(-1, -1, -1, 3))
+            fields["mask_image"] = _encode(mask.reshape(-1, *mask.shape[-2:], 1).expand(-1, -1, -1, 3))
         files, seed = generate(server, self.path, fields, _progress())
         return (_decode(files), seed)
 

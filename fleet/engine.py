@@ -119,6 +119,7 @@ class LaunchedRanks:
         return None
 
     def start(self) -> None:
+        self._state.closed = False
         if self._state.group is not None and not self._state.group.ended:
             return
         # The first call of a State starts its ranks, and new ones if they have ended.
@@ -146,6 +147,8 @@ class LaunchedRanks:
             raise RankDied(describe_exception(error)) from error
 
     def close(self) -> None:
+        # Another thread may be starting ranks: it then ends them, because the state is closed.
+        self._state.closed = True
         # No rank has anything to save, so ranks are not asked to end, but killed.
         if self._state.group is not None:
             self._state.group.end(idle=False)

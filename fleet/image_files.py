@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 # Formats that Pillow may decode. Other formats are refused, so that no client's file reaches a rarely tested
 # decoder.
 _FORMATS = ("PNG", "JPEG", "WEBP")
-# Decoded, an image of this size takes 192 MiB.
+# Decoded, an image of this size takes 192 MiB, in RGBA 256 MiB.
 MAX_IMAGE_PIXELS = 64 * 2**20
+ImageMode = Literal["RGB", "RGBA"]
 
 
-def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """Decode an image file into a PIL image in RGB, upright by its EXIF data as from diffusers'
+def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS, *, mode: ImageMode = "RGB") -> Any:
+    """Decode an image file into a PIL image in ``mode``, upright by its EXIF data as from diffusers'
     ``load_image``. The size is checked before decoding.
 
     Raises:
@@ -32,7 +33,7 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
             raise ValueError(
                 f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in total."
             )
-        return _turn_upright(image.convert("RGB"))
+        return _turn_upright(image.convert(mode))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
             f"{len(data)} bytes are not a readable image; expected a PNG, JPEG or WebP file."

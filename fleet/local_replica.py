@@ -172,19 +172,20 @@ class LocalReplica(Replica):
                 listener=lambda event: loop.call_soon_threadsafe(note, event),
                 ticket=running.ticket,
             )
-        except Cancelled as error:
-            # The ticket is cancelled only if all requests of the batch are.
-            return [error for _ in batch]
-        except RankDied as error:
-            if not self.running:
-                raise RankDied("the replica was stopped.") from error
-            self._log_death(error)
-            await self.stop()
-            raise
         except asyncio.CancelledError:
             running.ticket.cancel()
             raise
         except Exception as error:
+            if not self.running:
+                # A rank in this process raised Cancelled, or had no pipeline any more.
+                raise RankDied("the replica was stopped.") from error
+            if isinstance(error, RankDied):
+                self._log_death(error)
+                await self.stop()
+                raise
+            if isinstance(error, Cancelled):
+                # The ticket is cancelled only if all requests of the batch are.
+                return [error for _ in batch]
             return [RequestFailed(describe_exception(error)) for _ in batch]
         finally:
             self._batch = None

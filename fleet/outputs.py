@@ -277,6 +277,7 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
     encoder = delivery.format_.upper()
     if delivery.format_ == "jpg":
         encoder = "JPEG"
+        frames = [_lay_on_white(frame) for frame in frames]
     options: dict[str, Any] = {}
     if len(frames) > 1:
         options = {"save_all": True, "append_images": frames[1:], "duration": 1000 // delivery.fps, "loop": 0}
@@ -289,6 +290,16 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
     buffer = io.BytesIO()
     frames[0].save(buffer, encoder, **options)
     return buffer.getvalue()
+
+
+def _lay_on_white(image: Any) -> Any:
+    """Return ``image`` without transparency, which a JPEG cannot have."""
+    from PIL import Image
+
+    if image.mode != "RGBA":
+        return image
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")
 
 
 def write_result(folder: Path, line: Line, result: Result) -> None:

@@ -27,17 +27,14 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.link import CallerLink
+from para_core.launcher.processes import LAUNCHER_PREFIXES
 from para_core.progress import pass_records_to
 
 # Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
 CONTROL = "control"
-# Environment variables by which launchers tell a process its rank. Ray's workers inherit them from the
-# process that started Ray, but have ranks of their own.
-_LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
-_LAUNCHER_NAMES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
-    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
+# Environment variables by which launchers tell a process its rank, besides those with LAUNCHER_PREFIXES. Ray's
+# workers inherit them from the process that started Ray, but have ranks of their own.
+_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class RankActor:
         # A Ray actor sees one GPU, with index 0. With a launcher's LOCAL_RANK, init_device_mesh would select
         # another.
         for name in list(os.environ):
-            if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
+            if name in _LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES):
                 del os.environ[name]
         timeout = timedelta(seconds=self._recipe.timeout)
         if self._options.ranks > 1:

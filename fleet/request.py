@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from para_core.fleet.image_files import open_image, read_images
+from para_core.fleet.image_files import ImageMode, open_image, read_images
 from para_core.fleet.pipeline_info import Kind, Model
 from para_core.fleet.request_schema import (
     LARGEST_SEED,
@@ -203,7 +203,8 @@ def request_from(
     require_one_name(values, model)
     fields = dict(model.defaults)
     images: dict[str, tuple[bytes, ...]] = {}
-    for name, value in values.items():
+    # None sets nothing if another name of the same parameter has a value, which therefore comes later.
+    for name, value in sorted(values.items(), key=lambda field: field[1] is not None):
         full_name = parameter_of(name, model)
         if name == "seed":
             if value is not None:
@@ -270,11 +271,13 @@ def _round_up(side: int, step: int) -> int:
     return -(-side // step) * step
 
 
-def call_arguments(request: Request) -> dict[str, Any]:
-    """Return the arguments for the pipeline's call, except the generator. Images are decoded with Pillow."""
+def call_arguments(request: Request, mode: ImageMode = "RGB") -> dict[str, Any]:
+    """Return the arguments for the pipeline's call, except the generator. Images are decoded with Pillow, in
+    ``mode``.
+    """
     arguments = dict(request.fields)
     for name, files in request.images.items():
-        images = [open_image(data) for data in files]
+        images = [open_image(data, mode=mode) for data in files]
         arguments[name] = images
         if len(images) == 1:
             arguments[name] = images[0]
@@ -303,14 +306,14 @@ def batch_key(request: Request) -> str | None:
     return json.dumps([rest, sorted(texts), request.lora], sort_keys=True)
 
 
-def batch_arguments(requests: Sequence[Request]) -> dict[str, Any]:
+def batch_arguments(requests: Sequence[Request], mode: ImageMode = "RGB") -> dict[str, Any]:
     """Return the arguments, without generators, of the one call for requests with the same :func:`batch_key`.
 
-    All but the texts are those of the first request.
+    All but the texts are those of the first request. ``mode`` is that of images.
     """
     first = requests[0]
     if len(requests) == 1:
-        return call_arguments(first)
+        return call_arguments(first, mode)
     texts = {
         name: [request.fields[name] for request in requests]
         for name in _TEXT_FIELDS

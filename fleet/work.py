@@ -22,6 +22,7 @@ from para_core.adapters.cache.generation import cache_summary
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.fleet.build import mesh_shape
+from para_core.fleet.image_files import ImageMode
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.recipe import Recipe
@@ -152,7 +153,8 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
     # CPU generators give the same noise on every device. Each result has its own generator, so that it is the
     # same in a batch, or among the images of one request, as alone.
     generators = [torch.Generator().manual_seed(seed) for request in requests for seed in request.seeds]
-    arguments = {**batch_arguments(requests), "generator": generators, "output_type": "pil"}
+    texts_and_images = batch_arguments(requests, _image_mode(pipe))
+    arguments = {**texts_and_images, "generator": generators, "output_type": "pil"}
     if len(generators) == 1:
         arguments["generator"] = generators[0]
     arguments |= options
@@ -163,6 +165,17 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
         if is_modular(pipe):
             return call_modular(pipe, arguments)
         return pipe(**arguments)
+
+
+def _image_mode(pipe: Any) -> ImageMode:
+    """Return the mode in which ``pipe`` takes images: RGBA if its VAE encodes transparency, the fourth
+    channel, as that of QwenImageLayeredPipeline does.
+    """
+    config = getattr(getattr(pipe, "vae", None), "config", None)
+    # Two names of diffusers for the channels of an image.
+    if 4 in (getattr(config, "input_channels", None), getattr(config, "in_channels", None)):
+        return "RGBA"
+    return "RGB"
 
 
 def make_metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:

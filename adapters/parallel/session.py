@@ -147,9 +147,9 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
 
     If this fails on one rank, every rank raises, and ``previous`` is in effect again: its parts are resumed
     in their order, and the slots of ``instance`` and of all modules inside it get back what was in them. So a
-    part may change only slots of these. If only :meth:`Part.finish` of an earlier part fails, the rank on
-    which it fails raises, after all of ``session`` is in effect. If only the last step fails, in which
-    weights change, the instance cannot be used any more (:mod:`para_core.adapters.weights.one_way`).
+    part may change only slots of these. If only :meth:`Part.finish` of an earlier part fails, every rank
+    raises, after all of ``session`` is in effect. If only the last step fails, in which weights change, the
+    instance cannot be used any more (:mod:`para_core.adapters.weights.one_way`).
     """
     with restore_on_failure(instances_in(instance)), ExitStack() as rollback:
         with together(session.mesh, "the earlier settings could not be undone"):
@@ -161,8 +161,9 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
         session.start()
         rollback.pop_all()
     try:
-        if previous is not None:
-            previous.finish()
+        with together(session.mesh, "the rest of the earlier settings could not be undone"):
+            if previous is not None:
+                previous.finish()
     finally:
-        # The other ranks begin it too, and would wait for this one.
+        # Every rank comes here, because together() raises on all of them or on none.
         session.complete()

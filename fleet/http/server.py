@@ -223,7 +223,16 @@ class Server:
         if request.delivery.stream:
             # No proxy may keep the events until the response ends (nginx does by default).
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = self._events(job, http, base_url)
+            waiting = asyncio.ensure_future(self._wait(job, http, base_url))
+
+            def end(waiting: asyncio.Future[Result]) -> None:
+                # Not in _events: if the client has left already, no event is asked for, and it never begins.
+                self._jobs.end(job)
+                if not waiting.cancelled():
+                    waiting.exception()  # Asyncio reports exceptions that nobody has read.
+
+            waiting.add_done_callback(end)
+            events = self._events(job, waiting, http, base_url)
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
         try:
             result = await self._wait(job, http, base_url)
@@ -252,8 +261,10 @@ class Server:
                 stored.popitem(last=False)
         return result
 
-    async def _events(self, job: Job, http: HttpRequest, base_url: str | None) -> AsyncIterator[bytes]:
-        waiting = asyncio.ensure_future(self._wait(job, http, base_url))
+    async def _events(
+        self, job: Job, waiting: asyncio.Future[Result], http: HttpRequest, base_url: str | None
+    ) -> AsyncIterator[bytes]:
+        """Yield the events of a job whose result ``waiting`` gives, and cancel ``waiting`` if the client leaves."""
         kind = f"{self._model.kind}_generation"
         if http.url.path.endswith("/edits"):
             kind = "image_edit"
@@ -266,7 +277,6 @@ class Server:
             elif not waiting.cancelled() and waiting.exception() is not None:
                 record_of(http.scope).reason = str(waiting.exception())
             waiting.cancel()
-            self._jobs.end(job)
 
 
 def generation_paths(model: Model) -> tuple[str, ...]:

@@ -48,10 +48,19 @@ def name_callbacks(
     arguments.
 
     ``parameters`` are the names of the positional parameters.
+
+    Raises:
+        TypeError: An argument after a callback has no parameter, or ``kwargs`` has it too.
     """
     for index, (name, value) in enumerate(zip(parameters, args, strict=False)):
         if runs_in_caller(name, value):
+            if len(args) > len(parameters):
+                raise TypeError(
+                    f"the call got {len(args)} positional arguments; expected at most {len(parameters)}."
+                )
             named = dict(zip(parameters[index:], args[index:], strict=False))
+            if repeated := sorted(named.keys() & kwargs.keys()):
+                raise TypeError(f"the call got two values for {', '.join(repeated)}; expected one.")
             return args[:index], {**named, **kwargs}
     return args, dict(kwargs)
 

@@ -38,7 +38,8 @@ class CallerConnection:
         self.side_group: Any = None
         self.call_number: int | None = None  # None if no call is running
         self._cancelled: int | None = None  # the number of the call that the caller cancelled last
-        self._bars = 0  # number of progress bars that the running call has opened
+        # Number of progress bars of all calls: one that is closed late must not close a bar of the next call.
+        self._bars = 0
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._end_with_parent, args=(os.getppid(),), daemon=True).start()
 
@@ -85,7 +86,7 @@ class CallerConnection:
 
     def begin_call(self, number: int) -> None:
         """Begin call ``number`` of the caller."""
-        self.call_number, self._bars = number, 0
+        self.call_number = number
 
     def end_call(self) -> None:
         """End the running call."""
@@ -128,18 +129,24 @@ class CallerConnection:
     def send_error(self, error: BaseException, number: int, random: RandomState) -> None:
         """Send an exception, its traceback, and the random state after it to the caller."""
         text = "".join(traceback.format_exception(error))
+        # Unlike str(error), this does not raise if a method of the exception does. Notes may name this rank.
+        described = traceback.TracebackException.from_exception(error)
+        described.__notes__ = None
+        summary = "".join(described.format_exception_only()).strip()
         if isinstance(error, SystemExit):
             error = RuntimeError(f"the rank called sys.exit({error.code!r}).")
         # Frames and causes may refer to what cannot be pickled; the text has them.
         error.__traceback__ = error.__cause__ = error.__context__ = None
+        pickled = Body.of(RuntimeError(summary))
         # An exception whose constructor takes other arguments than its args cannot be loaded as it is.
-        for portable in (error, portable_exception(error), RuntimeError(f"{type(error).__name__}: {error}")):
+        for portable in (error, portable_exception(error)):
             # Pickling and loading call the exception's own methods.
             with suppress(Exception):
-                body = Body.of(RankError(portable, text, random))
-                body.load()
+                loadable = Body.of(portable)
+                loadable.load()
+                pickled = loadable
                 break
-        self.channel.send(("error", self.rank, number), body)
+        self.channel.send(("error", self.rank, number), Body.of(RankError(pickled, summary, text, random)))
 
 
 def _position() -> tuple[bool, str]:

@@ -20,11 +20,19 @@ from typing import Any
 from para_core.launcher.callbacks import name_callbacks, take_out_callbacks
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled
-from para_core.launcher.messages import Call, LoadJob, Outcome, PipeDescription, PipeOfRank, RandomState
+from para_core.launcher.messages import (
+    LOADING,
+    Call,
+    LoadJob,
+    Outcome,
+    PipeDescription,
+    PipeOfRank,
+    RandomState,
+)
 from para_core.launcher.pickling import generators_in, module_of_user
 from para_core.launcher.processes import RankGroup
 from para_core.launcher.randomness import CallerSeeds
-from para_core.launcher.running_call import LOADING, RunningCall, import_early
+from para_core.launcher.running_call import RunningCall, import_early
 from para_core.launcher.thread_state import current_state
 from para_core.launcher.wire import Body
 
@@ -105,11 +113,13 @@ class LaunchState:
         display.line(f"starting {self.options.ranks} ranks" if self.options.ranks > 1 else "starting 1 rank")
         self.seeds.forget()
         random = self.seeds.state_for_call()
-        self.group = group = self.options.start()
-        if self.finalizer is not None:
-            self.finalizer.detach()
-        self.finalizer = weakref.finalize(self, group.end, idle=False)
+        # Ctrl-C before the next line ends the group too, because nobody refers to it then (RankGroup.__del__).
+        group = self.options.start()
         try:
+            self.group = group
+            if self.finalizer is not None:
+                self.finalizer.detach()
+            self.finalizer = weakref.finalize(self, group.end, idle=False)
             if self.closed:
                 # Another thread called close() while the ranks started, and could not end them yet.
                 raise RuntimeError("the pipeline is closed. restart() starts its ranks again.")

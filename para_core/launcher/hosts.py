@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -107,15 +108,17 @@ class _HostsGroup(RankGroup):
         self._agents, self._placement = agents, placement
         super().__init__(*args, **kwargs)
 
-    def end(self, *, idle: bool) -> None:
-        """End all ranks and agents."""
+    def _kill(self) -> None:
+        """End all ranks and agents. Only the process that owns the group comes here, and once."""
         import ray
 
-        super().end(idle=idle)
-        if ray.is_initialized():
-            for agent in self._agents:
-                ray.kill(agent)
-            ray.util.remove_placement_group(self._placement)
+        try:
+            super()._kill()
+        finally:
+            if ray.is_initialized():
+                for agent in self._agents:
+                    ray.kill(agent)
+                ray.util.remove_placement_group(self._placement)
 
 
 def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[str, str]) -> RankGroup:
@@ -202,11 +205,15 @@ def _accept_ranks(server: socket.socket, ranks: int, secret: bytes, timeout: flo
                 f"ranks {missing} did not connect within {timeout:g} s: para_core must be installed on every host, and "
                 "the hosts must reach this one."
             ) from None
-        # A stranger that sends nothing must not hold up the ranks for long.
+        # A stranger that sends nothing, or byte after byte, must not hold up the ranks for long.
+        deadline = time.monotonic() + 10.0
         connection.settimeout(10.0)
         greeting = b""
         with suppress(OSError):
-            greeting = connection.recv(_SECRET + _NUMBER, socket.MSG_WAITALL)
+            # A socket with a timeout ignores MSG_WAITALL, so the parts are received one after the other.
+            while part := connection.recv(_SECRET + _NUMBER - len(greeting)):
+                greeting += part
+                connection.settimeout(max(0.0, deadline - time.monotonic()))
         if len(greeting) == _SECRET + _NUMBER and hmac.compare_digest(greeting[:_SECRET], secret):
             connection.settimeout(None)
             channels[int.from_bytes(greeting[_SECRET:])] = Channel(connection)

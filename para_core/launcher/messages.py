@@ -13,6 +13,9 @@ from typing import Any
 from para_core.launcher.thread_state import CallerThreadState
 from para_core.launcher.wire import Body
 
+# The number of the call in which ranks load the pipeline. Later calls count up from it.
+LOADING = 0
+
 
 @dataclass(frozen=True)
 class RandomState:
@@ -72,9 +75,19 @@ class Outcome:
 class RankError:
     """An exception that ended a call or loading on one rank."""
 
-    error: BaseException
+    pickled: Body  # the exception, which the rank could load; the caller may lack its class
+    summary: str  # its type and text, without notes
     traceback: str
     random: RandomState  # after the exception
+
+    def load_error(self) -> BaseException:
+        """Return the exception; a RuntimeError with the summary if this process cannot load it."""
+        try:
+            error: BaseException = self.pickled.load()
+        # Loading calls the exception's own methods.
+        except Exception:
+            return RuntimeError(self.summary)
+        return error
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,11 @@ from para_core.launcher.wire import Body, Channel
 # A rank has the caller's search path before it imports anything.
 _PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
 _MAIN = "from para_core.launcher.rank import main_of_child; main_of_child(*map(int, sys.argv[1:]))"
-# Prefixes of the environment variables by which other launchers tell a process its rank. Ranks have ranks of
-# their own. A user's own variable with such a prefix (GROUP_NAME) does not reach the ranks either, unless env=
-# of launch names it.
-_LAUNCHERS = (
+# Prefixes of the environment variables by which other launchers tell a process its rank, besides the variables
+# of rank_environment. Ranks have ranks of their own; those of Ray's actors drop them in fleet/rank_actor.py. A
+# user's own variable with such a prefix (GROUP_NAME) does not reach the ranks either, unless env= of launch
+# names it.
+LAUNCHER_PREFIXES = (
     *("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_", "GROUP_", "ROLE_"),
     *("MASTER_", "NODE_RANK"),
 )
@@ -131,7 +132,7 @@ class RankGroup:
     """The ranks of one start: their processes, their channels, and the messages that came from them.
 
     It has no reference to the handle: the finalizer of the handle refers to this object, and ends the ranks
-    when the handle is garbage.
+    when the handle is garbage. A group that never got a handle ends when it is garbage itself.
     """
 
     def __init__(
@@ -168,6 +169,9 @@ class RankGroup:
             channel.end()
         # Wake a call that waits for these ranks in another thread.
         self.inbox.put((("ended",), Body(b"")))
+
+    def __del__(self) -> None:
+        self.end(idle=False)
 
     def _kill(self) -> None:
         """End all processes, also if Ctrl-C is pressed meanwhile, which is raised afterwards."""
@@ -209,7 +213,7 @@ def rank_environment(
     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and with ``env``,
     whose variables replace those of the same names.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
     launcher = {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -262,13 +266,14 @@ def start_local_ranks(
                         folder=folder,
                     )
                 )
+        return RankGroup(members, channels)
     except BaseException:
         for member in members:
             member.kill()
+        # A process that is not among the members yet ends itself, because its connection ends.
         for channel in channels:
             channel.close()
         raise
-    return RankGroup(members, channels)
 
 
 def start_process(

@@ -18,7 +18,15 @@ from typing import Any
 
 from para_core.launcher.connection import CallerConnection, end_process
 from para_core.launcher.link import CallerLink
-from para_core.launcher.messages import Call, LoadJob, Outcome, PipeDescription, PipeOfRank, RandomState
+from para_core.launcher.messages import (
+    LOADING,
+    Call,
+    LoadJob,
+    Outcome,
+    PipeDescription,
+    PipeOfRank,
+    RandomState,
+)
 from para_core.launcher.wire import Body, Channel
 
 
@@ -37,14 +45,14 @@ def main(channel: Channel, rank: int, ranks: int) -> None:
         try:
             pipe = _load_pipe(connection)
         except BaseException as error:
-            connection.send_error(error, 0, RandomState())
+            connection.send_error(error, LOADING, RandomState())
             # The caller ends this process when all ranks have answered, or some seconds after the first
             # error. This rank waits for that, because its end would be reported in place of the error.
             time.sleep(60)
             end_process()
         else:
             _run_calls(connection, pipe)
-    except BrokenPipeError:
+    except ConnectionError:
         end_process()  # The caller has ended.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -81,7 +89,7 @@ def _load_pipe(connection: CallerConnection) -> Any:
         raise TypeError(f"load returned {pipe!r}; expected the pipeline, or another object with methods.")
     hook_progress_bars(pipe, connection)
     answer = Outcome(description, random_state_of_rank(), _modules_of_results(pipe))
-    connection.channel.send(("result", connection.rank, 0), Body.of(answer))
+    connection.channel.send(("result", connection.rank, LOADING), Body.of(answer))
     return pipe
 
 

@@ -17,7 +17,7 @@ from para_core.launcher.callbacks import run_callback
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled, RankDied, RankTraceback
 from para_core.launcher.interrupts import first_interrupt_calls
-from para_core.launcher.messages import CallbackReply, Outcome, RandomState, RankError
+from para_core.launcher.messages import LOADING, CallbackReply, Outcome, RandomState, RankError
 from para_core.launcher.processes import RankGroup
 from para_core.launcher.randomness import CallerSeeds
 from para_core.launcher.wire import Body
@@ -27,8 +27,6 @@ from para_core.launcher.wire import Body
 _GRACE = 10.0
 # A rank that does not say within this many seconds where it is does not run Python code.
 _ANSWER = 2.0
-# The number of the call in which ranks load the pipeline.
-LOADING = 0
 
 
 class RunningCall:
@@ -239,7 +237,7 @@ class RunningCall:
 
     def _conclude(self) -> list[Outcome]:
         """Return the outcomes of all ranks, or raise what the answers mean together; see :meth:`wait`."""
-        same_errors = len({_error_identity(failed.error) for failed in self._errors.values()}) <= 1
+        same_errors = len({_error_identity(failed) for failed in self._errors.values()}) <= 1
         if self._errors and (
             self._outcomes or not same_errors or self.number == LOADING or self._is_incomplete()
         ):
@@ -266,7 +264,7 @@ class RunningCall:
         """Raise the error of the rank that failed first, with the traceback on that rank as its cause."""
         # An error about another rank comes after that rank's own.
         rank, failed = next(iter(self._errors.items()))
-        error = failed.error
+        error = failed.load_error()
         if isinstance(error, Cancelled):
             raise error
         if self._is_incomplete():
@@ -313,10 +311,11 @@ class RunningCall:
         return positions
 
 
-def _error_identity(error: BaseException) -> tuple[type[BaseException], str]:
-    """Return the type and the text of ``error``, by which the errors of several ranks are compared."""
+def _error_identity(failed: RankError) -> str:
+    """Return the type and the text of an error, by which the errors of several ranks are compared."""
+    kind = failed.summary.partition(":")[0]
     # The text of an error about memory has the numbers of the rank's own device.
-    return type(error), "" if type(error).__name__ == "OutOfMemoryError" else str(error)
+    return kind if kind.endswith("OutOfMemoryError") else failed.summary
 
 
 def _load_body(body: Body, rank: int) -> Any:

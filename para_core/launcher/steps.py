@@ -58,12 +58,17 @@ class Bar(tqdm):  # type: ignore[misc]
     ) -> None:
         # A disabled bar of tqdm draws nothing and counts nothing, but has all of tqdm's methods.
         super().__init__(iterable, total=total, disable=True)
-        self._connection, self._number = connection, connection.open_bar(self.total, options)
+        # Other values, such as a file, belong to the rank, and the caller may be unable to load them.
+        shown = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
+        self._connection, self._number = connection, connection.open_bar(self.total, shown)
 
     def __iter__(self) -> Iterator[Any]:
-        for item in self.iterable:
-            yield item
-            self.update()
+        try:
+            for item in self.iterable:
+                yield item
+                self.update()
+        finally:
+            self.close()
 
     def update(self, n: float | None = 1) -> bool | None:
         self.n += n or 0

@@ -74,6 +74,14 @@ class Body:
             start += _aligned_size(size)
         return views
 
+    def __reduce__(self) -> Any:
+        """Pickle the buffers themselves: a body inside another value goes to a process that has no such descriptor."""
+        storage = self.storage
+        if isinstance(storage, int):
+            with mmap.mmap(storage, 0, access=mmap.ACCESS_READ) as memory:
+                storage = bytearray(memory)
+        return Body, (self.data, self.sizes, storage)
+
     def __del__(self) -> None:
         if isinstance(self.storage, int):
             os.close(self.storage)

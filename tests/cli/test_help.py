@@ -47,15 +47,12 @@ def shown_without_torch(lines):
     return shown
 
 
-def test_help_and_version_import_neither_torch_nor_diffusers():
+def test_help_version_and_plans_import_neither_torch_nor_diffusers():
     lines = [["--help"], ["--version"], *[[command, "--help"] for command in COMMANDS]]
-    assert f"para_core {para_core.__version__}" in shown_without_torch(lines)
-
-
-def test_plans_import_neither_torch_nor_diffusers():
     models = ["FLUX.1-dev"], ["Wan-AI/Wan2.1-T2V-14B-Diffusers", "--ranks", "8"]
-    lines = [["plan", "--model", *model, "--size", "768x512", "--mesh", "ring=4"] for model in models]
-    assert "FLUX.1-dev, 768 × 512" in shown_without_torch(lines)
+    lines += [["plan", "--model", *model, "--size", "768x512", "--mesh", "ring=4"] for model in models]
+    shown = shown_without_torch(lines)
+    assert f"para_core {para_core.__version__}" in shown and "FLUX.1-dev, 768 × 512" in shown
 
 
 def test_each_help_fits_a_terminal_and_shows_flags_without_a_value(monkeypatch, capsys):

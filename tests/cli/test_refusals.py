@@ -42,7 +42,7 @@ CASES = [
             *(("vae-placement", "first"), ("rotate-method", ", ".join(ROTATE_METHODS)), ("comm-dtype", "int8")),
         )
     ],
-    ([*PROMPT, "--weights", "tensor"], 2, "--weights", "--mesh tensor=2"),
+    ([*PROMPT, "--weights", "tensor"], 2, "--weights are 'tensor', but the mesh", "--mesh tensor=2"),
     ([*PROMPT, "--attention-backend=foo"], 2, "--backend is 'foo'"),
     ([*SCHEDULE, "fast"], 2, "--attention-schedule fast", ", ".join(BACKENDS)),
     *[([*SCHEDULE, f"{name}=2:4:4"], 2, f"--attention-schedule {name}=2:4:4", "2.0") for name in OPTIONS_OF_STEPS],
@@ -51,9 +51,10 @@ CASES = [
     ([*PROMPT, "--mesh", "foo=2"], 2, "--mesh has 'foo=2'; ", "batch, ring, ulysses, tensor"),
     ([*PROMPT, "--mesh", "ring=2,ring=3"], 2, "--mesh has two sizes for ring"),
     *[([*PROMPT, "--cache", value], 2, "--cache", value) for value in ("abc", "-1", "inf", "nan")],
-    ([*PROMPT, "--resident-blocks", "4"], 2, "--resident-blocks", "'blocks'"),
+    ([*PROMPT, "--resident-blocks", "4"], 2, "--resident-blocks is 4 with offload None", "'blocks'"),
     ([*PROMPT, "--vae-placement", "first", "--vae"], 2, "--vae-placement is 'first'"),
     ([*PROMPT, "--size", "12"], 2, "--size is '12'"),
+    ([*PROMPT, "--height", "12"], 2, "--height", "--size"),
     ([*PROMPT, "--format", "mp4"], 2, "--format is 'mp4'", "FluxPipeline", "png or jpg or webp"),
     ([*PROMPT, "--frames", "3"], 2, "FluxPipeline has no --frames"),
     ([*PROMPT, "--guidance", "nan"], 2, "--guidance", "nan"),
@@ -98,6 +99,7 @@ CASES = [
             (["--config", "/nowhere.yaml"], "cannot be read"),
             (["--max-steps", "0"], "--max-steps 0"),
             (["--request-seconds", "nan"], "--request-seconds nan"),
+            *(([name, "inf"], f"{name} inf") for name in ("--keep-hours", "--encoded-prompts")),
             *((["--warmup", size], f"--warmup {size}") for size in ("big", "64", "64x64x0", "64x64xmany")),
             *((["--max-size", size], f"--max-size {size}") for size in ("64", "64x-64", "64x64x", "64x64x²")),
         )

@@ -55,18 +55,15 @@ def test_signal_that_ended_a_process_is_known(name, handler):
     notes.close()
 
 
-@pytest.mark.parametrize(
-    ("message", "death"),
-    [
-        (VANISHED.format(HINT), "a signal, most likely SIGKILL"),
-        ("Worker exit detail: Worker exits with an exit code 1. The process receives a SIGTERM.", "SIGTERM"),
-        ("Worker exit detail: Worker exits with an exit code 7.", "exit code 7"),
-        ("\n The node died.\nmore", "The node died."),
-        ("", "for an unknown reason"),
-    ],
-)
-def test_rank_without_notes(message, death, tmp_path):
-    assert describe_death(message, None) == death
+def test_rank_without_notes(tmp_path):
+    deaths = {
+        VANISHED.format(HINT): "a signal, most likely SIGKILL",
+        "Worker exit detail: Worker exits with an exit code 1. The process receives a SIGTERM.": "SIGTERM",
+        "Worker exit detail: Worker exits with an exit code 7.": "exit code 7",
+        "\n The node died.\nmore": "The node died.",
+        "": "for an unknown reason",
+    }
+    assert {message: describe_death(message, None) for message in deaths} == deaths
     notes = Notes(str(tmp_path / "on another node"))
     assert (notes.readable, notes.read_signal()) == (False, "")
 

@@ -36,17 +36,14 @@ def as_form(**fields):
     return {"body": body, "Content_Type": "multipart/form-data; boundary=x"}
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "classes"),
-    [
-        ("Kandinsky5T2VPipeline", ("Kandinsky5I2VPipeline",)),
-        ("Kandinsky5T2IPipeline", ("Kandinsky5I2IPipeline",)),
-        ("HunyuanVideoPipeline", ("HunyuanVideoImageToVideoPipeline",)),
-        ("SanaPipeline", ()),  # SanaImageToVideoPipeline has another transformer.
-    ],
-)
-def test_classes_that_would_take_an_image_have_the_same_transformer(pipeline, classes):
-    assert classes_with_images(pipeline) == classes
+def test_classes_that_would_take_an_image_have_the_same_transformer():
+    classes = {
+        "Kandinsky5T2VPipeline": ("Kandinsky5I2VPipeline",),
+        "Kandinsky5T2IPipeline": ("Kandinsky5I2IPipeline",),
+        "HunyuanVideoPipeline": ("HunyuanVideoImageToVideoPipeline",),
+        "SanaPipeline": (),  # SanaImageToVideoPipeline has another transformer.
+    }
+    assert {name: classes_with_images(name) for name in classes} == classes
 
 
 # -- Seeds.
@@ -176,16 +173,14 @@ def test_other_images_and_two_names_of_one_parameter_are_refused(served, pipelin
 
 def test_lines_of_a_prompt_file(tmp_path):
     lines = [
-        {"prompt": "a", "steps": 2, "num_inference_steps": 3},
-        {"prompt": "a", "num_inference_steps": 3, "width": 16},
+        {"prompt": "a", "num_inference_steps": 3, "steps": None, "width": 16},
         {"prompt": "a", "size": "16x32"},
         {"prompt": "a"},
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     valid, problems = read_prompts(path, describe_class("", FluxPipeline, {}), {"size": "64x48", "steps": 5})
-    assert [problem.number for problem in problems] == [1]
-    assert re.search("'steps'.*'num_inference_steps'", problems[0].reason)
+    assert problems == []
     # A line overrides the options of the command, whichever name they have.
     names = ("width", "height", "num_inference_steps")
     values = [tuple(line.request.fields[name] for name in names) for line in valid]

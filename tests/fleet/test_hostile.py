@@ -139,10 +139,8 @@ FIELDS = [
     ({"generator": 1}, "'generator'"),
     ({"output_format": "mp4"}, "'output_format' .*'mp4'"),
     ({"output_compression": 101}, "'output_compression' .*101"),
-    ({"n": None, "size": None, "stream": None, "response_format": None}, ""),
     # -- Images.
     ({"image": "/etc/passwd"}, "addresses"),
-    ({"image": "data:image/png;base64,AAAA"}, "image"),
     ({"image": image_url(Image.new("1", (4096, 4096)))}, "4096 × 4096 .*4194304"),
     ({"image": [image_url()] * 17}, r"'image' .*\b16\b.*\b17\b"),
     ({"image": [image_url()] * 16}, ""),
@@ -192,5 +190,6 @@ def test_field_is_refused_with_its_value_or_accepted(server, fields, words):
 
 
 def test_null_is_what_was_left_out(server):
-    send(server[0], request({"prompt": "a", "n": None, "size": None, "stream": None, "seed": None, "mask": None}))
+    nulls = ("n", "size", "stream", "response_format", "seed", "mask")
+    send(server[0], request({"prompt": "a", **dict.fromkeys(nulls)}))
     assert dict(server[1].ran[-1][1].fields) == {"prompt": "a"}

@@ -1,9 +1,12 @@
 """The queue, the pool and the lines of stand-ins for replicas: order, batches, cancelling, and replicas that died."""
 
 import asyncio
+from itertools import chain, repeat
+from unittest import mock
 
 import pytest
 from diffusers import FluxKontextPipeline
+from starlette.requests import Request as HttpRequest
 
 from para_core.fleet import replicas
 from para_core.fleet.failures import RequestFailed
@@ -172,7 +175,7 @@ def test_requests_that_differ_in_prompt_and_seed_are_one_batch(run):
     run(test)
 
 
-def test_replica_that_dies_while_idle_starts_again(run):
+def test_replica_that_dies_while_idle_starts_again(run, caplog):
     async def test(replicas, first, second):
         first.dead, first.failing = True, 2  # the first two attempts fail
         await until(lambda: first.starts == 4)
@@ -183,9 +186,14 @@ def test_replica_that_dies_while_idle_starts_again(run):
         # Both are free, each once.
         await asyncio.gather(*[replicas.generate(None) for _ in range(2)])
         assert first.ran == second.ran == ["own"]
+        # The watch goes on after an error, here a TypeError.
+        alive, first.alive = first.alive, None
+        await until(lambda: "the next attempt follows" in caplog.text)
+        first.alive, first.dead = alive, True
+        await until(lambda: first.starts == 5)
         await replicas.stop()
         await asyncio.sleep(0.05)
-        assert first.starts == 4
+        assert first.starts == 5
 
     run(test, 2, watch=0.01)
 
@@ -201,16 +209,6 @@ def test_replica_that_cannot_start_again_is_given_to_no_batch(run):
         await until(lambda: bad.starts == 5)
 
     run(test, 2, watch=0.05)
-
-
-def test_watch_goes_on_after_an_error(run, caplog):
-    async def test(replicas, replica):
-        alive, replica.alive = replica.alive, None  # a TypeError in the watch
-        await until(lambda: "the next attempt follows" in caplog.text)
-        replica.alive, replica.dead = alive, True
-        await until(lambda: replica.starts == 2)
-
-    run(test, watch=0.01)
 
 
 def test_stopped_pool_tells_the_calls_that_wait(run):
@@ -273,6 +271,21 @@ def test_requests_that_wait_for_a_replica_are_cancelled_at_once(run):
         assert isinstance(batch[0].answer.exception(), Cancelled)
         assert batch[1].answer.result().metadata["id"] == "b"
         assert sorted(replica.ran) == ["b", "own", "second"]
+
+    run(test)
+
+
+def test_stream_whose_client_left_before_its_first_event_ends(run):
+    body = {"type": "http.request", "body": b'{"prompt": "a", "stream": true}'}
+    receive = mock.AsyncMock(side_effect=chain([body], repeat({"type": "http.disconnect"})))
+    scope = {"type": "http", "path": "/v1/images/generations", "headers": [(b"content-type", b"application/json")]}
+
+    async def test(replicas, replica):
+        server = Server(replicas, describe_class("", FluxKontextPipeline, {}), ServerOptions())
+        await server._generate(HttpRequest(scope, receive))  # nobody reads the response
+        await until(lambda: replica.cancelled)
+        replica.open.set()
+        await until(lambda: server.unfinished == 0)
 
     run(test)
 

@@ -220,7 +220,7 @@ def test_one_request_more_than_may_wait_comes_back_later():
         connections = [start(port, {"prompt": "waits"}, X_Request_Id=f"r{i}") for i in range(2)]
         until(lambda: b"para_core_requests_accepted 2.0" in get(port, "/metrics")[2])
         status, headers, body = ask(port, {"prompt": "b"})
-        assert (status, body["error"]["code"]) == (429, "busy")
+        assert (status, body["error"]["code"], body["error"]["type"]) == (429, "busy", "rate_limit_error")
         assert int(headers["retry-after"]) >= 1
         assert b"para_core_requests_waiting 1.0" in get(port, "/metrics")[2]
         # The server refuses before it reads the body, so none is sent.

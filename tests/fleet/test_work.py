@@ -148,14 +148,21 @@ def test_results_of_one_request_are_those_of_their_own_seeds(plain):
         assert np.abs(pixels(together.outputs[0].data) - pixels(together.outputs[1].data)).max() > 1
 
 
-def test_layers_are_files_of_one_size():
+def test_layers_with_transparency_are_files_of_one_size():
     class Layers:
-        def __call__(self, **arguments):
-            return SimpleNamespace(images=[[Image.new("RGBA", (64, 48), color) for color in ("red", "blue")]])
+        vae = SimpleNamespace(config=SimpleNamespace(input_channels=4))
 
-    result = generate_request(Layers(), REQUEST, Recipe(FLUX))
-    assert [pixels(output.data)[0, 0, 2] for output in result.outputs] == [0, 255]
-    assert result.metadata["size"] == "64x48"
+        def __call__(self, image, **arguments):
+            assert image.mode == "RGBA"
+            return SimpleNamespace(images=[[image, Image.new("RGBA", (64, 48), "blue")]])
+
+    Image.new("RGBA", (64, 48), (255, 0, 0, 0)).save(buffer := io.BytesIO(), "PNG")
+    for format_, first in (("png", (255, 0, 0, 0)), ("jpg", (255, 255, 255))):
+        request = replace(REQUEST, images={"image": (buffer.getvalue(),)}, delivery=Delivery(format_))
+        result = generate_request(Layers(), request, Recipe(FLUX))
+        corners = [tuple(pixels(output.data)[0, 0]) for output in result.outputs]
+        assert corners[0] == first and corners[1][2] > 250
+        assert result.metadata["size"] == "64x48"
 
 
 def test_webp_loses_no_pixel():

@@ -90,8 +90,13 @@ def test_callbacks_run_here_with_the_tensors_that_they_ask_for_however_they_are_
     # diffusers' own asks for tensors that FLUX does not have, which is what FLUX says in one process too.
     with pytest.raises((ValueError, KeyError)):
         images(flux, callback_on_step_end=SDCFGCutoffCallback(cutoff_step_ratio=0.5))
-    with pytest.raises(TypeError, match="expected one function"):
-        steps(1, callbacks=[print, id])
+    for args, kwargs, message in (
+        ((1,), {"callbacks": [print, id]}, "expected one function"),
+        ((1, 0.0, 0.0, 0.0, callback), {"callback_on_step_end": callback}, "two values for callback_on_step_end"),
+        ((1, 0.0, 0.0, 0.0, callback, 7), {}, "6 positional arguments"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            steps(*args, **kwargs)
     kept = []
     steps(1, callback_on_step_end=lambda pipe, step, timestep, tensors: kept.append(pipe) or tensors)
     with pytest.raises(AttributeError, match="has ended"):

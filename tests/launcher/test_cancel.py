@@ -12,6 +12,7 @@ from itertools import groupby
 import pytest
 
 from para_core import Cancelled, launch
+from para_core.fleet.engine import LaunchedRanks
 from para_core.launcher.messages import Outcome, RandomState
 from para_core.launcher.processes import RankGroup
 from para_core.launcher.wire import Body
@@ -123,10 +124,11 @@ def test_ctrl_c_while_a_job_is_sent_leaves_no_answer_to_the_next_call(steps, mon
 
 def test_ranks_that_start_during_close_are_ended():
     with launch(load_steps, ranks=1, progress=False) as pipe:
-        state = pipe._state
-        state.group.end(idle=False)
-        start = state.options.start
-        state.options = replace(state.options, start=lambda: (start(), pipe.close())[0])
-        with pytest.raises(RuntimeError, match="closed"):
-            pipe(1)
-        assert state.group.ended
+        pipe._state.group.end(idle=False)
+        ranks = LaunchedRanks(load_steps, 1, timeout=60.0)
+        for own, call in ((pipe, lambda: pipe(1)), (ranks, ranks.start)):
+            state, start = own._state, own._state.options.start
+            state.options = replace(state.options, start=lambda own=own, start=start: (start(), own.close())[0])
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
+            assert state.group.ended

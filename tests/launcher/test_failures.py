@@ -29,6 +29,11 @@ class OwnError(Exception):
         return OwnError, (self.args[0], self.code)
 
 
+class SilentError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
 class TwoArgumentsError(Exception):
     def __init__(self, first, *, second, lock=None):
         super().__init__(f"{first} and {second}")
@@ -44,10 +49,14 @@ def test_exceptions_of_all_ranks_arrive_with_their_types_and_tracebacks(steps):
         torch.rand(3)
         raise TwoArgumentsError("one", second=2, lock=threading.Lock())
 
+    def fail_with_what_only_ranks_have(pipe):
+        raise OwnError("own", NotInProcess())
+
     before = pids(steps)
     for error, expected in (
         (ValueError("all"), ValueError),
         (OwnError("all", 3), OwnError),
+        (SilentError("all"), SilentError),
         (SystemExit(4), RuntimeError),
         (KeyboardInterrupt("all"), KeyboardInterrupt),
     ):
@@ -61,8 +70,12 @@ def test_exceptions_of_all_ranks_arrive_with_their_types_and_tracebacks(steps):
     assert vars(caught.value) == {"second": 2}
     # Seeds go on as they do after an exception in one process.
     assert torch.equal(torch.rand(1), torch.rand(4, generator=torch.Generator().manual_seed(3))[3:])
-    with pytest.raises(RuntimeError, match="answer of rank 0 cannot be loaded"):
-        steps.run(lambda pipe: NotInProcess())
+    for answer, message in (
+        (lambda pipe: NotInProcess(), "answer of rank 0 cannot be loaded"),
+        (fail_with_what_only_ranks_have, "OwnError: own"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            steps.run(answer)
     assert pids(steps) == before
 
 
@@ -190,13 +203,8 @@ def load_and_exit():
     return lambda: None
 
 
-@pytest.mark.parametrize(
-    ("load", "ranks", "error", "message"),
-    [
-        (load_nothing, 1, TypeError, "load returned None"),
-        (load_and_exit, 2, RankDied, r"(?s)rank 1 ended with exit code 7\. Its last output.*its last words"),
-    ],
-)
-def test_end_while_loading_arrives(load, ranks, error, message):
-    with pytest.raises(error, match=message):
-        launch(load, ranks=ranks, progress=False)
+def test_end_while_loading_arrives():
+    with pytest.raises(TypeError, match="load returned None"):
+        launch(load_nothing, ranks=1, progress=False)
+    with pytest.raises(RankDied, match=r"(?s)rank 1 ended with exit code 7\. Its last output.*its last words"):
+        launch(load_and_exit, ranks=2, progress=False)

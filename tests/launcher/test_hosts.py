@@ -68,7 +68,9 @@ def test_connections_without_the_secret_are_refused():
 
         def connect(greeting):
             with socket.create_connection(server.getsockname()) as connection:
-                connection.sendall(greeting)
+                for part in (greeting[:9], greeting[9:]):
+                    connection.sendall(part)
+                    time.sleep(0.1)
                 connection.recv(1)
 
         stranger = threading.Thread(target=connect, args=(b"\x01" * 36,))

@@ -49,7 +49,7 @@ def test_tensors_arrive_with_their_bits(travel):
 
 def test_what_one_receiver_writes_no_other_sees(travel):
     value = ([np.arange(size, dtype=np.uint8) for size in (0, 3, 200_000)], b"rest")
-    for body in (Body.of(value), travel(value)):
+    for body in (Body.of(value), travel(value), travel(Body.of(value)).load()):
         for array in body.load()[0]:
             array[:] = 7
         arrays, rest = body.load()

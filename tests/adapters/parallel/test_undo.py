@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe
+from para_core.adapters.parallel.parts import TimeoutPart
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.timeouts import override_timeouts
@@ -42,6 +43,11 @@ def change_timeouts():
     undo_second = override_timeouts([world, created], timedelta(seconds=50), ranks)
     undo_first(), undo_second()
     image_of(parallelize_pipe(first, mesh=mesh, vae=True, timeout=30))
+    # An earlier part that cannot be finished on one rank raises on all, and the new settings are in effect.
+    late = mock.patch.object(TimeoutPart, "finish", lambda part, undo: (undo(), 1 // (1 - dist.get_rank())))
+    with late, pytest.raises(RuntimeError, match=r"earlier settings.*ZeroDivisionError"):
+        parallelize_pipe(first, mesh=mesh)
+    image_of(first)
     unparallelize_pipe(first)
     # Sharded weights stay, and another call restores the time-out.
     image_of(parallelize_pipe(second, mesh=mesh, weights="fsdp", timeout=30))
