@@ -269,10 +269,11 @@ def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor
 
 def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, options: AttnOptions) -> None:
     """Raise if ``attn_func`` cannot compute this call over ``mesh``. If the call needs an lse, try it with
-    one token.
+    two tokens.
 
     Raises:
-        ValueError: ``attn_func`` returns no lse, but a ring or a causal call needs it.
+        ValueError: ``attn_func`` returns no lse, but a ring or a causal call needs it, or results of other
+            shapes.
         RuntimeError: Inside a compiled function, the call is causal or an option selects keys by position.
     """
     if torch.compiler.is_compiling() and (call.is_causal or options.by_position):
@@ -283,7 +284,7 @@ def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, opt
     if mesh.ring.size == 1 and not call.is_causal:
         return
     heads = max(1, call.query.shape[-3])
-    probe = [x.new_zeros(1, heads, 1, x.shape[-1]) for x in call[:3]]
+    probe = [x.new_zeros(1, heads, 2, x.shape[-1]) for x in call[:3]]
     result = attn_func(*probe, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
     if isinstance(result, Tensor):
         reason = "is_causal over several ranks"
@@ -293,6 +294,14 @@ def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, opt
             f"attn_func returned out alone, and {reason} merges partial results by their lse. Return (out, lse), lse "
             "[B, H, S_q] the natural log-sum-exp of the scaled scores in float32; or use a mesh whose ranks are all in "
             "its 'ulysses' dim, without is_causal."
+        )
+    # An lse of another shape, such as [B, S_q, H], could broadcast in the merge.
+    query_shape, value_shape = list(probe[0].shape), list(probe[2].shape)
+    shapes = [list(x.shape) for x in result]
+    if shapes != [value_shape, query_shape[:-1]]:
+        raise ValueError(
+            f"attn_func returned {' and '.join([str(shape) for shape in shapes])} for a query {query_shape} and a "
+            f"value {value_shape}; expected out, [B, H, S_q, D_v], and lse, [B, H, S_q]."
         )
 
 

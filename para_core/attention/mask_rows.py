@@ -44,7 +44,7 @@ Mark = tuple[int, tuple[Run, ...]]
 
 def mark_part(x: Tensor, dim: int, layout: SequenceLayout, rank: int) -> None:
     """Mark ``x`` as the part of ``rank`` by ``layout`` along ``dim``, if this is one of the last two dims."""
-    from_last = dim % x.ndim - x.ndim
+    from_last = int(dim) % x.ndim - x.ndim
     if from_last >= -2:
         setattr(x, _MARK, (from_last, tuple(join_neighbours(layout.runs(rank)))))
 
@@ -59,7 +59,8 @@ def mark_of(x: Tensor) -> Mark | None:
     if inherited is None:
         return None
     dim, _ = inherited
-    if x.ndim < -dim or x.shape[dim] != owner.shape[dim]:
+    # Another step in memory means another dim, which may have the same size.
+    if x.ndim < -dim or x.shape[dim] != owner.shape[dim] or x.stride(dim) != owner.stride(dim):
         return None
     return inherited
 
@@ -73,28 +74,62 @@ def copy_mark(source: Tensor | None, x: Tensor | None) -> None:
         setattr(x, _MARK, mark)
 
 
+# Names of functions, without underscores, that compute a row of their result from the same row of their
+# arguments. After any other function, such as ``tril`` or ``flip``, nobody knows whose rows the result has.
+_BY_ROW = """
+    to type type_as float double half bfloat16 int long bool cpu cuda clone contiguous detach requires_grad
+    share_memory pin_memory neg negative invert abs exp log logical_not bitwise_not isinf isnan isfinite nan_to_num
+    add radd iadd sub rsub isub mul rmul imul div truediv true_divide itruediv eq ne lt le gt ge and rand iand or ror
+    ior xor rxor ixor logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill clamp
+    clamp_min clamp_max minimum maximum repeat repeat_interleave
+"""
+# These keep the rows if the step from one row to the next in memory stays.
+_VIEWS = "getitem view reshape unsqueeze squeeze expand expand_as broadcast_to flatten unflatten select"
+_NAMES_BY_ROW, _NAMES_OF_VIEWS = frozenset(_BY_ROW.split()), frozenset(_VIEWS.split())
+# These read nothing but the dtype or the shape of their second argument.
+_READ_FIRST = frozenset({"to", "type_as", "expand_as"})
+
+
 def follow_parts(
     function: Callable[..., Any], args: Sequence[Any], values: Iterable[Any], output: Any
 ) -> None:
-    """Mark ``output``, which ``function`` returned, if it was computed row by row from an argument with rows
-    that ``cp.shard`` made.
+    """Mark ``output``, which ``function`` returned, if it was computed row by row from arguments with rows
+    that ``cp.shard`` made. Remove its mark if ``function`` may have written other rows into it.
 
-    ``values`` are those of the keyword arguments. Functions that make a new tensor from the shape of another
-    one, such as ``zeros_like``, do not pass a mark on.
+    ``values`` are those of the keyword arguments. An argument whose rows nobody knows, such as a mask made
+    from the length of the input, leaves the output without a mark.
     """
     if not isinstance(output, Tensor) or output.ndim < 2:
         return
-    name = getattr(function, "__name__", "")
-    if name.startswith("new_") or name.endswith("_like"):
+    name = getattr(function, "__name__", "").partition(".")[0].strip("_")
+    is_view = name in _NAMES_OF_VIEWS
+    is_by_row = is_view or name in _NAMES_BY_ROW
+    mark = None
+    if is_by_row:
+        read = args[:1] if name in _READ_FIRST else (*args, *values)
+        mark = _common_mark(read, output, is_view=is_view)
+    if mark is not None:
+        setattr(output, _MARK, mark)
         return
-    for x in (*args, *values):
-        if not isinstance(x, Tensor) or x is output or x.ndim < 2 or x.shape[-2] != output.shape[-2]:
+    # A function that writes in place, or has nothing to do, returns an argument, which may have a mark.
+    own_mark: Mark | None = getattr(output, _MARK, None)
+    if own_mark is not None and (own_mark[0] == -2 or not is_by_row):
+        delattr(output, _MARK)
+
+
+def _common_mark(values: Iterable[Any], output: Tensor, *, is_view: bool) -> Mark | None:
+    """Return the mark of the rows of ``output``, if all tensors among ``values`` with as many rows have it."""
+    common = None
+    for x in values:
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-2] != output.shape[-2]:
             continue
-        if x.shape[-1] in (1, output.shape[-1]) or name == "__getitem__":
-            mark = mark_of(x)
-            if mark is not None and mark[0] == -2:
-                setattr(output, _MARK, mark)
-                return
+        mark = mark_of(x)
+        if mark is None or mark[0] != -2 or mark != (common or mark):
+            return None
+        if is_view and x.stride(-2) != output.stride(-2):
+            return None
+        common = mark
+    return common
 
 
 def describe_rows(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> int:

@@ -224,12 +224,21 @@ def roles_of(
     the step is decided before block 0 runs.
 
     Raises:
-        ValueError: The model does not have the blocks that ``blocks`` names, or no block would be skipped.
+        ValueError: The model does not have the blocks that ``blocks`` names, runs one of them several times, or
+            no block would be skipped.
     """
     stack: list[_StackItem] = []
     for group_index, group in enumerate(blocks.groups):
         for name in group.lists:
-            stack += [(block, group_index, group) for block in _require_module_list(module, name).children()]
+            # Not children(), which lists a block once that runs several times.
+            listed = _require_module_list(module, name)._modules.values()
+            stack += [(block, group_index, group) for block in listed if block is not None]
+    if len({id(block) for block, _, _ in stack}) < len(stack):
+        raise ValueError(
+            f"{type(module).__name__} runs one block several times (some of the {len(stack)} in its lists are the same "
+            "module), so a call of it does not tell which one of the step it is. Leave out the cache, or use copies of "
+            "the block: copy.deepcopy(block)."
+        )
     stop = len(stack) - last_blocks
     in_first_group = sum(group_index == 0 for _, group_index, _ in stack)
     if first_blocks >= stop or first_blocks > in_first_group:

@@ -250,7 +250,7 @@ class ShardingMode(TorchFunctionMode):
                 agree(error, self._mesh)
             raise
         if exchanges:
-            dim %= x.ndim
+            dim = int(dim) % x.ndim  # A number of NumPy is no JSON.
             shape = (*x.shape[:dim], *x.shape[dim + 1 :])
             agree(_layout_signature(layout, dim, shape, x.dtype), self._mesh, explain=_explain_difference)
         return layout

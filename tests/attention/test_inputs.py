@@ -161,7 +161,7 @@ def attend_by_own(ring, ulysses):
     mesh, probes = make_mesh(ring, ulysses), []
 
     def doubled(query, *args, **options):
-        if query.shape[-2] == 1:
+        if query.shape[-2] == 2:
             probes.append(query.shape)
         out, lse = own_attention(query, *args, **options)
         return 2 * out, lse
@@ -177,10 +177,15 @@ def without_lse(*args, **options):
     return own_attention(*args, **options)[0]
 
 
-def attend_without_lse(ring, ulysses, is_causal):
+def with_lse_of_tokens(*args, **options):
+    out, lse = own_attention(*args, **options)
+    return out, lse.transpose(1, 2)
+
+
+def attend_without_lse(ring, ulysses, is_causal, attn_func=without_lse):
     mesh = make_mesh(ring, ulysses)
     qkv = [x.tensor_split(mesh.size(), dim=2)[mesh.get_rank()] for x in make_qkv(5, 4)]
-    with torch.no_grad(), UnifiedAttnMode(mesh, attn_func=without_lse) as cp, cp.using(cp.sequence(5)):
+    with torch.no_grad(), UnifiedAttnMode(mesh, attn_func=attn_func) as cp, cp.using(cp.sequence(5)):
         return sdpa(*qkv, is_causal=is_causal)
 
 
@@ -191,7 +196,11 @@ def test_own_attention_computes_and_needs_lse_for_a_ring(rank_pool):
             assert count == probes
     for rank, out in enumerate(rank_pool.run(attend_without_lse, 2, 1, 2, False)):
         assert relative_error(out, sdpa(*make_qkv(5, 4)).tensor_split(2, dim=2)[rank]) < 1e-5
-    for *call, message in ((3, 1, False, r"attn_func.* out .*ring of 3 ranks"), (1, 2, True, r"attn_func.*is_causal")):
+    for *call, message in (
+        (3, 1, False, r"attn_func.* out .*ring of 3 ranks"),
+        (1, 2, True, r"attn_func.*is_causal"),
+        (2, 1, False, with_lse_of_tokens, r"attn_func.*\[1, 4, 2, 8\] and \[1, 2, 4\].*lse, \[B, H, S_q\]"),
+    ):
         for error in rank_pool.run_expecting_errors(attend_without_lse, call[0] * call[1], *call):
             assert re.search(message, str(error))
 

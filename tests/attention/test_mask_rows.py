@@ -23,8 +23,9 @@ FOLLOWED = {
     "written to": lambda mask: mask.logical_or_(KEYS[None]),
     "a copy": lambda mask: mask.clone(),
     "logical_not": lambda mask: ~mask,
-    "a cast": lambda mask: mask.to(torch.float32),
+    "a cast": lambda mask: mask.to(mask.new_zeros(mask.shape, dtype=torch.float32)),
     "a product": lambda mask: mask & KEYS[None],
+    "heads": lambda mask: mask[None].repeat_interleave(4, dim=0)[None, :, :, :],
     "where": lambda mask: torch.where(mask, torch.zeros(()), torch.tensor(-torch.inf)),
 }
 # Rows of a rank with 4 of 8 tokens that no one knows to be its own.
@@ -32,6 +33,10 @@ UNKNOWN = {
     "new values": lambda part: torch.tensor(part.tolist()),
     "of the length": lambda part: torch.ones_like(part).tril(),
     "new_ones": lambda part: part.new_ones(4, 8).tril(),
+    "rows counted from the first of the part": lambda part: part.tril(),
+    "written to": lambda part: part.tril_(),
+    "with such a mask": lambda part: part & torch.ones(4, 8, dtype=torch.bool).tril(),
+    "in another order": lambda part: part.flip(-2),
     "all hidden": lambda _: torch.zeros(4, 8, dtype=torch.bool),  # As a causal mask whose first tokens are padding.
 }
 

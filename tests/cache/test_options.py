@@ -389,6 +389,12 @@ def cut_tokens_at_first_block():
     pipe([1.0, 1.0])
 
 
+def with_a_shared_block():
+    pipe = Pipe()
+    pipe.transformer.early.append(pipe.transformer.early[0])
+    cached(pipe)
+
+
 def with_blocks(group):
     cached(adapter=replace(ADAPTER, blocks=CachedBlocks((group,))))([1.0, 1.0])
 
@@ -407,6 +413,7 @@ BAD_INPUT = [
     (lambda: BlockGroup("early"), TypeError, r"BlockGroup\(lists='early'\).* lists=\('early',\)"),
     (lambda: BlockGroup(()), ValueError, "at least one list"),
     (lambda: BlockGroup(("early",), ("x",)), ValueError, r"measured is 'hidden_states'.*\('x',\)"),
+    (with_a_shared_block, ValueError, r"6 in its lists are the same"),
     (lambda: with_blocks(BlockGroup(("middle",), STREAMS)), ValueError, "Scripted has no 'middle'"),
     (lambda: with_blocks(BlockGroup(("early",), ("x",), "x")), ValueError, "Block has no parameter 'x'"),
     (lambda: with_blocks(BlockGroup(("early",), STREAMS[::-1])), ValueError, r"Block .*\('hidden_states', 'en.*shapes"),

@@ -139,6 +139,7 @@ def of_inputs(dim):
 BLOCKS = create_block_mask(lambda b, h, q, k: q >= k, None, None, 12, 12, device="cpu", BLOCK_SIZE=4)
 ROWS = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
 FORBID = {"result": lambda y: y.masked_fill(torch.arange(4) == 1, float("-inf"))}
+LOWEST = {"result": lambda y: y.masked_fill(torch.arange(4) == 1, torch.finfo(y.dtype).min)}
 # After the first block every rank has all tokens, so attention on one rank is complete.
 EARLY = Plan({"x": Split(1, "image")}, {"blocks.0": Gather(1, "image")}, ("image",))
 # Each row has a model with its inputs, and the numbers of tokens that are tried.
@@ -192,6 +193,11 @@ DIFFERENCES = {
     "code between modules": (lambda: pixels(make(change=lambda x: x * x.shape[1] ** 0.5)), "", "blocks.0"),
     "own lines with a wrong block": (lambda: pixels(make(centred=[1]), forward=shard_pixels), "blocks.1", "blocks.1"),
     "own lines that are wrong": (lambda: pixels(make(), forward=gather_twice), "", "forward="),
+    "own lines that are wrong beside lowest numbers": (
+        lambda: pixels(make(**LOWEST), forward=gather_twice),
+        "",
+        "forward=",
+    ),
     "own lines that miss infinities": (lambda: pixels(make(**FORBID), forward=shard_pixels), "", "inf"),
     "a plan": (lambda: flux(WRONG_PLAN), "transformer_blocks.1.attn", "transformer_blocks.1.attn"),
     "random numbers": (lambda: pixels(make(change=lambda x: x + torch.randn_like(x))), "", "random numbers"),
