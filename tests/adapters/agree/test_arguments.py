@@ -1,10 +1,12 @@
 """Ranks of one mesh generate one image with equal arguments, or all raise, and the pipe can still be used."""
 
+import enum
 import os
 import re
 import signal
 import threading
 import time
+from decimal import Decimal
 from unittest import mock
 
 import numpy as np
@@ -74,6 +76,11 @@ def call_differently():
 
 IMAGES = [random_image(8, 8, seed=seed) for seed in (1, 2)]
 VIDEOS = [[*random_video(2, 8, 8), image] for image in IMAGES]
+# Two colors of one palette index, and names with values that do not tell them apart.
+IN_PALETTES = [Image.new("P", (2, 2)), Image.new("P", (2, 2))]
+IN_PALETTES[1].putpalette([0, 0, 255])
+Color = enum.Enum("Color", {"RED": object(), "BLUE": object()})
+Access = enum.Flag("Access", "READ WRITE")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +96,11 @@ VIDEOS = [[*random_video(2, 8, 8), image] for image in IMAGES]
         ((1, None), (1, "None")),
         (np.zeros(2, np.float32), np.zeros(2, np.int32)),
         (Image.new("L", (2, 2)), Image.new("P", (2, 2))),
+        (IN_PALETTES[0], IN_PALETTES[1]),
+        (np.array(["a", {}], object), np.array(["b", {}], object)),
+        (Color.RED, Color.BLUE),
+        (Access.READ, Access.READ | Access.WRITE),
+        (Decimal("0.1"), Decimal("0.2")),
         ({"a", "b"}, {"a", "c"}),
         (range(5), range(6)),
         (print, 1),
@@ -109,6 +121,8 @@ def test_texts_of_values_differ_as_the_values(value, other):
 
 def test_equal_values_of_other_types_or_orders_have_equal_texts():
     assert describe_value({"a": 1, "b": 2.5}) == describe_value({"b": np.float64(2.5), "a": np.int64(1)})
+    arrays = [np.array([{}, 1], object) for _ in range(2)]
+    assert describe_value(arrays[0]) == describe_value(arrays[1])
 
 
 def leave_in_the_middle():
