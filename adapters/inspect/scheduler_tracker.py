@@ -148,8 +148,11 @@ class SchedulerTracker:
             # Leave out the timesteps that the call skips at the beginning of the schedule.
             listed = getattr(self._scheduler, "timesteps", None)
             times = []
+            if isinstance(listed, torch.Tensor):
+                # One read of the device for all timesteps.
+                listed = listed.tolist()
             if listed is not None:
-                times = [float(t) for t in listed.tolist()]
+                times = [float(t) for t in listed]
             if original_class(self._scheduler).__name__ in _END_IS_LISTED:
                 times = times[:-1]
             begin = getattr(self._scheduler, "begin_index", None)

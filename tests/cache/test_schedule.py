@@ -2,6 +2,7 @@
 
 import inspect
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -68,6 +69,15 @@ def test_every_pipeline_is_followed_step_by_step(name):
     assert [position.step for _, position in taken] == expected
     # DPM-Solver's timesteps are integers, and some pipelines pass them in 16 bits.
     assert [position.time for _, position in taken] == pytest.approx([time for time, _ in taken], rel=1e-3)
+
+
+def test_timesteps_may_be_a_list():
+    class Listed(SimpleNamespace):
+        step = set_timesteps = print
+
+    tracker = SchedulerTracker()
+    with tracker.follow(SimpleNamespace(scheduler=Listed(timesteps=[900, torch.tensor(0.5)])), print):
+        assert tracker.next_position("cond") == (0, 2, 900.0)
 
 
 @pytest.mark.parametrize("name", long_but(["skyreels v2, forcing from a video"], FORCING))
