@@ -154,10 +154,10 @@ def test_encoded_prompts_are_cleared_if_a_lora_of_a_text_encoder_is_unloaded():
     pipe.get_list_adapters.return_value = {"transformer": names}
     pipe.delete_adapters = lambda name: encoder.peft_config.pop(name, None)
     loras = LoadedLoras(pipe, Recipe(""), 1, kept)
-    for path in ("text", "image", "other image"):
-        loras.use(Lora(path))
+    for lora in (Lora("text"), Lora("image"), Lora("image", version="of a new file"), Lora("other image")):
+        loras.use(lora)
         cleared.append(kept.clear.call_count)
-    assert cleared == [1, 2, 2]
+    assert (cleared, loras.loads) == ([1, 2, 2, 2], 4)
 
 
 @pytest.mark.slow
