@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,13 +15,14 @@ from PIL import Image
 
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.build import build, dtype_of, find_model
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.outputs import encode
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, describe_class, find_tiny_flux
 from para_core.fleet.recipe import Recipe, check_options_of_model, read_lora
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.without_weights import without_weights
-from para_core.fleet.work import Watch, generate_request
+from para_core.fleet.work import Watch, generate_batch, generate_request
 from para_core.launcher.errors import Cancelled
 from para_core.plans.region import region_of
 
@@ -163,6 +165,22 @@ def test_layers_with_transparency_are_files_of_one_size():
         corners = [tuple(pixels(output.data)[0, 0]) for output in result.outputs]
         assert corners[0] == first and corners[1][2] > 250
         assert result.metadata["size"] == "64x48"
+
+
+def test_result_that_cannot_be_encoded_fails_its_request_only(monkeypatch, tmp_path):
+    class Drawn(SimpleNamespace):
+        def __call__(self, **arguments):
+            return self
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    pipe = Drawn(images=[Image.new("RGB", (64, 48))] * 2)
+    requests = [replace(REQUEST, delivery=Delivery(format_)) for format_ in ("mp4", "png")]
+    failed, result = generate_batch(pipe, requests, Recipe(FLUX))
+    assert isinstance(failed, RequestFailed) and "absent" in str(failed)
+    assert result.metadata["size"] == "64x48"
+    images = {"image": (result.outputs[0].data,)}
+    parts = replace(requests[0], fields={**FIELDS, "num_images_per_prompt": 2}, images=images)
+    assert isinstance(generate_request(pipe, parts, Recipe(FLUX)), RequestFailed)
 
 
 def test_webp_loses_no_pixel():
