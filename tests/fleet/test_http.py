@@ -120,6 +120,13 @@ def test_failure_of_the_server_is_an_error_with_its_traceback_in_the_log(caplog)
     assert record.exc_info[0] is KeyError
 
 
+def test_log_that_cannot_be_written_is_told_once(caplog, tmp_path):
+    with serving(request_log=tmp_path) as (port, _):
+        assert [get(port, "/health")[0] for _ in range(3)] == [200] * 3
+    (record,) = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert (record.name, str(tmp_path) in record.getMessage()) == ("para_core.fleet.http.middleware", True)
+
+
 # The options of requests, with the level and words of their lines in the log.
 LOGGED = {
     "good": ({"body": {"prompt": "private", "steps": 2}}, ("INFO", PATH, "200")),
