@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from decimal import Decimal
-from enum import Enum, Flag
+from enum import Enum
 from fractions import Fraction
 from hashlib import blake2b
 from numbers import Number
@@ -201,10 +201,8 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
     if isinstance(value, Number) and hasattr(value, "item"):
         # A number of NumPy, which another rank may have as a number of Python.
         yield repr(value.item())
-    elif isinstance(value, Flag):
-        yield f"{type(value).__name__} {value.value}"
     elif isinstance(value, Enum):
-        # Its value may be any object, and its name is unique.
+        # Its value may be any object, and its name is unique, also that of several flags.
         yield f"{type(value).__name__}.{value.name}"
     elif value is None or isinstance(
         value, (str, bytes, bytearray, bool, int, float, complex, range, Decimal, Fraction)
