@@ -2,11 +2,11 @@
 
 import inspect
 from itertools import pairwise
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from para_core.adapters import apply_cache_on_pipe, cache_report
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
@@ -72,11 +72,9 @@ def test_every_pipeline_is_followed_step_by_step(name):
 
 
 def test_timesteps_may_be_a_list():
-    class Listed(SimpleNamespace):
-        step = set_timesteps = print
-
-    tracker = SchedulerTracker()
-    with tracker.follow(SimpleNamespace(scheduler=Listed(timesteps=[900, torch.tensor(0.5)])), print):
+    scheduler, tracker = FlowMatchEulerDiscreteScheduler(), SchedulerTracker()
+    scheduler.timesteps = [900, torch.tensor(0.5)]
+    with tracker.follow(mock.Mock(scheduler=scheduler, _num_timesteps=2), print):
         assert tracker.next_position("cond") == (0, 2, 900.0)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from diffusers import FluxPipeline
 from PIL import Image
 
 import para_core.cli.signals
@@ -26,6 +25,7 @@ from para_core.fleet.request import Delivery, Request
 from para_core.option_values import BACKENDS
 from para_core.progress import readable_bytes
 from tests.scripts import command_on_ranks
+from tests.tiny import load_pipe
 
 ROOT = Path(__file__).parents[2]
 TINY_FLUX = ROOT / "zoo/flux/pipeline"
@@ -70,9 +70,7 @@ def pixels(path):
 
 def plain_pixels(**call):
     """Generate with diffusers alone."""
-    pipe = FluxPipeline.from_pretrained(TINY_FLUX, dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    seed = call.pop("seed")
+    pipe, seed = load_pipe(TINY_FLUX), call.pop("seed")
     call = {"height": 48, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64, **call}
     return np.asarray(pipe(generator=torch.Generator().manual_seed(seed), **call).images[0]).astype(int)
 
