@@ -79,7 +79,7 @@ class Rank:
 
     def generate(self, request: Request, link: CallerLink = NO_CALLER) -> Result | RequestFailed | None:
         """Run one request without a LoRA of its own, for a line of a prompt file. Return the result on the
-        first rank of the pipeline's mesh, or RequestFailed there if it cannot be encoded, and None on others.
+        first rank of the pipeline's mesh, or EncodingFailed there if it cannot be encoded, and None on others.
 
         The numbers of finished steps are pushed to ``link``. The request cannot be cancelled, so the ranks
         need not agree on that after each step.
@@ -92,7 +92,7 @@ class Rank:
     ) -> list[Result | RequestFailed] | None:
         """Run requests with the same ``batch_key`` as one call of the pipeline.
 
-        Return the results on the first rank of the pipeline's mesh, with RequestFailed in place of those that
+        Return the results on the first rank of the pipeline's mesh, with EncodingFailed in place of those that
         cannot be encoded, and None on others. Numbers of finished steps and partial images are pushed to
         ``link``. Raise Cancelled if ``link`` of the first rank says so after a step, and ValueError if the
         LoRA of the requests cannot be loaded.

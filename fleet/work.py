@@ -22,7 +22,7 @@ from para_core.adapters.cache.generation import cache_summary
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.fleet.build import mesh_shape
-from para_core.fleet.failures import RequestFailed, describe_exception
+from para_core.fleet.failures import EncodingFailed, RequestFailed, describe_exception
 from para_core.fleet.image_files import ImageMode
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
@@ -54,7 +54,7 @@ def generate_request(
 ) -> Result | RequestFailed | None:
     """Run the pipeline for one request. A collective call.
 
-    Return the result on the first rank of the pipeline's mesh, or RequestFailed there if its files cannot be
+    Return the result on the first rank of the pipeline's mesh, or EncodingFailed there if its files cannot be
     encoded, and None on others. Raise Cancelled on every rank if ``watch`` cancels the request, and what the
     pipeline raises. Invalid arguments raise on every rank.
     """
@@ -112,7 +112,7 @@ def generate_batch(
             # Only this rank encodes. If it raised alone, all ranks would be ended, and the other requests of
             # the batch would have no result.
             logger.debug("a result cannot be encoded", exc_info=True)
-            results.append(RequestFailed(f"its result cannot be encoded: {describe_exception(error)}"))
+            results.append(EncodingFailed(f"its result cannot be encoded: {describe_exception(error)}"))
     return results
 
 
