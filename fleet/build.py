@@ -25,7 +25,7 @@ from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.classical import load_classical, load_controlnets, pipeline_class
 from para_core.fleet.encode_first import EncodeFirst
-from para_core.fleet.loras import load_lora
+from para_core.fleet.loras import load_loras_of_recipe
 from para_core.fleet.modular import (
     describe_modular,
     has_modular_index,
@@ -34,7 +34,7 @@ from para_core.fleet.modular import (
     open_modular,
 )
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe_class, find_tiny_flux
-from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
+from para_core.fleet.recipe import Compile, Offload, Recipe
 from para_core.fleet.selection import select_pipeline
 from para_core.fleet.without_weights import check_components_exist, component_classes, multiple_of_model
 from para_core.instance.private_class import original_class
@@ -245,7 +245,7 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
             pipe = load_classical(recipe, dtype=dtype, quantize=early)
     if quantize is not None and not transformers_of(pipe):
         raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
-    _load_loras(pipe, recipe.lora)
+    load_loras_of_recipe(pipe, recipe)
     if quantize is not None and weights == "fsdp":
         require_quantizer().quantize(pipe, quantize, gatherable=True)
     on_host: set[str] = set()
@@ -304,17 +304,6 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
         return torch.float32
     dtype: torch.dtype = getattr(torch, recipe.dtype)
     return dtype
-
-
-def _load_loras(pipe: Any, loras: tuple[str, ...]) -> None:
-    scales: dict[str, float] = {}
-    for index, text in enumerate(loras):
-        name, scale = read_lora(text)
-        report(f"loading LoRA {name}")
-        load_lora(pipe, name, f"lora_{index}", name)
-        scales[f"lora_{index}"] = scale
-    if scales:
-        pipe.set_adapters(list(scales), list(scales.values()))
 
 
 def _compile(pipe: Any, how: Compile) -> None:
