@@ -39,6 +39,7 @@ from para_core.fleet.outputs import (
     choose_names,
     compute_digest,
     find_disk_problem,
+    find_side_problem,
     lock_folder,
     read_digest,
     require_room,
@@ -111,7 +112,9 @@ def make_task(
     lines = [replace(line, digest=compute_digest(line.request, recipe, model.kind)) for line in lines]
     unfinished, finished = choose_names(folder, lines, files.name)
     room = group.room or bytes_of_device(ranks * replicas)
+    sides = {line.number: find_side_problem(line.request) for line in unfinished}
     reasons = _find_memory_problems(unfinished, model, recipe, ranks, room)
+    reasons |= {number: problem for number, problem in sides.items() if problem is not None}
     if reasons and prompts is None:
         raise ValueError(reasons[1])  # of the only line
     if prompts is not None:
