@@ -64,11 +64,8 @@ def test_class_and_those_that_serve_other_routes_reach_the_server(start):
     assert call["replica"].warmup[0].images.keys() == {"image", "mask_image"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "pixels"),
-    [([], 2048 * 2048), (["--max-size", "64x32"], 64 * 32), (["--max-size", "64x32x9"], 64 * 32 * 9)],
-)
-def test_largest_size_and_replicas_reach_the_server(start, arguments, pixels):
-    call = start("--replicas", "3", *arguments, *(["--spread"] if arguments else []))
-    assert (call["options"].pixels, call["replicas"], call["debug"]) == (pixels, 3, False)
-    assert call["replica"].spread == bool(arguments)
+def test_largest_size_and_replicas_reach_the_server(start):
+    for size, pixels in ((None, 2048 * 2048), ("64x32", 64 * 32), ("64x32x9", 64 * 32 * 9)):
+        call = start("--replicas", "3", *(["--max-size", size, "--spread"] if size else []))
+        assert (call["options"].pixels, call["replicas"], call["debug"]) == (pixels, 3, False)
+        assert call["replica"].spread == bool(size)

@@ -21,7 +21,6 @@ from para_core.fleet.work import call_pipe
 from tests.modular_folders import plain_modular, save_modular
 
 SIZE = {"height": 48, "width": 80, "num_inference_steps": 2, "prompt": "a large red circle", "max_sequence_length": 64}
-GUIDED = {**SIZE, "negative_prompt": "a blue square", "guidance_scale": 3.0}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def test_fields_are_inputs_of_blocks(folders, tmp_path):
             make_request({"prompt": "a", field: value}, flux)
     with pytest.raises(ValueError, match=r"frames.*0"):
         make_request({"prompt": "a", "frames": 0}, ltx)
-    assert make_request({**GUIDED, "n": 2}, qwen).results == 2
+    assert make_request({**SIZE, "negative_prompt": "b", "guidance_scale": 3.0, "n": 2}, qwen).results == 2
     wan = find(tmp_path, "Wan22Image2Video", "Wan22Image2VideoBlocks")
     assert set(wan.fields) >= {"guidance_scale", "guidance_scale_2"}
     with pytest.raises(ValueError, match=r"'image'.*Wan22Image2VideoModularPipeline"):
