@@ -20,6 +20,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from para_core.cli.checks import require_images
 from para_core.cli.options import FileOptions, GroupOptions
@@ -320,7 +321,7 @@ def show_plan(task: GenerationTask) -> None:
     table = Table(show_header=False, title="plan")
     for name, text in rows.items():
         if text:
-            table.add_row(name, text)
+            table.add_row(name, Text(text))  # A path may have brackets, which are markup in a str.
     console = Console(highlight=False)
     console.print(table)
     for problem in task.problems:

@@ -1,4 +1,9 @@
-"""Lookup of a model by its name, loading of the pipeline of a recipe, and its parallelization on ranks."""
+"""Lookup of a model by its name, loading of the pipeline of a recipe, and its parallelization on ranks.
+
+The commands call :func:`find_model` before ranks start (`cli/checks.py`, `cli/plan.py`), and each rank
+:func:`build` (`rank.py`, `cli/measurement.py`). `classical.py` and `modular.py` load; requests run in
+`work.py`. Tests: tests/fleet/test_work.py, tests/fleet/test_model_files.py.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +74,8 @@ def find_model(
         defaults, name = TINY_FLUX_FIELDS, str(find_tiny_flux())
     selection = select_pipeline(name, pipeline=pipeline, config=config, controlnet=controlnet)
     if selection.index.modular:
-        return describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
+        opened = describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
+        return replace(opened, trusted=trust_remote_code)
     cls = getattr(diffusers, selection.pipeline, None)
     if cls is None:
         version = diffusers.__version__

@@ -196,7 +196,7 @@ def test_a_dry_run_shows_the_plan_and_the_problems_of_lines(tmp_path, prompts, m
         json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False),
         '{"prompt": "\\ud800"}',
     )
-    out = tmp_path / "out"
+    out = tmp_path / "[/b] out"
     options = ["--mesh", "ring=2", "--rotate-method", "allgather", "--cache", "0.1", "--ranks", "2", "--dry-run"]
     options += [*SMALL, "--set", "ip_adapter_image=mine.png", "--out", str(out)]
     assert run(["generate", "--prompts", path, *options]) == 1
@@ -205,6 +205,7 @@ def test_a_dry_run_shows_the_plan_and_the_problems_of_lines(tmp_path, prompts, m
         r"ranks +│ 2",
         r"mesh +│ batch 1 × ring 2 × ulysses 1, rotate_method allgather",
         r"to generate +│ 2, 0 finished, 7 bad",
+        r"results +│ .*/\[/b\] out/\*\.png",
         f"line 2: {tmp_path}/mine.png: No such file or directory",
         r"line 3: .*absent.png",
         r"line 4: .*text.png: 8 bytes .*image",

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from para_core.fleet.build import build, find_model
 from para_core.fleet.recipe import Recipe, check_options_of_model
 from para_core.fleet.request import Request, make_request
+from para_core.fleet.without_weights import without_weights
 from para_core.fleet.work import call_pipe
 from tests.modular_folders import plain_modular, save_modular
 
@@ -93,7 +94,9 @@ def test_own_code_runs_only_if_trusted(folders, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--trust-remote-code"):
         find_model(str(own))
     assert not (tmp_path / "cache").exists()
-    assert find_model(str(own), trust_remote_code=True).fields["num_inference_steps"] == 50
+    model = find_model(str(own), trust_remote_code=True)
+    assert model.fields["num_inference_steps"] == 50
+    assert type(without_weights(model, torch.float32)._blocks).__name__ == "OwnBlocks"
     assert any((tmp_path / "cache").rglob("block.py"))
 
 
