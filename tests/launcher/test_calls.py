@@ -108,6 +108,7 @@ def test_what_a_handle_refuses_is_named(steps, name):
         ({"ranks": True}, TypeError, "ranks=True; expected an integer"),
         ({"devices": [0, 1.0]}, TypeError, "devices has 1.0; expected numbers"),
         ({"devices": [0, -1]}, ValueError, "devices has -1; expected numbers of at least 0"),
+        ({"devices": [1, 1]}, ValueError, "devices has 1 more than once"),
         ({"timeout": 0}, ValueError, "positive"),
         ({"timeout": "3"}, TypeError, "a number of seconds"),
         ({"env": {"RANK": "5"}}, ValueError, "env has RANK"),
@@ -235,5 +236,7 @@ if __name__ == "__main__":
     [(CLASSES, "fast True fast 2\nTrue 100\n"), (BY_NAME, "[('a', 2)]\nTrue\n")],
     ids=["classes of a script keep their state in each process", "functions by name need no cloudpickle"],
 )
-def test_programs_launch_what_they_define(run, program, out):
-    assert run(program)[0] == out
+def test_programs_launch_what_they_define(start, program, out):
+    with start(program) as process:
+        shown, err = process.communicate(timeout=120)
+    assert (process.returncode, shown) == (0, out), err
