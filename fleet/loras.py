@@ -2,7 +2,7 @@
 
 `build.py` loads those of the recipe (:func:`load_loras_of_recipe`). :class:`~para_core.fleet.rank.Rank` makes
 :class:`LoadedLoras` for the ranks of a server, and calls it before each batch; `http/lora_folder.py` finds
-the file of a name. Tests: tests/fleet/test_rank.py, and tests/fleet/test_work.py for those of the recipe.
+the file of a name. Tests: tests/fleet/test_rank.py, and tests/fleet/test_modular.py for those of the recipe.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ CASES = [
     *[
         (["plan", *options], 2, message)
         for options, message in (
-            (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], MISFIT),
+            (["--mesh", "ring=2, ulysses=1", "--ranks", "4"], MISFIT),
             (["--weights", "fsdp", "--offload", "blocks"], "--weights is 'fsdp' with offload 'blocks'"),
             (["--link", "0"], "--link is '0'"),
             (["--dtype", "float32"], "--dtype is 'float32'"),

@@ -79,7 +79,6 @@ CORPUS = {
     "id too long": (409, "X-Request-Id", request(extra=b"X-Request-Id: " + b"a" * 65 + b"\r\n")),
     "GET of a POST route": (405, f"POST {PATH}", get(PATH)),
     "unknown method": (400, "", get(PATH, "BREW")),
-    "unknown path": (404, f"POST {PATH}", request(path="/v1/chat/completions")),
     "path with dots": (404, "", get("/v1/files/../../etc/passwd")),
     "file of no result": (404, "'x'", get("/v1/files/x/0")),
     # -- HTTP.
@@ -126,7 +125,6 @@ FIELDS = [
     ({"size": "1024x1024", "n": 16}, "4194304 .*512x512"),
     ({"prompt": ["a"] * 16, "size": "1024x1024"}, "16777216 pixels"),
     ({"size": "99999x99999"}, "9999800001 pixels"),
-    ({"size": "65504x16"}, ""),
     ({"size": "65504x16", "output_format": "jpeg"}, "'width' is 65504.* jpg .* 65500"),
     ({"size": "9" * 5000 + "x1"}, "."),
     ({"size": "\uff16\uff14x\uff16\uff14"}, "'size'"),

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from diffusers import FluxImg2ImgPipeline, FluxPipeline
 from PIL import Image
 
-from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.build import build, dtype_of, find_model
 from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.outputs import encode
@@ -106,7 +105,7 @@ def test_memory_is_weights_plus_share_of_pixels(plain):
     assert predict(recipe, room=1e3) is None
 
 
-def test_loras_and_mesh_sizes_are_read_and_missing_or_broken_files_raise(tmp_path):
+def test_loras_are_read_and_missing_or_broken_files_raise(tmp_path):
     (tmp_path / "style.safetensors").write_text("no weights")
     check_options_of_model(find_model(None), Recipe("", lora=(f"{tmp_path}/style.safetensors:0.5", "owner/name")))
     for name in (f"{tmp_path}/absent", "absent.safetensors:0.5", "owner/name.safetensors"):
@@ -114,7 +113,6 @@ def test_loras_and_mesh_sizes_are_read_and_missing_or_broken_files_raise(tmp_pat
             check_options_of_model(find_model(None), Recipe("", lora=(name,)))
     with pytest.raises(ValueError, match=r"lora '.*style\.safetensors' "):
         build(Recipe(FLUX, lora=(f"{tmp_path}/style.safetensors:0.5",)))
-    assert parse_mesh_sizes("batch=2, ring=4") == (("batch", 2), ("ring", 4))
     assert read_lora("C:/style.safetensors") == ("C:/style.safetensors", 1.0)
 
 
