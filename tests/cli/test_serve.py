@@ -44,7 +44,8 @@ def test_config_file_sets_options_that_the_line_does_not(start, tmp_path):
     assert call["options"].request_log == tmp_path / "log"
 
 
-def test_seed_and_level_of_the_log(start):
+def test_seed_and_level_of_the_log_and_a_key_of_spaces_is_none(start, monkeypatch):
+    monkeypatch.setenv("PARA_CORE_API_KEY", " \n")
     package = logging.getLogger("para_core")
     before = (package.level, list(package.handlers))
     for arguments, seed, level in (
@@ -53,7 +54,7 @@ def test_seed_and_level_of_the_log(start):
         (["--seed", "7", "--log-level", "DEBUG"], 7, logging.DEBUG),
     ):
         call = start(*arguments)
-        assert (call["options"].seed, call["level"]) == (seed, level)
+        assert (call["options"].seed, call["level"], call["options"].api_key) == (seed, level, None)
         assert (package.level, package.handlers) == before
 
 
