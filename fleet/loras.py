@@ -93,8 +93,8 @@ class LoadedLoras:
         Raises:
             ValueError: ``lora`` cannot be loaded. No other LoRA is unloaded then.
 
-        After any exception the pipeline must not run before a next call, which activates its own LoRAs, and
-        unloads what this one has not.
+        After any exception the pipeline must not run before a next call, which activates its own LoRAs. The
+        next change of the LoRA unloads what this one has not.
         """
         if self._is_current and lora == self._active:
             return

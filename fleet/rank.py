@@ -47,10 +47,10 @@ class ReplicaOptions:
 class Rank:
     """The pipeline of ``recipe`` on this rank.
 
-    The process group exists before, if there are several ranks. Loading,
-    :meth:`generate`, :meth:`generate_batch` and :meth:`encode` are collective calls. ``encode_first``
-    prepares the pipeline for the phases of :class:`~para_core.fleet.encode_first.Encoder`, if the recipe
-    fits. Callers in other processes (:class:`~para_core.fleet.engine.Ranks`) look methods up by their names.
+    The process group exists before, if there are several ranks. Loading, :meth:`generate`,
+    :meth:`generate_batch` and :meth:`encode` are collective calls. ``encode_first`` prepares the pipeline for
+    the phases of :class:`~para_core.fleet.encode_first.Encoder`, if the recipe fits. Callers in other
+    processes (:class:`~para_core.fleet.engine.Ranks`) look methods up by their names.
     """
 
     def __init__(
