@@ -20,6 +20,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from para_core.cli.checks import require_images
 from para_core.cli.options import FileOptions, GroupOptions
@@ -39,6 +40,7 @@ from para_core.fleet.outputs import (
     choose_names,
     compute_digest,
     find_disk_problem,
+    find_side_problem,
     lock_folder,
     read_digest,
     require_room,
@@ -111,7 +113,9 @@ def make_task(
     lines = [replace(line, digest=compute_digest(line.request, recipe, model.kind)) for line in lines]
     unfinished, finished = choose_names(folder, lines, files.name)
     room = group.room or bytes_of_device(ranks * replicas)
+    sides = {line.number: find_side_problem(line.request) for line in unfinished}
     reasons = _find_memory_problems(unfinished, model, recipe, ranks, room)
+    reasons |= {number: problem for number, problem in sides.items() if problem is not None}
     if reasons and prompts is None:
         raise ValueError(reasons[1])  # of the only line
     if prompts is not None:
@@ -317,7 +321,7 @@ def show_plan(task: GenerationTask) -> None:
     table = Table(show_header=False, title="plan")
     for name, text in rows.items():
         if text:
-            table.add_row(name, text)
+            table.add_row(name, Text(text))  # A path may have brackets, which are markup in a str.
     console = Console(highlight=False)
     console.print(table)
     for problem in task.problems:

@@ -195,6 +195,16 @@ _SCHEDULE_PARAMETER = Parameter(
 _CONFIG_PARAMETER = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Config)
 
 
+def require_memory(gigabytes: float | None) -> None:
+    """Check the value of ``--memory``, which may be None.
+
+    Raises:
+        typer.BadParameter: The value is not positive, or not finite.
+    """
+    if gigabytes is not None and not 0 < gigabytes < inf:
+        raise typer.BadParameter(f"--memory {gigabytes:g}: expected a finite number of GB, more than 0.")
+
+
 @dataclass(frozen=True)
 class GroupOptions:
     """Options of the commands that run replicas. Each field is an option."""
@@ -207,10 +217,10 @@ class GroupOptions:
         """Check the memory, and the numbers of ranks and replicas.
 
         Raises:
-            typer.BadParameter: The memory is not positive, or there is not at least one rank and replica.
+            typer.BadParameter: The memory is not positive or not finite, or there is not at least one rank and
+                replica.
         """
-        if self.memory is not None and not self.memory > 0:
-            raise typer.BadParameter(f"--memory {self.memory:g}: expected more than 0 GB.")
+        require_memory(self.memory)
         if self.replicas < 1 or (self.ranks is not None and self.ranks < 1):
             numbers = f"--replicas {self.replicas}"
             if self.ranks is not None:

@@ -125,8 +125,7 @@ def plan(
 
 def _require_predictable(memory: float | None, dtype: str, compile_: str) -> None:
     """Raise ValueError or BadParameter if an option has a value for which there is no prediction."""
-    if memory is not None and not memory > 0:
-        raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
+    options.require_memory(memory)
     if dtype == "float32":
         raise ValueError(
             "dtype is 'float32', for which the planner has no figures: its devices are described by their 16-bit "

@@ -44,7 +44,7 @@ class _Phases(logging.Handler):
         self._console = console
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),  # A path may have brackets.
             BarColumn(),
             TimeElapsedColumn(),
             console=console,

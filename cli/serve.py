@@ -170,8 +170,10 @@ def serve(
 
 
 def _read_api_key(variable: str, host: str) -> str | None:
-    """Return the API key in this environment variable, or None. Raise BadParameter if ``host`` needs one."""
-    api_key = os.environ.get(variable) or None
+    """Return the API key in this environment variable, None if it is empty. Raise BadParameter if ``host``
+    needs one.
+    """
+    api_key = os.environ.get(variable, "").strip() or None
     if api_key is None and host not in _LOOPBACK:
         raise typer.BadParameter(
             f"--host {host} is reachable from other hosts: set {variable} to an API key."

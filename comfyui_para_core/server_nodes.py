@@ -7,6 +7,7 @@ fleet/http/server.py, and their answers in fleet/http/answers.py. Tests: tests/f
 from __future__ import annotations
 
 import base64
+import http.client
 import io
 import json
 import logging
@@ -60,7 +61,7 @@ class _Node:
     FUNCTION = "run"
     CATEGORY = "para_core"
     path: str  # route of the server
-    format_ = "png"  # of the files that the server sends, without loss
+    format_ = "png"  # of the files that the server sends
 
     @classmethod
     def IS_CHANGED(cls, seed: int = 0, **inputs: Any) -> float:
@@ -105,7 +106,8 @@ class Video(_Node):
     """Node that generates a video from text, and from an image if the server's pipeline takes one."""
 
     RETURN_NAMES = ("frames", "seed")
-    path, format_ = "/v1/videos/sync", "webp"
+    path = "/v1/videos/sync"
+    format_ = "webp"  # which loses a little: files without loss would be large, and slow to encode
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
@@ -215,6 +217,11 @@ def generate(
     except urllib.error.URLError as error:
         raise RuntimeError(
             f"{server} cannot be reached: {error.reason}. Is para_core serve running?"
+        ) from None
+    except (OSError, http.client.HTTPException) as error:
+        # It came in the middle of the answer, so what has come before is not all.
+        raise RuntimeError(
+            f"{server} ended the connection before the result: {type(error).__name__} {error}"
         ) from None
     if not files:
         raise RuntimeError(f"{server} ended the connection before the result.")

@@ -1,4 +1,9 @@
-"""Lookup of a model by its name, loading of the pipeline of a recipe, and its parallelization on ranks."""
+"""Lookup of a model by its name, loading of the pipeline of a recipe, and its parallelization on ranks.
+
+The commands call :func:`find_model` before ranks start (`cli/checks.py`, `cli/plan.py`), and each rank
+:func:`build` (`rank.py`, `cli/measurement.py`). `classical.py` and `modular.py` load; requests run in
+`work.py`. Tests: tests/fleet/test_work.py, tests/fleet/test_model_files.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.classical import load_classical, load_controlnets, pipeline_class
 from para_core.fleet.encode_first import EncodeFirst
-from para_core.fleet.loras import load_lora
+from para_core.fleet.loras import load_loras_of_recipe
 from para_core.fleet.modular import (
     describe_modular,
     has_modular_index,
@@ -34,7 +39,7 @@ from para_core.fleet.modular import (
     open_modular,
 )
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe_class, find_tiny_flux
-from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
+from para_core.fleet.recipe import Compile, Offload, Recipe
 from para_core.fleet.selection import select_pipeline
 from para_core.fleet.without_weights import check_components_exist, component_classes, multiple_of_model
 from para_core.instance.private_class import original_class
@@ -69,7 +74,8 @@ def find_model(
         defaults, name = TINY_FLUX_FIELDS, str(find_tiny_flux())
     selection = select_pipeline(name, pipeline=pipeline, config=config, controlnet=controlnet)
     if selection.index.modular:
-        return describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
+        opened = describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
+        return replace(opened, trusted=trust_remote_code)
     cls = getattr(diffusers, selection.pipeline, None)
     if cls is None:
         version = diffusers.__version__
@@ -245,7 +251,7 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
             pipe = load_classical(recipe, dtype=dtype, quantize=early)
     if quantize is not None and not transformers_of(pipe):
         raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
-    _load_loras(pipe, recipe.lora)
+    load_loras_of_recipe(pipe, recipe)
     if quantize is not None and weights == "fsdp":
         require_quantizer().quantize(pipe, quantize, gatherable=True)
     on_host: set[str] = set()
@@ -304,17 +310,6 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
         return torch.float32
     dtype: torch.dtype = getattr(torch, recipe.dtype)
     return dtype
-
-
-def _load_loras(pipe: Any, loras: tuple[str, ...]) -> None:
-    scales: dict[str, float] = {}
-    for index, text in enumerate(loras):
-        name, scale = read_lora(text)
-        report(f"loading LoRA {name}")
-        load_lora(pipe, name, f"lora_{index}", name)
-        scales[f"lora_{index}"] = scale
-    if scales:
-        pipe.set_adapters(list(scales), list(scales.values()))
 
 
 def _compile(pipe: Any, how: Compile) -> None:

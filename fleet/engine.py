@@ -54,7 +54,7 @@ class Ranks(Protocol):
         """Call a method of the object on all ranks, and return its result: the first rank's from
         :class:`LaunchedRanks`, this rank's from :class:`OwnRank`.
 
-        All ranks wait for each other if the method is a collective call, as most of ``Rank`` are.
+        All ranks wait for each other if the method is a collective call, as ``generate`` of ``Rank`` is.
 
         With a ``listener`` the method gets a :class:`~para_core.launcher.link.CallerLink` as ``link``: the
         listener is called with what that rank pushes, and ``ticket.cancel()`` cancels the call. Raise what

@@ -20,7 +20,7 @@ ImageMode = Literal["RGB", "RGBA"]
 
 def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS, *, mode: ImageMode = "RGB") -> Any:
     """Decode an image file into a PIL image in ``mode``, upright by its EXIF data as from diffusers'
-    ``load_image``. The size is checked before decoding.
+    ``load_image``, and with the upper 8 of 16 bits. The size is checked before decoding.
 
     Raises:
         ValueError: ``data`` is not a valid PNG, JPEG or WebP file, or has more than ``max_pixels``.
@@ -33,6 +33,9 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS, *, mode: ImageMo
             raise ValueError(
                 f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in total."
             )
+        if image.mode == "I;16":
+            # Pillow would cut gray values of 16 bits, as depth maps have them, off at 255: all white.
+            image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         return _turn_upright(image.convert(mode))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(

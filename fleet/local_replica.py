@@ -27,7 +27,7 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.replica import Replica
 from para_core.fleet.request import Request
 from para_core.launcher.display import Display
-from para_core.launcher.errors import Cancelled, RankDied
+from para_core.launcher.errors import Cancelled, RankDied, error_for_future
 from para_core.launcher.handle import Ticket
 from para_core.progress import pass_records_to
 
@@ -285,6 +285,6 @@ def _set_outcome(future: asyncio.Future[Any], result: Any, error: BaseException 
     if future.done():
         return  # The task that waited was cancelled.
     if error is not None:
-        future.set_exception(error)
+        future.set_exception(error_for_future(error))
     else:
         future.set_result(result)

@@ -1,8 +1,8 @@
-"""LoRAs of requests: each request may have one, and the most recently used ones stay loaded.
+"""LoRAs of a pipeline: those of its recipe, and those of requests, of which the most recently used ones stay loaded.
 
-:meth:`para_core.fleet.rank.Rank.generate_batch` calls it before each batch of a server. The LoRAs of the
-recipe are loaded by `build.py` with :func:`load_lora`, under the names ``lora_0``, ``lora_1``, …;
-`http/lora_folder.py` finds the file of a name. Tests: tests/fleet/test_rank.py.
+`build.py` loads those of the recipe (:func:`load_loras_of_recipe`). :class:`~para_core.fleet.rank.Rank` makes
+:class:`LoadedLoras` for the ranks of a server, and calls it before each batch; `http/lora_folder.py` finds
+the file of a name. Tests: tests/fleet/test_rank.py, and tests/fleet/test_modular.py for those of the recipe.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.recipe import Recipe, read_lora
 from para_core.fleet.request import Lora
 from para_core.instance.private_class import original_class
+from para_core.progress import report
 
 
 def load_lora(pipe: Any, path: str, name: str, label: str) -> None:
@@ -41,12 +42,32 @@ def load_lora(pipe: Any, path: str, name: str, label: str) -> None:
         raise ValueError(f"lora {label!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
+def load_loras_of_recipe(pipe: Any, recipe: Recipe) -> None:
+    """Load the LoRAs of ``recipe`` into ``pipe``, and activate them with their scales.
+
+    Raises what :func:`load_lora` raises.
+    """
+    scales = _scales_of_recipe(recipe)
+    for name, text in zip(scales, recipe.lora, strict=True):
+        file, _ = read_lora(text)
+        report(f"loading LoRA {file}")
+        load_lora(pipe, file, name, file)
+    if scales:
+        pipe.set_adapters(list(scales), list(scales.values()))
+
+
+def _scales_of_recipe(recipe: Recipe) -> dict[str, float]:
+    """Return the scales of the recipe's LoRAs by their names in the pipeline, ``lora_0`` and so on."""
+    return {f"lora_{index}": read_lora(text)[1] for index, text in enumerate(recipe.lora)}
+
+
 class LoadedLoras:
     """The LoRAs of requests that are loaded into a pipeline, in addition to those of the recipe.
 
-    At most ``keep`` stay loaded: beyond it, the least recently used one is unloaded. ``encoded_prompts`` is
-    cleared when the LoRA changes, if LoRAs are loaded into text encoders. All ranks must make the same calls
-    of :meth:`use`.
+    :func:`load_loras_of_recipe` has loaded and activated the latter before. At most ``keep`` of requests,
+    which is 1 or more, stay loaded: beyond it, the least recently used one is unloaded. ``encoded_prompts``
+    is cleared when the LoRA changes, if LoRAs are loaded into text encoders. All ranks must make the same
+    calls of :meth:`use`.
 
     Attributes:
         loads: How often a LoRA was loaded.
@@ -55,15 +76,12 @@ class LoadedLoras:
     def __init__(
         self, pipe: Any, recipe: Recipe, keep: int, encoded_prompts: EncodedPrompts | None = None
     ) -> None:
-        self._pipe, self._keep, self._encoded_prompts = pipe, max(1, keep), encoded_prompts
-        # The names are those by which build.py has loaded them.
-        self._scales_of_recipe = {
-            f"lora_{index}": read_lora(text)[1] for index, text in enumerate(recipe.lora)
-        }
+        self._pipe, self._keep, self._encoded_prompts = pipe, keep, encoded_prompts
+        self._scales_of_recipe = _scales_of_recipe(recipe)
         # Names in the pipeline by path and version, the least recently used first.
         self._loaded: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._active: Lora | None = None
-        # Whether the pipeline has the LoRAs of the last call. After a failed call, any may be active.
+        # Whether the recipe's LoRAs and _active, and no others, are active. After a failed call, any may be.
         self._is_current = True
         self._numbers = itertools.count()
         self.loads = 0
@@ -73,8 +91,10 @@ class LoadedLoras:
         recipe's.
 
         Raises:
-            ValueError: ``lora`` cannot be loaded. No other LoRA is unloaded then. The pipeline must not run
-                before a next call, which activates its own LoRAs in any case.
+            ValueError: ``lora`` cannot be loaded. No other LoRA is unloaded then.
+
+        After any exception the pipeline must not run before a next call, which activates its own LoRAs. The
+        next change of the LoRA unloads what this one has not.
         """
         if self._is_current and lora == self._active:
             return
@@ -96,8 +116,9 @@ class LoadedLoras:
         # Unload only now, when a LoRA that fails can no longer cost another its place, and when the outputs of
         # text encoders with the LoRA to unload are cleared.
         while len(self._loaded) > self._keep:
-            _, oldest = self._loaded.popitem(last=False)
-            self._pipe.delete_adapters(oldest)
+            oldest = next(iter(self._loaded))
+            self._pipe.delete_adapters(self._loaded[oldest])
+            del self._loaded[oldest]  # Only now: if it cannot be deleted, a later call tries again.
 
     def _load(self, lora: Lora) -> str:
         """Return the name under which the pipeline has the LoRA, after loading it if necessary."""

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "vid
 # Upper estimates of bytes per pixel. A PNG of noise has slightly more than 3. Of the video formats, GIF is
 # the largest.
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
+# Largest side in pixels of a file that the encoder of its format accepts. A PNG has no such limit.
+_LARGEST_SIDES = {"mp4": 16384, "webp": 16383, "jpg": 65500, "gif": 65535}
 _SPARE_BYTES = 64 * 2**20  # of disk space that stay free beside the estimate
 # Names of the temporary files of write_atomically. A process that was killed leaves them behind.
 _TEMPORARY_PATTERN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
@@ -66,6 +69,24 @@ class Result:
     metadata: Mapping[str, Any]  # of work.make_metadata, and the size; JSON values
 
 
+def formats_here(kind: Kind) -> tuple[str, ...]:
+    """Return the formats of :data:`FORMATS` for which this machine has an encoder: for mp4 that is a program."""
+    formats = FORMATS[kind]
+    if "mp4" in formats and not _has_video_encoder():
+        formats = tuple(name for name in formats if name != "mp4")
+    return formats
+
+
+def _has_video_encoder() -> bool:
+    try:
+        import imageio_ffmpeg
+
+        imageio_ffmpeg.get_ffmpeg_exe()
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
 def choose_format(model: Model, format_: str | None) -> str:
     """Return ``format_``. None gives the default for what ``model`` generates: png for images, mp4 for
     videos.
@@ -79,17 +100,27 @@ def choose_format(model: Model, format_: str | None) -> str:
         raise ValueError(
             f"format is {chosen!r}; {model.pipeline} generates {model.kind}s: expected {' or '.join(allowed)}."
         )
-    if chosen == "mp4":
-        try:
-            import imageio_ffmpeg
-
-            imageio_ffmpeg.get_ffmpeg_exe()
-        except (ImportError, RuntimeError):
-            raise ValueError(
-                "mp4 needs a video encoder, and none is installed: pip install imageio imageio-ffmpeg, or use --format "
-                "gif."
-            ) from None
+    if chosen not in formats_here(model.kind):
+        raise ValueError(
+            "mp4 needs a video encoder, and none is installed: pip install imageio imageio-ffmpeg, or use --format "
+            "gif."
+        )
     return chosen
+
+
+def find_side_problem(request: Request) -> str | None:
+    """Return an error message if a side of the result is longer than its format can hold, else None.
+
+    Only the first rank encodes. If it raised there, the other ranks would have raised nothing, so all would
+    be ended.
+    """
+    format_ = request.delivery.format_
+    most = _LARGEST_SIDES.get(format_)
+    for name in ("width", "height"):
+        side = request.fields.get(name)
+        if most is not None and isinstance(side, int) and side > most:
+            return f"field {name!r} is {side}, and a side of a {format_} file at most {most}: use another format."
+    return None
 
 
 def find_disk_problem(folder: Path, request: Request, model: Model) -> str | None:
@@ -279,14 +310,15 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
         encoder = "JPEG"
         frames = [_lay_on_white(frame) for frame in frames]
     options: dict[str, Any] = {}
-    if len(frames) > 1:
-        options = {"save_all": True, "append_images": frames[1:], "duration": 1000 // delivery.fps, "loop": 0}
-    elif delivery.quality is not None:
-        options = {"quality": delivery.quality}  # PNG has none, and ignores it.
+    if delivery.quality is not None:
+        options = {"quality": delivery.quality}  # PNG and GIF have none, and ignore it.
     elif delivery.format_ == "jpg":
         options = {"quality": 95}
-    elif delivery.format_ == "webp":
+    elif delivery.format_ == "webp" and len(frames) == 1:
         options = {"lossless": True}
+    if len(frames) > 1:
+        duration = 1000 // delivery.fps  # in milliseconds
+        options |= {"save_all": True, "append_images": frames[1:], "duration": duration, "loop": 0}
     buffer = io.BytesIO()
     frames[0].save(buffer, encoder, **options)
     return buffer.getvalue()
@@ -355,20 +387,17 @@ def _add_texts(png: bytes, **texts: str) -> bytes:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path``, so that a crash at any moment leaves either the old or the new contents."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not by mkstemp, whose files only their owner may read: the umask, which any new file has, can be read only
+    # by setting it, for all threads.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes a file that only its owner can read. The result should have the permissions of any new
-        # file. The umask can be read only by setting it.
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = str(path)
         raise

@@ -48,6 +48,7 @@ class Model:
     # Types of the parameters, as far as they are known.
     annotations: Mapping[str, Any] = field(default_factory=dict)
     modular: bool = False
+    trusted: bool = False  # whether Python code of a modular pipeline's repository may run
     takes_loras: bool = True  # whether the class has load_lora_weights; True in a draft of cli/checks.py
     required: tuple[str, ...] = ()  # image fields that every request must set
     # Folder or repository with the configs, if ``name`` is a single file of weights.

@@ -22,7 +22,7 @@ from para_core.fleet.memory import Memory, bytes_of_device, predict_memory
 from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import Request
+from para_core.fleet.request import Lora, Request
 from para_core.fleet.work import Watch, call_pipe, generate_batch, generate_request
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.link import NO_CALLER, CallerLink
@@ -30,7 +30,11 @@ from para_core.launcher.link import NO_CALLER, CallerLink
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Size and placement of a replica, and its options besides the recipe."""
+    """Size and placement of a replica, and its options besides the recipe.
+
+    A :class:`Rank` reads ``room``, ``prompt_bytes`` and ``loras``; the others are read where a replica is
+    made and started.
+    """
 
     ranks: int = 1  # each takes one GPU if the hosts have any
     spread: bool = False  # whether ranks may be on several nodes instead of one
@@ -44,10 +48,10 @@ class ReplicaOptions:
 class Rank:
     """The pipeline of ``recipe`` on this rank.
 
-    The process group exists before, if there are several ranks. Loading and every method but :meth:`memory`
-    is a collective call. ``encode_first`` prepares the pipeline for the phases of
-    :class:`~para_core.fleet.encode_first.Encoder`, if the recipe fits. Callers in other processes
-    (:class:`~para_core.fleet.engine.Ranks`) look methods up by their names.
+    The process group exists before, if there are several ranks. Loading, :meth:`generate`,
+    :meth:`generate_batch` and :meth:`encode` are collective calls. ``encode_first`` prepares the pipeline for
+    the phases of :class:`~para_core.fleet.encode_first.Encoder`, if the recipe fits. Callers in other
+    processes (:class:`~para_core.fleet.engine.Ranks`) look methods up by their names.
     """
 
     def __init__(
@@ -78,13 +82,15 @@ class Rank:
         return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
 
     def generate(self, request: Request, link: CallerLink = NO_CALLER) -> Result | RequestFailed | None:
-        """Run one request without a LoRA of its own, for a line of a prompt file. Return the result on the
-        first rank of the pipeline's mesh, or EncodingFailed there if it cannot be encoded, and None on others.
+        """Run one request, such as a line of a prompt file. Return the result on the first rank of the
+        pipeline's mesh, or EncodingFailed there if it cannot be encoded, and None on others. Raise ValueError
+        if its LoRA cannot be loaded.
 
         The numbers of finished steps are pushed to ``link``. The request cannot be cancelled, so the ranks
         need not agree on that after each step.
         """
         with self._releasing_memory():
+            self._use_lora(request.lora)
             return generate_request(self._pipe, request, self._recipe, Watch(progress=link.push))
 
     def generate_batch(
@@ -98,19 +104,21 @@ class Rank:
         LoRA of the requests cannot be loaded.
         """
         with self._releasing_memory():
-            lora = requests[0].lora
-            if self._loras is not None:
-                self._loras.use(lora)
-            elif lora is not None:
-                raise ValueError("this replica takes no LoRA of a request.")
-            return generate_batch(
-                self._pipe, requests, self._recipe, Watch(link.push, link.cancelled, link.push)
-            )
+            self._use_lora(requests[0].lora)
+            watch = Watch(progress=link.push, cancelled=link.cancelled, preview=link.push)
+            return generate_batch(self._pipe, requests, self._recipe, watch)
+
+    def _use_lora(self, lora: Lora | None) -> None:
+        """Activate the LoRA of the next request, None for none. Raise ValueError if it cannot be loaded."""
+        if self._loras is not None:
+            self._loras.use(lora)
+        elif lora is not None:
+            raise ValueError("this replica takes no LoRA of a request.")
 
     @contextmanager
     def _releasing_memory(self) -> Iterator[None]:
-        """Inside this context, run a request. Memory that the previous one left reserved when it failed is
-        released.
+        """Inside this context, run a request or encode its prompts. Memory that the previous one left
+        reserved when it failed is released first.
         """
         # It is not released at once: cudaFree waits for running kernels, among which may be a collective that
         # waits for a rank that has raised. This rank would then never report the reason.
@@ -119,10 +127,9 @@ class Rank:
             torch.cuda.empty_cache()  # does nothing without a GPU
         try:
             yield
-        except Cancelled:
-            raise
-        except Exception:
-            self._release_memory = True
+        except Exception as error:
+            # What a cancelled request left is what a finished one leaves: the next takes it over.
+            self._release_memory = not isinstance(error, Cancelled)
             raise
 
     # The phases of an Encoder, see encode_first.py. LineRun of lines.py calls them on all ranks.
@@ -134,7 +141,8 @@ class Rank:
         self._encoder.begin_encoding()
 
     def encode(self, line: Line) -> bool:
-        return self._encoder.encode(line)
+        with self._releasing_memory():
+            return self._encoder.encode(line)
 
     def end_encoding(self, keep_encoders: bool) -> None:
         self._encoder.end_encoding(keep_encoders)

@@ -41,7 +41,7 @@ class Delivery:
 
     format_: str = "png"
     fps: int = 16  # of videos
-    # Of JPEG and WebP images, 0 to 100. None is 95 for JPEG, and lossless for WebP.
+    # Of JPEG and WebP, 0 to 100. None is 95 for JPEG, lossless for a WebP image, and Pillow's for a WebP video.
     quality: int | None = None
     partial_images: int = 0  # number of previews that are sent while the request runs
     url: bool = False  # whether a server's response has URLs of the files instead of the files as base64

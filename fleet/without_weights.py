@@ -1,4 +1,8 @@
-"""Pipelines without weights: their classes and configs, of which components on the meta device are made."""
+"""Pipelines without weights: their classes and configs, of which components on the meta device are made.
+
+`cli/generation.py` and `cli/plan.py` predict with :func:`without_weights`; ``find_model`` of `build.py` calls
+the rest. Tests: tests/fleet/test_model_files.py, tests/fleet/test_modular.py.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ def without_weights(model: Model, dtype: torch.dtype) -> Any:
     import diffusers
 
     if model.modular:
-        pipe = open_modular(model.name)
+        pipe = open_modular(model.name, trust_remote_code=model.trusted)
         for part in pipe.pretrained_component_names:
             spec = pipe.get_component_spec(part)
             repository, cls = spec.pretrained_model_name_or_path, spec.type_hint

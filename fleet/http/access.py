@@ -29,12 +29,15 @@ _PREFIX_PATTERN = re.compile(r"(/[A-Za-z0-9._~%@:+=-]+)+")
 class Access:
     """Access check of requests: by the API key, or if the server has none, by the headers Host and Origin.
 
-    The arguments are ``api_key`` and ``cors`` of :class:`~para_core.fleet.http.bodies.ServerOptions`.
+    The arguments are ``api_key`` and ``cors`` of :class:`~para_core.fleet.http.bodies.ServerOptions`. Raise
+    ValueError if the key is empty, which everybody would have.
     """
 
     def __init__(self, api_key: str | None, origins: Sequence[str] = ()) -> None:
         self._keys: list[bytes] = []
         if api_key is not None:
+            if not api_key.strip():
+                raise ValueError("api_key is empty; expected a key, or None to answer on this machine only.")
             # Most clients encode headers in UTF-8, some in Latin-1.
             self._keys.append(api_key.strip().encode())
             with contextlib.suppress(UnicodeEncodeError):

@@ -26,7 +26,7 @@ from para_core.fleet.http.lora_folder import LoraFolder
 from para_core.fleet.image_classes import explain_refused_image
 from para_core.fleet.image_files import convert_mask, open_image
 from para_core.fleet.memory import Memory
-from para_core.fleet.outputs import FORMATS
+from para_core.fleet.outputs import find_side_problem, formats_here
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Delivery, Lora, Request, estimate_pixels, request_from
 from para_core.fleet.request_schema import LARGEST_SEED, describe_error, parameter_of, request_schema
@@ -105,7 +105,7 @@ def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
     API.
     """
     limited = {"num_inference_steps": options.steps, "max_sequence_length": _MAX_TOKENS}
-    formats = FORMATS[model.kind]
+    formats = formats_here(model.kind)
     if model.kind == "image":
         formats = (*formats, "jpeg")
     seed = Annotated[int, Field(ge=_RANDOM_SEED, le=LARGEST_SEED, description="null or -1: a random one")]
@@ -121,7 +121,7 @@ def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
     }
     if options.loras is not None:
         extra["lora"] = (Annotated[str, Field(description="name or name:scale", max_length=200)] | None, None)
-    if model.kind == "video":
+    if parameter_of("frames", model) in model.fields:
         extra["seconds"] = (Annotated[str | int | float, Field(description="Duration.")] | None, None)
     schema = request_schema(model, at_most={**limited, **dict.fromkeys(model.images, _MAX_IMAGES)})
     extended: type[BaseModel] = create_model(schema.__name__, __base__=schema, **extra)
@@ -215,6 +215,9 @@ def read_request(
         raise RequestError(400, "invalid_value", str(error)) from None
     request = replace(request, delivery=delivery, lora=adapter)
     _require_size(request, model, options)
+    problem = find_side_problem(request)
+    if problem is not None:
+        raise RequestError(400, "too_large", problem)
     _require_few_steps(request, options)
     return request
 
@@ -257,7 +260,7 @@ def _check_values(fields: Mapping[str, Any], files: Mapping[str, bytes], model: 
 
 def _replace_seconds(fields: dict[str, Any], model: Model, fps: int) -> None:
     """Replace the field ``seconds`` of a video by ``frames``.
-    Raise ValueError if both are set, or it is no number.
+    Raise ValueError if both are set, or it is no number of at least 0.
     """
     if "seconds" not in fields:
         return
@@ -266,9 +269,12 @@ def _replace_seconds(fields: dict[str, Any], model: Model, fps: int) -> None:
         raise ValueError(f"field 'seconds' and field {name!r} both set the frames: expected one of them.")
     try:
         # One frame more than fit, because video models generate 4·n + 1 or 8·n + 1 frames.
-        fields["frames"] = max(1, round(float(seconds) * fps) + 1)
+        frames = round(float(seconds) * fps) + 1
     except (ValueError, OverflowError):
-        raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number.") from None
+        frames = 0
+    if frames < 1:
+        raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number of at least 0.")
+    fields["frames"] = frames
 
 
 def _require_few_steps(request: Request, options: ServerOptions) -> None:

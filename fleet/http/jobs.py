@@ -221,7 +221,7 @@ class Jobs:
 
     async def _run(self, job: Job) -> Result:
         """Return the result of a job that is in the queue. Enqueue it again if its replica died and it may
-        retry.
+        retry, which a cancelled one may not.
         """
         retries = self._options.retries
         while True:
@@ -229,6 +229,8 @@ class Jobs:
                 return await job.answer
             except RankDied:
                 self.metrics.deaths.inc()
+                if job.cancelled:
+                    raise Cancelled("cancelled before its replica died.") from None
                 job.steps_done = 0
                 retries -= 1
                 if retries < 0:

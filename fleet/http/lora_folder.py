@@ -1,4 +1,8 @@
-"""The folder of LoRAs that requests may name."""
+"""The folder of LoRAs that requests may name.
+
+`server.py` makes it and has its routes; `bodies.py` finds the LoRA of a request, which `../loras.py` loads.
+Tests: tests/fleet/test_server.py.
+"""
 
 from __future__ import annotations
 

@@ -129,10 +129,7 @@ class Pool:
             RankDied: The pool was stopped. The jobs are then not finished.
         """
         replica = await self._wait_for_replica()
-        for job in batch:
-            # Its replica died after it was cancelled, so it waited again.
-            if job.cancelled and not job.answer.done():
-                job.finish(_make_cancellation())
+        # The others were cancelled while they waited for the replica.
         jobs = [job for job in batch if not job.answer.done()]
         self._running.update(dict.fromkeys([job.id_ for job in jobs], replica))
 

@@ -118,9 +118,13 @@ class Videos:
     def _get(self, id_: str) -> dict[str, Any]:
         """Return the record of a video. Raise RequestError (404) if there is none."""
         self._delete_expired()
-        record = self._records.get(id_)
-        if record is None:
+        if id_ not in self._records:
             raise RequestError(404, "not_found", f"no video {id_[:64]!r} exists (any more).")
+        return self._show(id_)
+
+    def _show(self, id_: str) -> dict[str, Any]:
+        """Return the record of a video as clients see it, with its progress if it runs."""
+        record = self._records[id_]
         job = self._running.get(id_)
         if job is not None and job.steps_done:
             each = job.request.fields.get("num_inference_steps")
@@ -153,7 +157,7 @@ class Videos:
             ends = {"first_id": page[0], "last_id": page[-1]}
         return {
             "object": "list",
-            "data": [self._get(id_) for id_ in page],
+            "data": [self._show(id_) for id_ in page],
             "has_more": len(ids) > len(page),
             **ends,
         }

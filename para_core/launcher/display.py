@@ -1,4 +1,8 @@
-"""Lines that the caller prints while ranks load, and the progress bars of its calls."""
+"""Lines that the caller prints while ranks load, and the progress bars of its calls.
+
+``handle.py`` makes one for each call, and ``running_call.py`` calls it with what the first rank reports.
+`fleet/engine.py` and `fleet/local_replica.py` have others. Tests: tests/launcher/test_calls.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions of a call on ranks."""
+"""Exceptions of a call on ranks. Tests: tests/launcher/test_failures.py, tests/launcher/test_cancel.py."""
 
 from __future__ import annotations
 
@@ -24,3 +24,16 @@ class RankTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
+
+
+def error_for_future(error: BaseException) -> BaseException:
+    """Return the exception to set on a future of asyncio for ``error``.
+
+    A future refuses StopIteration, as from ``next()`` on a module without parameters, and would never end. It
+    becomes the cause of a RuntimeError, as if a coroutine had raised it.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    accepted = RuntimeError("the call raised StopIteration.")
+    accepted.__cause__ = error
+    return accepted

@@ -19,7 +19,7 @@ from typing import Any
 
 from para_core.launcher.callbacks import name_callbacks, take_out_callbacks
 from para_core.launcher.display import Display
-from para_core.launcher.errors import Cancelled
+from para_core.launcher.errors import Cancelled, error_for_future
 from para_core.launcher.messages import (
     LOADING,
     Call,
@@ -336,12 +336,8 @@ class Launched:
         def finish(result: Any, error: BaseException | None) -> None:
             if future.done():
                 return  # The task was cancelled.
-            if isinstance(error, StopIteration):
-                # A future refuses this exception. A coroutine that raises it gives a RuntimeError too.
-                stop, error = error, RuntimeError("the call raised StopIteration.")
-                error.__cause__ = stop
             if error is not None:
-                future.set_exception(error)
+                future.set_exception(error_for_future(error))
             else:
                 future.set_result(result)
 

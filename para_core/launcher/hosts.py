@@ -17,7 +17,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from para_core.launcher.processes import LocalProcess, RankGroup, rank_environment, start_process
+from para_core.launcher.processes import (
+    LocalProcess,
+    RankGroup,
+    RankProcess,
+    rank_environment,
+    start_process,
+)
 from para_core.launcher.wire import Channel
 
 _MAIN = "from para_core.launcher.hosts import main_of_remote; main_of_remote(sys.argv)"
@@ -25,6 +31,8 @@ _MAIN = "from para_core.launcher.hosts import main_of_remote; main_of_remote(sys
 _SECRET = 32
 # Bytes of the number of a rank, which follows.
 _NUMBER = 4
+# Seconds between two checks that the ranks that have not connected yet live.
+_CHECK_SECONDS = 2.0
 
 
 class HostAgent:
@@ -126,8 +134,8 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
     ``ranks``.
 
     Raises:
-        RuntimeError: There is no cluster, it has no free resources within ``timeout`` seconds, or a rank does
-            not connect within them.
+        RuntimeError: There is no cluster, it has no free resources within ``timeout`` seconds, or a rank ends,
+            or does not connect within them.
     """
     ray = connect_to_ray()
     per_host = ranks // hosts
@@ -154,8 +162,8 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
                 for host, agent in enumerate(agents)
             ]
             ray.get(starts, timeout=timeout)
-            channels = _accept_ranks(server, ranks, secret, timeout)
-        members = [RemoteProcess(agents[rank // per_host], rank) for rank in range(ranks)]
+            members = [RemoteProcess(agents[rank // per_host], rank) for rank in range(ranks)]
+            channels = _accept_ranks(server, members, secret, timeout)
         host = ray.get(agents[0].address.remote(), timeout=timeout)
         return _HostsGroup(agents, placement, members, channels, host)
     except BaseException:
@@ -192,19 +200,31 @@ def _start_agent(ray: Any, placement: Any, host: int, bundle: Mapping[str, float
     return ray.remote(HostAgent).options(max_concurrency=16, **options).remote()
 
 
-def _accept_ranks(server: socket.socket, ranks: int, secret: bytes, timeout: float) -> list[Channel]:
-    """Return the channels of all ranks, in rank order. Connections without the secret are closed."""
+def _accept_ranks(
+    server: socket.socket, members: Sequence[RankProcess], secret: bytes, timeout: float
+) -> list[Channel]:
+    """Return the channels of all ranks, in rank order. Connections without the secret are closed.
+
+    Raise RuntimeError if a rank ends before it connects, or does not connect within ``timeout`` seconds.
+    """
     channels: dict[int, Channel] = {}
-    server.settimeout(timeout)
-    while len(channels) < ranks:
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            missing = sorted(set(range(ranks)) - set(channels))
+    end = time.monotonic() + timeout
+    while len(channels) < len(members):
+        missing = [rank for rank in range(len(members)) if rank not in channels]
+        if time.monotonic() > end:
             raise RuntimeError(
                 f"ranks {missing} did not connect within {timeout:g} s: para_core must be installed on every host, and "
                 "the hosts must reach this one."
-            ) from None
+            )
+        server.settimeout(_CHECK_SECONDS)
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            # A rank that cannot import para_core ends at once.
+            for rank in missing:
+                if members[rank].wait(0.0):
+                    raise RuntimeError(f"rank {rank} {members[rank].describe_end()}") from None
+            continue
         # A stranger that sends nothing, or byte after byte, must not hold up the ranks for long.
         deadline = time.monotonic() + 10.0
         connection.settimeout(10.0)
@@ -219,7 +239,7 @@ def _accept_ranks(server: socket.socket, ranks: int, secret: bytes, timeout: flo
             channels[int.from_bytes(greeting[_SECRET:])] = Channel(connection)
         else:
             connection.close()
-    return [channels[rank] for rank in range(ranks)]
+    return [channels[rank] for rank in range(len(members))]
 
 
 def main_of_remote(arguments: Sequence[str]) -> None:

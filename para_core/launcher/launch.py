@@ -127,6 +127,9 @@ def _check_devices(devices: Any) -> None:
         # CUDA_VISIBLE_DEVICES=-1 would hide all GPUs.
         if isinstance(device, int) and device < 0:
             raise ValueError(f"devices has {device}; expected numbers of at least 0.")
+        # NCCL takes one rank per GPU.
+        if devices.count(device) > 1:
+            raise ValueError(f"devices has {device!r} more than once; expected one GPU for each rank.")
 
 
 def _count_ranks(ranks: int | None, devices: Sequence[int | str] | None, hosts: int | None) -> int:

@@ -22,8 +22,7 @@ from para_core.fleet.work import call_pipe
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-TINY_FLUX = ROOT / "zoo/flux/pipeline"
+TINY_FLUX = Path(__file__).parents[2] / "zoo/flux/pipeline"
 FIELDS = {"prompt": "a", "width": 48, "height": 32, "num_inference_steps": 3, "max_sequence_length": 13}
 SMALL = ["--size", "48x32", "--steps", "2", "--runs", "2", "--warmup-runs", "0"]
 
@@ -106,10 +105,8 @@ def test_only_options_that_approximate_have_no_bound():
     assert approximations(Recipe("m", pipefusion=2)) == ("pipefusion",)
 
 
-def measure_on_ranks(mesh, pixels):
+def measure_on_ranks(recipe, request, pixels):
     """Return this rank's counts, another counter's traffic, timed runs, and comparisons, the second with a fault."""
-    recipe = Recipe(str(TINY_FLUX), mesh=mesh)
-    request = Request({**FIELDS, "true_cfg_scale": 2.0, "negative_prompt": "b"} if dict(mesh).get("batch") else FIELDS)
     pipe = build(recipe)
     with counted_traffic() as traffic:
         call_pipe(pipe, [request])
@@ -127,8 +124,9 @@ def measure_on_ranks(mesh, pixels):
 @pytest.mark.parametrize("mesh", [(("ulysses", 2),), (("batch", 2),)])
 def test_ranks_count_their_traffic_and_see_other_bits(rank_pool, mesh):
     batch = {"true_cfg_scale": 2.0, "negative_prompt": "b"} if dict(mesh).get("batch") else {}
-    pixels = make_reference(Recipe(str(TINY_FLUX)), Request({**FIELDS, **batch})).pixels
-    results = rank_pool.run(measure_on_ranks, 2, mesh, pixels)
+    recipe, request = Recipe(str(TINY_FLUX), mesh=mesh), Request({**FIELDS, **batch})
+    pixels = make_reference(Recipe(str(TINY_FLUX)), request).pixels
+    results = rank_pool.run(measure_on_ranks, 2, recipe, request, pixels)
     for counted, sent, collectives, timed, _ in results:
         assert counted["bytes sent"] == sent > 0
         assert counted["collectives"] == collectives

@@ -6,8 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -195,7 +195,7 @@ def test_a_dry_run_shows_the_plan_and_the_problems_of_lines(tmp_path, prompts, m
         json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False),
         '{"prompt": "\\ud800"}',
     )
-    out = tmp_path / "out"
+    out = tmp_path / "[/b] out"
     options = ["--mesh", "ring=2", "--rotate-method", "allgather", "--cache", "0.1", "--ranks", "2", "--dry-run"]
     options += [*SMALL, "--set", "ip_adapter_image=mine.png", "--out", str(out)]
     assert run(["generate", "--prompts", path, *options]) == 1
@@ -204,6 +204,7 @@ def test_a_dry_run_shows_the_plan_and_the_problems_of_lines(tmp_path, prompts, m
         r"ranks +│ 2",
         r"mesh +│ batch 1 × ring 2 × ulysses 1, rotate_method allgather",
         r"to generate +│ 2, 0 finished, 7 bad",
+        r"results +│ .*/\[/b\] out/\*\.png",
         f"line 2: {tmp_path}/mine.png: No such file or directory",
         r"line 3: .*absent.png",
         r"line 4: .*text.png: 8 bytes .*image",
@@ -241,9 +242,6 @@ def test_line_too_large_for_memory_fails_and_others_run(tmp_path, prompts, stand
     assert re.search("^error: 16777216 pixels", capsys.readouterr().err, re.M)
 
 
-Usage = namedtuple("Usage", "total used free")
-
-
 def test_results_that_cannot_be_written_are_refused_before_loading(tmp_path, monkeypatch, capsys, nothing_loads):
     command = ["generate", "--prompt", CAPTION]
     (tmp_path / "file").write_text("")
@@ -257,7 +255,7 @@ def test_results_that_cannot_be_written_are_refused_before_loading(tmp_path, mon
     assert "mp4" in capsys.readouterr().err
     assert run([*video, "--format", "gif", "--dry-run"]) == 0
     capsys.readouterr()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 10**6))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
     assert run([*command, "--out", str(tmp_path / "full")]) == 1
     assert re.search(r"1\.0 MB free, .*1 .*0\.1 MB .*67\.1 MB", capsys.readouterr().err)
 
@@ -348,6 +346,7 @@ def test_full_disk_and_a_result_of_somebody_else_keep_what_is_there(tmp_path, pr
         fsync(descriptor)
 
     monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.umask", lambda mask: pytest.fail("this would change the umask of all threads"))
     assert run(["generate", "--prompts", path, "--out", str(out)]) == 1
     message = r"^1 generated in .*out/ \(00001\)\nerror: .*out/00002.png: No space left on device.$"
     assert re.search(message, capsys.readouterr().err, re.M)
@@ -381,3 +380,4 @@ def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, stand_in, capsy
     assert stand_in == []
     assert run(arguments) == 0
     assert sorted(file.name for file in out.iterdir()) == [".mine", "00001.json", "00001.png"]
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1

@@ -37,21 +37,14 @@ print(para_core.attention.spec.__name__)
 """
 
 
-def shown_without_torch(lines):
-    """Run command lines in one process. Return what they print, and raise if they import torch or diffusers."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    options = {"capture_output": True, "text": True, "env": environment}
-    shown = subprocess.run([sys.executable, "-c", PROBE], input=json.dumps(lines), check=True, **options).stdout
-    # Public names are imported when they are used.
-    assert shown.splitlines()[-2:] == ["[]", "para_core.attention.spec"]
-    return shown
-
-
 def test_help_version_and_plans_import_neither_torch_nor_diffusers():
     lines = [["--help"], ["--version"], *[[command, "--help"] for command in COMMANDS]]
     models = ["FLUX.1-dev"], ["Wan-AI/Wan2.1-T2V-14B-Diffusers", "--ranks", "8"]
     lines += [["plan", "--model", *model, "--size", "768x512", "--mesh", "ring=4"] for model in models]
-    shown = shown_without_torch(lines)
+    options = {"capture_output": True, "text": True, "env": {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}}
+    shown = subprocess.run([sys.executable, "-c", PROBE], input=json.dumps(lines), check=True, **options).stdout
+    # Public names are imported when they are used.
+    assert shown.splitlines()[-2:] == ["[]", "para_core.attention.spec"]
     assert f"para_core {para_core.__version__}" in shown and "FLUX.1-dev, 768 × 512" in shown
 
 

@@ -8,11 +8,9 @@ import para_core.cli.generate
 from para_core.cli.app import app, run
 
 FILES = {
-    "o.yaml": "steps: 3\nranks: 2\nsize: 64x48\nlora: [a/b, c/d:0.5]\nvae: true\ncompile: no\nnegative_prompt: none\n",
-    "o.json": '{"steps": 3, "ranks": 2, "size": "64x48", "lora": ["a/b", "c/d:0.5"], "vae": true, "compile": "no",'
-    '"negative-prompt": "none"}',
-    "o.toml": "steps = 3\nranks = 2\nsize = '64x48'\nlora = ['a/b', 'c/d:0.5']\nvae = true\ncompile = 'no'\n"
-    "negative-prompt = 'none'\n",
+    "o.yaml": "steps: 3\nlora: [a/b, c/d:0.5]\nvae: true\ncompile: no\nnegative_prompt: none\n",
+    "o.json": '{"steps": 3, "lora": ["a/b", "c/d:0.5"], "vae": true, "compile": "no", "negative-prompt": "none"}',
+    "o.toml": "steps = 3\nlora = ['a/b', 'c/d:0.5']\nvae = true\ncompile = 'no'\nnegative-prompt = 'none'\n",
 }
 
 

@@ -11,7 +11,7 @@ from para_core.progress import logger, report, report_components
 DIFFUSERS = logging.getLogger("diffusers.pipelines.pipeline_utils")
 
 
-def test_reports_reach_nobody_unless_shown(capsys):
+def test_reports_reach_nobody_unless_shown(capsys, monkeypatch):
     before = (DIFFUSERS.level, DIFFUSERS.propagate, list(DIFFUSERS.handlers))
     with showing_phases():
         report("seen")
@@ -29,5 +29,10 @@ def test_reports_reach_nobody_unless_shown(capsys):
     replicas.info("hidden afterwards")
     loading = [f"loading nobody/no-such-model: {count} components, to be downloaded" for count in (2, 1)]
     assert capsys.readouterr().err.splitlines() == ["seen", *loading, "replica 1: [ready]"]
+    # In a terminal brackets are no markup.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with showing_phases():
+        report("loading [/model]")
+    assert "loading [/model]" in capsys.readouterr().err
     assert not logger.handlers
     assert (DIFFUSERS.level, DIFFUSERS.propagate, list(DIFFUSERS.handlers)) == before

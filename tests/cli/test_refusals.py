@@ -62,7 +62,7 @@ CASES = [
     ([*PROMPT, "--seed", "-1"], 2, "--seed"),
     ([*PROMPT, "--replicas", "0"], 2, "--replicas 0"),
     ([*PROMPT, "--ranks", "0"], 2, "--ranks 0"),
-    ([*PROMPT, "--memory", "0"], 2, "--memory 0"),
+    *[([*PROMPT, "--memory", value], 2, f"--memory {value}") for value in ("0", "inf")],
     ([*PROMPT, "--timeout", "inf"], 2, "--timeout", "inf s"),
     *[([*PROMPT, "--name", value], 2, f"--name is '{value}'") for value in ("a/b", "../a", ".a", "")],
     # Arguments of the call.
@@ -118,7 +118,7 @@ CASES = [
     *[
         (["plan", *options], 2, message)
         for options, message in (
-            (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], MISFIT),
+            (["--mesh", "ring=2, ulysses=1", "--ranks", "4"], MISFIT),
             (["--weights", "fsdp", "--offload", "blocks"], "--weights is 'fsdp' with offload 'blocks'"),
             (["--link", "0"], "--link is '0'"),
             (["--dtype", "float32"], "--dtype is 'float32'"),
@@ -127,6 +127,7 @@ CASES = [
             (["--pipeline", "FluxFillPipeline"], "--pipeline is 'FluxFillPipeline'"),
             (["--model", "FLUX.1-dve"], "did you mean FLUX.1-dev"),
             (["--size", "large"], "large"),
+            (["--memory", "inf"], "--memory inf"),
         )
     ],
     (["doctor", "--config", "owner/name"], 2, "owner/name"),
@@ -182,6 +183,7 @@ def test_ranks_of_torchrun_and_existing_traces_are_checked_before_torch_is_impor
         pytest.param(["serve", "--warmup", "64x64x9"], "--warmup 64x64x9.*frames", id="serve_--warmup"),
         (["doctor", "--cpu", "--ring", "0"], "--ring is 0"),
         ([*PROMPT, "--ranks", "3"], "2 GPUs"),
+        ([*PROMPT, "--size", "16x16400", "--format", "webp"], "^error: --size is 16400.* webp .* 16383"),
         ([*PROMPT, "--set", "true_cfg_scale=high"], "^error: --set true_cfg_scale .*'high'"),
     ],
 )

@@ -44,7 +44,8 @@ def test_config_file_sets_options_that_the_line_does_not(start, tmp_path):
     assert call["options"].request_log == tmp_path / "log"
 
 
-def test_seed_and_level_of_the_log(start):
+def test_seed_and_level_of_the_log_and_a_key_of_spaces_is_none(start, monkeypatch):
+    monkeypatch.setenv("PARA_CORE_API_KEY", " \n")
     package = logging.getLogger("para_core")
     before = (package.level, list(package.handlers))
     for arguments, seed, level in (
@@ -53,7 +54,7 @@ def test_seed_and_level_of_the_log(start):
         (["--seed", "7", "--log-level", "DEBUG"], 7, logging.DEBUG),
     ):
         call = start(*arguments)
-        assert (call["options"].seed, call["level"]) == (seed, level)
+        assert (call["options"].seed, call["level"], call["options"].api_key) == (seed, level, None)
         assert (package.level, package.handlers) == before
 
 
@@ -64,11 +65,8 @@ def test_class_and_those_that_serve_other_routes_reach_the_server(start):
     assert call["replica"].warmup[0].images.keys() == {"image", "mask_image"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "pixels"),
-    [([], 2048 * 2048), (["--max-size", "64x32"], 64 * 32), (["--max-size", "64x32x9"], 64 * 32 * 9)],
-)
-def test_largest_size_and_replicas_reach_the_server(start, arguments, pixels):
-    call = start("--replicas", "3", *arguments, *(["--spread"] if arguments else []))
-    assert (call["options"].pixels, call["replicas"], call["debug"]) == (pixels, 3, False)
-    assert call["replica"].spread == bool(arguments)
+def test_largest_size_and_replicas_reach_the_server(start):
+    for size, pixels in ((None, 2048 * 2048), ("64x32", 64 * 32), ("64x32x9", 64 * 32 * 9)):
+        call = start("--replicas", "3", *(["--max-size", size, "--spread"] if size else []))
+        assert (call["options"].pixels, call["replicas"], call["debug"]) == (pixels, 3, False)
+        assert call["replica"].spread == bool(size)

@@ -4,9 +4,8 @@
 """
 
 import gc
-import importlib.util
+import importlib
 import re
-import shutil
 import subprocess
 import sys
 import weakref
@@ -18,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.attention.one_device import relative_error as error
+from tests.fleet.test_comfyui import FOLDER, load_nodes
 
 HERE = Path(__file__).parent
-PACK = HERE.parents[1] / "comfyui_para_core"
 LORA = {"diffusion_model.blocks.1.self_attn.q.weight": 0.3 * torch.ones(16, 16)}
 
 
@@ -43,15 +42,7 @@ def comfy():
 
 @pytest.fixture(scope="module")
 def nodes(comfy, tmp_path_factory):
-    """Return the node classes of a copy of the folder in ``custom_nodes``, imported as ComfyUI imports it."""
-    folder = tmp_path_factory.mktemp("comfyui") / "custom_nodes" / "para-core"
-    shutil.copytree(PACK, folder)
-    name = str(folder).replace(".", "_x_")
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module.NODE_CLASS_MAPPINGS
+    return load_nodes(tmp_path_factory.mktemp("comfyui"))
 
 
 def write_model(comfy, folder, module, cls):
@@ -152,10 +143,6 @@ def replaced(args, extra):
     return extra["original_block"](args)
 
 
-class Unsent:
-    """Stands for an object of another node."""
-
-
 def option(**options):
     return lambda patcher: patcher.model_options["transformer_options"].update(options)
 
@@ -186,7 +173,7 @@ def test_what_does_not_reach_the_ranks_is_refused_by_name(comfy, remote):
     for change, words in CHANGES:
         patcher = remote.clone()
         assert re.search(words, refused(lambda change=change, model=patcher: (change(model), sampled(comfy, model))))
-    for value, words in ((torch.zeros(1), "condition vace_context"), (Unsent(), r"argument vace_context .*\.Unsent")):
+    for value, words in ((torch.zeros(1), "condition vace_context"), (object(), r"argument vace_context .*\.object")):
         assert re.search(words, refused(lambda value=value: sampled(comfy, remote, vace_context=value)))
 
 
@@ -278,7 +265,7 @@ class Missing:
         if name.partition(".")[0] in ("para_core", "cloudpickle"):
             raise ModuleNotFoundError(name)
 sys.path[:0] = [{str(HERE / "standin")!r}]
-spec = importlib.util.spec_from_file_location("a pack", {str(PACK / "__init__.py")!r})
+spec = importlib.util.spec_from_file_location("a pack", {str(FOLDER / "__init__.py")!r})
 module = importlib.util.module_from_spec(spec)
 sys.modules["a pack"] = module
 real = importlib.util.find_spec
@@ -316,3 +303,12 @@ def test_settings_that_do_not_fit_are_errors_of_the_loader(nodes, wan):
         ({"weight_dtype": "int4"}, "weight_dtype is 'int4'"),
     ):
         assert named in refused(lambda settings=settings: load(nodes, wan, **settings))
+
+
+def test_a_subclass_has_no_plan_of_its_base_class():
+    from comfyui_para_core.plans import find_plan
+
+    base = type("WanModel", (), {"__module__": "comfy.ldm.wan.model", "__qualname__": "WanModel"})
+    derived = type("Other", (base,), {"__module__": "comfy.ldm.wan.model", "__qualname__": "Other"})
+    assert find_plan(base).models.startswith("Wan")
+    assert find_plan(derived) is None

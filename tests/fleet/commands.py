@@ -39,13 +39,12 @@ class Command:
 
 
 @contextlib.contextmanager
-def serve(*arguments, seconds=400, **environment):
-    """Yield the command, with these environment variables. It is killed at the end, or after ``seconds``."""
+def serve(*arguments):
+    """Yield the command. It is killed at the end, or after 400 seconds."""
     words = [sys.executable, "-m", "para_core", "serve", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, cwd=ROOT, env=environment, **pipes) as process:
-        late = threading.Timer(seconds, process.kill)
+    with subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as process:
+        late = threading.Timer(400, process.kill)
         late.start()
         try:
             yield Command(process)

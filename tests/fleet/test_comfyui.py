@@ -1,11 +1,13 @@
 """The nodes for ComfyUI, loaded as ComfyUI loads a folder of custom nodes, against the server over a stand-in."""
 
+import http.client
 import importlib.util
 import io
 import shutil
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -61,10 +63,9 @@ def comfy(monkeypatch):
     return state
 
 
-@pytest.fixture
-def nodes(comfy, tmp_path):
-    """Return the node classes of a copy of the folder in ``custom_nodes``."""
-    folder = Path(shutil.copytree(FOLDER, tmp_path / "custom_nodes" / "para_core"))
+def load_nodes(tmp_path):
+    """Return the node classes of a copy of the folder in ``custom_nodes``, imported as ComfyUI imports it."""
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "custom_nodes" / "para-core"))
     name = str(folder).replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     module = importlib.util.module_from_spec(spec)
@@ -72,6 +73,11 @@ def nodes(comfy, tmp_path):
     spec.loader.exec_module(module)
     assert module.NODE_CLASS_MAPPINGS.keys() == module.NODE_DISPLAY_NAME_MAPPINGS.keys()
     return module.NODE_CLASS_MAPPINGS
+
+
+@pytest.fixture
+def nodes(comfy, tmp_path):
+    return load_nodes(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +149,10 @@ def test_errors_are_the_servers_sentences(nodes, monkeypatch):
             run(node, port, **{**COMMON, "prompt": "refused"})
     with pytest.raises(RuntimeError, match="cannot be reached"):
         run(node, port, **COMMON)
+    for cut in (http.client.RemoteDisconnected, http.client.IncompleteRead(b"")):
+        monkeypatch.setattr("urllib.request.urlopen", mock.Mock(side_effect=cut))
+        with pytest.raises(RuntimeError, match="ended the connection"):
+            run(node, port, **COMMON)
     with pytest.raises(RuntimeError, match=r"file:///etc/passwd.*http"):
         run(node, port, **COMMON, server="file:///etc/passwd")
 

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 
 import diffusers
 import numpy as np
@@ -19,6 +20,7 @@ from diffusers.utils import load_image
 from PIL import Image
 
 from para_core.cli.app import run
+from para_core.fleet.http.bodies import ServerOptions, body_schema
 from para_core.fleet.image_classes import classes_with_images
 from para_core.fleet.image_files import open_image
 from para_core.fleet.no_effect import warnings_of
@@ -131,6 +133,18 @@ def test_image_is_turned_upright_as_by_diffusers(exif):
     assert np.array_equal(open_image(file.getvalue()), expected)
 
 
+def test_the_upper_bits_of_a_depth_map_with_16_bits_are_taken():
+    depth, file = np.arange(800, dtype=np.uint16).reshape(20, 40) * 81, io.BytesIO()
+    Image.fromarray(depth).save(file, "PNG")
+    assert np.array_equal(np.asarray(open_image(file.getvalue()))[..., 0], depth >> 8)
+
+
+def test_format_without_an_encoder_is_no_choice(monkeypatch):
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    fields = body_schema(describe_class("", WanPipeline, {}), ServerOptions()).model_json_schema()["properties"]
+    assert fields["output_format"]["anyOf"][0]["enum"] == ["gif", "webp"]
+
+
 OTHERS = [
     ([{"file_id": "file-1"}], "file_id"),
     ([{"image_url": "file:///etc/passwd"}], "addresses"),
@@ -156,6 +170,7 @@ REFUSED = [
     (FluxInpaintPipeline, EDITS, {"mask": URL, "mask_image": URL}, "'mask'.*'mask_image'"),
     (WanImageToVideoPipeline, VIDEOS, {"image": URL, "input_reference": URL}, "'image'.*'input_reference'"),
     (WanImageToVideoPipeline, VIDEOS, {"seconds": 1, "num_frames": 9}, "'seconds'.*'num_frames'"),
+    (WanPipeline, VIDEOS, {"seconds": -1}, "'seconds' is -1; expected a number of at least 0"),
 ]
 
 

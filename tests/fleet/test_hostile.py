@@ -57,11 +57,8 @@ CORPUS = {
     "form without a boundary": (400, "form", request(form(PROMPT), kind="multipart/form-data")),
     "form that ends early": (400, "", form_request(b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na')),
     "form of many fields": (400, "form", form_request(form(*[(f'name="k{i}"', "1") for i in range(500)]))),
-    "form with a text as image": (400, "addresses", form_request(form(PROMPT, ('name="image"', "/etc/passwd")))),
     "form with a broken file": (400, "image", form_request(form(PROMPT, ('name="image"; filename="../x"', "GIF89a")))),
     "form with a file as prompt": (400, "'prompt' is a file", form_request(form((FILE, "\xff\xfe" * 9000)))),
-    "form with a long prompt": (400, "'prompt' has 100000", form_request(form(('name="prompt"', LONG)))),
-    "form of OpenAI's names": (200, "", form_request(form(PROMPT, ('name="n"', "1")))),
     # -- Types, hosts and origins.
     "no content type": (415, "multipart", request(kind=None)),
     "a simple form": (415, "multipart", request(b"prompt=a", kind="application/x-www-form-urlencoded")),
@@ -82,7 +79,6 @@ CORPUS = {
     "id too long": (409, "X-Request-Id", request(extra=b"X-Request-Id: " + b"a" * 65 + b"\r\n")),
     "GET of a POST route": (405, f"POST {PATH}", get(PATH)),
     "unknown method": (400, "", get(PATH, "BREW")),
-    "unknown path": (404, f"POST {PATH}", request(path="/v1/chat/completions")),
     "path with dots": (404, "", get("/v1/files/../../etc/passwd")),
     "file of no result": (404, "'x'", get("/v1/files/x/0")),
     # -- HTTP.
@@ -129,6 +125,7 @@ FIELDS = [
     ({"size": "1024x1024", "n": 16}, "4194304 .*512x512"),
     ({"prompt": ["a"] * 16, "size": "1024x1024"}, "16777216 pixels"),
     ({"size": "99999x99999"}, "9999800001 pixels"),
+    ({"size": "65504x16", "output_format": "jpeg"}, "'width' is 65504.* jpg .* 65500"),
     ({"size": "9" * 5000 + "x1"}, "."),
     ({"size": "\uff16\uff14x\uff16\uff14"}, "'size'"),
     ({"size": "auto", "width": 32, "height": 32}, ""),
@@ -142,7 +139,6 @@ FIELDS = [
     # -- Images.
     ({"image": "/etc/passwd"}, "addresses"),
     ({"image": image_url(Image.new("1", (4096, 4096)))}, "4096 × 4096 .*4194304"),
-    ({"image": [image_url()] * 17}, r"'image' .*\b16\b.*\b17\b"),
     ({"image": [image_url()] * 16}, ""),
     # -- Ends of the replica's.
     ({"prompt": "refused"}, "the pipeline says no"),

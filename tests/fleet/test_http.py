@@ -5,11 +5,12 @@ import hashlib
 import json
 import logging
 import re
+from unittest import mock
 
 import pytest
 from diffusers import FluxPipeline
 
-from tests.fleet.test_server import PATH, StandIn, ask, get, serving
+from tests.fleet.test_server import PATH, ask, get, serving
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +106,9 @@ def test_api_describes_the_fields_of_the_pipeline_and_its_own_address(served):
     assert (steps["minimum"], steps["maximum"], "generator" in body) == (1, 7, False)
 
 
-class Broken(StandIn):
-    async def ready(self):
-        raise KeyError("ready")
-
-
 def test_failures_of_the_server_and_of_its_file_of_requests_are_in_the_log(caplog, tmp_path):
-    with serving(Broken(), request_log=tmp_path) as (port, _):  # a folder
+    with serving(request_log=tmp_path) as (port, backend):  # a folder
+        backend.ready = mock.AsyncMock(side_effect=KeyError("ready"))
         status, headers, body = get(port, "/health", X_Request_Id="mine")
         assert get(port, "/v1/models")[0] == 200
     assert (status, body["error"]["type"], headers.get_all("x-request-id")) == (500, "server_error", ["mine"])

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from para_core.fleet.build import build, find_model
 from para_core.fleet.recipe import Recipe, check_options_of_model
 from para_core.fleet.request import Request, make_request
+from para_core.fleet.without_weights import without_weights
 from para_core.fleet.work import call_pipe
 from tests.modular_folders import plain_modular, save_modular
 
 SIZE = {"height": 48, "width": 80, "num_inference_steps": 2, "prompt": "a large red circle", "max_sequence_length": 64}
-GUIDED = {**SIZE, "negative_prompt": "a blue square", "guidance_scale": 3.0}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_fields_are_inputs_of_blocks(folders, tmp_path):
             make_request({"prompt": "a", field: value}, flux)
     with pytest.raises(ValueError, match=r"frames.*0"):
         make_request({"prompt": "a", "frames": 0}, ltx)
-    assert make_request({**GUIDED, "n": 2}, qwen).results == 2
+    assert make_request({**SIZE, "negative_prompt": "b", "guidance_scale": 3.0, "n": 2}, qwen).results == 2
     wan = find(tmp_path, "Wan22Image2Video", "Wan22Image2VideoBlocks")
     assert set(wan.fields) >= {"guidance_scale", "guidance_scale_2"}
     with pytest.raises(ValueError, match=r"'image'.*Wan22Image2VideoModularPipeline"):
@@ -94,7 +94,9 @@ def test_own_code_runs_only_if_trusted(folders, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--trust-remote-code"):
         find_model(str(own))
     assert not (tmp_path / "cache").exists()
-    assert find_model(str(own), trust_remote_code=True).fields["num_inference_steps"] == 50
+    model = find_model(str(own), trust_remote_code=True)
+    assert model.fields["num_inference_steps"] == 50
+    assert type(without_weights(model, torch.float32)._blocks).__name__ == "OwnBlocks"
     assert any((tmp_path / "cache").rglob("block.py"))
 
 

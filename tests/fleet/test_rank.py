@@ -1,5 +1,6 @@
 """One rank, and its actor as a plain object without Ray: its environment, what it keeps, and batches."""
 
+import contextlib
 import os
 from unittest import mock
 
@@ -21,6 +22,7 @@ from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import RankActor
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Lora, Request, batch_key
+from para_core.launcher.errors import Cancelled
 from para_core.progress import logger
 from tests.fleet.test_work import pixels
 from tests.tiny import load_pipe
@@ -154,6 +156,32 @@ def test_encoded_prompts_are_cleared_if_a_lora_of_a_text_encoder_is_unloaded():
         loras.use(lora)
         cleared.append(kept.clear.call_count)
     assert (cleared, loras.loads) == ([1, 2, 2, 2], 4)
+    # After a failure the same LoRA is activated again, and the same one is unloaded.
+    once = OSError, None, None
+    pipe.set_adapters.side_effect, pipe.delete_adapters = once, mock.Mock(side_effect=once)
+    for _ in range(2):
+        with pytest.raises(OSError):
+            loras.use(Lora("a"))
+    loras.use(Lora("b"))
+    deleted = [call.args[0] for call in pipe.delete_adapters.call_args_list]
+    assert (pipe.set_adapters.call_count, deleted) == (7, ["request_3", "request_3", "request_4"])
+
+
+def test_lora_is_never_left_out_and_memory_of_a_failed_request_is_released_before_the_next(monkeypatch):
+    released = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "empty_cache", released)
+    monkeypatch.setattr(rank_module, "build", lambda *_: None)
+    monkeypatch.setattr(rank_module, "generate_request", mock.Mock(side_effect=(Cancelled("stopped"), None)))
+    rank = rank_module.Rank(Recipe(""))
+    for use, error, count in (
+        (lambda: rank.generate(request(lora=Lora("a"))), ValueError, 0),
+        (lambda: rank.encode(None), RuntimeError, 1),  # There is nothing to encode with.
+        (lambda: rank.generate(request()), Cancelled, 2),
+        (lambda: rank.generate(request()), None, 2),
+    ):
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            use()
+        assert released.call_count == count
 
 
 def test_requests_that_differ_otherwise_are_no_batch():

@@ -19,7 +19,7 @@ from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import Answer
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
-from para_core.launcher.errors import Cancelled, RankDied
+from para_core.launcher.errors import RankDied
 
 JOIN, NEW, LOCAL = "joined", "None with True CPUs", "local with True CPUs"
 
@@ -93,8 +93,7 @@ def test_replica_without_room_names_spread(monkeypatch):
 
 
 GRACE = 0.2
-DONE, FAILED, CANCELLED = Answer(None), Answer(RequestFailed("no room")), Answer(Cancelled("after step 3."))
-KILLED = RuntimeError("killed")
+DONE, FAILED, KILLED = Answer(None), Answer(RequestFailed("no room")), RuntimeError("killed")
 
 
 def wait_for(*answers):
@@ -192,7 +191,8 @@ async def cancel_a_start_and_a_batch(replica, actors):
     await asyncio.sleep(0.05)
     running.cancel()
     await asyncio.wait([running])
-    assert ("cancel", "a") in actors[0].calls and replica.running
+    replica.cancel("a")  # which has ended
+    assert [call for call in actors[0].calls if call[0] == "cancel"] == [("cancel", "a")] and replica.running
     del actors[1].answers["join"]
     starting = asyncio.ensure_future(replica.start())
     await asyncio.sleep(0.05)

@@ -111,12 +111,10 @@ async def stop_with_a_request(replica):
 
 # Each start of ranks takes seconds, so one replica of each kind answers all questions.
 KINDS = [("", 1, [stop_with_a_request]), ("", 2, [die_and_start_again]), ("local", 2, [stop_with_a_request])]
-LONG_KINDS = [("local", 2, [die_and_start_again])]
+KINDS += [pytest.param("local", 2, [die_and_start_again], marks=pytest.mark.long)]
 
 
-@pytest.mark.parametrize(
-    ("address", "ranks", "ends"), [*KINDS, *(pytest.param(*kind, marks=pytest.mark.long) for kind in LONG_KINDS)]
-)
+@pytest.mark.parametrize(("address", "ranks", "ends"), KINDS)
 def test_replica_gives_the_results_of_one_process(monkeypatch, caplog, address, ranks, ends):
     monkeypatch.setenv("RAY_ADDRESS", address)
     caplog.set_level(logging.INFO, "para_core")

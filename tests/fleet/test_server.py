@@ -296,6 +296,8 @@ def test_only_who_has_the_key_is_answered(key):
         for sent in ({}, {"Authorization": "Bearer secrets"}, {"Authorization": "Basic secret"}):
             assert ask(port, {"prompt": "a"}, **sent)[0] == get(port, "/metrics", **sent)[0] == 401
         assert get(port, "/health")[0] == 200
+    with pytest.raises(ValueError, match="api_key is empty"), serving(api_key=" "):
+        pass
 
 
 def test_pages_of_listed_sites_may_use_the_server():

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
-from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.build import build, dtype_of, find_model
 from para_core.fleet.http.errors import response_to
 from para_core.fleet.memory import foresee_mesh, predict_memory
@@ -108,7 +107,7 @@ def test_memory_is_weights_plus_share_of_pixels(plain):
     assert predict(recipe, room=1e3) is None
 
 
-def test_loras_and_mesh_sizes_are_read_and_missing_or_broken_files_raise(tmp_path):
+def test_loras_are_read_and_missing_or_broken_files_raise(tmp_path):
     (tmp_path / "style.safetensors").write_text("no weights")
     check_options_of_model(find_model(None), Recipe("", lora=(f"{tmp_path}/style.safetensors:0.5", "owner/name")))
     for name in (f"{tmp_path}/absent", "absent.safetensors:0.5", "owner/name.safetensors"):
@@ -116,8 +115,6 @@ def test_loras_and_mesh_sizes_are_read_and_missing_or_broken_files_raise(tmp_pat
             check_options_of_model(find_model(None), Recipe("", lora=(name,)))
     with pytest.raises(ValueError, match=r"lora '.*style\.safetensors' "):
         build(Recipe(FLUX, lora=(f"{tmp_path}/style.safetensors:0.5",)))
-    assert parse_mesh_sizes("batch=2, ring=4") == (("batch", 2), ("ring", 4))
-    assert read_lora("style.safetensors:0.8") == ("style.safetensors", 0.8)
     assert read_lora("C:/style.safetensors") == ("C:/style.safetensors", 1.0)
 
 
@@ -182,3 +179,5 @@ def test_webp_loses_no_pixel():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
     (output,) = encode([image], Delivery("webp"))
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(output.data))), np.asarray(image))
+    sizes = [len(encode([[image] * 2], Delivery("webp", quality=quality))[0].data) for quality in (5, 95)]
+    assert sizes[0] < sizes[1]

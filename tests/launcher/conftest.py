@@ -55,19 +55,6 @@ def start(tmp_path):
     return start_program
 
 
-@pytest.fixture
-def run(start):
-    """Return a function that runs a program to its end and returns what it writes to stdout and stderr."""
-
-    def run_program(text):
-        with start(text) as program:
-            out, err = program.communicate(timeout=120)
-        assert program.returncode == 0, err
-        return out, err
-
-    return run_program
-
-
 @pytest.fixture(autouse=True)
 def sigint_is_handled():
     """Handle SIGINT as Python does. If pytest runs in the background of a shell, it ignores SIGINT."""

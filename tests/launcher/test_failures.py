@@ -188,10 +188,6 @@ def test_restart_ends_a_running_call(steps):
     assert steps(1) == {}
 
 
-def load_nothing():
-    return None
-
-
 def load_and_exit():
     import os
     import sys
@@ -205,6 +201,6 @@ def load_and_exit():
 
 def test_end_while_loading_arrives():
     with pytest.raises(TypeError, match="load returned None"):
-        launch(load_nothing, ranks=1, progress=False)
+        launch(lambda: None, ranks=1, progress=False)
     with pytest.raises(RankDied, match=r"(?s)rank 1 ended with exit code 7\. Its last output.*its last words"):
         launch(load_and_exit, ranks=2, progress=False)

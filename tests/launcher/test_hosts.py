@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -78,5 +79,10 @@ def test_connections_without_the_secret_are_refused():
         stranger.join(0.5)
         rank = threading.Thread(target=connect, args=(secret + (0).to_bytes(4),), daemon=True)
         rank.start()
-        (channel,) = hosts._accept_ranks(server, 1, secret, 10.0)
+        living, dead = (mock.Mock(wait=lambda _, ended=ended: ended) for ended in (False, True))
+        (channel,) = hosts._accept_ranks(server, [living], secret, 10.0)
         channel.close()
+        dead.describe_end.return_value = "ended with exit code 1."
+        for member, seconds, message in ((dead, 60.0, "rank 0 ended with exit code 1"), (living, 0.1, "not connect")):
+            with pytest.raises(RuntimeError, match=message):
+                hosts._accept_ranks(server, [member], secret, seconds)

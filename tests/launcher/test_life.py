@@ -1,6 +1,7 @@
 """The end of the ranks with their caller, however it ends."""
 
 import gc
+import subprocess
 import time
 import weakref
 
@@ -68,15 +69,9 @@ def test_ranks_end_with_a_killed_program(start):
     program.communicate(timeout=60)
 
 
-def begin(pipe):
-    import subprocess
-
-    return subprocess.Popen(["sleep", "600"]).pid
-
-
 def test_garbage_collection_ends_the_ranks_and_their_processes():
     pipe = launch(load_steps, ranks=1, progress=False)
-    processes, handle = [*pids(pipe), pipe.run(begin)], weakref.ref(pipe)
+    processes, handle = [*pids(pipe), pipe.run(lambda _: subprocess.Popen(["sleep", "600"]).pid)], weakref.ref(pipe)
     assert alive(processes) == processes
     del pipe
     gc.collect()
