@@ -162,4 +162,6 @@ def test_compiled_transformers_are_exact_without_recompiling(rank_pool, name, wa
 
 def test_every_adapter_and_published_plan_is_tried():
     published = {name for name in dir(diffusers) if getattr(getattr(diffusers, name), "_cp_plan", None)}
-    assert published | {adapter.transformer for adapter in ADAPTERS} <= {model.cls for model in MODELS.values()}
+    names = [adapter.transformer for adapter in ADAPTERS]
+    assert len(names) == len(set(names))
+    assert published | set(names) <= {model.cls for model in MODELS.values()}

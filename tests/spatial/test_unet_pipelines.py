@@ -92,6 +92,8 @@ def call_by_hand():
         assert 0 < relative_error(out, alone) < 1e-5
     with pytest.raises(ValueError, match=r"UNet2DConditionModel .*sample: rank 0 .*rank 1 "):
         unet(sample + dist.get_rank(), 3, text)
+    with torch.enable_grad(), pytest.raises(ValueError, match=r"requires_grad: .*encoder_hidden_states"):
+        unet(sample, 3, text.clone().requires_grad_(dist.get_rank() == 1))
     with torch.enable_grad(), pytest.raises(RuntimeError, match="encoder_hidden_states requires a gradient"):
         unet(sample, 3, text.clone().requires_grad_())
     unet.conv_in.requires_grad_()
