@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from para_core.adapters.agree.arguments import agree_on_values
+from para_core.adapters.vae.families import tiling_settings
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.records import Record, describe_differences
 from para_core.instance.modules import has_compiled_parts
@@ -71,9 +72,7 @@ def _values_to_compare(vae: Any, x: Tensor, others: Sequence[Any]) -> Mapping[st
     sample = x
     if x.nbytes > _MAX_COMPARED_BYTES:
         sample = x.flatten()[:: -(-x.nbytes // _MAX_COMPARED_BYTES)]
-    # The attributes that say how diffusers' autoencoders tile and slice: use_tiling, tile_sample_min_height, …
-    settings = {key: value for key, value in vars(vae).items() if key.startswith(("tile_", "use_"))}
-    return {"shape": list(x.shape), "sample": sample, "other arguments": list(others), **settings}
+    return {"shape": list(x.shape), "sample": sample, "other arguments": list(others), **tiling_settings(vae)}
 
 
 def _explain_unequal_calls(name: str, records: list[Record]) -> str:

@@ -122,13 +122,17 @@ def refuse_tensor_ranks():
 def refuse_other_unets():
     other = UNET_PIPELINES["sd"].build().unet
     for change, message in (
+        (
+            lambda pipe: pipe.controlnet.to((torch.float32, torch.float64)[dist.get_rank()]),
+            r"dtype of pipe\.controlnet",
+        ),
         (lambda pipe: setattr(pipe, "unet", other), r"pipe\.unet .*another .*parallelized"),
         (lambda pipe: unparallelize_unet(pipe.unet), r"pipe\.unet .*unparallelized"),
     ):
-        pipe = parallelize_pipe(UNET_PIPELINES["sd"].build(), mesh=cpu_mesh(1, 2))
+        pipe = parallelize_pipe(UNET_PIPELINES["sd, control"].build(), mesh=cpu_mesh(1, 2))
         change(pipe)
-        with pytest.raises(RuntimeError, match=message):
-            generate(pipe, "sd")
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            generate(pipe, "sd, control")
 
 
 @pytest.mark.parametrize("check", [call_by_hand, refuse_tensor_ranks, refuse_other_unets])
@@ -155,5 +159,8 @@ def test_every_unet_class_runs_or_has_a_reason():
     names = {name for name in names if name.endswith(("Model", "UNet"))}
     assert len(names) > 10
     assert names <= set(UNETS) | set(REFUSED_UNETS), names - set(UNETS) - set(REFUSED_UNETS)
-    with pytest.raises(TypeError, match=r"Linear .*Stable Diffusion XL"):
-        parallelize_unet(torch.nn.Linear(1, 1))
+    pipe = UNET_PIPELINES["sd"].build()
+    pipe.unet = torch.nn.Linear(1, 1)
+    for call, given in ((parallelize_unet, pipe.unet), (parallelize_pipe, pipe)):
+        with pytest.raises(TypeError, match=rf"{type(given).__name__} .* Linear .*Stable Diffusion XL"):
+            call(given)
