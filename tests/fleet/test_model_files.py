@@ -230,7 +230,7 @@ def find(tmp_path, name, **components):
 def test_pipeline_that_cannot_run_is_refused_by_its_index(tmp_path):
     lumina = ("LuminaPipeline", "transformer", "LuminaNextDiT2DModel")
     for name, part, cls in (("DDPMPipeline", "unet", "UNet2DModel"), lumina):
-        with pytest.raises(TypeError, match=cls):
+        with pytest.raises(TypeError, match=rf"{cls} .*(not tried yet|because)"):
             find(tmp_path, name, **{part: cls})
     check_ranks(find_model(FLUX, pipeline="FluxImg2ImgPipeline"), 2)
 
