@@ -159,8 +159,5 @@ def test_every_unet_class_runs_or_has_a_reason():
     names = {name for name in names if name.endswith(("Model", "UNet"))}
     assert len(names) > 10
     assert names <= set(UNETS) | set(REFUSED_UNETS), names - set(UNETS) - set(REFUSED_UNETS)
-    pipe = UNET_PIPELINES["sd"].build()
-    pipe.unet = torch.nn.Linear(1, 1)
-    for call, given in ((parallelize_unet, pipe.unet), (parallelize_pipe, pipe)):
-        with pytest.raises(TypeError, match=rf"{type(given).__name__} .* Linear .*Stable Diffusion XL"):
-            call(given)
+    with pytest.raises(TypeError, match=r"Linear .*Stable Diffusion XL"):
+        parallelize_unet(torch.nn.Linear(1, 1))

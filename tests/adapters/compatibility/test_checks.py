@@ -86,6 +86,16 @@ def test_closest_supported_names_are_few_and_begin_with_the_nearest(name, closes
     assert names.startswith(closest) and names.count("; ") == 4 and len(names) < 200
 
 
+def test_unsupported_models_are_refused_with_a_list():
+    for function, model, message in (
+        (parallelize_pipe, Parts(unet=nn.Linear(1, 1)), "^Parts .* Linear .*Stable Diffusion XL"),
+        (parallelize_pipe, Parts(transformer=OtherModel()), "^Parts .*" + OTHER),
+        (parallelize_transformer, OtherModel(), OTHER),
+    ):
+        with pytest.raises(TypeError, match=message):
+            function(model)
+
+
 @pytest.mark.parametrize("more", [{"kv_cache_mode": "extract", "num_ref_tokens": 4}, {"kv_cache_mode": "cached"}])
 def test_keys_of_reference_images_are_refused(more):
     with fake_group(2), torch.no_grad():
@@ -293,7 +303,6 @@ CASES = {
     "no_tensor_ranks_of_unet": (lambda mesh: case(unet(), component="unet", mesh=on_tensor_ranks(mesh)), "'tensor'"),
     "adapter_type": (lambda _: case(flux_transformer(), flux_pipe(), adapter={}), r"\{\}; .*Adapter, .*transformer="),
     "class_has_plan": (lambda _: case(lumina_next()), LUMINA),
-    "class_has_plan, unknown": (lambda _: case(OtherModel(), Parts(transformer=OtherModel())), "^Parts .*" + OTHER),
     "chained_blocks, HunyuanDiT2DModel": (
         lambda mesh: case(MODELS["hunyuandit"].build(), mesh=in_stages(mesh)),
         "weights='fsdp'",
