@@ -1,10 +1,11 @@
 """Why a request has no result, and the conversion of exceptions to error messages for users.
 
-A request that has no result has one of three exceptions, the same for a pipeline of ``para_core.launch``, for
+A request that has no result has one of these exceptions, the same for a pipeline of ``para_core.launch``, for
 the commands and for the server:
 
 - the pipeline raised on all ranks, which stay usable: the pipeline's own exception, or :class:`RequestFailed`
-  with its message if it must travel between processes that may not have its class;
+  with its message if it must travel between processes that may not have its class. It is
+  :class:`EncodingFailed` if the first rank cannot encode the result;
 - :class:`~para_core.launcher.errors.Cancelled`: it was cancelled, and the ranks stay usable;
 - :class:`~para_core.launcher.errors.RankDied`: a rank ended or no longer answers, also because of the
   network, or ranks raised differently. All ranks have been ended, and must start again.
@@ -18,6 +19,10 @@ from __future__ import annotations
 
 class RequestFailed(RuntimeError):
     """Raised if the pipeline raised for a request on every rank. The replica stays usable."""
+
+
+class EncodingFailed(RequestFailed):
+    """Raised if the result of a request cannot be encoded, as on a full disk. The replica stays usable."""
 
 
 # Maps the import name of an optional dependency to the extra of para_core that installs it.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from para_core.fleet.encode_first import encode_batches
 from para_core.fleet.engine import Ranks
-from para_core.fleet.failures import describe_exception
+from para_core.fleet.failures import RequestFailed, describe_exception
 from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line, Problem
 from para_core.launcher.errors import RankDied
@@ -55,8 +55,9 @@ class LineRun:
     def run(self) -> list[Problem]:
         """Generate all lines, and return a problem for each line that failed.
 
-        A line fails if all ranks raise. If ranks end, the current line fails, and new ranks generate the
-        others. Raise RankDied if ranks end without a line or cannot start again, and what ``write`` raises.
+        A line fails if all ranks raise, or its result cannot be encoded. If ranks end, the current line
+        fails, and new ranks generate the others. Raise RankDied if ranks end without a line or cannot start
+        again, and what ``write`` raises.
         """
         while waiting := [line for line in self.lines if line.number not in {*self._done, *self._problems}]:
             try:
@@ -73,10 +74,12 @@ class LineRun:
 
     def _generate(self, line: Line) -> None:
         self.shown.begin(line.number, line.request.fields.get("num_inference_steps"))
-        result: Result | None = None
+        result: Result | RequestFailed | None = None
         try:
             with self._running(line):
                 result = self.ranks.call("generate", line.request, listener=self.shown.step)
+            if isinstance(result, RequestFailed):
+                raise result
         except RankDied:
             raise
         except Exception as error:

@@ -166,7 +166,7 @@ class LocalReplica(Replica):
         self._batch = running
         requests = [request for _, request in batch]
         try:
-            results: list[Result] = await self._call(
+            results: list[Result | RequestFailed] = await self._call(
                 "generate_batch",
                 requests,
                 listener=lambda event: loop.call_soon_threadsafe(note, event),

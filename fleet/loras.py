@@ -60,8 +60,8 @@ class LoadedLoras:
         self._scales_of_recipe = {
             f"lora_{index}": read_lora(text)[1] for index, text in enumerate(recipe.lora)
         }
-        # Names in the pipeline by path, the least recently used first.
-        self._loaded: OrderedDict[str, str] = OrderedDict()
+        # Names in the pipeline by path and version, the least recently used first.
+        self._loaded: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._active: Lora | None = None
         # Whether the pipeline has the LoRAs of the last call. After a failed call, any may be active.
         self._is_current = True
@@ -101,9 +101,10 @@ class LoadedLoras:
 
     def _load(self, lora: Lora) -> str:
         """Return the name under which the pipeline has the LoRA, after loading it if necessary."""
-        if lora.path in self._loaded:
-            self._loaded.move_to_end(lora.path)
-            return self._loaded[lora.path]
+        key = lora.path, lora.version
+        if key in self._loaded:
+            self._loaded.move_to_end(key)
+            return self._loaded[key]
         # No name is used twice: a LoRA that failed half-way may leave its name behind.
         name = f"request_{next(self._numbers)}"
         with warnings.catch_warnings():
@@ -111,5 +112,5 @@ class LoadedLoras:
             warnings.simplefilter("ignore")
             load_lora(self._pipe, lora.path, name, Path(lora.path).name)
         self.loads += 1
-        self._loaded[lora.path] = name
+        self._loaded[key] = name
         return name

@@ -15,6 +15,7 @@ import torch
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.build import build, mesh_shape
 from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.libraries import quiet
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.memory import Memory, bytes_of_device, predict_memory
@@ -76,9 +77,9 @@ class Rank:
             room = bytes_of_device()
         return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
 
-    def generate(self, request: Request, link: CallerLink = NO_CALLER) -> Result | None:
+    def generate(self, request: Request, link: CallerLink = NO_CALLER) -> Result | RequestFailed | None:
         """Run one request without a LoRA of its own, for a line of a prompt file. Return the result on the
-        first rank of the pipeline's mesh, None on others.
+        first rank of the pipeline's mesh, or EncodingFailed there if it cannot be encoded, and None on others.
 
         The numbers of finished steps are pushed to ``link``. The request cannot be cancelled, so the ranks
         need not agree on that after each step.
@@ -88,12 +89,13 @@ class Rank:
 
     def generate_batch(
         self, requests: Sequence[Request], link: CallerLink = NO_CALLER
-    ) -> list[Result] | None:
+    ) -> list[Result | RequestFailed] | None:
         """Run requests with the same ``batch_key`` as one call of the pipeline.
 
-        Return their results on the first rank of the pipeline's mesh, None on others. Numbers of finished
-        steps and partial images are pushed to ``link``. Raise Cancelled if ``link`` of the first rank says so
-        after a step, and ValueError if the LoRA of the requests cannot be loaded.
+        Return the results on the first rank of the pipeline's mesh, with EncodingFailed in place of those that
+        cannot be encoded, and None on others. Numbers of finished steps and partial images are pushed to
+        ``link``. Raise Cancelled if ``link`` of the first rank says so after a step, and ValueError if the
+        LoRA of the requests cannot be loaded.
         """
         with self._releasing_memory():
             lora = requests[0].lora

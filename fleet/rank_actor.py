@@ -124,7 +124,9 @@ class RankActor:
         self._previews.clear()
         try:
             link = CallerLink(note, lambda: self._cancelled.issuperset(ids))
-            results: Sequence[Result | None] | None = self._require_joined().generate_batch(requests, link)
+            results: Sequence[Result | RequestFailed | None] | None = self._require_joined().generate_batch(
+                requests, link
+            )
             if not results:  # Another rank has them.
                 results = [None] * len(ids)
             return [self._answer(id_, result, len(ids)) for id_, result in zip(ids, results, strict=True)]
@@ -139,7 +141,7 @@ class RankActor:
                 self._steps_done.pop(id_, None)
                 self._cancelled.discard(id_)
 
-    def _answer(self, id_: str, result: Result | None, batch: int) -> Answer:
+    def _answer(self, id_: str, result: Result | RequestFailed | None, batch: int) -> Answer:
         """Return the answer for one request of a finished call for ``batch`` requests."""
         steps = self._steps_done.get(id_, 0)
         if id_ in self._cancelled and batch > 1:

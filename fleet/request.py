@@ -50,10 +50,11 @@ class Delivery:
 
 
 class Lora(NamedTuple):
-    """The LoRA of a request: path of its file or folder, and scale."""
+    """The LoRA of a request: path of its file or folder, scale, and a text that changes if the file does."""
 
     path: str
     scale: float = 1.0
+    version: str = ""
 
 
 @dataclass(frozen=True)

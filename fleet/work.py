@@ -22,6 +22,7 @@ from para_core.adapters.cache.generation import cache_summary
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.fleet.build import mesh_shape
+from para_core.fleet.failures import EncodingFailed, RequestFailed, describe_exception
 from para_core.fleet.image_files import ImageMode
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
@@ -31,6 +32,7 @@ from para_core.instance.private_class import original_class
 from para_core.launcher.errors import Cancelled
 from para_core.version import __version__
 
+logger = logging.getLogger(__name__)
 _CALLBACK_ARGUMENT = "callback_on_step_end"
 
 
@@ -47,11 +49,14 @@ class Watch:
     preview: Callable[[Output], None] | None = None
 
 
-def generate_request(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()) -> Result | None:
+def generate_request(
+    pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()
+) -> Result | RequestFailed | None:
     """Run the pipeline for one request. A collective call.
 
-    Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank
-    if ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank.
+    Return the result on the first rank of the pipeline's mesh, or EncodingFailed there if its files cannot be
+    encoded, and None on others. Raise Cancelled on every rank if ``watch`` cancels the request, and what the
+    pipeline raises. Invalid arguments raise on every rank.
     """
     results = generate_batch(pipe, [request], recipe, watch)
     if results is None:
@@ -61,12 +66,12 @@ def generate_request(pipe: Any, request: Request, recipe: Recipe, watch: Watch =
 
 def generate_batch(
     pipe: Any, requests: Sequence[Request], recipe: Recipe, watch: Watch = Watch()
-) -> list[Result] | None:
+) -> list[Result | RequestFailed] | None:
     """Run one call of the pipeline for requests with the same ``batch_key``, and return a result for each. A
     collective call.
 
-    A single request may take several calls (:func:`split_request`). The return value on other ranks, and
-    exceptions, are as in :func:`generate_request`.
+    A single request may take several calls (:func:`split_request`). What is returned for a request whose
+    files cannot be encoded and on other ranks, and exceptions, are as in :func:`generate_request`.
     """
     if len(requests) == 1 and requests[0].calls > 1:
         return _generate_parts(pipe, requests[0], recipe, watch)
@@ -92,16 +97,22 @@ def generate_batch(
     shares = [samples]
     if len(requests) > 1:
         shares = [[sample] for sample in samples]
-    results = []
+    results: list[Result | RequestFailed] = []
     for request, share in zip(requests, shares, strict=True):
-        images = [image for sample in share for image in _images_of(sample)]
-        # The size is read from the result, because the pipeline may have rounded the requested one.
-        size = f"{images[0].width}x{images[0].height}"
-        described = {**make_metadata(pipe, request, recipe, seconds), "size": size}
-        files = images
-        if videos is not None:
-            files = share
-        results.append(Result(tuple(encode(files, request.delivery)), described))
+        try:
+            images = [image for sample in share for image in _images_of(sample)]
+            # The size is read from the result, because the pipeline may have rounded the requested one.
+            size = f"{images[0].width}x{images[0].height}"
+            described = {**make_metadata(pipe, request, recipe, seconds), "size": size}
+            files = images
+            if videos is not None:
+                files = share
+            results.append(Result(tuple(encode(files, request.delivery)), described))
+        except Exception as error:
+            # Only this rank encodes. If it raised alone, all ranks would be ended, and the other requests of
+            # the batch would have no result.
+            logger.debug("a result cannot be encoded", exc_info=True)
+            results.append(EncodingFailed(f"its result cannot be encoded: {describe_exception(error)}"))
     return results
 
 
@@ -116,9 +127,11 @@ def _send_nothing(output: Output) -> None:
     """Ignore the preview ``output``, which the first rank sends."""
 
 
-def _generate_parts(pipe: Any, request: Request, recipe: Recipe, watch: Watch) -> list[Result] | None:
+def _generate_parts(
+    pipe: Any, request: Request, recipe: Recipe, watch: Watch
+) -> list[Result | RequestFailed] | None:
     """Run a call of the pipeline for each part of ``request``, and join the results. See
-    :func:`split_request`.
+    :func:`split_request`. If a part has no result, the request has none.
     """
     # Numbers of finished steps: of the parts that have ended, and of the current part.
     done, last = 0, 0
@@ -133,7 +146,10 @@ def _generate_parts(pipe: Any, request: Request, recipe: Recipe, watch: Watch) -
     for part in split_request(request):
         results.append(generate_request(pipe, part, recipe, replace(watch, progress=progress)))
         done += last
-    firsts = [result for result in results if result is not None]
+    for result in results:
+        if isinstance(result, RequestFailed):
+            return [result]
+    firsts = [result for result in results if isinstance(result, Result)]
     if not firsts:
         return None
     files = [output for result in firsts for output in result.outputs]
@@ -236,9 +252,6 @@ def make_step_callback(
     return {_CALLBACK_ARGUMENT: at_step_end}
 
 
-logger = logging.getLogger(__name__)
-
-
 class Previews:
     """Sender of the previews of one request, evenly spaced over its steps.
 
@@ -267,12 +280,13 @@ class Previews:
             return
         try:
             image = _decode(pipe, _predict_clean(pipe, step, last, latents), *self._sides)
+            previews = encode([image], self._delivery)
         except Exception as error:
             # The latents of an unknown pipeline may have any form. A missing preview is no error of the
             # request.
             logger.debug("no preview of %s: %s", type(pipe).__name__, error)
             return
-        self._send(*encode([image], self._delivery))
+        self._send(*previews)
 
 
 def _predict_clean(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ FEATURES: dict[str, Feature] = {
         "adapters/planner",
         ("adapters/features.py", '"para_core.adapters.planner",'),
         words=(
-            "[plan_ test_plans_import test_a_dry_run_shows_what_is_predicted test_line_too_large_for_memory "
+            "[plan_ and_plans_import test_a_dry_run_shows_what_is_predicted test_line_too_large_for_memory "
             "test_memory_is_weights_plus"
         ),
     ),

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxPipeline
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageSequence
 
 from tests.scripts import ROOT, alone, on_ranks
+from tests.tiny import load_pipe
 from zoo.flux import PIPELINE as FLUX
 from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
@@ -55,10 +55,8 @@ def model_of(name, folder):
 
 def draw(**options):
     """Return the output of diffusers alone."""
-    pipe = FluxPipeline.from_pretrained(FLUX, dtype=torch.float32, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
     with torch.no_grad():
-        return pipe(CENTRE, generator=torch.Generator().manual_seed(0), **options)
+        return load_pipe(FLUX)(CENTRE, generator=torch.Generator().manual_seed(0), **options)
 
 
 def test_own_model_example_is_exact(rank_pool):

@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import FirstBlockCacheConfig, FluxPipeline
+from diffusers import FirstBlockCacheConfig
 
 from tests.lift_out import ROOT
-from tests.tiny import relative_error
+from tests.tiny import load_pipe, relative_error
 
 PAGE = (ROOT / "docs/migration.md").read_text()
 BLOCK = re.compile(r"^<!-- (there: (\w+), |here: )(exact|cached) -->\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -20,8 +20,7 @@ STEPS = {"exact": 4, "cached": 28}
 
 
 def draw(kind, prepare):
-    pipe = FluxPipeline.from_pretrained(ROOT / "zoo/flux/pipeline", dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_pipe(ROOT / "zoo/flux/pipeline")
     prepare(pipe)
     size = {"height": 64, "width": 64, "max_sequence_length": 16, "num_inference_steps": STEPS[kind]}
     generator = torch.Generator().manual_seed(0)

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import diffusers
 import torch
+from diffusers import FluxPipeline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -143,6 +145,13 @@ def _all_to_all_alone(x: Tensor, send_sizes: list[int], receive_sizes: list[int]
     received = list(x.new_zeros(sum(receive_sizes)).split(receive_sizes))
     received[dim.index] = x.split(send_sizes)[dim.index]
     return torch.cat(received)
+
+
+def load_pipe(folder: str | Path, cls: type = FluxPipeline) -> Any:
+    """Return the pipeline of a folder as diffusers alone loads it, in float32 and without progress bars."""
+    pipe = cls.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

@@ -13,6 +13,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from hashlib import blake2b
 from numbers import Number
 from operator import itemgetter
@@ -198,7 +201,12 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
     if isinstance(value, Number) and hasattr(value, "item"):
         # A number of NumPy, which another rank may have as a number of Python.
         yield repr(value.item())
-    elif value is None or isinstance(value, (str, bytes, bool, int, float, complex, range)):
+    elif isinstance(value, Enum):
+        # Its value may be any object, and its name is unique, also that of several flags.
+        yield f"{type(value).__name__}.{value.name}"
+    elif value is None or isinstance(
+        value, (str, bytes, bytearray, bool, int, float, complex, range, Decimal, Fraction)
+    ):
         yield repr(value)
     elif isinstance(value, StageValue):
         yield from _pieces(value.value)
@@ -225,7 +233,15 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
         # PIL images and numpy arrays have tobytes. A PIL image has a mode and a size for dtype and shape.
         kind = getattr(value, "dtype", getattr(value, "mode", None))
         shape = getattr(value, "shape", getattr(value, "size", None))
-        yield f"{type(value).__name__} {kind} {shape} {_hash(value.tobytes())}"
+        yield f"{type(value).__name__} {kind} {shape} "
+        if getattr(kind, "hasobject", False):
+            # The bytes of an array of Python objects are addresses.
+            yield from _pieces(value.tolist())
+        elif getattr(value, "mode", None) in ("P", "PA"):
+            # The bytes of a PIL image with a palette are indices. The colors may differ, too.
+            yield _hash(value.tobytes() + value.convert("RGBA").tobytes())
+        else:
+            yield _hash(value.tobytes())
     else:
         # Callbacks and other objects have no values to compare between processes, so compare their class
         # only.

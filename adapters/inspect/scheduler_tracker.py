@@ -75,12 +75,13 @@ class SchedulerTracker:
         ``begin`` is called each time a schedule begins: some pipelines run one schedule per section of a
         video. ``with_copies`` says whether the pipeline may step with copies of its scheduler, so that model
         calls are counted. Raises ``RuntimeError`` if this tracker already follows a pipeline, in another
-        thread.
+        thread or around this call.
         """
         if self.active:
             raise RuntimeError(
-                "this pipeline is already running, in another thread? Both would use the same cache, or the same steps "
-                "of a schedule. Use one thread, or a pipeline for each."
+                "this pipeline is already running, in another thread or around this call (a callback calls it again). "
+                "Both calls would use the same cache, or the same steps of a schedule. Use one thread and no nested "
+                "call, or a pipeline for each."
             )
         scheduler = getattr(pipe, "scheduler", None)
         self._pipe, self._scheduler, self._begin, self._with_copies = pipe, scheduler, begin, with_copies
@@ -148,8 +149,11 @@ class SchedulerTracker:
             # Leave out the timesteps that the call skips at the beginning of the schedule.
             listed = getattr(self._scheduler, "timesteps", None)
             times = []
+            if isinstance(listed, torch.Tensor):
+                # One read of the device for all timesteps.
+                listed = listed.tolist()
             if listed is not None:
-                times = [float(t) for t in listed.tolist()]
+                times = [float(t) for t in listed]
             if original_class(self._scheduler).__name__ in _END_IS_LISTED:
                 times = times[:-1]
             begin = getattr(self._scheduler, "begin_index", None)

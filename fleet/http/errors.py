@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from para_core.fleet.failures import RequestFailed
+from para_core.fleet.failures import EncodingFailed, RequestFailed
 from para_core.launcher.errors import Cancelled
 
 
@@ -33,10 +33,12 @@ class RequestError(Exception):
 def response_to(failure: BaseException) -> RequestError:
     """Return the error response to a request that has ended without a result, by why it has none.
 
-    That is one of the three exceptions that :mod:`para_core.fleet.failures` describes.
+    That is one of the exceptions that :mod:`para_core.fleet.failures` describes.
     """
     if isinstance(failure, Cancelled):
         return RequestError(409, "cancelled", str(failure))
+    if isinstance(failure, EncodingFailed):
+        return RequestError(500, "not_encoded", str(failure))
     if isinstance(failure, RequestFailed):
         return RequestError(400, "refused_by_the_pipeline", str(failure))
     return RequestError(500, "replica_died", f"{failure} The replica is being restarted.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from para_core.fleet.recipe import read_lora
@@ -15,7 +16,7 @@ class LoraFolder:
     """The LoRAs that requests may name: ``.safetensors`` files in ``folder``, and folders there that contain
     any, whose names have only letters of ASCII, digits, ``.``, ``_`` and ``-``.
 
-    The folder is read at each call, so LoRAs can be added while the server runs.
+    The folder is read at each call, so LoRAs can be added and replaced while the server runs.
 
     Attributes:
         default: The LoRA for requests that name none: a name with an optional scale, or None.
@@ -43,7 +44,7 @@ class LoraFolder:
         name, scale = read_lora(text)
         for path in (self._folder / f"{name}.safetensors", self._folder / name):
             if _is_name(name) and self._is_lora(path) and abs(scale) < float("inf"):
-                return Lora(str(path.resolve()), scale)
+                return Lora(str(path.resolve()), scale, _version_of(path))
         raise ValueError(
             f"no lora {text[:80]!r} is served; expected one of {', '.join(self.names()) or 'none'}."
         )
@@ -51,6 +52,21 @@ class LoraFolder:
     def _is_lora(self, path: Path) -> bool:
         is_file = path.suffix == ".safetensors" and path.is_file()
         return is_file or (path.is_dir() and any(path.glob("*.safetensors")))
+
+
+def _version_of(path: Path) -> str:
+    """Return the size and the time of modification of the file or folder ``path``, and of its LoRA files.
+
+    Only this process reads them, so that all ranks agree on whether the file was replaced.
+    """
+    versions: list[str] = []
+    for file in (path, *sorted(path.glob("*.safetensors"))):
+        with suppress(
+            FileNotFoundError
+        ):  # A file that is deleted now cannot be loaded, which fails the request.
+            status = file.stat()
+            versions.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+    return ", ".join(versions)
 
 
 def _is_name(name: str) -> bool:

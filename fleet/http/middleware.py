@@ -53,8 +53,9 @@ class RequestLog:
     The id is the header ``X-Request-Id`` of the request if that is 1 to 64 letters, digits, ``_`` and ``-``,
     else a random one. The log has one line per request: a warning if it was refused, an error if it failed,
     and one of the level debug for the routes that probes ask. The file ``path`` gets one JSON object per
-    request; it may be rotated away. Neither has the body, API key or query string. An exception of the
-    application is logged with its traceback, and answered with status 500.
+    request; it may be rotated away. If it cannot be written, a warning says so once, and again only after it
+    could be written meanwhile. Neither has the body, API key or query string. An exception of the application
+    is logged with its traceback, and answered with status 500.
 
     Args:
         app: The application.
@@ -71,6 +72,7 @@ class RequestLog:
         ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._app, self._path, self._ending = app, path, ending
+        self._told_of_path = False  # whether a warning has said that the file cannot be written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, and log the request when its response has ended or failed."""
@@ -118,8 +120,18 @@ class RequestLog:
                     "bytes": size,
                     "id": record.id_,
                 }
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                self._write(self._path, json.dumps(line) + "\n")
+
+    def _write(self, path: Path, line: str) -> None:
+        """Append ``line`` to the file ``path``. If that fails, only log it, because the client has its answer."""
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line)
+            self._told_of_path = False
+        except OSError as error:
+            if not self._told_of_path:
+                logger.warning("the log of requests %s cannot be written: %s", path, error.strerror)
+            self._told_of_path = True
 
 
 def _is_probed(scope: Scope) -> bool:

@@ -171,8 +171,9 @@ class BlockCache:
             host = self.attach()
         if host.running is not None:
             raise RuntimeError(
-                f"this {type(self.module).__name__} with a cache is already running, probably in another thread. Both "
-                "would use the same cache. Use one thread, or a copy of the model for each."
+                f"this {type(self.module).__name__} with a cache is already running, in another thread or around this "
+                "call (a hook or a callback calls it again). Both calls would use the same cache. Use one thread and "
+                "no nested call, or a copy of the model for each."
             )
         self.uncached_by = None
         for name in self.blocks.uncached:

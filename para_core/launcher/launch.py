@@ -78,6 +78,10 @@ def launch(
     if not timeout > 0:
         raise ValueError(f"timeout={timeout}; expected a positive number of seconds.")
     timeout = min(timeout, _LONGEST)
+    if not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(
+            f"progress={progress!r}; expected True, False, or a function of the numbers of finished and of all steps."
+        )
     environment = dict(env or {})
     for name, value in environment.items():
         if not isinstance(name, str) or not isinstance(value, str):

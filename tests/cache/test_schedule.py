@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from para_core.adapters import apply_cache_on_pipe, cache_report
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
@@ -68,6 +69,13 @@ def test_every_pipeline_is_followed_step_by_step(name):
     assert [position.step for _, position in taken] == expected
     # DPM-Solver's timesteps are integers, and some pipelines pass them in 16 bits.
     assert [position.time for _, position in taken] == pytest.approx([time for time, _ in taken], rel=1e-3)
+
+
+def test_timesteps_may_be_a_list():
+    scheduler, tracker = FlowMatchEulerDiscreteScheduler(), SchedulerTracker()
+    scheduler.timesteps = [900, torch.tensor(0.5)]
+    with tracker.follow(mock.Mock(scheduler=scheduler, _num_timesteps=2), print):
+        assert tracker.next_position("cond") == (0, 2, 900.0)
 
 
 @pytest.mark.parametrize("name", long_but(["skyreels v2, forcing from a video"], FORCING))

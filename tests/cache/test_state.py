@@ -42,6 +42,8 @@ def test_each_generation_starts_empty_and_frees_its_state():
 
     def fail(pipe, step, *_):
         if step == 2:
+            with pytest.raises(RuntimeError, match=r"pipeline .*thread .*callback"):
+                pipe(ALMOST_SAME)
             raise ArithmeticError("as asked")
 
     for _ in range(2):

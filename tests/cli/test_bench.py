@@ -59,15 +59,20 @@ def test_one_rank_is_measured_and_compared(tmp_path, capsys):
         assert re.search(r"^error: .*(figures.json|rank-0.json.gz)", capsys.readouterr().err, re.M)
 
 
-def test_warmup_runs_are_not_timed_and_a_signal_writes_no_figures(tmp_path, monkeypatch, capsys):
-    calls, out = [], tmp_path / "figures.json"
+def measure_with(monkeypatch, hook):
+    """Let the command measure a pipeline with this forward hook of its transformer."""
 
-    def build_recorded(recipe):
+    def build_hooked(recipe):
         pipe = build(recipe)
-        pipe.transformer.register_forward_hook(lambda module, args, output: calls.append(1))
+        pipe.transformer.register_forward_hook(hook)
         return pipe
 
-    monkeypatch.setattr(para_core.cli.measurement, "build", build_recorded)
+    monkeypatch.setattr(para_core.cli.measurement, "build", build_hooked)
+
+
+def test_warmup_runs_are_not_timed_and_a_signal_writes_no_figures(tmp_path, monkeypatch, capsys):
+    calls, out = [], tmp_path / "figures.json"
+    measure_with(monkeypatch, lambda module, args, output: calls.append(1))
     assert bench("--warmup-runs", "3", "--runs", "1", "--out", str(out)) == 0
     # Three warm-up runs, a timed one and a counted one, of two steps each.
     assert len(calls) == 2 * (3 + 1 + 1)
@@ -84,12 +89,7 @@ def test_warmup_runs_are_not_timed_and_a_signal_writes_no_figures(tmp_path, monk
     [([], 1.01, False), (["--cache", "0.1"], 1.01, True), (["--cache", "0.1"], float("nan"), False)],
 )
 def test_wrong_result_fails_unless_it_is_an_approximation(tmp_path, monkeypatch, capsys, approximation, factor, passes):
-    def build_wrong(recipe):
-        pipe = build(recipe)
-        pipe.transformer.register_forward_hook(lambda module, args, output: (output[0] * factor, *output[1:]))
-        return pipe
-
-    monkeypatch.setattr(para_core.cli.measurement, "build", build_wrong)
+    measure_with(monkeypatch, lambda module, args, output: (output[0] * factor, *output[1:]))
     out = tmp_path / "figures.json"
     assert bench("--check", "--runs", "1", "--out", str(out), *approximation) == int(not passes)
     check = json.loads(out.read_text())["check"]

@@ -13,18 +13,19 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from diffusers import FluxPipeline
 from PIL import Image
 
 import para_core.cli.signals
 import para_core.fleet.rank
 from para_core.cli.app import run
+from para_core.fleet.failures import RequestFailed
 from para_core.fleet.outputs import Result, compute_digest, encode, lock_folder
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Request
 from para_core.option_values import BACKENDS
 from para_core.progress import readable_bytes
 from tests.scripts import command_on_ranks
+from tests.tiny import load_pipe
 
 ROOT = Path(__file__).parents[2]
 TINY_FLUX = ROOT / "zoo/flux/pipeline"
@@ -69,9 +70,7 @@ def pixels(path):
 
 def plain_pixels(**call):
     """Generate with diffusers alone."""
-    pipe = FluxPipeline.from_pretrained(TINY_FLUX, dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    seed = call.pop("seed")
+    pipe, seed = load_pipe(TINY_FLUX), call.pop("seed")
     call = {"height": 48, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64, **call}
     return np.asarray(pipe(generator=torch.Generator().manual_seed(seed), **call).images[0]).astype(int)
 
@@ -365,6 +364,9 @@ def test_full_disk_and_a_result_of_somebody_else_keep_what_is_there(tmp_path, pr
     assert re.search(r"^error: .*00002\.json exists", capsys.readouterr().err, re.M)
     assert (out / "00002.json").read_text() == "of somebody else"
     assert stand_in == ["a", "b", "b"]
+    monkeypatch.setattr(para_core.fleet.rank, "generate_request", lambda *_: RequestFailed("no room"))
+    assert run(["generate", "--prompts", path, "--out", str(out)]) == 1
+    assert re.search(r"^line 2: no room$(?s:.*)^line 3: no room$", capsys.readouterr().err, re.M)
 
 
 def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, stand_in, capsys):

@@ -1,5 +1,7 @@
 """Files of options: ``--config`` of each command."""
 
+from unittest import mock
+
 import pytest
 
 import para_core.cli.generate
@@ -29,18 +31,13 @@ def write(tmp_path, monkeypatch):
 @pytest.fixture
 def read(monkeypatch):
     """Return a function of files and further words that returns the model and options that ``generate`` has read."""
-    calls = []
-
-    def check(model, options, **rest):
-        calls.append((model, options))
-        raise RuntimeError("stop here")
-
+    check = mock.Mock(side_effect=RuntimeError("stop here"))
     monkeypatch.setattr(para_core.cli.generate.checks, "validate", check)
 
     def read(*files, words=()):
         configs = [word for file in files for word in ("--config", file)]
         assert run(["generate", "--prompt", "a", *configs, *words]) == 1
-        return calls.pop()
+        return check.call_args.args
 
     return read
 

@@ -12,7 +12,7 @@ import torch
 from diffusers import FluxInpaintPipeline, FluxPipeline, WanPipeline
 from PIL import Image
 
-from para_core.fleet.outputs import Output, encode
+from para_core.fleet.outputs import encode
 from para_core.fleet.request import Delivery
 from tests.fleet.test_server import StandIn, serving, until
 
@@ -32,9 +32,7 @@ class Painter(StandIn):
         images = [Image.new("RGB", size, (200, 0 if i < 3 else 40 * i, 0)) for i in range(frames)]
         if "num_frames" in request.fields:
             return tuple(encode([images], request.delivery))
-        buffer = io.BytesIO()
-        images[0].save(buffer, "PNG")
-        return (Output(".png", buffer.getvalue()),)
+        return tuple(encode(images, Delivery()))
 
 
 @pytest.fixture

@@ -110,14 +110,16 @@ class Broken(StandIn):
         raise KeyError("ready")
 
 
-def test_failure_of_the_server_is_an_error_with_its_traceback_in_the_log(caplog):
-    with serving(Broken()) as (port, _):
+def test_failures_of_the_server_and_of_its_file_of_requests_are_in_the_log(caplog, tmp_path):
+    with serving(Broken(), request_log=tmp_path) as (port, _):  # a folder
         status, headers, body = get(port, "/health", X_Request_Id="mine")
+        assert get(port, "/v1/models")[0] == 200
     assert (status, body["error"]["type"], headers.get_all("x-request-id")) == (500, "server_error", ["mine"])
     (record,) = [record for record in caplog.records if record.exc_info]
     assert record.name.startswith("para_core.fleet")
     assert "mine" in record.getMessage()
     assert record.exc_info[0] is KeyError
+    assert [record.levelname for record in caplog.records if str(tmp_path) in record.getMessage()] == ["WARNING"]
 
 
 # The options of requests, with the level and words of their lines in the log.

@@ -4,6 +4,7 @@ import base64
 import errno
 import io
 import json
+from unittest import mock
 
 import openai
 import pytest
@@ -176,9 +177,7 @@ def test_records_of_an_earlier_server(tmp_path, change, status):
 
 
 def test_full_disk_is_told(tmp_path, monkeypatch, client):
-    def full(path, data):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with videos(tmp_path) as (port, backend):
         with monkeypatch.context() as patched:
             patched.setattr(videos_module, "write_atomically", full)

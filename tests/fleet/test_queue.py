@@ -89,23 +89,25 @@ def test_replica_starts_for_a_waiting_line_only(monkeypatch, prompts, count, sta
     assert sorted([*written, *failed]) == [line.number for line in lines]
 
 
-@pytest.fixture
-def run(monkeypatch):
-    """Return a function that runs an async test with a started pool and its replicas."""
-    monkeypatch.setattr(pool, "make_replicas", lambda recipe, options, count: [StandIn() for _ in range(count)])
+def with_pool(count=1, watch=1.0):
+    """Return a decorator that makes a test of an async function of a started pool and its replicas."""
 
-    def run(test, count=1, watch=1.0):
-        monkeypatch.setattr(pool, "_WATCH_SECONDS", watch)
+    def decorate(test):
+        def run(monkeypatch):
+            monkeypatch.setattr(pool, "make_replicas", lambda recipe, options, count: [StandIn() for _ in range(count)])
+            monkeypatch.setattr(pool, "_WATCH_SECONDS", watch)
 
-        async def started():
-            replicas = Pool(Recipe("none"), ReplicaOptions(), count)
-            await replicas.start()
-            await test(replicas, *replicas._replicas)
-            await replicas.stop()
+            async def started():
+                replicas = Pool(Recipe("none"), ReplicaOptions(), count)
+                await replicas.start()
+                await test(replicas, *replicas._replicas)
+                await replicas.stop()
 
-        asyncio.run(started())
+            asyncio.run(started())
 
-    return run
+        return run
+
+    return decorate
 
 
 def ask(jobs, id_, **fields):
@@ -126,56 +128,51 @@ async def open_and_collect(replicas, jobs):
     return [outcome.metadata["id"] if isinstance(outcome, Result) else type(outcome) for outcome in outcomes]
 
 
-def test_server_uses_all_replicas_of_its_pool_in_order(run):
-    async def test(replicas, *each):
-        server = Server(replicas, describe_class("", FluxKontextPipeline, {}), ServerOptions(waiting=1))
-        running = [ask(server._jobs, name) for name in "abcd"]
-        await until(lambda: sum(len(x.ran) for x in each) == 3)
-        assert [x.ran for x in each] == [["a"], ["b"], ["c"]]
-        with pytest.raises(Exception, match="at most 4"):
-            server._jobs.require_room()
-        assert b'"replicas":3' in (await server._health()).body
-        assert await open_and_collect(each, running) == ["a", "b", "c", "d"]
-
-    run(test, 3)
+@with_pool(3)
+async def test_server_uses_all_replicas_of_its_pool_in_order(replicas, *each):
+    server = Server(replicas, describe_class("", FluxKontextPipeline, {}), ServerOptions(waiting=1))
+    running = [ask(server._jobs, name) for name in "abcd"]
+    await until(lambda: sum(len(x.ran) for x in each) == 3)
+    assert [x.ran for x in each] == [["a"], ["b"], ["c"]]
+    with pytest.raises(Exception, match="at most 4"):
+        server._jobs.require_room()
+    assert b'"replicas":3' in (await server._health()).body
+    assert await open_and_collect(each, running) == ["a", "b", "c", "d"]
     with pytest.raises(ValueError, match="replicas is 0"):
         Pool(Recipe("none"), ReplicaOptions(), 0)
 
 
-def test_cancelled_request_leaves_the_queue_at_once_and_a_running_one_is_told(run):
-    async def test(replicas, replica):
-        jobs = Jobs(replicas, ServerOptions())
-        first, second, third = (ask(jobs, name) for name in ("first", "second", "third"))
-        await until(lambda: replica.ran)
-        jobs.cancel("second")
-        with pytest.raises(Cancelled):
-            await asyncio.wait_for(second.task, 1)
-        assert replica.cancelled == []
-        jobs.cancel("first")
-        assert replica.cancelled == ["first"]
-        assert await open_and_collect([replica], [first, third]) == ["first", "third"]
-        assert replica.ran == ["first", "third"]
-
-    run(test)
+@with_pool()
+async def test_cancelled_request_leaves_the_queue_at_once_and_a_running_one_is_told(replicas, replica):
+    jobs = Jobs(replicas, ServerOptions())
+    first, second, third = (ask(jobs, name) for name in ("first", "second", "third"))
+    await until(lambda: replica.ran)
+    jobs.cancel("second")
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(second.task, 1)
+    assert replica.cancelled == []
+    jobs.cancel("first")
+    assert replica.cancelled == ["first"]
+    assert await open_and_collect([replica], [first, third]) == ["first", "third"]
+    assert replica.ran == ["first", "third"]
 
 
-def test_requests_that_differ_in_prompt_and_seed_are_one_batch(run):
-    async def test(replicas, replica):
-        jobs = Jobs(replicas, ServerOptions(max_batch=3), fits=lambda requests: sum(x.seed for x in requests) < 7)
-        busy = ask(jobs, "busy")
-        running = [ask(jobs, name, height=64) for name in ("a", "b")]
-        running += [ask(jobs, "other", height=32), *(ask(jobs, name, height=64) for name in ("c", "d", "e"))]
-        running += [ask(jobs, "several", num_images_per_prompt=2, height=64), ask(jobs, "eeeeee", height=64)]
-        await until(lambda: replica.ran)
-        jobs.cancel("b")
-        names = ["busy", "a", Cancelled, "other", "c", "d", "e", "several", "eeeeee"]
-        assert await open_and_collect([replica], [busy, *running]) == names
-        assert replica.ran == ["busy", "a+c+d", "other", "e", "several", "eeeeee"]
-
-    run(test)
+@with_pool()
+async def test_requests_that_differ_in_prompt_and_seed_are_one_batch(replicas, replica):
+    jobs = Jobs(replicas, ServerOptions(max_batch=3), fits=lambda requests: sum(x.seed for x in requests) < 7)
+    busy = ask(jobs, "busy")
+    running = [ask(jobs, name, height=64) for name in ("a", "b")]
+    running += [ask(jobs, "other", height=32), *(ask(jobs, name, height=64) for name in ("c", "d", "e"))]
+    running += [ask(jobs, "several", num_images_per_prompt=2, height=64), ask(jobs, "eeeeee", height=64)]
+    await until(lambda: replica.ran)
+    jobs.cancel("b")
+    names = ["busy", "a", Cancelled, "other", "c", "d", "e", "several", "eeeeee"]
+    assert await open_and_collect([replica], [busy, *running]) == names
+    assert replica.ran == ["busy", "a+c+d", "other", "e", "several", "eeeeee"]
 
 
-def test_replica_that_dies_while_idle_starts_again(run, caplog):
+def test_replica_that_dies_while_idle_starts_again(monkeypatch, caplog):
+    @with_pool(2, watch=0.01)
     async def test(replicas, first, second):
         first.dead, first.failing = True, 2  # the first two attempts fail
         await until(lambda: first.starts == 4)
@@ -195,108 +192,95 @@ def test_replica_that_dies_while_idle_starts_again(run, caplog):
         await asyncio.sleep(0.05)
         assert first.starts == 5
 
-    run(test, 2, watch=0.01)
+    test(monkeypatch)
 
 
-def test_replica_that_cannot_start_again_is_given_to_no_batch(run):
-    async def test(replicas, bad, good):
-        bad.open.set()
-        good.open.set()
-        bad.dead, bad.failing = True, 3
-        answers = await asyncio.gather(*[replicas.generate(None) for _ in range(6)], return_exceptions=True)
-        assert [type(answer) for answer in answers].count(RankDied) == 1
-        assert (bad.ran, len(good.ran)) == (["own"], 5)
-        await until(lambda: bad.starts == 5)
-
-    run(test, 2, watch=0.05)
+@with_pool(2, watch=0.05)
+async def test_replica_that_cannot_start_again_is_given_to_no_batch(replicas, bad, good):
+    bad.open.set()
+    good.open.set()
+    bad.dead, bad.failing = True, 3
+    answers = await asyncio.gather(*[replicas.generate(None) for _ in range(6)], return_exceptions=True)
+    assert [type(answer) for answer in answers].count(RankDied) == 1
+    assert (bad.ran, len(good.ran)) == (["own"], 5)
+    await until(lambda: bad.starts == 5)
 
 
-def test_stopped_pool_tells_the_calls_that_wait(run):
-    async def test(replicas, replica):
-        waiting = [asyncio.ensure_future(replicas.generate(None)) for _ in range(3)]
-        await until(lambda: replica.ran)
-        await replicas.stop()
-        replica.open.set()
-        answers = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 2)
-        assert [type(answer) for answer in answers] == [RankDied] * 3
-        with pytest.raises(RankDied, match="stopped"):
-            await replicas.run([])
-
-    run(test)
+@with_pool()
+async def test_stopped_pool_tells_the_calls_that_wait(replicas, replica):
+    waiting = [asyncio.ensure_future(replicas.generate(None)) for _ in range(3)]
+    await until(lambda: replica.ran)
+    await replicas.stop()
+    replica.open.set()
+    answers = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 2)
+    assert [type(answer) for answer in answers] == [RankDied] * 3
+    with pytest.raises(RankDied, match="stopped"):
+        await replicas.run([])
 
 
-def test_busy_replica_that_dies_starts_again_once_and_frees_its_place(run):
-    async def test(replicas, replica):
-        jobs = Jobs(replicas, ServerOptions())
-        dies, lives = ask(jobs, "dies"), ask(jobs, "lives")
-        await until(lambda: replica.ran)
-        replica.dead = True
-        await asyncio.sleep(0.05)
-        assert replica.starts == 1
-        assert await open_and_collect([replica], [dies, lives]) == [RankDied, "lives"]
-        assert (replica.starts, await replicas.ready()) == (2, 1)
-        # That of a stopped pool does not start again.
-        replica.open.clear()
-        answer = asyncio.ensure_future(replicas.generate(None))
-        await until(lambda: len(replica.ran) == 3)
-        await replicas.stop()
-        replica.open.set()
-        with pytest.raises(RankDied):
-            await answer
-        assert (replica.starts, replica.running) == (2, False)
-
-    run(test, watch=0.01)
+@with_pool(watch=0.01)
+async def test_busy_replica_that_dies_starts_again_once_and_frees_its_place(replicas, replica):
+    jobs = Jobs(replicas, ServerOptions())
+    dies, lives = ask(jobs, "dies"), ask(jobs, "lives")
+    await until(lambda: replica.ran)
+    replica.dead = True
+    await asyncio.sleep(0.05)
+    assert replica.starts == 1
+    assert await open_and_collect([replica], [dies, lives]) == [RankDied, "lives"]
+    assert (replica.starts, await replicas.ready()) == (2, 1)
+    # That of a stopped pool does not start again.
+    replica.open.clear()
+    answer = asyncio.ensure_future(replicas.generate(None))
+    await until(lambda: len(replica.ran) == 3)
+    await replicas.stop()
+    replica.open.set()
+    with pytest.raises(RankDied):
+        await answer
+    assert (replica.starts, replica.running) == (2, False)
 
 
-def test_requests_that_wait_for_a_replica_are_cancelled_at_once(run):
-    async def test(replicas, replica):
-        jobs = Jobs(replicas, ServerOptions(max_batch=2))
-        own = asyncio.ensure_future(replicas.generate(None))  # takes the replica besides the queue
-        await until(lambda: replica.ran)
-        first = ask(jobs, "first")
-        await asyncio.sleep(0.01)
-        jobs.cancel("first")
-        with pytest.raises(Cancelled):
-            await asyncio.wait_for(asyncio.shield(first.task), 1)
-        second = ask(jobs, "second")
-        # One of a batch that waits is left out of it.
-        batch = [Job(name, Request({"prompt": name}, seed=0), Metrics()) for name in "ab"]
-        for job in batch:
-            job.answer = asyncio.get_running_loop().create_future()
-        running = asyncio.ensure_future(replicas.run(batch))
-        await asyncio.sleep(0.01)
-        replicas.cancel(batch[0])
-        assert await open_and_collect([replica], [second]) == ["second"]
-        await asyncio.gather(own, running)
-        assert isinstance(batch[0].answer.exception(), Cancelled)
-        assert batch[1].answer.result().metadata["id"] == "b"
-        assert sorted(replica.ran) == ["b", "own", "second"]
-
-    run(test)
+@with_pool()
+async def test_requests_that_wait_for_a_replica_are_cancelled_at_once(replicas, replica):
+    jobs = Jobs(replicas, ServerOptions(max_batch=2))
+    own = asyncio.ensure_future(replicas.generate(None))  # takes the replica besides the queue
+    await until(lambda: replica.ran)
+    first = ask(jobs, "first")
+    await asyncio.sleep(0.01)
+    jobs.cancel("first")
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(asyncio.shield(first.task), 1)
+    second = ask(jobs, "second")
+    # One of a batch that waits is left out of it.
+    batch = [Job(name, Request({"prompt": name}, seed=0), Metrics()) for name in "ab"]
+    for job in batch:
+        job.answer = asyncio.get_running_loop().create_future()
+    running = asyncio.ensure_future(replicas.run(batch))
+    await asyncio.sleep(0.01)
+    replicas.cancel(batch[0])
+    assert await open_and_collect([replica], [second]) == ["second"]
+    await asyncio.gather(own, running)
+    assert isinstance(batch[0].answer.exception(), Cancelled)
+    assert batch[1].answer.result().metadata["id"] == "b"
+    assert sorted(replica.ran) == ["b", "own", "second"]
 
 
-def test_stream_whose_client_left_before_its_first_event_ends(run):
+@with_pool()
+async def test_stream_whose_client_left_before_its_first_event_ends(replicas, replica):
     body = {"type": "http.request", "body": b'{"prompt": "a", "stream": true}'}
     receive = mock.AsyncMock(side_effect=chain([body], repeat({"type": "http.disconnect"})))
     scope = {"type": "http", "path": "/v1/images/generations", "headers": [(b"content-type", b"application/json")]}
-
-    async def test(replicas, replica):
-        server = Server(replicas, describe_class("", FluxKontextPipeline, {}), ServerOptions())
-        await server._generate(HttpRequest(scope, receive))  # nobody reads the response
-        await until(lambda: replica.cancelled)
-        replica.open.set()
-        await until(lambda: server.unfinished == 0)
-
-    run(test)
+    server = Server(replicas, describe_class("", FluxKontextPipeline, {}), ServerOptions())
+    await server._generate(HttpRequest(scope, receive))  # nobody reads the response
+    await until(lambda: replica.cancelled)
+    replica.open.set()
+    await until(lambda: server.unfinished == 0)
 
 
-def test_cancelled_request_is_not_retried_after_its_replica_died(run):
-    async def test(replicas, replica):
-        job = ask(jobs := Jobs(replicas, ServerOptions(retries=1)), "a")
-        await until(lambda: replica.ran)
-        jobs.cancel("a")
-        replica.dead = True
-        assert await open_and_collect([replica], [job]) == [Cancelled]
-        assert replica.ran == ["a"]
-
-    run(test)
+@with_pool()
+async def test_cancelled_request_is_not_retried_after_its_replica_died(replicas, replica):
+    job = ask(jobs := Jobs(replicas, ServerOptions(retries=1)), "a")
+    await until(lambda: replica.ran)
+    jobs.cancel("a")
+    replica.dead = True
+    assert await open_and_collect([replica], [job]) == [Cancelled]
+    assert replica.ran == ["a"]

@@ -186,18 +186,6 @@ def ask(monkeypatch, caplog):
     return ask
 
 
-async def stop_while_a_request_runs(replica, actors):
-    await replica.start()
-    running = asyncio.ensure_future(replica.generate_batch([REQUEST]))
-    await asyncio.sleep(0.05)
-    await replica.stop()
-    with pytest.raises(RankDied, match=r"the replica was stopped\."):
-        await running
-    for call in (replica.memory, lambda: replica.generate_batch([REQUEST])):
-        with pytest.raises(RankDied, match="not running"):
-            await call()
-
-
 async def cancel_a_start_and_a_batch(replica, actors):
     await replica.start()
     running = asyncio.ensure_future(replica.generate_batch([REQUEST]))
@@ -234,7 +222,6 @@ async def die_while_loading(replica, actors):
 @pytest.mark.parametrize(
     ("question", "answers", "errors"),
     [
-        (stop_while_a_request_runs, RUNNING, []),
         (cancel_a_start_and_a_batch, RUNNING, []),
         (die_together, RUNNING, ["rank 0 died"]),
         (die_while_loading, LOADING, ["rank 0 died", "cannot start: rank 0 died"]),

@@ -68,8 +68,9 @@ async def cancel_after_a_step(replica):
     assert isinstance(outcome, Cancelled) and "cancelled after step" in str(outcome)
     # One of a batch is left out of the results, and does not end the others.
     batch = [("a", request(seed=1, steps=40)), ("b", request(seed=2, steps=40))]
-    outcomes = await replica.generate_batch(batch, lambda event: replica.cancel("a"))
-    assert [type(outcome).__name__ for outcome in outcomes] == ["Cancelled", "Result"]
+    for cancelled, kinds in (("a", ["Cancelled", "Result"]), ("ab", ["Cancelled", "Cancelled"])):
+        outcomes = await replica.generate_batch(batch, lambda event, ids=cancelled: [*map(replica.cancel, ids)])
+        assert [type(outcome).__name__ for outcome in outcomes] == kinds
     assert process_ids(replica) == processes
     assert len(await replica.generate_batch([("next", request())])) == 1
 
@@ -100,9 +101,12 @@ async def stop_with_a_request(replica):
     running = asyncio.ensure_future(replica.generate(request(steps=200)))
     await asyncio.sleep(0.5)
     await replica.stop()
-    with pytest.raises(RankDied, match="stopped"):
+    with pytest.raises(RankDied, match=r"the replica was stopped\."):
         await running
     assert not replica.running
+    for call in (replica.memory, lambda: replica.generate(request())):
+        with pytest.raises(RankDied, match="not running"):
+            await call()
 
 
 # Each start of ranks takes seconds, so one replica of each kind answers all questions.

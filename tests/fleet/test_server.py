@@ -327,9 +327,12 @@ def test_loras_are_listed_set_and_named_by_requests(served, tmp_path):
         ask(port, {"prompt": "a"})
         (folder / "new.safetensors").touch()
         ask(port, {"prompt": "a", "lora": "new"})
+        (folder / "new.safetensors").write_bytes(b"replaced")
+        ask(port, {"prompt": "a", "lora": "new"})
         used = [request.lora and (request.lora.path, request.lora.scale) for _, request in backend.ran]
         style, new = (str(folder / f"{name}.safetensors") for name in ("style", "new"))
-        assert used == [(style, 0.5), (style, 0.7), None, None, (new, 1.0)]
+        assert used == [(style, 0.5), (style, 0.7), None, None, (new, 1.0), (new, 1.0)]
+        assert len({request.lora.version for _, request in backend.ran if request.lora}) == 3
         assert ask(port, None, path="/v1/loras/other/set")[0] == 404
     assert ask(served()[0], {"prompt": "a", "lora": "style"})[0] == 400
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,20 +10,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import FluxImg2ImgPipeline, FluxPipeline
+from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.build import build, dtype_of, find_model
+from para_core.fleet.http.errors import response_to
 from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.outputs import encode
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, describe_class, find_tiny_flux
 from para_core.fleet.recipe import Recipe, check_options_of_model, read_lora
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.without_weights import without_weights
-from para_core.fleet.work import Watch, generate_request
+from para_core.fleet.work import Watch, generate_batch, generate_request
 from para_core.launcher.errors import Cancelled
 from para_core.plans.region import region_of
+from tests.tiny import load_pipe
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 4, "prompt": "a large red circle"}
 REQUEST = Request(FIELDS, seed=3)
@@ -32,8 +35,7 @@ FLUX = str(find_tiny_flux())
 @pytest.fixture(scope="module")
 def plain():
     """Return diffusers' own pipeline, and the pixels of the request."""
-    pipe = FluxPipeline.from_pretrained(FLUX, dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_pipe(FLUX)
     return pipe, np.asarray(pipe(generator=torch.Generator().manual_seed(3), **FIELDS).images[0]).astype(int)
 
 
@@ -121,9 +123,7 @@ def test_loras_and_mesh_sizes_are_read_and_missing_or_broken_files_raise(tmp_pat
 
 def test_results_of_one_request_are_those_of_their_own_seeds(plain):
     recipe = Recipe(FLUX)
-    edits, buffer = FluxImg2ImgPipeline.from_pretrained(FLUX, dtype=torch.float32), io.BytesIO()
-    edits.set_progress_bar_config(disable=True)
-    Image.new("RGB", (64, 48), "red").save(buffer, "PNG")
+    edits, image = load_pipe(FLUX, FluxImg2ImgPipeline), encode([Image.new("RGB", (64, 48), "red")], Delivery())[0].data
     fields = {"prompt": "a large red circle", "size": "64x48", "steps": 4}
     edit = {"image": "a.png", "max_sequence_length": 16, "strength": 0.5}
     for pipe, model, call in (
@@ -133,7 +133,7 @@ def test_results_of_one_request_are_those_of_their_own_seeds(plain):
         steps = []
 
         def draw(pipe=pipe, model=model, call=call, steps=steps, **others):
-            request = make_request({**call, **others}, model, read_image=lambda _: buffer.getvalue())
+            request = make_request({**call, **others}, model, read_image=lambda _: image)
             return generate_request(pipe, request, recipe, Watch(progress=steps.append))
 
         together = draw(n=2, seed=3)
@@ -142,8 +142,8 @@ def test_results_of_one_request_are_those_of_their_own_seeds(plain):
         assert together.metadata["seeds"] == [3, 4]
         assert [output.suffix for output in together.outputs] == ["-0.png", "-1.png"]
         for output, seed in zip(together.outputs, (3, 4), strict=True):
-            image = Image.open(io.BytesIO(output.data))
-            assert output.pixels_sha256 == hashlib.sha256(image.tobytes()).hexdigest()
+            opened = Image.open(io.BytesIO(output.data))
+            assert output.pixels_sha256 == hashlib.sha256(opened.tobytes()).hexdigest()
             assert np.abs(pixels(output.data) - pixels(draw(seed=seed))).max() <= 1
         assert np.abs(pixels(together.outputs[0].data) - pixels(together.outputs[1].data)).max() > 1
 
@@ -156,13 +156,26 @@ def test_layers_with_transparency_are_files_of_one_size():
             assert image.mode == "RGBA"
             return SimpleNamespace(images=[[image, Image.new("RGBA", (64, 48), "blue")]])
 
-    Image.new("RGBA", (64, 48), (255, 0, 0, 0)).save(buffer := io.BytesIO(), "PNG")
+    images = {"image": (encode([Image.new("RGBA", (64, 48), (255, 0, 0, 0))], Delivery())[0].data,)}
     for format_, first in (("png", (255, 0, 0, 0)), ("jpg", (255, 255, 255))):
-        request = replace(REQUEST, images={"image": (buffer.getvalue(),)}, delivery=Delivery(format_))
+        request = replace(REQUEST, images=images, delivery=Delivery(format_))
         result = generate_request(Layers(), request, Recipe(FLUX))
         corners = [tuple(pixels(output.data)[0, 0]) for output in result.outputs]
         assert corners[0] == first and corners[1][2] > 250
         assert result.metadata["size"] == "64x48"
+
+
+def test_result_that_cannot_be_encoded_fails_its_request_only(monkeypatch, tmp_path):
+    def pipe(**arguments):
+        return SimpleNamespace(images=[Image.new("RGB", (64, 48))] * 2)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    requests = [replace(REQUEST, delivery=Delivery(format_)) for format_ in ("mp4", "png")]
+    failed, result = generate_batch(pipe, requests, Recipe(FLUX))
+    assert response_to(failed).code == "not_encoded" and "absent" in str(failed)
+    images = {"image": (result.outputs[0].data,)}
+    parts = replace(requests[0], fields={**FIELDS, "num_images_per_prompt": 2}, images=images)
+    assert response_to(generate_request(pipe, parts, Recipe(FLUX))).code == "not_encoded"
 
 
 def test_webp_loses_no_pixel():

@@ -113,6 +113,7 @@ def test_what_a_handle_refuses_is_named(steps, name):
         ({"devices": [0, 1.0]}, TypeError, "devices has 1.0; expected numbers"),
         ({"devices": [0, -1]}, ValueError, "devices has -1; expected numbers of at least 0"),
         ({"timeout": 0}, ValueError, "positive"),
+        ({"progress": 1}, TypeError, "progress=1; expected True"),
         ({"timeout": "3"}, TypeError, "a number of seconds"),
         ({"env": {"RANK": "5"}}, ValueError, "env has RANK"),
         ({"env": {"A": 1}}, TypeError, "expected strings"),

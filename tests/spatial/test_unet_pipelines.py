@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 
 from para_core import PipeFusion, init_context_parallel_mesh
-from para_core.adapters import (
-    parallelize_pipe,
-    parallelize_unet,
-    shard_weights,
-    unparallelize_pipe,
-    unparallelize_unet,
-)
+from para_core.adapters import parallelize_pipe, parallelize_unet, shard_weights, unparallelize_pipe, unparallelize_unet
 from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unets import REFUSED_UNETS, UNETS

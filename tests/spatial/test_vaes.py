@@ -113,7 +113,8 @@ def costs(parallel):
         vae = parallelize_vae(TINY_VAES[name].make()) if parallel else TINY_VAES[name].make()
         with Operators() as ran:
             vae.decode(torch.randn(1, vae.config.latent_channels, 3, 8, 5))
-        outs = [x for _, _, x in ran.calls if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[-1] == TOKENS]
+        outs = [x for _, _, x in ran.calls if isinstance(x, torch.Tensor) and x.ndim > 1 and not x.is_meta]
+        outs = [x for x in outs if x.shape[-1] == TOKENS]
         masks.append(max(x.untyped_storage().nbytes() for x in outs))
     vae = parallelize_vae(tiny.make()) if parallel else tiny.make()
     with TrafficCounter() as traffic:

@@ -5,6 +5,8 @@ import re
 import signal
 import threading
 import time
+import uuid
+from decimal import Decimal
 from unittest import mock
 
 import numpy as np
@@ -89,6 +91,10 @@ VIDEOS = [[*random_video(2, 8, 8), image] for image in IMAGES]
         ((1, None), (1, "None")),
         (np.zeros(2, np.float32), np.zeros(2, np.int32)),
         (Image.new("L", (2, 2)), Image.new("P", (2, 2))),
+        (Image.new("P", (2, 2), "red"), Image.new("P", (2, 2), "blue")),
+        (np.array(["a", {}], object), np.array(["b", {}], object)),
+        (uuid.SafeUUID.safe, uuid.SafeUUID.unsafe),
+        (Decimal("0.1"), Decimal("0.2")),
         ({"a", "b"}, {"a", "c"}),
         (range(5), range(6)),
         (print, 1),
@@ -109,6 +115,8 @@ def test_texts_of_values_differ_as_the_values(value, other):
 
 def test_equal_values_of_other_types_or_orders_have_equal_texts():
     assert describe_value({"a": 1, "b": 2.5}) == describe_value({"b": np.float64(2.5), "a": np.int64(1)})
+    arrays = [np.array([{}, 1], object) for _ in range(2)]
+    assert describe_value(arrays[0]) == describe_value(arrays[1])
 
 
 def leave_in_the_middle():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxPipeline
 
+from tests.tiny import load_pipe
 from zoo.flux import PIPELINE
 from zoo.flux.check import check
 from zoo.flux.scenes import ImageScene, Thing
@@ -16,9 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def pipe():
-    pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return load_pipe(PIPELINE)
 
 
 def large(colour, shape, cell="centre", background="white"):
