@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class UnetRun:
     ) -> None:
         self.unet, self.mesh = module, mesh
         # Its class was checked: parallelize_unet and parallelize_pipe call check_unet_before_parallelize() first.
-        self.described: Any = described_class(original_class(module))
+        self.described = cast("type", described_class(original_class(module)))
         self.images = UNETS[self.described.__name__].images
         self.batched, self.agree_on_inputs = batched, agree_on_inputs
         row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
