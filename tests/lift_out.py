@@ -145,7 +145,7 @@ FEATURES: dict[str, Feature] = {
         (_ATTENTION, '"keys":'),
     ),
     "UNets": Feature(
-        "adapters/vae/unet.py adapters/models/unets.py adapters/parallel/unet.py",
+        "adapters/vae/unet.py adapters/vae/unet_checks.py adapters/models/unets.py adapters/parallel/unet.py",
         ("adapters/denoisers.py", '"para_core.adapters.vae.unet",'),
         words="test_file_of_a_whole test_pipeline_that_cannot_run test_weights_of_a_unet",
     ),

@@ -38,6 +38,8 @@ def test_everything_else_works_without_each_feature(name):
 
 def test_every_family_is_a_feature():
     assert [name.removeprefix(OF_MODELS) for name in FEATURES if name.startswith(OF_MODELS)] == [*FAMILIES]
+    files = {path.stem for path in (ROOT / "adapters/models").glob("*.py")}
+    assert files == {*FAMILIES, "__init__", "unets", "unsupported"}
 
 
 def test_words_name_tests_that_exist():

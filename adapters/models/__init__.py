@@ -5,7 +5,7 @@ common is in ``shared``. ``unets`` and ``unsupported`` are no families: they des
 that are refused.
 
 ``adapters/registry.py`` looks adapters up. Tests: tests/adapters/test_transformers.py and test_pipelines.py,
-which run each on a tiny model (``-k mochi``).
+which run each on a tiny model (``-k mochi``); tests/test_lift_out.py fails if a file has no line in ``FAMILIES``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ Written for diffusers 0.42.
 
 Only sound is sharded; text that blocks attend to stays whole on every rank. Other tokens at the beginning of
 the sequence (time step, memory) are sharded as if they were sound.
+Tests: tests/adapters/test_transformers.py (``-k ace-step``).
 """
 
 from para_core.adapters.adapter import Adapter

@@ -1,6 +1,7 @@
 """Adapters of FLUX.1 with all its pipelines, FLUX.2 and FLUX.3. Written for diffusers 0.42.
 
 The plan of FLUX.1 is in ``shared/flux.py``, because other families use it, too.
+Tests: tests/adapters/test_transformers.py (``-k flux``).
 """
 
 from collections.abc import Mapping

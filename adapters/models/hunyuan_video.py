@@ -2,6 +2,7 @@
 Written for diffusers 0.42.
 
 In all three text stays whole on every rank, after the video. They differ in where positions and masks are made.
+Tests: tests/adapters/test_transformers.py (``-k hunyuan``).
 """
 
 from para_core.adapters.adapter import Adapter

@@ -2,6 +2,7 @@
 Written for diffusers 0.42.
 
 Only video is sharded: by tokens, but in the self-attention of the super-resolution by heads.
+Tests: tests/adapters/test_transformers.py (``-k kandinsky``).
 """
 
 from para_core.adapters.adapter import Adapter

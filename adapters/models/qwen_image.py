@@ -3,6 +3,7 @@ Written for diffusers 0.42.
 
 The second model has little of the first: the prompt and the input images come before the generated image in
 one sequence, stay whole on every rank, and attend piece by piece.
+Tests: tests/adapters/test_transformers.py (``-k qwen``).
 """
 
 from para_core.adapters.adapter import Adapter

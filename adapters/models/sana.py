@@ -1,7 +1,10 @@
 """Adapters of Sana (text-to-image, Sprint, ControlNet) and SanaVideo. Written for diffusers 0.42.
 
 Their self-attention is linear, and their feed-forward layers convolve over tokens. So whole rows (SanaVideo:
-frames) of the latents are split, and each rank also gets the rows (frames) next to its own.
+frames) of the latents are split, and each rank also gets the rows (frames) next to its own. A new version of
+diffusers must be compared in ``SanaLinearAttnProcessor2_0``, ``SanaLinearAttnProcessor3_0`` (the order of their
+sums), ``GLUMBConv`` and ``GLUMBTempConv`` (their convolutions). Tests: tests/adapters/test_transformers.py
+(``-k sana``).
 """
 
 from dataclasses import replace
@@ -16,10 +19,16 @@ BATCHED = samples_in_dim_0(
     "guidance", "encoder_attention_mask", "attention_mask", "attention_kwargs", "controlnet_block_samples"
 )
 BLOCKS = chained("transformer_blocks", between=("controlnet_block_samples",))
+# Tensors of tokens have all tokens of a row (frame) in dim 1. How many these are depends on the image, so they are
+# inferred from the size of the tensor, here and wherever ``per`` is None.
+TOKENS_OF_ROWS, TOKENS_OF_FRAMES = Split(1, like="rows", per=None), Split(1, like="frames", per=None)
 
 
 def _in_patches(plan: Plan, module: nn.Module) -> Plan:
-    """Return ``plan`` with ``per``, the number of latent rows (or frames) per token, set to the model's patch size."""
+    """Return ``plan`` with ``per``, the number of latent rows (or frames) per token, set to the model's patch size.
+
+    So an entry of the segment is a row (frame) of tokens.
+    """
     size: int | list[int] = module.config.patch_size  # type: ignore[assignment,union-attr]
     split: Split = plan.inputs["hidden_states"]  # type: ignore[assignment]
     return replace(
@@ -38,11 +47,12 @@ SANA = Adapter(
         # Split by whole rows of tokens, because the feed-forward layers convolve over neighbouring tokens.
         inputs={
             "hidden_states": Split(dim=2, segment="rows"),
-            "controlnet_block_samples": Split(dim=1, like="rows", per=None),
+            "controlnet_block_samples": TOKENS_OF_ROWS,
         },
         # In some models patch_embed adds the positions of the full image, so gather its input and split its
         # output.
-        inner={"patch_embed": {"latent": Gather(2, "rows", per=None), 0: Split(1, like="rows", per=None)}},
+        inner={"patch_embed": {"latent": Gather(2, "rows", per=None), 0: TOKENS_OF_ROWS}},
+        # Half of its kernel of 3 rows.
         halos={"transformer_blocks.*.ff.conv_depth": Halo(dim=2, segment="rows", size=1)},
         outputs={"": Gather(dim=2, segment="rows", per=None)},
         joint_order=("rows",),
@@ -64,17 +74,19 @@ SANA_VIDEO = Adapter(
     plan=Plan(
         inputs={
             "hidden_states": Split(dim=2, segment="frames"),
-            # The time step is [B], or [B, 1, F, H, W] if the user gives an image. Only the latter is split.
+            # The time step is [B], or [B, 1, F, H, W] if the user gives an image. Only the latter is split. It has one
+            # entry for each token, whatever the patch size: the model flattens it, and adds it to the tokens.
             "timestep": Split(dim=2, like="frames", ndim=5),
-            "controlnet_block_samples": Split(dim=1, like="frames", per=None),
+            "controlnet_block_samples": TOKENS_OF_FRAMES,
         },
         inner={
             "rope": {
                 "hidden_states": Gather(2, "frames", per=None),
-                0: Split(1, like="frames", per=None),
-                1: Split(1, like="frames", per=None),
+                0: TOKENS_OF_FRAMES,
+                1: TOKENS_OF_FRAMES,
             }
         },
+        # Half of its kernel of 3 frames. conv_depth stays within a frame.
         halos={"transformer_blocks.*.ff.conv_temp": Halo(dim=2, segment="frames", size=1)},
         outputs={"": Gather(dim=2, segment="frames", per=None)},
         joint_order=("frames",),

@@ -1,4 +1,7 @@
-"""UNets and ControlNets of diffusers whose image rows can be sharded over ranks. Written for diffusers 0.42."""
+"""UNets and ControlNets of diffusers whose image rows can be sharded over ranks. Written for diffusers 0.42.
+
+``adapters/vae/unet_checks.py`` looks them up. Tests: tests/spatial/test_unet_pipelines.py.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,8 @@ class UnetAdapter:
     """Description of a UNet or ControlNet class of diffusers whose image rows can be sharded.
 
     All tensors among the arguments of such a class, also those in lists and dicts, must have one entry for
-    each sample along dim 0, or a number of entries there that never equals the number of samples if this is
-    greater than
-    1. Over ranks that share samples, a tensor is split if dim 0 has their number, and passed whole otherwise.
+    each sample along dim 0, or a number of entries there that never equals a number of samples above 1. Over
+    ranks that share samples, a tensor is split if dim 0 has their number, and passed whole otherwise.
 
     Args:
         unet (`str`): Name of the class.

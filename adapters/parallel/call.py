@@ -183,7 +183,8 @@ class ParallelCall:
                 }
         for name, module in transformers_of(pipe).items():
             state |= {f"{option} of {name}": value for option, value in describe_attention(module).items()}
-        names = {*transformers_of(pipe), "unet"}
+        # Of the ControlNets of one pipeline, "controlnet.nets.0", the component "controlnet" has the dtypes.
+        names = {*transformers_of(pipe), *[path.partition(".")[0] for path in self._unets]}
         if state.get("output_type") != "latent":
             names.add("vae")
         for name, model in models_of(pipe):

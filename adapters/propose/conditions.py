@@ -12,12 +12,17 @@ from typing import Any
 
 from para_core.adapters.propose.records import ObservedCall, tensors_of
 
-# Matches names of arguments that change between steps, or with the strength of guidance.
-_TIME_NAME = re.compile(r"^[trs]$|time|step|sigma|noise|guidance|scale|alpha")
+# Matches the words in names (between underscores) of arguments that change between steps, or with the strength of
+# guidance: t, t_emb, temb, timesteps, r_timestep, sigma, logsnr, guidance, control_scale.
+_TIME_WORD = re.compile(r"[trs]|scales?|(log)?(time|temb|step|sigma|snr|noise|guidance|alpha).*")
 
 
 class _Condition(Enum):
-    """The kind of a condition, in the order in which kinds are preferred."""
+    """The kind of a condition, in the order in which kinds are preferred.
+
+    A sequence, the text, differs between all prompts. An embedding may be one of the image size, and a tensor
+    of integers or bools a mask, so these count only without the kinds before them.
+    """
 
     SEQUENCE = auto()
     EMBEDDING = auto()
@@ -28,8 +33,8 @@ def guess_conditions(small: ObservedCall, large: ObservedCall) -> tuple[str, ...
     """Return the names of the arguments that distinguish CFG branches.
 
     These are sequences (text); if there are none, embeddings with one vector per sample; if there are none
-    either, labels. Left out are arguments that grow with the tokens, and vectors and numbers whose names
-    suggest a time step.
+    either, labels. Left out are arguments that grow with the tokens, and those whose names suggest a time
+    step, of which some models have one per frame, or its embedding.
     """
     image = _image_arguments(small, large)
     kinds = {
@@ -46,6 +51,9 @@ def guess_conditions(small: ObservedCall, large: ObservedCall) -> tuple[str, ...
 
 def _kind_of(name: str, value: Any, larger: Any) -> _Condition | None:
     """Return the kind of condition that the argument ``name`` holds; None if it holds none."""
+    if any(map(_TIME_WORD.fullmatch, name.lower().split("_"))):
+        return None
+    # A list may be longer in the larger call: what it has more grows.
     pairs = zip(tensors_of(value), tensors_of(larger), strict=False)
     fixed = [record for record, larger_record in pairs if record.shape == larger_record.shape]
     floating = [record.shape for record in fixed if record.dtype.is_floating_point]
@@ -54,8 +62,6 @@ def _kind_of(name: str, value: Any, larger: Any) -> _Condition | None:
         dims_of_sequence = 2  # A list holds one tensor per sample, without the batch dim.
     if any(len(shape) >= dims_of_sequence for shape in floating):
         return _Condition.SEQUENCE
-    if _TIME_NAME.search(name):
-        return None
     if any(len(shape) == 2 and shape[1] > 1 for shape in floating):
         return _Condition.EMBEDDING
     if len(floating) < len(fixed):

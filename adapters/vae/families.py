@@ -181,6 +181,15 @@ def parts_of(vae: nn.Module) -> list[nn.Module]:
     return parts
 
 
+def tiling_settings(vae: nn.Module) -> dict[str, Any]:
+    """Return the attributes of ``vae`` that say how it tiles and slices images, such as ``use_tiling``.
+
+    The prefixes are those of all such attributes in diffusers. Ranks compare the settings in each call, and a
+    graph is compiled for each.
+    """
+    return {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
+
+
 def rows_per_latent(vae: Any) -> int:
     """Return the number of pixel rows (or sound samples) per latent row, from the config or attributes of ``vae``.
 

@@ -1,4 +1,9 @@
-"""Run the calls of one autoencoder on several ranks: each rank computes rows of the image, or some of its tiles."""
+"""Run the calls of one autoencoder on several ranks: each rank computes rows of the image, or some of its tiles.
+
+``vae.py`` makes a :class:`VaeRun`. A call of the user goes through :meth:`VaeRun.run_public_method`, ``run``, where
+the ranks compare it, and ``run_distributed``. Which methods these are is in ``families.py``; how a function computes
+rows is in ``para_core/spatial/mode.py``. Tests: tests/spatial/test_vaes.py.
+"""
 
 from __future__ import annotations
 

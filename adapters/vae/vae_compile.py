@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from para_core.adapters.vae.families import tiling_settings
 from para_core.torch_internals import nonstrict_trace
 
 # Replaces None among the arguments, which nonstrict_trace does not accept.
@@ -43,7 +44,7 @@ def make_traceable(vae: nn.Module, compute: Callable[..., Any], *, forgets_frame
     store; empty without one.
     """
     module = _WithWeights(vae, compute)
-    settings = tuple([name for name in vars(vae) if name.startswith(("tile_", "use_"))])
+    settings = tuple(tiling_settings(vae))
 
     def run(weights: dict[str, Tensor], guarded: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``compute`` with ``weights`` by name. ``guarded`` is not read: Dynamo guards on it."""

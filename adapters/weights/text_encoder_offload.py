@@ -1,4 +1,8 @@
-"""Keep the weights of text encoders in host memory. Optionally only the first rank runs them."""
+"""Keep the weights of text encoders in host memory. Optionally only the first rank runs them.
+
+``features.py`` finds :data:`FEATURE`. What text encoders have in common with autoencoders is in
+``offloaded_modules.py``. Tests: tests/weights/test_placement.py.
+"""
 
 from __future__ import annotations
 

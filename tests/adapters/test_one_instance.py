@@ -157,32 +157,13 @@ def call_without_comparing():
     assert re.search(r"pipe\.transformer .*another .*parallelized", raised(lambda: pipe(**flux_call())))
 
 
-def last_changed(x, change):
-    """Return a copy of ``x`` in which the last element is changed."""
-    x = x.clone()
-    x.view(-1)[-1:] = change(x.view(-1)[-1:])
-    return x
-
-
-def with_another_bit(x):
-    return (x.view(torch.int64 if x.dtype == torch.int64 else torch.int32) ^ 1).view(x.dtype)
-
-
-DIFFERENT_INPUTS = {
-    "hidden_states": lambda x: x * torch.nan,
-    **dict.fromkeys(("encoder_hidden_states", "timestep", "img_ids"), with_another_bit),
-    **dict.fromkeys(("pooled_projections", "txt_ids"), torch.neg),
-}
-
-
 @torch.no_grad()
-def call_with_another_bit():
+def call_with_other_inputs():
     """Call a transformer with inputs that differ, then with equal ones, also with NaNs."""
     transformer, is_last = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2)), dist.get_rank() == 1
     inputs = flux_inputs(37, 7)
-    inputs["pooled_projections"].view(-1)[-1] = 0.0
-    inputs["img_ids"] = inputs["img_ids"].to(torch.int64)
-    others = {name: last_changed(inputs[name], change) for name, change in DIFFERENT_INPUTS.items()}
+    # That each bit of a tensor counts is in tests/distributed/test_fingerprints.py.
+    others = {name: x + 1 for name, x in inputs.items()}
     for name, other in [*others.items(), ("hidden_states", inputs["hidden_states"][:, :-1])]:
         with pytest.raises(ValueError, match=rf"{name}: rank 0 .*tensor.*, rank 1 ") as error:
             transformer(**(inputs | ({name: other} if is_last else {})))
@@ -195,6 +176,6 @@ def call_with_another_bit():
 JOBS = [live_beside_each_other, parallelize_without_mesh, share_transformer, call_without_comparing]
 
 
-@pytest.mark.parametrize("job", [*JOBS, call_with_another_bit])
+@pytest.mark.parametrize("job", [*JOBS, call_with_other_inputs])
 def test_on_two_ranks(rank_pool, job):
     rank_pool.run(job, 2)

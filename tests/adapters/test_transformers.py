@@ -93,13 +93,8 @@ def test_every_transformer_is_exact_on_four_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 2, 2)])
 
 
-def plan_of(name):
-    return next((adapter.plan for adapter in ADAPTERS if adapter.transformer == MODELS[name].cls), None)
-
-
-BATCHED = [name for name in MODELS if plan_of(name) is not None and plan_of(name).batched]
-
-
+SHARE_SAMPLES = [adapter.transformer for adapter in ADAPTERS if adapter.plan is not None and adapter.plan.batched]
+BATCHED = [name for name in MODELS if MODELS[name].cls in SHARE_SAMPLES]
 # The text of these models may be sharded or replicated.
 WITH_TEXT = [name for name in MODELS if name.startswith(("qwen", "flux", "ltx", "chroma")) or name == "bria fibo"]
 WITH_TEXT = [name for name in WITH_TEXT if not name.startswith("qwen-image 2.1")]
@@ -162,4 +157,6 @@ def test_compiled_transformers_are_exact_without_recompiling(rank_pool, name, wa
 
 def test_every_adapter_and_published_plan_is_tried():
     published = {name for name in dir(diffusers) if getattr(getattr(diffusers, name), "_cp_plan", None)}
-    assert published | {adapter.transformer for adapter in ADAPTERS} <= {model.cls for model in MODELS.values()}
+    names = [adapter.transformer for adapter in ADAPTERS]
+    assert len(names) == len(set(names))
+    assert published | set(names) <= {model.cls for model in MODELS.values()}

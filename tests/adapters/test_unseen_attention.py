@@ -41,6 +41,7 @@ REFUSED = {
     *("flash_hub", "flash_varlen_hub", "flash_4_hub", "_flash_3_hub", "_flash_3_varlen_hub", "aiter_fa2_hub"),
     *("sage_hub", "sage_blackwell_hub", "_native_npu", "_native_xla"),
 }
+UNSEEN = r"transformer .*'{}' .*'.*', .*scaled_dot_product_attention.*transformer\.set_attention_backend\('native'\)"
 LIBRARY_OF = {"_flash_3": "flash3", "_flash_varlen_3": "flash3"} | {x: "sage" for x in EXACT if "sage" in x}
 
 
@@ -54,13 +55,6 @@ def all_installed():
         for refusal in ("_check_attention_backend_requirements", "_maybe_download_kernel_for_backend"):
             stack.enter_context(mock.patch.object(attention_dispatch, refusal))
         yield stack.enter_context(libraries_installed())
-
-
-def unseen(backend="flash_hub"):
-    return (
-        rf"transformer .*'{backend}' .*'.*', .*"
-        r"scaled_dot_product_attention.*transformer\.set_attention_backend\('native'\)"
-    )
 
 
 def call_with(name, transformer, backend):
@@ -99,7 +93,7 @@ def test_every_backend_name_is_exact_or_an_error(rank_pool):
             if backend in NOT_ON_CPU:
                 assert "sdpa_kernel(" in out, key
             elif backend in REFUSED and name not in DEAF:
-                assert re.search(unseen(backend), out), (key, out)
+                assert re.search(UNSEEN.format(backend), out), (key, out)
             else:
                 assert not isinstance(out, str), (key, out)
                 assert relative_error(out, alone[name]) < 1e-5, key

@@ -228,7 +228,7 @@ def find(tmp_path, name, **components):
 
 def test_pipeline_that_cannot_run_is_refused_by_its_index(tmp_path):
     for name, part, cls in (("DDPM", "unet", "UNet2DModel"), ("Lumina", "transformer", "LuminaNextDiT2DModel")):
-        with pytest.raises(TypeError, match=cls):
+        with pytest.raises(TypeError, match=rf"{cls} .*(not tried yet|because)"):
             find(tmp_path, f"{name}Pipeline", **{part: cls})
     check_ranks(find_model(FLUX, pipeline="FluxImg2ImgPipeline"), 2)
     # Perturbed attention runs on one rank.

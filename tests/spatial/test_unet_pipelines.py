@@ -86,6 +86,8 @@ def call_by_hand():
         assert 0 < relative_error(out, alone) < 1e-5
     with pytest.raises(ValueError, match=r"UNet2DConditionModel .*sample: rank 0 .*rank 1 "):
         unet(sample + dist.get_rank(), 3, text)
+    with torch.enable_grad(), pytest.raises(ValueError, match=r"requires_grad: .*encoder_hidden_states"):
+        unet(sample, 3, text.clone().requires_grad_(dist.get_rank() == 1))
     with torch.enable_grad(), pytest.raises(RuntimeError, match="encoder_hidden_states requires a gradient"):
         unet(sample, 3, text.clone().requires_grad_())
     unet.conv_in.requires_grad_()
@@ -114,13 +116,17 @@ def refuse_tensor_ranks():
 def refuse_other_unets():
     other = UNET_PIPELINES["sd"].build().unet
     for change, message in (
+        (
+            lambda pipe: pipe.controlnet.to((torch.float32, torch.float64)[dist.get_rank()]),
+            r"dtype of pipe\.controlnet",
+        ),
         (lambda pipe: setattr(pipe, "unet", other), r"pipe\.unet .*another .*parallelized"),
         (lambda pipe: unparallelize_unet(pipe.unet), r"pipe\.unet .*unparallelized"),
     ):
-        pipe = parallelize_pipe(UNET_PIPELINES["sd"].build(), mesh=cpu_mesh(1, 2))
+        pipe = parallelize_pipe(UNET_PIPELINES["sd, control"].build(), mesh=cpu_mesh(1, 2))
         change(pipe)
-        with pytest.raises(RuntimeError, match=message):
-            generate(pipe, "sd")
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            generate(pipe, "sd, control")
 
 
 @pytest.mark.parametrize("check", [call_by_hand, refuse_tensor_ranks, refuse_other_unets])

@@ -43,10 +43,7 @@ def on_rank_1(context):
 # Each row has a change of the pipe of the second rank, and the message of every rank.
 DIFFERING = [
     (lambda pipe: quantize_(pipe.transformer.transformer_blocks, Int8WeightOnlyConfig()), "rank 1: .* Int8Tensor"),
-    (
-        lambda pipe: setattr(pipe, "transformer", flux_transformer(num_single_layers=3)),
-        r"ranks .*transformer\..* rank 0 .*rank 1 ",
-    ),
+    (lambda pipe: setattr(pipe, "transformer", flux_transformer(num_single_layers=3)), "transformer.* rank 0 .*rank 1"),
     (lambda pipe: pipe.transformer.bfloat16(), r"ranks .*transformer\..* float32, .* rank 1 .* bfloat16, "),
     (
         lambda pipe: pipe.transformer.proj_out.weight.data.add_(1),
@@ -233,11 +230,7 @@ BROKEN = {
         r"transformer .*safetensors.* diffusion_pytorch_model\.bin.*save_pretrained",
     ),
     "no index": (split_without_index, (0, 1), r"model-00001-of-.* \(\*\.safetensors\.index\.json\)"),
-    "another model": (
-        lambda part: flux_transformer(num_layers=1).save_pretrained(part),
-        (1,),
-        "ranks .*transformer.* rank 0 .* rank 1 ",
-    ),
+    "smaller": (lambda part: flux_transformer(num_layers=1).save_pretrained(part), (1,), "ranks .*rank 0 .* rank 1 "),
 }
 
 

@@ -182,11 +182,7 @@ def drop(*names):
     ("change", "options", "message"),
     [
         (None, {"text_encoders": "disk"}, "disk"),
-        (
-            offload_a_part("text_encoder"),
-            {"text_encoders": "offload"},
-            r"text_encoder .*remove_hook\(.*group_offloading",
-        ),
+        (offload_a_part("text_encoder"), {"text_encoders": "offload"}, r"text_encoder .*remove_hook\(.*group_offload"),
         (drop("text_encoder", "text_encoder_2"), {"text_encoders": "first"}, "no text encoder"),
         (None, {"vae_placement": "fsdp"}, "first"),
         (None, {"vae_placement": "first", "vae": True}, "first"),
@@ -199,7 +195,6 @@ def drop(*names):
         *[(None, {"resident_blocks": n}, rf"resident_blocks is {n} .*offload='blocks'") for n in (4, 1, 0)],
         (offload_a_part("transformer"), {"offload": "blocks"}, "transformer is offloaded"),
     ],
-    ids=lambda value: "-".join(f"{key}_{x}" for key, x in value.items()) if isinstance(value, dict) else None,
 )
 def test_placement_that_does_not_fit_is_refused_and_changes_nothing(change, options, message):
     pipe = make("flux")

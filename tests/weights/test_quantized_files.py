@@ -1,5 +1,6 @@
 """Quantized files, and pipelines that torchao quantizes at loading, are exact on ranks, or refused with a reason."""
 
+from functools import partial
 from math import prod
 
 import pytest
@@ -108,13 +109,9 @@ def quantized_layer(kind, linear):
     return layer.to("cpu")
 
 
-def cache(pipe):
-    apply_cache_on_pipe(pipe, residual_diff_threshold=10.0, warmup_steps=1)
-
-
 # Each way has the step of the user, and the mesh and options of parallelize_pipe.
 WAYS = {
-    "ring, cached": (cache, {"ring": 2}, {}),
+    "ring, cached": (partial(apply_cache_on_pipe, residual_diff_threshold=10.0, warmup_steps=1), {"ring": 2}, {}),
     "with a LoRA": (add_lora, {"ulysses": 2}, {}),
     "fsdp": (lambda pipe: None, {"ulysses": 2}, {"weights": "fsdp"}),
     "stages": (lambda pipe: None, {"pipe": 2}, {}),

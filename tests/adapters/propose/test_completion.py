@@ -22,11 +22,6 @@ class RoundsByBatch(nn.Linear):
         return hidden_states * (1 + 1e-3 / len(hidden_states))
 
 
-class WithLoss(nn.Linear):
-    def forward(self, hidden_states):
-        return hidden_states, hidden_states.sum()
-
-
 CHECK = PlanCheck(RoundsByBatch(1, 1), [INPUTS])
 
 
@@ -35,7 +30,9 @@ def test_samples_that_differ_by_rounding_do_not_depend_on_each_other():
     with pytest.raises(DependentSamplesError):
         with_samples(CHECK.module, PLAN, INPUTS, 2, tolerance=1e-5)
     with pytest.raises(DependentSamplesError, match="zero-dimensional"):
-        with_samples(WithLoss(1, 1), PLAN, INPUTS, 2, tolerance=1e-5)
+        with_samples(lambda hidden_states: (hidden_states, hidden_states.sum()), PLAN, INPUTS, 2, tolerance=1e-5)
+    with pytest.raises(DependentSamplesError, match=r"longer|shorter"):
+        with_samples(lambda hidden_states: [hidden_states] * len(hidden_states), PLAN, INPUTS, 2, tolerance=1e-5)
 
 
 def test_text_without_tokens_is_checked_on_ranks_that_divide_the_image_unevenly():

@@ -12,7 +12,9 @@ from para_core import check_parallel
 from para_core.adapters import Adapter, parallelize_transformer, propose_plan
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.propose import stack
+from para_core.adapters.propose.conditions import guess_conditions
 from para_core.adapters.propose.proposal import Proposal, source_of
+from para_core.adapters.propose.records import ObservedCall, TensorRecord
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.comparison.cached_call import CachedCallError
 from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
@@ -195,6 +197,27 @@ def test_proposed_plans_are_exact_on_ranks(rank_pool):
     for outs in rank_pool.run(run_in_parallel, 2, {what: proposal.source() for what, proposal in proposals.items()}):
         errors = relative_errors(outs, expected)
         assert max(errors.values()) < 1e-5, errors
+
+
+def record(*shape, dtype=torch.float32):
+    return TensorRecord(shape, dtype, identity=0, derived=False)
+
+
+LABELS, TIMES = record(2, dtype=torch.int64), {"timestep": record(2, 3, 1), "temb": record(2, 8), "t_emb": record(2, 8)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "conditions"),
+    [
+        ({**TIMES, "y": LABELS, "pooled": record(2, 8), "caption": record(2, 5, 16)}, ("caption",)),
+        ({**TIMES, "y": LABELS, "captions": [record(5, 16), record(4, 16)]}, ("captions",)),
+        ({**TIMES, "y": LABELS, "grayscale_embeds": record(2, 8)}, ("grayscale_embeds",)),
+        ({**TIMES, "y": LABELS, "logsnr": record(2, 8)}, ("y",)),
+    ],
+)
+def test_conditions_are_text_or_else_embeddings_or_else_labels(arguments, conditions):
+    small, large = (ObservedCall({"x": record(2, tokens, 4), **arguments}) for tokens in (16, 24))
+    assert guess_conditions(small, large) == conditions
 
 
 @pytest.mark.parametrize("more", [{}, {"left_out": 1}])
