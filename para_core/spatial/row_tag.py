@@ -138,7 +138,7 @@ def local_sizes(value: Any) -> Any:
     if isinstance(value, ShardedSize):
         return value.local
     if isinstance(value, (tuple, list)):
-        return like_sequence(value, map(local_sizes, value))
+        return like_sequence(value, [local_sizes(item) for item in value])
     return value
 
 
@@ -147,7 +147,7 @@ def full_sizes(value: Any) -> Any:
     if isinstance(value, ShardedSize):
         return int(value)
     if isinstance(value, (tuple, list)):
-        return like_sequence(value, map(full_sizes, value))
+        return like_sequence(value, [full_sizes(item) for item in value])
     return value
 
 
