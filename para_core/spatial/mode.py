@@ -129,7 +129,8 @@ class SpatialShardMode(TorchFunctionMode):
         kwargs = kwargs or {}
         values = (*args, *kwargs.values())
         tag = first_sharded(values)
-        if innermost_transform() is not None:
+        # Ask the compiler last: Dynamo takes any transform for one that runs, and cannot trace _unwrap.
+        if innermost_transform() is not None and not torch.compiler.is_compiling():
             inner = first_sharded(_unwrap(values))
             if isinstance(inner, RowTag):
                 raise refusal(func, inner, "vmap and grad of torch.func hide the layout of the rows")
