@@ -29,7 +29,7 @@ def test_table_that_a_graph_reads_is_never_dropped(capture):
         made.append(number)
         return new_table([number], torch.float32, device)
 
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.device("meta"):  # The default device of a user is not that of the table.
         kept = table(0, CPU)
     # Autograd may save it.
     x = torch.ones(1, requires_grad=True)
