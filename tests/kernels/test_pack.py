@@ -94,8 +94,7 @@ def test_every_element_gets_to_its_place_and_back(eight, data):
         assert torch.equal(buffer, expected)
         into = [data.draw(laid_out(torch.zeros_like(x))) for x in tensors]
         for x, y in zip(by.unpack(buffer, regions, into, eight), expected_read, strict=True):
-            # Triton's interpreter truncates to bfloat16.
-            bound = torch.finfo(x.dtype).eps if x.dtype == torch.bfloat16 else 0.0
+            bound = torch.finfo(x.dtype).eps if x.dtype == torch.bfloat16 else 0.0  # Triton's interpreter truncates.
             torch.testing.assert_close(x, y, rtol=bound, atol=0)
 
 

@@ -198,9 +198,7 @@ CASES = {
     "rows left out of complex numbers": lambda i: torch.complex(i["image"], i["other"]).conj()[..., 1:-2, 2:].abs(),
     "a frame written": lambda i: write_a_frame(i["clip"]),
     "drawn": lambda i: torch.randn(i["image"].shape[-2:], generator=torch.Generator().manual_seed(3)) + i["image"],
-    "drawn for tokens of frames": lambda i: (
-        torch.randn(tokens(i["clip"]).shape, generator=torch.Generator().manual_seed(3)) + tokens(i["clip"])
-    ),
+    "drawn for tokens": lambda i: (x := tokens(i["clip"])) + torch.randn(x.shape, generator=torch.manual_seed(3)),
     "decided": lambda i: i["image"] if i["image"].shape[-2] * i["image"].shape[-1] > 80 else i["other"],
     "compared with a word": lambda i: i["other"] if i["image"] == "Rep" else i["image"],
     "a whole one resized": lambda i: (
