@@ -67,8 +67,8 @@ def shard_pixels(cp, model, x):
     return cp.gather(model.head(x), dim=1)
 
 
-def shard_input(cp, model, x, *masks):
-    return cp.gather(model(cp.shard(x, dim=1), *map(cp.shard, masks)), dim=1)
+def shard_input(cp, model, x, **masks):
+    return cp.gather(model(cp.shard(x, dim=1), *map(cp.shard, masks.values())), dim=1)
 
 
 def gather_twice(cp, model, x):
