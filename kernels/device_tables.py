@@ -24,21 +24,30 @@ def is_capturing() -> bool:
 
 
 def new_table(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it. Can be recorded in a CUDA graph."""
+    """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it. Can be recorded in a CUDA graph.
+
+    The current stream fills it. Nothing makes another stream wait for that, so a table that is kept must be
+    read on the stream of its first call, or on one that waits for that stream.
+    """
     if is_capturing():
         # While a CUDA graph records, copying from pageable host memory is not allowed, so fill each number on
         # the device. Filling is slower, but happens only if the first call is inside a capture.
-        return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
-    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+        table = torch.empty(len(numbers), dtype=dtype, device=device)
+        for entry, number in zip(table.unbind(), numbers, strict=True):
+            entry.fill_(number)
+        return table
+    # Name the CPU: on a default device of the user's, torch.tensor would wait for its own copy.
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def keep_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpack[Key]], Tensor]:
     """Decorate ``make(*key)`` to keep the tensors of the last ``MOST_TABLES`` keys. A key must include the
-    device. Callers must not write to the tensors.
+    device, and the dtype unless it is fixed: equal keys, such as 1 and 1.0, share a tensor. Callers must not
+    write to the tensors.
 
     A tensor that is made during the capture of a CUDA graph is not kept, because the graph's memory pool will
     reuse its memory. A kept tensor that a captured graph reads is never dropped, because each replay reads it
-    again.
+    again: these come on top of ``MOST_TABLES``, one for each key that any graph of this process has read.
     """
     tables: dict[Hashable, Tensor] = {}
     recorded: dict[Hashable, Tensor] = {}

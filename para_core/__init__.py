@@ -18,7 +18,7 @@ if not (_here / "adapters").is_dir():
     # parent must be searched too. An installation moves them into this folder.
     __path__.append(str(_here.parent))  # noqa: F405
 
-# Public names of para_core.launcher, with the modules that define them.
+# Public names of para_core.launcher, with the modules that define them. They are in __all__ with those of api.py.
 _OF_LAUNCH = {"launch": "launch", "Cancelled": "errors", "RankDied": "errors"}
 
 
@@ -36,11 +36,11 @@ def __getattr__(name: str) -> Any:
     # this function again, without end.
     api = importlib.import_module("para_core.api")
     public = {name: value for name, value in vars(api).items() if not name.startswith("_")}
-    globals().update(public, __all__=sorted(public))
+    globals().update(public, __all__=sorted({*public, *_OF_LAUNCH}))
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_LAUNCH, *__getattr__("__all__")})
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -1,6 +1,9 @@
-"""All public names of :mod:`para_core`. The package imports this module when a public name is first accessed.
+"""The public names of :mod:`para_core` that need torch. The package imports this module when one is first accessed.
 
-A name is one line, so that an optional feature is removed with its lines.
+``launch``, ``Cancelled``, ``RankDied`` and ``__version__`` are public too, and imported without torch:
+``para_core/__init__.py``. A name is one line, so that an optional feature is removed with its lines.
+``tests/lift_out.py`` and ``docs/site/hooks.py`` read these lines without importing them, so nothing but
+``from … import name as name`` stands here.
 """
 
 from para_core.attention.backends.flash3 import flash_attention_3 as flash_attention_3

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from para_core.torch_internals import tree_leaves, tree_map
 
 
@@ -119,6 +121,21 @@ def leaves_of(value: Any) -> list[Any]:
         else:
             leaves.append(leaf)
     return leaves
+
+
+def leaf_kinds(value: Any) -> tuple[Any, ...]:
+    """Return by what calls with the arguments ``value`` are told apart: the shape and dtype of each tensor among its
+    leaves, each bool and string, and the type of all else, such as the number of a step.
+    """
+    kinds: list[Any] = []
+    for leaf in leaves_of(value):
+        if isinstance(leaf, Tensor):
+            kinds.append((tuple(leaf.shape), leaf.dtype))
+        elif isinstance(leaf, (bool, str)):
+            kinds.append(leaf)
+        else:
+            kinds.append(type(leaf))
+    return tuple(kinds)
 
 
 def _is_model_output(value: Any) -> bool:

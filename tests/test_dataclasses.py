@@ -12,7 +12,7 @@ import torch
 from diffusers.models.controlnets.controlnet_flux import FluxControlNetOutput
 
 from para_core.attention.kept_keys import KeptKeys
-from para_core.dataclass_fields import by_path, change_field, fields_of, has_fields, leaves_of, map_leaves
+from para_core.dataclass_fields import by_path, change_field, fields_of, has_fields, leaf_kinds, leaves_of, map_leaves
 from para_core.dataclass_json import from_json, to_json
 
 Frozen = make_dataclass("Frozen", ["x", ("inner", Any, None)], frozen=True)
@@ -61,6 +61,7 @@ def test_leaves_are_found_at_any_depth():
     value = [Frozen(1, [Slotted(2, {"a": 3})]), (4, Named(5, None)), FluxControlNetOutput(None, Frozen(6, 7))]
     assert leaves_of(value) == [1, 2, 3, 4, 5, None, 6, 7]
     assert leaves_of(map_leaves(lambda x: x and 10 * x, value)) == [10, 20, 30, 40, 50, None, 60, 70]
+    assert leaf_kinds([Frozen(torch.ones(2), True), {"scale": 0.5}, "a"]) == (((2,), torch.float32), True, float, "a")
     paths = by_path({"video": Frozen(1, Slotted(2)), "n": 3})
     assert paths == {"video.x": 1, "video.inner.x": 2, "video.inner.inner": None, "n": 3}
 
@@ -85,8 +86,6 @@ class Record:
 
 
 RECORD = Record('a "name"\n', Share(0.5, 7), Record("", Share(0.1, 1), None, torch.bfloat16))
-
-
 OTHER_DTYPES = ["nonsense", "Tensor", 5, ["float32"]]
 OTHERS = ["1|2", "x", "5", "null", "[]", "{}", '{"share": 0.5}', '{"share": 2, "window": 3}']
 

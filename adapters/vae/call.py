@@ -21,7 +21,8 @@ from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
 from para_core.layout.windows import Sizes, divide_evenly
 from para_core.spatial.fetch import start_fetch
-from para_core.spatial.mode import SpatialShardMode, first_ranks
+from para_core.spatial.mode import SpatialShardMode
+from para_core.spatial.row_group import first_ranks
 from para_core.spatial.row_tag import RowTag, clear_rows, rows_of, set_rows
 
 GatherTo = Literal["all", "first"]

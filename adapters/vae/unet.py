@@ -41,7 +41,8 @@ from para_core.plans.attention_check import ModelCode
 from para_core.plans.foreign_code import find_foreign_code
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import select_samples
-from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
+from para_core.spatial.mode import SpatialShardMode
+from para_core.spatial.row_group import dim_groups, one_group
 from para_core.torch_internals import pytree
 from para_core.user_warnings import ForeignCodeWarning, ParallelWarning, WarningLog
 

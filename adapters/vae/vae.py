@@ -29,7 +29,8 @@ from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slots, is_filled, restore_on_failure
 from para_core.instance.slots import Slot
-from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
+from para_core.spatial.mode import SpatialShardMode
+from para_core.spatial.row_group import dim_groups, one_group
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from para_core.dataclass_fields import leaf_kinds
 from para_core.distributed.agree import exchange
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import has_compiled_parts
@@ -29,7 +30,7 @@ from para_core.same_bits.one_process import one_process_of
 from para_core.same_bits.products import find_differences
 from para_core.same_bits.row_check import RowCheck
 from para_core.same_bits.token_tags import TokenTags
-from para_core.torch_internals import is_compiled_code, tree_leaves
+from para_core.torch_internals import is_compiled_code
 
 _COMPILED = (
     "same_bits=True runs eager models: generated code may add up in another order for another number of tokens, which "
@@ -73,7 +74,7 @@ class SameBitsCalls:
         if is_compiled_code():
             raise RuntimeError(_COMPILED)
         # All ranks have the same arguments here, so they check the same calls.
-        sizes = tuple(_sizes((args, kwargs)))
+        sizes = leaf_kinds((args, sorted(kwargs.items())))
         is_new = self._mesh.ranks > 1 and sizes not in self._checked
         if is_new and has_compiled_parts(module):
             raise RuntimeError(_COMPILED)
@@ -166,12 +167,3 @@ class SameBitsCalls:
             f"in one process, because these results depend on the number of rows:\n{lines}\nChoose sizes with more "
             "tokens on each rank, or fewer ranks. Or leave same_bits out: results then differ by rounding."
         )
-
-
-def _sizes(values: Any) -> Iterator[Any]:
-    """Yield the shape and dtype of each tensor in nested ``values``, and the type of each other value."""
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor):
-            yield tuple(value.shape), value.dtype
-        else:
-            yield type(value)

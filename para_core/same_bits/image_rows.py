@@ -29,7 +29,7 @@ from para_core.spatial.convolution import WindowedCall, read_convolution, read_p
 from para_core.spatial.fetch import fetch_rows, gather_rows
 from para_core.spatial.mode import RULES, SpatialShardMode
 from para_core.spatial.products import operands_of
-from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows, unknown
+from para_core.spatial.row_tag import Function, RowTag, name_of, refusal, rows_of, set_rows
 from para_core.spatial.rules import REDUCTIONS, align, argument, bind, require_rows
 from para_core.torch_internals import DisableTorchFunction, is_compiled_code
 
@@ -179,7 +179,7 @@ def _group_norm(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs:
     )
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
-        raise unknown(func, rows, "its channels are sharded, or only its weights")
+        raise refusal(func, rows, "its channels are sharded, or only its weights")
     if rows.dim == 0:
         return _run_on_rows(mode, func, args, kwargs)  # type: ignore[no-any-return]
     if x.shape[1] % groups:

@@ -67,7 +67,8 @@ class PlacedRows:
             kind: The function, and what its bits may depend on.
             tensors: The tensors with rows.
             compute: Returns the function of such tensors.
-            compute_at_place: Returns this rank's part, with the given tag, of the function in one process.
+            compute_at_place: Returns this rank's part, with the given tag, of the function in one process. Both
+                write to the first tensor, and return it, if the function is one in place.
         """
         known = self._known.get(kind)
         if known is None:
@@ -162,23 +163,16 @@ def run_rows(
 
     def compute_at_place(tensors: Sequence[Tensor], rows: RowTag) -> Tensor:
         wholes = [place(x, tag, ranks) for x in tensors if (tag := rows_of(x)) is not None]
-        return copy_part(call(func, fill_in(wholes)), rows, ranks)
+        out = call(func, fill_in(wholes))
+        part = copy_part(out, rows, ranks)
+        if out is wholes[0]:
+            # func writes to its first argument, and so must this.
+            return tensors[0].copy_(part)
+        return part
 
     tensors = [x for x in flat if rows_of(x) is not None]
     kind = (name_of(func), *map(bits_key, args), *[(name, bits_key(x)) for name, x in kwargs.items()])
-    output = placed.run(kind, tensors, compute, compute_at_place)
-    if _writes(func, kwargs) and output is not tensors[0]:
-        tensors[0].copy_(output)
-        return tensors[0]
-    return output
-
-
-def _writes(func: Function, kwargs: dict[str, Any]) -> bool:
-    """Whether ``func`` writes to its first argument."""
-    name = getattr(func, "__name__", "")
-    if name.endswith("__"):
-        return bool(name.startswith("__i"))
-    return bool(name.endswith("_")) or bool(kwargs.get("inplace", False))
+    return placed.run(kind, tensors, compute, compute_at_place)
 
 
 def bits_key(x: Any) -> Any:

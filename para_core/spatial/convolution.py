@@ -16,7 +16,7 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.windows import bounds_of, plan_convolution, plan_overlap, plan_transposed
 from para_core.spatial.fetch import fetch_rows, start_fetch
-from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows, unknown
+from para_core.spatial.row_tag import Function, RowTag, name_of, refusal, rows_of, set_rows
 from para_core.spatial.rules import bind, only_first, require_rows
 
 # A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at
@@ -80,7 +80,7 @@ def read_convolution(func: Function, args: Sequence[Any], kwargs: dict[str, Any]
     strides, dilations = _sizes_per_dim(stride, spatial), _sizes_per_dim(dilation, spatial)
     extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
     if padding == "same" and any(extent % 2 == 0 for extent in extents):
-        raise unknown(func, rows, f"padding='same' of windows of {extents} rows is not the same at both ends")
+        raise refusal(func, rows, f"padding='same' of windows of {extents} rows is not the same at both ends")
     if padding == "same":
         paddings = [extent // 2 for extent in extents]
     elif padding == "valid":
@@ -153,9 +153,9 @@ def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | N
         )
     axis = rows.dim - (x.ndim - spatial)
     if axis >= 0 and rows.outer > 1:
-        raise unknown(func, rows, "its windows would span the rows of two frames")
+        raise refusal(func, rows, "its windows would span the rows of two frames")
     if axis < 0 and (rows.dim != 0 or x.ndim != spatial + 2):
-        raise unknown(func, rows, "its channels are sharded")
+        raise refusal(func, rows, "its channels are sharded")
     if axis < 0:
         return rows, None
     return rows, axis
@@ -241,7 +241,7 @@ def read_pool(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Wi
     if stride is not None and stride != []:
         strides = _sizes_per_dim(stride, spatial)
     if ceil_mode or unsupported:
-        raise unknown(
+        raise refusal(
             func,
             rows,
             "ceil_mode, return_indices, divisor_override and count_include_pad=False are not supported",
@@ -289,7 +289,7 @@ def run_stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
     )
     rows = rows_of(x)
     if rows is None or rows.dim != x.ndim - 1 or rows.outer > 1 or center:
-        raise unknown(func, rows, "center=True and a sharded batch are not supported")
+        raise refusal(func, rows, "center=True and a sharded batch are not supported")
     if hop is None:
         hop = size // 4
     plan = plan_convolution(rows.sizes, size, hop, 0)

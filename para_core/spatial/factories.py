@@ -21,9 +21,9 @@ from para_core.spatial.row_tag import (
     ShardedSize,
     local_sizes,
     name_of,
+    refusal,
     set_rows,
     sharded_dim,
-    unknown,
 )
 from para_core.spatial.rules import argument
 
@@ -36,15 +36,15 @@ def run_filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     if name_of(func).startswith("new_"):
         func, args = partial(func, args[0]), args[1:]
     shape = _shape(args, kwargs)
-    sharded = sharded_dim(shape)
-    if sharded is not None:
+    rows = sharded_dim(shape)
+    if rows is not None:
         if "size" in kwargs:
             kwargs = {**kwargs, "size": local_sizes(kwargs["size"])}
         elif isinstance(args[0], (list, tuple)):
             args = (local_sizes(args[0]), *args[1:])
         else:
             args = local_sizes(tuple(args))
-        return set_rows(func(*args, **kwargs), RowTag(*sharded))
+        return set_rows(func(*args, **kwargs), rows)
     if name_of(func) == "empty" and "size" not in kwargs:
         # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read
         # it. Any write to an expanded tensor raises.
@@ -58,11 +58,10 @@ def run_expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     The output is sharded if an expanded dim has a :class:`ShardedSize`.
     """
     out: Tensor = func(*args, **kwargs)
-    sharded = sharded_dim(_shape(args[1:], kwargs))
-    if sharded is None or out.stride(sharded[0]) != 0:
+    rows = sharded_dim(_shape(args[1:], kwargs))
+    if rows is None or out.stride(rows.dim) != 0:
         return out
-    dim, sizes = sharded
-    return set_rows(out.narrow(dim, 0, sizes[ranks.index]), RowTag(dim, sizes))
+    return set_rows(out.narrow(rows.dim, 0, rows.outer * rows.sizes[ranks.index]), rows)
 
 
 def run_repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -71,7 +70,7 @@ def run_repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwarg
     if x.ndim != 1 or not isinstance(repeats, ShardedSize):
         out: Tensor = func(*args, **kwargs)
         return out
-    return set_rows(x.repeat_interleave(repeats.local), RowTag(0, repeats.sizes, len(x)))
+    return set_rows(x.repeat_interleave(repeats.local), RowTag(0, repeats.sizes, len(x) * repeats.outer))
 
 
 def run_random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -80,14 +79,13 @@ def run_random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     The rows fit together only if the generators of all ranks have equal states, which callers see to.
     """
     sizes = _shape(args, kwargs)
-    shape, sharded = list(map(int, sizes)), sharded_dim(sizes)
-    if sharded is None:
+    shape, rows = list(map(int, sizes)), sharded_dim(sizes)
+    if rows is None:
         raise TypeError(
             f"{name_of(func)} of {shape}: expected exactly one size that was read from a sharded dim."
         )
-    rows = RowTag(*sharded)
     if torch.compiler.is_compiling() and kwargs.get("generator") is None:
-        raise unknown(func, rows, "in a compiled function each rank has its own random state")
+        raise refusal(func, rows, "in a compiled function each rank has its own random state")
     rest = {name: value for name, value in kwargs.items() if name != "size"}
     return set_rows(part_of(func(shape, **rest), rows, ranks).contiguous(), rows)
 

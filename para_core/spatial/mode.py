@@ -1,7 +1,7 @@
 """The mode under which a model computes only this rank's rows, by a rule for each torch function on sharded
 rows.
 
-Rows are sharded over all ranks of a mesh. :func:`one_group` combines the dims of the mesh into one.
+Rows are sharded over all ranks of a mesh, of which :mod:`.row_group` makes one group.
 
 The autoencoders and UNets of ``adapters/vae/`` enter it, and :mod:`para_core.same_bits.image_rows` derives
 the mode with the bits of one process from it. Each rule is in one of the files that ``RULES`` lists. Tests:
@@ -11,46 +11,46 @@ tests/spatial/test_functions.py, and tests/spatial/test_vaes.py with models.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from para_core.distributed.agree import agree, exchange
-from para_core.distributed.groups import find_or_make_group
-from para_core.distributed.mesh import (
-    GuidedMesh,
-    MeshDim,
-    SequenceMesh,
-    dim_of_group,
-    dim_of_one,
-    guided_mesh,
-)
+from para_core.distributed.agree import agree
+from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
 from para_core.layout.windows import Sizes, divide_evenly
 from para_core.spatial import convolution, factories, norm, products, resample, rules, views
 from para_core.spatial.fetch import gather_rows, part_of
-from para_core.spatial.row_tag import Function, RowTag, first_sharded, name_of, rows_of, set_rows, unknown
+from para_core.spatial.row_group import one_group
+from para_core.spatial.row_tag import Function, RowTag, first_sharded, name_of, refusal, rows_of, set_rows
 from para_core.torch_internals import (
     DisableTorchFunction,
-    group_timeout,
     innermost_transform,
     is_transform_tensor,
     no_frame_of_its_own,
     unwrap_transform_tensor,
 )
 
+
+def _rules_by_name(*modules: ModuleType) -> dict[str, Any]:
+    """Return the rule of each function name in the ``BY_RULE`` of ``modules``. Raise if a name has two."""
+    by_name: dict[str, Any] = {}
+    for module in modules:
+        for rule, names in module.BY_RULE.items():
+            for name in names.split():
+                if name in by_name:
+                    raise ValueError(f"{name} has two rules: {by_name[name].__name__} and {rule.__name__}.")
+                by_name[name] = rule
+    return by_name
+
+
 # The rule for each function name. The mode raises for a function that is not in here, if one of its tensors
-# is sharded. A name in two files has the rule of the later one.
-RULES: dict[str, Any] = {
-    name: rule
-    for module in (rules, factories, views, convolution, norm, products, resample)
-    for rule, names in module.BY_RULE.items()
-    for name in names.split()
-}
+# is sharded.
+RULES = _rules_by_name(rules, factories, views, convolution, norm, products, resample)
 
 
 class SpatialShardMode(TorchFunctionMode):
@@ -91,22 +91,26 @@ class SpatialShardMode(TorchFunctionMode):
             sizes (`tuple[int, ...]`, *optional*): Number of rows of each rank. Defaults to the most even
                 ones.
 
+        Returns:
+            `Tensor`: This rank's rows, a copy with their tag. On one rank ``x`` itself, of any number of rows.
+
         Raises:
-            ValueError: If the sizes do not fit the number of rows or ranks, or a rank would get less than
-                two units.
+            ValueError: If the sizes do not fit the number of rows or ranks, a rank would get less than two
+                units, or one before the last no multiple of ``unit``.
         """
+        if self.ranks.size == 1:
+            return x
         dim = dim % x.ndim
         if sizes is None:
             sizes = divide_evenly(x.shape[dim], self.ranks.size, unit)
-        if sum(sizes) != x.shape[dim] or len(sizes) != self.ranks.size or min(sizes) < 2 * unit:
+        is_whole = len(sizes) == self.ranks.size and sum(sizes) == x.shape[dim]
+        if not is_whole or min(sizes) < 2 * unit or any(count % unit for count in sizes[:-1]):
             raise ValueError(
                 f"sizes {list(sizes)} of {x.shape[dim]} rows on {self.ranks.size} ranks: expected one number per "
-                f"rank, at least {2 * unit} (two units of {unit}), that add up to the rows. For fewer rows use a mesh "
-                "of fewer ranks."
+                f"rank, at least {2 * unit} (two units of {unit}) and before the last a multiple of {unit}, that add "
+                "up to the rows. For fewer rows use a mesh of fewer ranks."
             )
         rows = RowTag(dim, sizes)
-        if self.ranks.size == 1:
-            return x
         with DisableTorchFunction():
             return set_rows(part_of(x, rows, self.ranks).clone(memory_format=torch.contiguous_format), rows)
 
@@ -123,11 +127,13 @@ class SpatialShardMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tag = first_sharded((*args, *kwargs.values()))
-        if tag is None and innermost_transform() is not None:
-            inner = first_sharded([_unwrap(x) for x in args])
+        values = (*args, *kwargs.values())
+        tag = first_sharded(values)
+        # Ask the compiler last: Dynamo takes any transform for one that runs, and cannot trace _unwrap.
+        if innermost_transform() is not None and not torch.compiler.is_compiling():
+            inner = first_sharded(_unwrap(values))
             if isinstance(inner, RowTag):
-                raise unknown(func, inner, "vmap and grad of torch.func hide the layout of the rows")
+                raise refusal(func, inner, "vmap and grad of torch.func hide the layout of the rows")
         if tag is None:
             return func(*args, **kwargs)
         name = name_of(func)
@@ -135,9 +141,9 @@ class SpatialShardMode(TorchFunctionMode):
             agree({"function": name, "rows": str(tag)}, SequenceMesh(dim_of_one("ring"), self.ranks, "cpu"))
         if isinstance(tag, RowTag):
             if name not in RULES:
-                raise unknown(func, tag, "it has no rule, so it may mix rows")
+                raise refusal(func, tag, "it has no rule, so it may mix rows")
             if kwargs.get("out") is not None:
-                raise unknown(func, tag, "it writes to out=")
+                raise refusal(func, tag, "it writes to out=")
             return self.run_rule(name, func, args, kwargs)
         # No tensor is sharded, but one of the sizes was read from a sharded tensor. Functions that are no
         # factories get it as an int, the size of the full tensor.
@@ -151,55 +157,11 @@ class SpatialShardMode(TorchFunctionMode):
 
 
 def _unwrap(x: Any) -> Any:
-    """Return the tensor inside the wrappers of torch.func transforms such as vmap, or ``x`` itself."""
+    """Return the tensor inside the wrappers of torch.func transforms such as vmap, or ``x`` itself; of a list
+    or tuple, one with these.
+    """
+    if isinstance(x, (list, tuple)):
+        return [_unwrap(item) for item in x]
     while isinstance(x, Tensor) and is_transform_tensor(x):
         x = unwrap_transform_tensor(x)
     return x
-
-
-def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
-    """Return one mesh dim with the ranks of all dims of ``mesh``, in the order of the global ranks if there
-    are several dims. Collective: every rank of the mesh must call this function.
-    """
-    if isinstance(mesh, ProcessGroup):
-        return dim_of_group("rows", mesh)
-    guided = mesh
-    if not isinstance(guided, GuidedMesh):
-        guided = guided_mesh(guided)
-    groups = dim_groups(guided)
-    if len(groups) < 2:
-        return dim_of_group("rows", next(iter(groups), None))
-    members: list[int] = [record["rank"] for record in exchange({"rank": dist.get_rank()}, guided)]
-    return first_ranks(members, len(members), like=groups[0])
-
-
-def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGroup]:
-    """Return the process group of each dim of ``mesh`` that has several ranks."""
-    if isinstance(mesh, ProcessGroup):
-        return [mesh]
-    if not isinstance(mesh, GuidedMesh):
-        mesh = guided_mesh(mesh)
-    return [dim.group for dim in mesh.dims if dim.group is not None]
-
-
-def first_ranks(
-    members: list[int], count: int, *, like: ProcessGroup, groups: Sequence[ProcessGroup] = ()
-) -> MeshDim:
-    """Return a mesh dim of the first ``count`` of the global ranks ``members``. Only these ``count`` ranks
-    may call this function.
-
-    One of ``groups`` is reused if it has the same ranks and backend, because an NCCL communicator takes GPU
-    memory. Otherwise a group with the backend and timeout of ``like`` is created at the first call, and
-    reused by later calls.
-    """
-    chosen = members[:count]
-    if count == len(members):
-        chosen = sorted(members)
-    for group in groups:
-        if dist.get_process_group_ranks(group) == sorted(chosen) and dist.get_backend(
-            group
-        ) == dist.get_backend(like):
-            return dim_of_group("rows", group)
-    options: dict[str, Any] = {"backend": dist.get_backend(like), "timeout": group_timeout(like)}
-    description = f"rows over ranks {chosen} by {options['backend']}"
-    return dim_of_group("rows", find_or_make_group(description, chosen, **options))

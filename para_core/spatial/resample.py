@@ -23,9 +23,9 @@ from para_core.spatial.row_tag import (
     ShardedSize,
     local_sizes,
     name_of,
+    refusal,
     rows_of,
     set_rows,
-    unknown,
 )
 from para_core.spatial.rules import argument, bind, only_first, require_rows, sum_dtype
 
@@ -42,13 +42,13 @@ def run_pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     if not before and not after:
         return set_rows(func(x, widths, mode, value), rows)
     if rows.outer > 1 or mode == "circular":
-        raise unknown(func, rows, "the padding is circular, or lies between frames")
+        raise refusal(func, rows, "the padding is circular, or lies between frames")
     if mode in ("reflect", "replicate"):
         min_rows = max(before, after) + (mode == "reflect")
     else:
         min_rows = max(-before, -after) + 1
     if min(rows.sizes[0], rows.sizes[-1]) < min_rows:
-        raise unknown(
+        raise refusal(
             func, rows, f"padding by {before} and {after} rows needs {min_rows} on the first and last rank"
         )
     widths[index] = before * (ranks.index == 0)
@@ -76,14 +76,14 @@ def run_pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwarg
         factor_name = "upscale_factor"
     factor = argument(args, kwargs, factor_name, 1)
     if rows.outer > 1 or rows.dim == x.ndim - 3:
-        raise unknown(func, rows, "its channels are sharded")
+        raise refusal(func, rows, "its channels are sharded")
     if rows.dim < x.ndim - 3:
         return set_rows(func(x, factor), rows)
     if shuffles:
         return set_rows(func(x, factor), RowTag(rows.dim, tuple([count * factor for count in rows.sizes])))
     if rows.total % factor:
         # Only the last rank would have rows that are no multiple, and raise, while the others go on.
-        raise unknown(func, rows, f"{rows.total} rows are no multiple of the factor {factor}")
+        raise refusal(func, rows, f"{rows.total} rows are no multiple of the factor {factor}")
     sizes = round_to_multiples(rows.sizes, factor)
     out_sizes = tuple([count // factor for count in sizes])
     require_rows(func, rows, out_sizes)
@@ -98,23 +98,23 @@ def run_interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
     )
     rows = rows_of(x)
     if rows is None or rows.outer > 1 or antialias or mode == "area":
-        raise unknown(func, rows, f"mode={mode!r}, antialias={antialias} is not supported")
+        raise refusal(func, rows, f"mode={mode!r}, antialias={antialias} is not supported")
     axis = rows.dim - 2
     if rows.dim == 1:
-        raise unknown(func, rows, "its channels are sharded")
+        raise refusal(func, rows, "its channels are sharded")
     if rows.dim == 0:
         return set_rows(func(x, size, scale, mode, align, recompute), rows)
     scales: list[Any] | None = _values_per_dim(scale, x.ndim - 2)
     sizes: Any = _values_per_dim(size, x.ndim - 2)
     if scales is None and sizes is None:
-        raise unknown(func, rows, "neither size= nor scale_factor= is given")
+        raise refusal(func, rows, "neither size= nor scale_factor= is given")
     repeated_rows = _tag_of_repeated_rows(rows, axis, mode, scales, sizes, recompute)
     if repeated_rows is not None:
         return set_rows(func(x, local_sizes(sizes), scales, mode, align), repeated_rows)
     row_sizes, step = _sizes_and_step(rows, axis, scales, sizes, recompute)
     require_rows(func, rows, row_sizes)
     if torch.compiler.is_compiling():
-        raise unknown(
+        raise refusal(
             func, rows, f"mode={mode!r} to {sum(row_sizes)} rows is not supported in compiled functions"
         )
     x = _resample(ranks, x, rows, row_sizes, step, mode, bool(align))
@@ -144,12 +144,12 @@ def _tag_of_repeated_rows(
     # This is a ShardedSize if the model read it from the shape of a sharded tensor.
     total = sizes[axis]
     factor = total // sum(rows.sizes)
-    is_multiple = isinstance(total, ShardedSize) and total.sizes == tuple(
+    is_multiple = isinstance(total, ShardedSize) and total.of_ranks == tuple(
         [count * factor for count in rows.sizes]
     )
     # For these factors PyTorch rounds local and global sizes equally.
     if mode == "nearest" and is_multiple and factor in (1, 2, 4, 8, 16):
-        return RowTag(rows.dim, total.sizes)
+        return RowTag(rows.dim, total.of_ranks)
     return None
 
 
@@ -168,7 +168,7 @@ def _sizes_and_step(
     total = sizes[axis]
     row_sizes = scale_sizes(rows.sizes, total)
     if isinstance(total, ShardedSize):
-        row_sizes = total.sizes
+        row_sizes = total.of_ranks
     return row_sizes, before / sum(row_sizes)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from para_core.dataclass_fields import like_sequence
 from para_core.layout.windows import Sizes
 
 _TAG = "_para_core_rows"
@@ -73,9 +74,12 @@ class ShardedSize(int):
     ranks.
 
     Model code that reads this size computes and branches as on one device, equally on every rank. If the size
-    is an argument of a view, the mode replaces it by this rank's number of rows (:func:`local_sizes`). A
-    multiple is a :class:`ShardedSize` again, and so is a quotient if the number of each rank is divisible;
-    any other result is a plain number.
+    is one of those of a new tensor, that tensor is sharded too (:func:`sharded_dim`); in ``x.expand(...)`` it
+    stands for this rank's number of rows (:func:`local_sizes`), in a reshape for all rows (:func:`full_sizes`).
+
+    A product with an int is a :class:`ShardedSize` again, and so is a quotient if the number of each rank is
+    divisible; any other result is a plain number. Several runs (``outer``, as in :class:`RowTag`) count as one
+    in such a result: nothing says which of its factors are runs.
 
     >>> rows = ShardedSize((3, 4), rank=0)
     >>> import copy
@@ -83,36 +87,50 @@ class ShardedSize(int):
     (3, 4)
     >>> rows, (rows * 2).sizes, (rows * 2).local, rows // 2, rows % 2, rows * 0.5
     (7, (6, 8), 6, 3, 1, 3.5)
+    >>> type(rows * rows)
+    <class 'int'>
+    >>> tokens = ShardedSize((3, 4), 0, outer=5)
+    >>> tokens, tokens.local, (tokens * 2).sizes
+    (35, 15, (30, 40))
     """
 
     sizes: Sizes
     rank: int
+    outer: int
 
-    def __new__(cls, sizes: Sizes, rank: int) -> ShardedSize:
-        size = super().__new__(cls, sum(sizes))
-        size.sizes, size.rank = sizes, rank
+    def __new__(cls, sizes: Sizes, rank: int, outer: int = 1) -> ShardedSize:
+        size = super().__new__(cls, outer * sum(sizes))
+        size.sizes, size.rank, size.outer = sizes, rank, outer
         return size
 
-    def __getnewargs__(self) -> tuple[Sizes, int]:  # type: ignore[override]
-        """Return the arguments of a copy: int has one, this class has two."""
-        return self.sizes, self.rank
+    def __getnewargs__(self) -> tuple[Sizes, int, int]:  # type: ignore[override]
+        """Return the arguments of a copy: int has one, this class has three."""
+        return self.sizes, self.rank, self.outer
+
+    @property
+    def of_ranks(self) -> Sizes:
+        """The number of each rank."""
+        return tuple([self.outer * count for count in self.sizes])
 
     @property
     def local(self) -> int:
         """The number of this rank."""
-        return self.sizes[self.rank]
+        return self.of_ranks[self.rank]
 
     def __mul__(self, other: Any) -> Any:
+        if isinstance(other, ShardedSize):
+            # int(self) * other would ask other.__rmul__, and so carry the sizes of other alone.
+            return int(self) * int(other)
         if type(other) is not int:
             return int(self) * other
-        return ShardedSize(tuple([count * other for count in self.sizes]), self.rank)
+        return ShardedSize(tuple([count * other for count in self.of_ranks]), self.rank)
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> Any:
-        if type(other) is not int or any(count % other for count in self.sizes):
+        if type(other) is not int or any(count % other for count in self.of_ranks):
             return int(self) // other
-        return ShardedSize(tuple([count // other for count in self.sizes]), self.rank)
+        return ShardedSize(tuple([count // other for count in self.of_ranks]), self.rank)
 
 
 def local_sizes(value: Any) -> Any:
@@ -120,29 +138,31 @@ def local_sizes(value: Any) -> Any:
     if isinstance(value, ShardedSize):
         return value.local
     if isinstance(value, (tuple, list)):
-        return type(value)([local_sizes(item) for item in value])
+        return like_sequence(value, [local_sizes(item) for item in value])
     return value
 
 
 def full_sizes(value: Any) -> Any:
     """Return ``value``, a size or nested sizes, with each :class:`ShardedSize` replaced by a plain int."""
     if isinstance(value, ShardedSize):
-        return sum(value.sizes)
+        return int(value)
     if isinstance(value, (tuple, list)):
-        return type(value)([full_sizes(item) for item in value])
+        return like_sequence(value, [full_sizes(item) for item in value])
     return value
 
 
-def sharded_dim(shape: Sequence[Any]) -> tuple[int, Sizes] | None:
-    """Return the index of the only :class:`ShardedSize` in ``shape``, and its sizes on the ranks; None
-    if there is none or several.
+def sharded_dim(shape: Sequence[Any]) -> RowTag | None:
+    """Return the tag of a new tensor of this ``shape``, sharded along the dim of the only :class:`ShardedSize`;
+    None if there is none or several.
 
     A shape with several of them is that of an attention mask, whose rows and columns are tokens.
     """
-    sharded = [(dim, size.sizes) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)]
-    if len(sharded) != 1:
+    tags = [
+        RowTag(dim, size.sizes, size.outer) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)
+    ]
+    if len(tags) != 1:
         return None
-    return sharded[0]
+    return tags[0]
 
 
 def first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
@@ -173,18 +193,21 @@ class MixesRows(RuntimeError):
 def name_of(func: Function) -> str:
     """Return the name by which the rule of a torch function is found, for example ``add`` for ``Tensor.__iadd__``.
 
-    ``add_`` and ``__iadd__`` have the name of ``add``, so a rule also runs the forms that write in place.
+    ``add_`` and ``__iadd__`` have the name of ``add``, so a rule also runs the forms that write in place. The
+    conversion ``bool(x)`` reads a value, and has another name than ``x.bool()``: ``__bool__``.
     """
     name: str = getattr(getattr(func, "func", func), "__name__", str(func))
     if name in ("__get__", "__set__"):
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
+    if name in ("__bool__", "__int__", "__float__", "__complex__"):
+        return name
     stripped = name.strip("_")
     if name.startswith("__i") and name.endswith("__") and stripped not in ("invert", "index", "int", "iter"):
         return stripped[1:]
     return stripped
 
 
-def unknown(func: Function, rows: RowTag | ShardedSize | None, reason: str) -> MixesRows:
+def refusal(func: Function, rows: RowTag | ShardedSize | None, reason: str) -> MixesRows:
     """Return (not raise) the error that ``func`` cannot run on tensors sharded as ``rows``, for ``reason``."""
     sharding = ""
     if isinstance(rows, RowTag):

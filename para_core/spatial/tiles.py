@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from para_core.dataclass_fields import leaves_of, like_sequence
 from para_core.distributed.agree import exchange
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, MeshDim
+from para_core.spatial.rules import is_in_place
 
 
 class Tiles(TorchFunctionMode):
@@ -44,7 +46,8 @@ class Tiles(TorchFunctionMode):
         self._owners: list[int] = []
         # Number of calls whose outputs every rank has.
         self._num_exchanged = 0
-        # Writes of pending tiles into other tensors, as (target, index, tile), until one of the targets is read.
+        # Writes of pending tiles into other tensors, as (target, index, tile), until a tensor with the memory of one
+        # of the targets is read.
         self._writes: list[tuple[Tensor, Any, Pending]] = []
 
     def begin_tile(self) -> None:
@@ -90,11 +93,17 @@ class Tiles(TorchFunctionMode):
         if func is Tensor.__setitem__ and isinstance(args[2], Pending) and not isinstance(args[0], Pending):
             self._writes.append((args[0], args[1], args[2]))
             return None
-        if self._writes and any(x is target for x in args for target, _, _ in self._writes):
+        if self._writes and self._reads_target((*args, *(kwargs or {}).values())):
             self._write()
         if _holds_pending(args) or any(_holds_pending(arg) for arg in args if isinstance(arg, (list, tuple))):
             return Pending.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
+
+    def _reads_target(self, values: Iterable[Any]) -> bool:
+        """Whether a tensor in nested ``values`` is, or shares memory with, the target of a postponed write."""
+        targets = {target.untyped_storage().data_ptr() for target, _, _ in self._writes}
+        tensors = [x for x in leaves_of(list(values)) if isinstance(x, Tensor)]
+        return any(x.untyped_storage().data_ptr() in targets for x in tensors)
 
     def _write(self) -> None:
         """Run the postponed writes of tiles into tensors. Collective if one of the tiles is new."""
@@ -177,6 +186,9 @@ class Pending:
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(args[0] if args else None, Pending) and is_in_place(func):
+            # Write into a tensor now, as who reads that tensor need not read the result.
+            return func(*_map(args, _value), **{name: _map(x, _value) for name, x in kwargs.items()})
 
         def run(read: Callable[[Any], Any]) -> Any:
             return func(*_map(args, read), **{name: _map(x, read) for name, x in kwargs.items()})
@@ -210,7 +222,7 @@ class Pending:
 def _map(args: Any, read: Callable[[Any], Any]) -> Any:
     """Return ``args`` with ``read`` applied to each item, also in nested lists and tuples."""
     if isinstance(args, (list, tuple)):
-        return type(args)([_map(item, read) for item in args])
+        return like_sequence(args, [_map(item, read) for item in args])
     return read(args)
 
 

@@ -8,7 +8,7 @@ own run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from para_core.comparison.model_inputs import ModelInputs
 from para_core.comparison.tensor_parts import largest_error, tensors_in
 from para_core.comparison.tolerances import tolerance_of
 from para_core.comparison.virtual_ranks import device_of
+from para_core.dataclass_fields import leaf_kinds
 from para_core.distributed.agree import exchange
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_out_of_memory
@@ -34,7 +35,6 @@ from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.plans.current_call import segments_under_way
 from para_core.plans.region import Region, region_of
-from para_core.torch_internals import tree_leaves
 from para_core.user_warnings import ParallelWarning, warn_user
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Verification:
             return call(called, *args, **kwargs)
         # The call itself would notice new code too late.
         region.attach(module)
-        key = (region.check.note_changes(), *_input_keys(args), *_input_keys(sorted(kwargs.items())))
+        key = (region.check.note_changes(), *leaf_kinds((args, sorted(kwargs.items()))))
         if key in self._verified:
             return call(called, *args, **kwargs)
         # The call may change its inputs in place, such as a cache of keys.
@@ -157,17 +157,6 @@ class Verification:
                 error,
                 bits,
             )
-
-
-def _input_keys(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield the shape and dtype of each tensor in nested ``values``, each bool and string, and the type of all else."""
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor):
-            yield tuple(value.shape), value.dtype
-        elif isinstance(value, (bool, str)):
-            yield value
-        else:
-            yield type(value)
 
 
 def _compare_with_unmodified(module: nn.Module, inputs: ModelInputs, output: Any) -> Comparison:

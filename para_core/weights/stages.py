@@ -38,6 +38,9 @@ from para_core.weights.stack import StackedBlock
 class Stages:
     """The pipeline stages of a model. For inference in one thread; only the blocks may be compiled.
 
+    Every block must return its streams with the shapes and dtypes of its inputs: a stage receives into buffers
+    like the model's inputs of the first block, and no transfer tells what it carries, so nothing checks this.
+
     All ranks of ``dim`` must create the stages and call :meth:`install`, with the same weights. This frees no
     weights, and :meth:`remove` undoes it. :func:`free_other_blocks` frees the weights of the other stages for
     good.
@@ -67,8 +70,9 @@ class Stages:
             ranges = split_by_cost([entry.cost for entry in blocks], dim.size)
         self.ranges = ranges
         self.block_range = self.ranges[dim.index]
-        # True while the caller has already verified that all ranks pass equal arguments
-        # (agreed_inputs.assume_agreed sets it).
+        # True while the caller has already verified that all ranks pass equal arguments, and has called
+        # links.begin() once for all calls, as the generations of adapters/weights/staged_transformer.py do.
+        # Set by agreed_inputs.assume_agreed.
         self.inputs_agreed = False
         # Whether the output of a call is sent to every rank. PipeFusion sets this to False for calls on
         # patches.
@@ -113,14 +117,22 @@ class Stages:
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, and return the last stage's output on every rank. Collective over the stages.
 
-        If :attr:`sends_output` is False, return this rank's own output instead. Raise ``RuntimeError`` if the
-        model was compiled as a whole.
+        If :attr:`sends_output` is False, return this rank's own output instead; whoever set it marks the links as
+        broken after an error, as :meth:`.pipefusion.Fusion.end` does. Raise ``RuntimeError`` if the model was
+        compiled as a whole, or a gradient of an argument is needed.
         """
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
                 f"a {original_class(module).__name__} in stages was compiled as a whole, and a graph cannot "
                 "wait for another stage. Compile its blocks: "
                 "transformer.compile_repeated_blocks(fullgraph=True)."
+            )
+        if torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))
+        ):
+            raise RuntimeError(
+                f"an argument of a {original_class(module).__name__} in stages requires a gradient, and none goes "
+                "back to an earlier stage. Call it under torch.no_grad(), or use a mesh without 'pipe'."
             )
         if not self.inputs_agreed:
             if self.agree_on_inputs is not None and region_of(module) is None:

@@ -91,9 +91,14 @@ def _raise_undivided_heads(number: int, cls: str, ranks: int) -> NoReturn:
 
 
 def _check_norms(module: nn.Module, plan: TensorPlan, cls: str, ranks: int) -> None:
-    """Raise ``ValueError`` unless the ranks divide the channels of each norm over all heads."""
+    """Raise ``ValueError`` unless each norm over all heads is an RMS norm, and the ranks divide its channels."""
     for name, norm in planned_norms(module, plan).items():
         _check_forward(name, norm, cls)
+        if isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None:
+            raise ValueError(
+                f"{name} of this {cls} is a {type(norm).__name__} that subtracts a mean or has a bias; tensor "
+                "parallelism computes RMS norms over all heads. weights='fsdp' takes any layer."
+            )
         weight: Any = getattr(norm, "weight", None)
         if weight is None or weight.shape[0] % ranks:
             size = None if weight is None else list(weight.shape)

@@ -9,7 +9,7 @@ from para_core.adapters.vae.families import require_parallel_vae
 from para_core.same_bits.image_rows import SameBitsRows
 from para_core.same_bits.placed_rows import PlacedRows
 from para_core.same_bits.products import have_equal_bytes
-from para_core.spatial.mode import one_group
+from para_core.spatial.row_group import one_group
 from tests.spatial.test_diffusion_decoder import make_decoder
 from tests.tiny import cpu_mesh, flux_call, flux_pipe
 from zoo.tiny.vaes import TINY_VAES, random_image

@@ -90,6 +90,8 @@ def meshes_with_stages():
         stages.install()
         free_other_blocks(stages)
         assert torch.equal(model(x), expected)
+    with pytest.raises(RuntimeError, match="Sequential in stages requires a gradient"):
+        model(x.requires_grad_())
     return [guided.pipe.index, guided.batch.index, guided.sequence.ranks, alone.pipe.index, alone.ranks]
 
 
@@ -117,11 +119,6 @@ PIPES = {"PipeFusion": PipeFusion(3), "stages": None}
 
 class Stop(Exception):
     """The error that the tests raise on all ranks."""
-
-
-def flux_in_stages(kind, **options):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipe",))
-    return parallelize_pipe(make("flux"), mesh=mesh, pipefusion=PIPES[kind], **options)
 
 
 def run(pipe, **options):
@@ -178,7 +175,8 @@ def test_messages_of_failed_generation_are_dropped(rank_pool, nccl):
 
 def fail_and_generate(kind, where, nccl):
     """Return the latents after two failed generations."""
-    pipe, calls = flux_in_stages(kind, timeout=20), []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipe",))
+    pipe, calls = parallelize_pipe(make("flux"), mesh=mesh, pipefusion=PIPES[kind], timeout=20), []
     module = {"call": pipe.transformer, "after the blocks": pipe.transformer.norm_out}.get(where)
 
     def fail(*_):

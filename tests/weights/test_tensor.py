@@ -189,6 +189,7 @@ class Counted(nn.Module):
         ({"units": 7}, {}, r"feed of this Counted has units=7, which 2 tensor ranks"),
         ({"channels": 7}, {}, r"norm of this Counted has a weight of the shape \[7\]"),
         ({}, {"heads": ("feed",)}, r"feed of this Counted has no number 'heads'"),
+        ({}, {"norms": ("feed",)}, r"feed of this Counted is a Linear .*RMS norms"),
         ({}, {"counts": {"attn": "units"}}, r"attn of this Counted has no number 'units'"),
         ({}, {"linears": {"attn": Linear("colwise", (1, 1, 1))}}, r"^attn of this Counted has 8 channels"),
     ],
