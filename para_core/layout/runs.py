@@ -27,7 +27,7 @@ def starts_of(lengths: Sequence[int]) -> list[int]:
 
 
 def coalesce(runs: Sequence[Run]) -> list[Run]:
-    """Return ``runs`` ``(start, length)`` sorted, without empty ones, and with adjacent ones joined.
+    """Return disjoint ``runs`` ``(start, length)`` sorted, without empty ones, and with adjacent ones joined.
 
     >>> coalesce([(4, 2), (0, 3), (3, 1), (9, 0)])
     [(0, 6)]
