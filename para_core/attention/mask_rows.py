@@ -87,8 +87,12 @@ _BY_ROW = """
 _VIEWS = "getitem view reshape unsqueeze squeeze expand expand_as broadcast_to flatten unflatten select"
 _NAMES_BY_ROW, _NAMES_OF_VIEWS = frozenset(_BY_ROW.split()), frozenset(_VIEWS.split())
 # These make equal rows, which are as well those of any rank. torch's nn.MultiheadAttention converts a bool mask by
-# zeros_like and masked_fill_.
-_NAMES_OF_CONSTANTS = frozenset({"zeros_like", "ones_like", "full_like"})
+# zeros_like and masked_fill_, and models do so by zeros or new_zeros.
+_NAMES_OF_CONSTANTS = frozenset(
+    f"{start}{name}{end}"
+    for name in ("zeros", "ones", "full")
+    for start, end in (("", ""), ("new_", ""), ("", "_like"))
+)
 # The name of the attribute of such a result for how often its memory had been written then (:func:`_is_constant`).
 _CONSTANT = "_para_core_constant"
 # These read nothing but the dtype or the shape of their second argument.
