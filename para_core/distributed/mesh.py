@@ -250,9 +250,9 @@ def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") 
     if isinstance(mesh, DeviceMesh) and "batch" in names:
         batch = batch_mesh(mesh).ulysses
     if isinstance(mesh, DeviceMesh) and TENSOR_DIM in names:
-        tensor = _dim_of_mesh(TENSOR_DIM, mesh)
+        tensor = dim_of_group(TENSOR_DIM, mesh.get_group(TENSOR_DIM))
     if isinstance(mesh, DeviceMesh) and PIPE_DIM in names:
-        pipe = _dim_of_mesh(PIPE_DIM, mesh)
+        pipe = dim_of_group(PIPE_DIM, mesh.get_group(PIPE_DIM))
     if isinstance(mesh, DeviceMesh) and names and set(names) <= {"batch", TENSOR_DIM, PIPE_DIM}:
         return GuidedMesh(batch, one_rank(mesh.device_type), tensor, pipe)
     return GuidedMesh(batch, sequence_mesh(mesh, group_dim=group_dim), tensor, pipe)
@@ -301,7 +301,17 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
                 "sequence: "
                 f"mesh[{wanted}]."
             )
-        dims = {name: _dim_of_mesh(name, mesh) for name in names if name not in (TENSOR_DIM, PIPE_DIM)}
+        try:
+            dims = {
+                name: dim_of_group(name, mesh.get_group(name))
+                for name in names
+                if name not in (TENSOR_DIM, PIPE_DIM)
+            }
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the process groups of the mesh with {_dims_text(mesh)} were destroyed. Build the mesh again after "
+                "init_process_group()."
+            ) from error
         device_type = mesh.device_type
     ring, ulysses = (dims.get(name, dim_of_one(name)) for name in ("ring", "ulysses"))
     sequence = _sequence_mesh(ring, ulysses, device_type)
@@ -324,17 +334,6 @@ def check_member(mesh: object) -> None:
         raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
 
 
-def _dim_of_mesh(name: str, mesh: DeviceMesh) -> MeshDim:
-    """Return the dim ``name`` of ``mesh``. Raise ``RuntimeError`` if its process group was destroyed."""
-    try:
-        return dim_of_group(name, mesh.get_group(name))
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the process groups of the mesh with {_dims_text(mesh)} were destroyed. Build the mesh again after "
-            "init_process_group()."
-        ) from error
-
-
 def _dims_text(mesh: DeviceMesh) -> str:
     """Return the dims of ``mesh`` as words of a message."""
     names = mesh.mesh_dim_names
@@ -350,11 +349,10 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
     Raises:
         TypeError: ``mesh`` is neither a DeviceMesh nor a ProcessGroup.
         ValueError: The mesh has no ``batch`` dim, or this rank does not belong to it.
-        RuntimeError: The process groups of the mesh were destroyed.
     """
     check_member(mesh)
     if isinstance(mesh, ProcessGroup):
-        dim, device_type = dim_of_group("batch", mesh), _device_type_of(mesh)
+        group, device_type = mesh, _device_type_of(mesh)
     else:
         if "batch" not in (mesh.mesh_dim_names or ()):
             raise ValueError(
@@ -362,7 +360,7 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
                 "init_context_parallel_mesh(max_batch_dim_size=...) makes one; init_device_mesh(..., "
                 "mesh_dim_names=('batch', ...)) too."
             )
-        dim, device_type = _dim_of_mesh("batch", mesh), mesh.device_type
-    batch = _sequence_mesh(dim_of_one("ring"), dim, device_type)
+        group, device_type = mesh.get_group("batch"), mesh.device_type
+    batch = _sequence_mesh(dim_of_one("ring"), dim_of_group("batch", group), device_type)
     batch.check_alive()
     return batch
