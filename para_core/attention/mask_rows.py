@@ -86,6 +86,15 @@ _BY_ROW = """
 # These keep the rows if the step from one row to the next in memory stays.
 _VIEWS = "getitem view reshape unsqueeze squeeze expand expand_as broadcast_to flatten unflatten select"
 _NAMES_BY_ROW, _NAMES_OF_VIEWS = frozenset(_BY_ROW.split()), frozenset(_VIEWS.split())
+# These make equal rows, which are as well those of any rank. torch's nn.MultiheadAttention converts a bool mask by
+# zeros_like and masked_fill_, and models do so by zeros or new_zeros.
+_NAMES_OF_CONSTANTS = frozenset(
+    f"{start}{name}{end}"
+    for name in ("zeros", "ones", "full")
+    for start, end in (("", ""), ("new_", ""), ("", "_like"))
+)
+# The name of the attribute of such a result for how often its memory had been written then (:func:`_is_constant`).
+_CONSTANT = "_para_core_constant"
 # These read nothing but the dtype or the shape of their second argument.
 _READ_FIRST = frozenset({"to", "type_as", "expand_as"})
 
@@ -99,9 +108,14 @@ def follow_parts(
     ``values`` are those of the keyword arguments. An argument whose rows nobody knows, such as a mask made
     from the length of the input, leaves the output without a mark.
     """
-    if not isinstance(output, Tensor) or output.ndim < 2:
+    # A nested tensor raises if it is asked for its shape.
+    if not isinstance(output, Tensor) or output.ndim < 2 or output.is_nested:
         return
     name = getattr(function, "__name__", "").partition(".")[0].strip("_")
+    if name in _NAMES_OF_CONSTANTS:
+        if not output.is_inference():
+            setattr(output, _CONSTANT, version_of(output))
+        return
     is_view = name in _NAMES_OF_VIEWS
     is_by_row = is_view or name in _NAMES_BY_ROW
     mark = None
@@ -121,15 +135,26 @@ def _common_mark(values: Iterable[Any], output: Tensor, *, is_view: bool) -> Mar
     """Return the mark of the rows of ``output``, if all tensors among ``values`` with as many rows have it."""
     common = None
     for x in values:
-        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-2] != output.shape[-2]:
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim < 2 or x.shape[-2] != output.shape[-2]:
             continue
         mark = mark_of(x)
+        if mark is None and _is_constant(x, output):
+            continue
         if mark is None or mark[0] != -2 or mark != (common or mark):
             return None
         if is_view and x.stride(-2) != output.stride(-2):
             return None
         common = mark
     return common
+
+
+def _is_constant(x: Tensor, output: Tensor) -> bool:
+    """Whether ``x`` had equal rows before the function that returned ``output``, perhaps ``x`` itself, which it
+    wrote to: nothing else has written to ``x`` since a function such as ``zeros_like`` made it. False for a
+    tensor of inference mode, which does not count how often it is written.
+    """
+    made: int | None = getattr(x, _CONSTANT, None)
+    return made is not None and version_of(x) == made + (x is output)
 
 
 def describe_rows(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> int:

@@ -338,7 +338,8 @@ def _normalize(call: SdpaCall, *, is_cast: bool) -> SdpaCall:
         return call
     if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
         scale = _as_float(scale)
-    if isinstance(mask, Tensor) and mask.layout == torch.strided:
+    # A mask that is no dense tensor is refused later, on every rank.
+    if isinstance(mask, Tensor) and mask.layout == torch.strided and not mask.is_nested:
         if mask.ndim < 2:
             mask = mask[(None,) * (2 - mask.ndim)]
         expands_one_row = guard_or_false(mask.stride(-2) == 0 and mask.shape[-2] > 1)
@@ -373,16 +374,19 @@ def _lookup_key(call: SdpaCall) -> Any:
     the second call on.
     """
     query, key, value, mask, *flags = call
-    # Do not cache nested tensors, whose `shape` raises. Do not cache while the user has disabled the math
-    # backend: whether a call is valid then depends on the other enabled backends, which are not part of the
-    # key.
+    # Do not cache nested tensors, whose `shape` raises: check_kind() refuses them. Do not cache while the user
+    # has disabled the math backend: whether a call is valid then depends on the other enabled backends, which
+    # are not part of the key.
     try:
         if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None
         keeps_graph = torch.is_grad_enabled()
         of_mask = None
         if mask is not None:
-            of_mask = (mask.shape, mask.dtype, mask.device, keeps_graph and mask.requires_grad)
+            if mask.is_nested:
+                return None
+            needs_grad = keeps_graph and mask.requires_grad
+            of_mask = (mask.shape, mask.dtype, mask.device, mask.layout, type(mask), needs_grad)
     except AttributeError:  # An argument is not a tensor. check_kind() raises TypeError for it later.
         return None
     return (

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from para_core.layout.runs import take
 from para_core.layout.sequence import Run
 
-# (From so many queries of a call on, the size of its blocks), largest first: the conditions of
-# FlashAttentionKernel.cpp of torch 2.13.
+# (From so many queries of a call on, the size of its blocks), largest first: the conditions under which
+# FlashAttentionKernel.cpp of torch 2.13 sets q_split_size. If tests/same_bits/test_attention.py fails with another
+# torch, compare them with that file.
 _BLOCK_SIZES = ((768, 256), (192, 64), (0, 32))
 
 
@@ -43,16 +44,17 @@ class QueryBlocks(NamedTuple):
         return rows
 
     def take(self, out: Tensor) -> Tensor:
-        """Return this rank's rows of a result."""
-        return torch.cat([out.narrow(-2, start, length) for start, length in self.runs], dim=-2)
+        """Return this rank's rows of a result. They may be a view of it."""
+        return take(out, -2, self.runs)
 
 
 def place_in_blocks(runs: Sequence[Run], total: int) -> QueryBlocks:
     """Return the call of the blocks that hold the positions ``runs``, of those of one process with ``total``
     queries.
 
-    The call gets at least as many queries as give it blocks of the size of one process; blocks of zeros, in
-    front, make up for missing ones. The last block of one process, which may be smaller, stays the last.
+    The call gets at least as many queries as give it blocks of the size of one process; whole blocks of zeros,
+    in front, make up for missing ones. So each block has the size and the rows that it has in one process, and
+    the last one, which may be smaller, stays the last. Which blocks are computed before it changes no bits.
     """
     least, size = next(entry for entry in _BLOCK_SIZES if total >= entry[0])
     touched = sorted({block for start, length in runs for block in _blocks_of_run(start, length, size)})
@@ -61,8 +63,6 @@ def place_in_blocks(runs: Sequence[Run], total: int) -> QueryBlocks:
     rows = sum(min(size, total - block * size) for block in touched)
     missing = min(max(least, size), total) - rows
     front = max(0, -(-missing // size)) * size
-    if total < size:
-        front = 0
     starts = {block: front + index * size for index, block in enumerate(touched)}
     placed = [(_start_of(start, length, size, starts), length) for start, length in runs]
     return QueryBlocks(front + rows, tuple(placed))

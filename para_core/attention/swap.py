@@ -23,7 +23,6 @@ tests/kernels/test_old_gpus.py for the choice of a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,7 @@ from para_core.attention.wire import AS_IT_IS, Wire
 from para_core.distributed.collectives import start_all_to_all, swap_evenly, wait
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels.pack_reference import CopyRegion
+from para_core.layout.runs import starts_of
 from para_core.layout.sequence import Run
 from para_core.triton_support import load_kernel
 
@@ -219,9 +219,8 @@ class Swap:
                 if by_head:
                     owner = rank
                 counts = [self.heads[index][owner][1] * shapes.row_widths[index] for index in table]
-                starts = list(accumulate(counts, initial=0))
-                step = starts[-1]
-                for index, before in zip(table, starts, strict=False):
+                step = sum(counts)
+                for index, before in zip(table, starts_of(counts), strict=True):
                     first, count = self.heads[index][owner]
                     if not by_head:
                         first = 0
@@ -229,7 +228,8 @@ class Swap:
                     for start, length in tokens[index][rank]:
                         regions.append(CopyRegion(index, start, length, first, count, at, step))
                         at += length * shapes.batch * step
-                offset = at - before
+                # All tensors of a table have the same tokens.
+                offset += sum([length for _, length in tokens[table[0]][rank]]) * shapes.batch * step
         return as_numbers(regions)
 
 

@@ -52,7 +52,7 @@ class ToHeads(Swap):
             runs = [[rows.local_runs(replicated=self.replicated)] * self.dim.size for rows in self.rows]
             regions = self.regions(shapes, runs, by_head=True)
             return partial(pack_regions, self.wire, regions, numel)
-        groups = group_ranks(self.heads)
+        groups = group_equal_ranks(self.heads)
         if self._packs_views(shapes, groups):
             view_shapes = [self._view_shape(shapes, index) for index in range(len(self.rows))]
             return partial(pack_views, view_shapes)
@@ -243,11 +243,11 @@ class RankGroup(NamedTuple):
     heads: tuple[tuple[int, int, int], ...]
 
 
-def group_ranks(heads: Sequence[Sequence[Run]]) -> list[RankGroup]:
+def group_equal_ranks(heads: Sequence[Sequence[Run]]) -> list[RankGroup]:
     """Split the ranks into groups with equal numbers of heads. ``heads[k][i]`` is the run of rank i for
     tensor k.
 
-    >>> group_ranks([[(0, 2), (2, 2), (4, 1)]])
+    >>> group_equal_ranks([[(0, 2), (2, 2), (4, 1)]])
     [RankGroup(first=0, number=2, heads=((0, 2, 2),)), RankGroup(first=2, number=1, heads=((4, 1, 1),))]
     """
     groups: list[RankGroup] = []

@@ -76,12 +76,13 @@ def start_all_to_all(
     received = x.new_empty(sum(receive_sizes))
     sizes = list(receive_sizes), list(send_sizes)
     buffers = received, x
-    if x.dtype in _NOT_SENT:
-        buffers = _view_to_send(received), _view_to_send(x)
+    if x.dtype in NOT_SENT:
+        buffers = view_to_send(received), view_to_send(x)
     return Travelling(received, group_of(dim).alltoall_base(*buffers, *sizes, _ALL_TO_ALL))
 
 
-# The dtypes that gloo does not send. NCCL does not send some of them, either.
+# The dtypes that gloo does not send. NCCL does not send some of them, either. swap_evenly, start_ring_shift and
+# start_all_gather do not look: they send numbers of attention, which are floats of 16 bits and more, and bytes.
 _SENT_AS_BYTES = frozenset(
     {
         torch.bool,
@@ -90,17 +91,21 @@ _SENT_AS_BYTES = frozenset(
         torch.uint32,
         torch.uint64,
         torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
         torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
     }
 )
-_NOT_SENT = _SENT_AS_BYTES | {torch.complex32, torch.complex64, torch.complex128}
+NOT_SENT = _SENT_AS_BYTES | {torch.complex32, torch.complex64, torch.complex128}
 
 
-def _view_to_send(x: Tensor) -> Tensor:
-    """Return the contiguous ``x``, of a dtype in ``_NOT_SENT``, as every backend sends it: as bytes or, if it
+def view_to_send(x: Tensor) -> Tensor:
+    """Return the contiguous ``x``, of a dtype in ``NOT_SENT``, as every backend sends it: as bytes or, if it
     is complex, as pairs of numbers.
 
-    The first dim stays. The result has the memory of ``x``, unless ``x`` is a lazy conjugate.
+    The dims of ``x`` stay, before a new last one. The result has the memory of ``x``, unless ``x`` is a lazy
+    conjugate.
     """
     if x.dtype in _SENT_AS_BYTES:
         return x.unsqueeze(-1).view(torch.uint8)
@@ -239,8 +244,8 @@ def _all_to_all(
 ) -> tuple[Tensor, Tensor]:
     received = x.new_empty(sum(receive_sizes), *x.shape[1:])
     buffers = received, x.contiguous()
-    if x.dtype in _NOT_SENT:
-        buffers = _view_to_send(received), _view_to_send(buffers[1])
+    if x.dtype in NOT_SENT:
+        buffers = view_to_send(received), view_to_send(buffers[1])
     group_named(group_name).alltoall_base(*buffers, receive_sizes, send_sizes, _ALL_TO_ALL).wait()
     return received, done(x)
 
@@ -263,8 +268,8 @@ def _all_gather(
 ) -> tuple[Tensor, Tensor]:
     rows, group = x.new_empty(sum(sizes), *x.shape[1:]), group_named(group_name)
     gathered, sent = rows, x.contiguous()
-    if x.dtype in _NOT_SENT:
-        gathered, sent = _view_to_send(rows), _view_to_send(sent)
+    if x.dtype in NOT_SENT:
+        gathered, sent = view_to_send(rows), view_to_send(sent)
     # A generator would add a Python call for each rank.
     if sizes.count(sizes[0]) == len(sizes):
         _all_gather_into(gathered, sent, group=group)

@@ -11,15 +11,14 @@ import os
 import socket
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from para_core.distributed.agree import agree
-from para_core.distributed.groups import find_or_make_group, host_group, nccl_device
+from para_core.distributed.agree import agree, exchange
+from para_core.distributed.groups import find_or_make_group, nccl_device
 from para_core.distributed.mesh import (
     MESH_DIMS,
     PIPE_DIM,
@@ -193,13 +192,8 @@ def check_distinct_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | Seq
         index = torch.cuda.current_device()
         # Use the UUID, because with CUDA_VISIBLE_DEVICES the same index may mean different GPUs on two ranks.
         gpu = socket.gethostname(), str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
-    gpus = {dist.get_rank(): gpu}
-    for dim in ranks.dims:
-        if dim.group is not None:
-            parts: list[Any] = [None] * dim.size
-            dist.all_gather_object(parts, gpus, group=host_group(dim))
-            gpus = {rank: gpu for part in parts for rank, gpu in part.items()}
-    check_no_shared_gpu({rank: gpu for rank, gpu in sorted(gpus.items()) if gpu is not None})
+    gpus = sorted(exchange((dist.get_rank(), gpu), ranks))
+    check_no_shared_gpu({rank: gpu for rank, gpu in gpus if gpu is not None})
 
 
 def check_no_shared_gpu(gpus: Mapping[int, tuple[str, str]]) -> None:

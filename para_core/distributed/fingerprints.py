@@ -60,7 +60,8 @@ class PendingFingerprints:
         self._events: list[torch.cuda.Event] = []
         for device, sums in self._sums.items():
             if device.type == "cuda":
-                # Wait for this copy alone later, not for what is launched until then.
+                # Wait for this copy alone later, not for what is launched until then. With non_blocking, torch
+                # copies to pinned memory, so the host does not wait here.
                 self._sums[device] = sums.to("cpu", non_blocking=True)
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(device))
@@ -82,17 +83,22 @@ def joint_fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """Return one fingerprint of all ``tensors`` together, as an int64 tensor of shape ``[1]``.
 
     It depends on the bytes of the tensors and on their order, but not on their devices: like
-    :func:`fingerprints`, with positions that count the words of all tensors. It is much cheaper than a
-    fingerprint for each of many small tensors, which share a launch. If all tensors are on one device, so is
-    the result, and the host does not wait.
+    :func:`fingerprints`, with positions that count the words of all tensors. Where one tensor ends and the next
+    begins is not part of it. It is much cheaper than a fingerprint for each of many small tensors, which
+    share a launch. If all tensors are on one device, so is the result, and the host does not wait. Without
+    any bytes the result is 0 on the CPU.
     """
     start = 0
     sums: dict[torch.device, list[Tensor]] = {}
     for chunk in _chunks(tensors):
-        words = torch.cat(chunk)
+        words = chunk[0]
+        if len(chunk) > 1:
+            words = torch.cat(chunk)
         positions = torch.arange(start + 1, start + words.numel() + 1, device=words.device)
-        _mix(words.add_(positions, alpha=_signed(_STEP)))
-        sums.setdefault(words.device, []).append(words.sum(dim=0, keepdim=True))
+        # Not in place, because the words may be a view of the caller's weights. The sum is mixed in place.
+        mixed = torch.add(words, positions, alpha=_signed(_STEP))
+        _mix(mixed)
+        sums.setdefault(words.device, []).append(mixed.sum(dim=0, keepdim=True))
         start += words.numel()
     if not sums:
         return torch.zeros(1, dtype=torch.int64)
@@ -137,16 +143,11 @@ def _sum_words(tensors: Sequence[Tensor]) -> Tensor:
     if sum(sizes) > _MAX_WORDS and len(tensors) > 1:
         half = len(tensors) // 2
         return torch.cat([_sum_words(tensors[:half]), _sum_words(tensors[half:])])
-    rows = [tensor_bytes(x.detach()) for x in tensors]
-    words = torch.zeros(sum(sizes), dtype=torch.int64, device=tensors[0].device)
-    steps = torch.arange(1, max(sizes) + 1, device=words.device) * _signed(_STEP)
-    parts = words.split(sizes)
-    for part, row in zip(parts, rows, strict=True):
-        # Copy the bytes, because view(torch.int64) requires an aligned offset and a multiple of 8 bytes.
-        part.view(torch.uint8)[: row.numel()].copy_(row)
-        part.add_(steps[: part.numel()])
-    _mix(words)
-    return torch.stack([part.sum() for part in parts])
+    steps = torch.arange(1, max(sizes) + 1, device=tensors[0].device) * _signed(_STEP)
+    # As above: the words may be views of the caller's tensors, and the sums are mixed in place.
+    mixed = torch.cat([_words(x) + steps[:size] for x, size in zip(tensors, sizes, strict=True)])
+    _mix(mixed)
+    return torch.stack([part.sum() for part in mixed.split(sizes)])
 
 
 def _mix(words: Tensor) -> None:

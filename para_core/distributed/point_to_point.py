@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from para_core.distributed.agree import exchange
+from para_core.distributed.collectives import NOT_SENT, view_to_send
 from para_core.distributed.groups import find_or_make_group, groups_by_description, nccl_device
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
 from para_core.torch_internals import (
@@ -309,11 +310,10 @@ class Links:
         else:
             x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         start = time.perf_counter()
-        # Send 8-bit floats as bytes, because gloo and NCCL do not support them.
-        bits = x
-        if x.is_floating_point() and x.element_size() == 1:
-            bits = x.view(torch.uint8)
-        dist.broadcast(bits, group_src=source, group=self._group)
+        sent = x
+        if x.dtype in NOT_SENT:
+            sent = view_to_send(x)
+        dist.broadcast(sent, group_src=source, group=self._group)
         if self.dim.index != source:
             self.seconds_waited += time.perf_counter() - start
         return x

@@ -1,18 +1,17 @@
-"""Fetch what other ranks hold: ranges of a sequence, the parts of another layout, or a halo.
+"""Fetch what other ranks hold: ranges of a sequence, or the parts of another layout.
 
-All of them are one all-to-all over one mesh dim, described by a :class:`FetchPlan`. They are differentiable:
-in the backward, too, every rank takes part in the exchange, whether it has sent and received anything or not.
+Both are one all-to-all over one mesh dim, described by a :class:`FetchPlan`. They are differentiable: in the
+backward, too, every rank takes part in the exchange, whether it has sent and received anything or not.
 
-:mod:`para_core.layout.halo` and :mod:`para_core.spatial.fetch` call this module. Tests:
-tests/layout/test_sequence.py for plans, the rows ``rows`` of tests/plans/test_exactness.py for the exchange
-and its gradients, and tests/spatial/test_functions.py for rows of images.
+:mod:`para_core.layout.halo`, which makes plans of its own, and :mod:`para_core.spatial.fetch` call this module.
+Tests: tests/layout/test_sequence.py for plans, the rows ``rows`` of tests/plans/test_exactness.py for the
+exchange and its gradients, and tests/spatial/test_functions.py for rows of images and ``fill``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from para_core.distributed.collectives import start_all_to_all, wait
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.pieces import Layout
+from para_core.layout.runs import starts_of
 from para_core.layout.sequence import Run
 
 # For each rank, the runs (start, length) of positions of the sequence that it fetches. If a gradient is needed,
@@ -94,7 +94,7 @@ def _find_spans(layout: Layout, run: Run, receiver: int) -> list[Span]:
 
     A replicated part is that of ``receiver``.
     """
-    position, stop = run[0], sum(run)
+    position, stop = run[0], run[0] + run[1]
     spans = []
     for held in _pieces_by_position(layout, receiver):
         low, high = max(position, held.start), min(stop, held.start + held.length)
@@ -122,36 +122,11 @@ def _pieces_by_position(layout: Layout, receiver: int) -> tuple[_HeldPiece, ...]
     """Return the pieces of all ranks by position; of the replicated ones, which all hold, those of ``receiver``."""
     table = []
     for owner, pieces in enumerate(layout.pieces):
-        offsets = accumulate([piece.length for piece in pieces], initial=0)
-        for piece, offset in zip(pieces, offsets, strict=False):
+        offsets = starts_of([piece.length for piece in pieces])
+        for piece, offset in zip(pieces, offsets, strict=True):
             if not piece.replicated or owner == receiver:
                 table.append(_HeldPiece(piece.start, piece.length, owner, offset))
     return tuple(sorted(table))
-
-
-def plan_halo(sizes: Sequence[int], size: int, rank: int, *, wraps: bool = False) -> FetchPlan:
-    """Return the plan that fetches the last ``size`` tokens of the rank before, and the first of the rank
-    after.
-
-    ``sizes`` are the numbers of tokens of consecutive ranks; each must be at least ``size``, which
-    :func:`para_core.plans.exchange.add_halo` checks. They may be symbolic, as this function compares no
-    sizes.
-
-    Args:
-        wraps: Whether the last rank comes before the first. Otherwise the first rank gets nothing from
-            before, and the last rank nothing from after.
-
-    >>> [tuple(span) for run in plan_halo((3, 4, 2), 1, 1).runs for span in run]
-    [(0, 2, 1), (2, 0, 1)]
-    """
-    last = len(sizes) - 1
-    spans = []
-    for receiver in range(len(sizes)):
-        before, after = (receiver - 1) % len(sizes), (receiver + 1) % len(sizes)
-        from_before = [Span(before, sizes[before] - size, size)] if receiver > 0 or wraps else []
-        from_after = [Span(after, 0, size)] if receiver < last or wraps else []
-        spans.append([from_before, from_after])
-    return plan_spans(spans, rank)
 
 
 def start_exchange(
@@ -164,6 +139,9 @@ def start_exchange(
     the returned function has been called, because parts may be sent from its memory, and this rank's own
     parts are taken then. Nor may it change in place afterwards while the results are used: a run that this
     rank holds itself, in one piece, is a view of ``x``.
+
+    The backward is collective, too: ``x`` must require a gradient on all ranks or on none, and the loss of each
+    rank must depend on all its runs. A rank whose backward does not reach the exchange leaves the others waiting.
 
     Args:
         x: This rank's tokens, along ``dim``.
@@ -192,7 +170,8 @@ def start_exchange(
         if in_flight is not None:
             received = wait(in_flight).split(receive_sizes)
         runs = _parts_of_runs(plan, tokens, received, ranks, fill)
-        if runs and received and _needs_gradient(received[0]) and not _receives(plan, ranks.index):
+        has_only_own_parts = not _receives(plan, ranks.index)
+        if runs and received and has_only_own_parts and _needs_gradient(received[0]):
             # Without this part, which is empty, the result would not depend on the exchange. The backward would skip
             # it, and the other ranks would hang, as ``rows`` of test_exactness.py would on 2 × 2 ranks.
             runs[0].append(received[0].view(0, *tokens.shape[1:]))

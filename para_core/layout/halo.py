@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import SequenceMesh
-from para_core.layout.fetch import FetchPlan, Span, plan_halo, plan_spans, start_exchange
+from para_core.layout.fetch import FetchPlan, Span, plan_spans, start_exchange
 
 
 def fetch_halo(x: Tensor, dim: int, size: int, sizes: Sequence[int], mesh: SequenceMesh) -> Tensor:
@@ -30,7 +30,7 @@ def fetch_halo(x: Tensor, dim: int, size: int, sizes: Sequence[int], mesh: Seque
     first = mesh.ring.index * width
     # With several groups, the first and the last rank of a group get the other end of their own group, to
     # pass it on to the next (previous) group.
-    plan = plan_halo(sizes[first : first + width], size, mesh.ulysses.index, wraps=has_groups)
+    plan = _plan_halo(sizes[first : first + width], size, mesh.ulysses.index, wraps=has_groups)
     before, after = start_exchange(x, dim, plan, mesh.ulysses)()
     is_first, is_last = mesh.ulysses.index == 0, mesh.ulysses.index == width - 1
     if has_groups and is_first and is_last:
@@ -41,6 +41,30 @@ def fetch_halo(x: Tensor, dim: int, size: int, sizes: Sequence[int], mesh: Seque
     elif has_groups and is_last:
         (after,) = start_exchange(after, dim, _plan_ends(size, mesh, is_last=True), mesh.ring)()
     return torch.cat([before, x, after], dim=dim)
+
+
+def _plan_halo(sizes: Sequence[int], size: int, rank: int, *, wraps: bool) -> FetchPlan:
+    """Return the plan that fetches the last ``size`` tokens of the rank before, and the first of the rank
+    after.
+
+    ``sizes`` are the numbers of tokens of consecutive ranks; each must be at least ``size``. They may be
+    symbolic, as this function compares no sizes.
+
+    Args:
+        wraps: Whether the last rank comes before the first. Otherwise the first rank gets nothing from
+            before, and the last rank nothing from after.
+
+    >>> [tuple(span) for run in _plan_halo((3, 4, 2), 1, 1, wraps=False).runs for span in run]
+    [(0, 2, 1), (2, 0, 1)]
+    """
+    last = len(sizes) - 1
+    spans = []
+    for receiver in range(len(sizes)):
+        before, after = (receiver - 1) % len(sizes), (receiver + 1) % len(sizes)
+        from_before = [Span(before, sizes[before] - size, size)] if receiver > 0 or wraps else []
+        from_after = [Span(after, 0, size)] if receiver < last or wraps else []
+        spans.append([from_before, from_after])
+    return plan_spans(spans, rank)
 
 
 def _plan_ends(size: int, mesh: SequenceMesh, *, is_first: bool = False, is_last: bool = False) -> FetchPlan:

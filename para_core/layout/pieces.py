@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
+from para_core.layout.runs import starts_of
 from para_core.layout.sequence import Run, SequenceLayout
 
 
@@ -31,11 +31,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces that each of some ranks holds, in the order in which they lie in its tensor. All ranks hold
-    equally many pieces, which :meth:`group_ranks` relies on: piece i of each rank is a part of the same
-    segment. A piece may be empty.
+    """The pieces that each of some neighbouring ranks holds, in the order in which they lie in its tensor.
 
-    Lengths may be symbolic: this class only adds them.
+    All ranks hold equally many pieces, at least one. Piece i of each rank is a part of the same segment: if it
+    is not replicated, it begins where that of the rank before it ends (of the rank after it, if ``descending``).
+    A piece may be empty. Nothing checks this: the layouts that :meth:`of`, :meth:`consecutive` and an ordered
+    :meth:`group_ranks` return are so. What :meth:`only` returns is for :meth:`runs` and :meth:`size` alone.
+
+    Lengths may be symbolic, except in :meth:`consecutive`: this class only adds them.
 
     >>> from para_core.layout.sequence import Segment
     >>> segments = Segment("text", 3, replicated=True), Segment("image", 5)
@@ -48,14 +51,16 @@ class Layout:
 
     @staticmethod
     def of(sequence: SequenceLayout, ranks: Sequence[int] | None = None) -> Layout:
-        """Return the pieces of each of ``ranks`` (all, by default) of ``sequence``."""
+        """Return the pieces of each of ``ranks`` (all, by default) of ``sequence``. They must be consecutive and
+        ascending.
+        """
         ranks = range(sequence.ranks) if ranks is None else ranks
         pieces: list[list[Piece]] = [[] for _ in ranks]
         before = 0
         for segment in sequence.segments:
             for rank, pieces_of_rank in zip(ranks, pieces, strict=True):
-                # The second run of a balanced segment is that of the back half, of which the first rank holds
-                # the end.
+                # Only a balanced segment has a second run: that of the back half, of which the first rank
+                # holds the end.
                 for index, (start, length) in enumerate(segment.runs(rank, sequence.ranks)):
                     pieces_of_rank.append(
                         Piece(before + start, length, segment.replicated, descending=index == 1)
@@ -67,20 +72,20 @@ class Layout:
     @lru_cache(maxsize=4096)
     def consecutive(sizes: tuple[int, ...]) -> Layout:
         """Return the layout in which each rank holds ``sizes[rank]`` positions, after those of the rank
-        before it.
+        before it. Sizes must be plain numbers, because results are cached by them.
 
         >>> Layout.consecutive((3, 0, 2)).runs(2)
         [(3, 2)]
         """
-        starts = accumulate(sizes, initial=0)
-        return Layout(tuple([(Piece(start, size),) for start, size in zip(starts, sizes, strict=False)]))
+        return Layout(tuple([(Piece(*run),) for run in zip(starts_of(sizes), sizes, strict=True)]))
 
     def group_ranks(self, width: int, *, ordered: bool = True) -> Layout:
         """Return the layout of groups of ``width`` neighbouring ranks, each of which holds the pieces of all
-        its ranks.
+        its ranks. ``width`` must divide the number of ranks.
 
-        They are in the order of the sequence, or, if not ``ordered``, rank by rank; nothing may then be
-        replicated.
+        They are in the order of the sequence, or, if not ``ordered``, rank by rank. Nothing may then be
+        replicated, or a group would hold it several times (``AttentionSpec.orders_queries`` sees to that), and
+        pieces i of the groups are not parts of the same segment any more.
 
         >>> layout = Layout(((Piece(0, 3, True), Piece(3, 3)), (Piece(0, 3, True), Piece(6, 2))))
         >>> layout.group_ranks(2).runs(0)
@@ -115,10 +120,10 @@ class Layout:
     def offsets(self, rank: int = 0, *, replicated: bool) -> list[Run]:
         """Return where the replicated (or the sharded) pieces of ``rank`` lie in its tensor, one run per piece."""
         pieces = self.pieces[rank]
-        starts = accumulate([piece.length for piece in pieces], initial=0)
+        starts = starts_of([piece.length for piece in pieces])
         return [
             (start, piece.length)
-            for start, piece in zip(starts, pieces, strict=False)
+            for start, piece in zip(starts, pieces, strict=True)
             if piece.replicated == replicated
         ]
 
@@ -133,7 +138,9 @@ class Layout:
 
 
 def _join_ranks(pieces: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
-    """Return the pieces that neighbouring ranks hold together: each joins one piece of every rank."""
+    """Return the pieces that neighbouring ranks hold together: each joins piece i of every rank, which follow
+    each other (:class:`Layout`).
+    """
     joined = []
     for neighbours in zip(*pieces, strict=True):
         first = neighbours[-1] if neighbours[0].descending else neighbours[0]

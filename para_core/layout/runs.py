@@ -9,6 +9,7 @@ tests/attention/test_exactness.py and tests/attention/test_block_sparse.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,8 +17,17 @@ from torch import Tensor
 from para_core.layout.sequence import Run
 
 
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    """Return where each of some consecutive parts begins. ``lengths`` may be symbolic: they are only added.
+
+    >>> starts_of([3, 0, 2])
+    [0, 3, 3]
+    """
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
 def coalesce(runs: Sequence[Run]) -> list[Run]:
-    """Return ``runs`` ``(start, length)`` sorted, without empty ones, and with adjacent ones joined.
+    """Return disjoint ``runs`` ``(start, length)`` sorted, without empty ones, and with adjacent ones joined.
 
     >>> coalesce([(4, 2), (0, 3), (3, 1), (9, 0)])
     [(0, 6)]

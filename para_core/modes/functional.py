@@ -68,10 +68,12 @@ def _mark_rows_of_rank(
     The caller of a function passes its own part of each tensor, so the rows are those of this rank. Other
     arguments are returned as they are, and refused later on every rank.
     """
-    tensors = (mask, query, key)
-    if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) and x.ndim > 1 for x in tensors):
+    if torch.compiler.is_compiling() or mask is None:
         return mask
-    if mask is None or mask.shape[-2] != query.shape[-2] or mask.shape[-1] <= key.shape[-2]:
+    for x in (mask, query, key):
+        if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.ndim < 2:
+            return mask
+    if mask.shape[-2] != query.shape[-2] or mask.shape[-1] <= key.shape[-2]:
         return mask
     if layout is None:
         layout = even_layout(query.shape[-2] * mesh.ranks, mesh.ranks)

@@ -120,6 +120,9 @@ class HandwrittenAttention:
                 because dims of size 1 have many meanings.
         """
         tokens = {size for size in sizes if size > 1}
+        # A nested tensor has no numbers of tokens to compare, and raises if it is asked for its shape.
+        if isinstance(output, Tensor) and output.is_nested:
+            return
         if not tokens or self._is_paused or (self._ignores_graphs and _is_in_graph()):
             return
         if func in _EXTEND:

@@ -148,7 +148,8 @@ class LayoutMode(ShardingMode):
             query_layout = self._layout_of_mask(num_queries, sequence, "query")
             key_layout = self._layout_of_mask(num_keys, key_sequence, "key")
             sharded: BlockMask = shard_mask(mask, query_layout, key_layout, self._mesh)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
+            # RuntimeError is that of a device, which computes the rank's blocks.
             if exchanges:
                 agree(error, self._mesh)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -71,6 +72,10 @@ REFUSED = {
     "unknown": (lambda: AttnOptions(backend="xformers"), f"xformers.*{', '.join(BACKENDS)}"),
     "unknown option": (lambda: AttnOptions.of(is_causal=True), "no option 'is_causal'; expected one of rotate_method"),
     "triton on a CPU": (lambda: attend("triton", *X), r"triton.* CUDA .*CPU.*TRITON_INTERPRET=1"),
+    "triton is missing": (
+        mock.patch.object(triton_backend, "has_triton", lambda: False)(lambda: attend("triton", *X)),
+        r'pip install "triton>=3\.5"',
+    ),
     "triton in float64": (
         lambda: check_some_backend(X[0].double(), X[2].double(), backend="triton"),
         r"triton.*float32.* 256.* torch\.float64 .*16",
@@ -110,12 +115,6 @@ def test_a_backend_refuses_what_it_cannot_compute(name):
     call, message = REFUSED[name]
     with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
         call()
-
-
-def test_missing_triton_package_is_named(monkeypatch):
-    monkeypatch.setattr(triton_backend, "has_triton", lambda: False)
-    with pytest.raises(RuntimeError, match=r'pip install "triton>=3\.5"'):
-        attend("triton", *X)
 
 
 # -- The Triton kernel behind the functions of this package.

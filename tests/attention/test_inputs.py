@@ -1,6 +1,8 @@
 """Unusual inputs of SDPA, attention of the user's own, declared masks and keys, and errors for what is refused."""
 
 import re
+import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import para_core
-from para_core import BatchParallelAttnMode, UnifiedAttnMode
+from para_core import BatchParallelAttnMode, UnifiedAttnMode, unified_attention
 from para_core.attention.sdpa_call import SdpaCall
 from tests.attention.cases import make_mesh, own_attention
 from tests.attention.one_device import make_qkv, relative_error
@@ -212,10 +214,13 @@ def refuse():
     mesh = make_mesh(1, 2)
     q, k, v = own(mesh, make_qkv(12, 4))
     nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+    with warnings.catch_warnings(action="ignore"):  # It has no shape and no strides.
+        padded = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)])
     distributed = DTensor.from_local(q, mesh["ulysses"], [Replicate()])
     module = torch.nn.MultiheadAttention(8, 4, batch_first=True)
     x = torch.randn(2, 6, 8)
     for assume_equal in (False, True):
+        attend = partial(unified_attention, mesh=mesh, assume_equal=assume_equal)
         with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as mode:
             mode.intercepted = True
             rows = {
@@ -224,7 +229,10 @@ def refuse():
                 r"value.* list": lambda: mode.attend(SdpaCall(q, k, [1.0])),
                 r"attn_mask is a list": lambda: mode.attend(SdpaCall(q, k, v, [1.0])),
                 r"scale is 'large'": lambda: mode.attend(SdpaCall(q, k, v, scale="large")),
-                r"sparse": lambda: sdpa(q, k, v, torch.ones(6, 12).to_sparse()),
+                r"attn_mask is a nested tensor": lambda: mode.attend(SdpaCall(q, k, v, padded)),
+                r"attn_mask is a nested tensor; ": partial(attend, q, k, v, padded),
+                # A dense mask of the same shape may be known.
+                r"sparse": lambda: [sdpa(q, k, v, x) for x in (torch.ones(1, 12), torch.ones(1, 12).to_sparse())],
             }
             if not assume_equal:
                 rows["need_weights=False"] = lambda: module(x, x, x, need_weights=mesh.get_rank() == 1)

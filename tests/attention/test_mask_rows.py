@@ -37,6 +37,7 @@ UNKNOWN = {
     "written to": lambda part: part.tril_(),
     "with such a mask": lambda part: part & torch.ones(4, 8, dtype=torch.bool).tril(),
     "in another order": lambda part: part.flip(-2),
+    "written to zeros": lambda part: torch.zeros_like(part).tril_().logical_or_(part),
     "all hidden": lambda _: torch.zeros(4, 8, dtype=torch.bool),  # As a causal mask whose first tokens are padding.
 }
 

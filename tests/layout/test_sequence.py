@@ -75,7 +75,7 @@ def test_ranks_hold_the_parts_of_tensor_split(segments, ranks):
 @given(segments=SEGMENTS, groups=st.integers(1, 4), width=st.integers(1, 4))
 def test_a_group_holds_the_tokens_of_its_ranks_once(segments, groups, width):
     sequence = SequenceLayout(segments, groups * width)
-    layout = Layout.of(sequence).group_ranks(width)
+    layout, by_rank = (Layout.of(sequence).group_ranks(width, ordered=ordered) for ordered in (True, False))
     assert len(layout.pieces) == groups
     for group in range(groups):
         ranks = range(group * width, (group + 1) * width)
@@ -85,6 +85,8 @@ def test_a_group_holds_the_tokens_of_its_ranks_once(segments, groups, width):
         assert tokens(layout.runs(group, replicated=True)) == replicated
         assert sorted(held) == sorted(sharded + replicated)
         assert layout.size(group) == layout.sizes()[group] == len(held)
+        if not replicated:
+            assert by_rank.runs(group) == [run for rank in ranks for run in sequence.runs(rank)]
         for kind in (False, True):
             at = tokens(layout.offsets(group, replicated=kind))
             assert [held[offset] for offset in at] == tokens(layout.runs(group, replicated=kind))

@@ -1,6 +1,7 @@
 """Attention that a model computes by hand inside a mode is named, whichever way the softmax is written."""
 
 import re
+import warnings
 from unittest import mock
 
 import torch
@@ -56,6 +57,8 @@ def no_scores(cp, part):
     torch.cat([part, part], -1).exp()
     (part[:, None, :, :32] @ torch.randn(2, 1, 7, 32).mT).softmax(-1)  # The keys are seven replicated tokens of text.
     part[0].softmax(0)  # A router has no dim of heads or samples.
+    with warnings.catch_warnings(action="ignore"):
+        torch.nested.nested_tensor([*part[:, :, None]]).softmax(-1)
 
 
 # What a mode is used for, and the pattern of each warning or of the error.

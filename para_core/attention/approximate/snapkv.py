@@ -22,7 +22,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 from math import ceil
 
 import torch
@@ -40,6 +39,7 @@ from para_core.attention.ring import Packing, pass_on_blocks
 from para_core.attention.ring_plan import RingPlan
 from para_core.attention.usp import attend_all
 from para_core.distributed.collectives import all_gather
+from para_core.layout.runs import starts_of
 from para_core.layout.sequence import Run
 
 
@@ -121,9 +121,9 @@ def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
     >>> _offsets([4, 0, 7], [(6, 2), (4, 1)])
     [2, None, 1]
     """
-    begins = accumulate([length for _, length in runs], initial=0)
+    begins = starts_of([length for _, length in runs])
     ascending = sorted(
-        (start, length, begin) for (start, length), begin in zip(runs, begins, strict=False) if length
+        (start, length, begin) for (start, length), begin in zip(runs, begins, strict=True) if length
     )
     starts = [start for start, _, _ in ascending]
     offsets: list[int | None] = []
