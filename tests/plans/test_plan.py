@@ -14,6 +14,7 @@ from para_core import Attention, Plan
 from para_core.distributed.mesh import one_rank, sequence_mesh
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.apply_rules import RuleExecutor
+from para_core.plans.module_matching import matching_modules
 from para_core.plans.plan import AttentionByHeads, Entries, Gather, Split
 from para_core.plans.published_plan import convert_published_plan
 from para_core.plans.region import mesh_of_plan
@@ -202,6 +203,12 @@ def refuse_all():
 
 def test_what_does_not_fit_raises_on_every_rank(rank_pool):
     rank_pool.run(refuse_all, 2)
+
+
+def test_last_module_is_the_last_of_a_compiled_list_that_holds_one_twice():
+    block = nn.Linear(1, 1)
+    model = torch.compile(nn.ModuleDict({"blocks": torch.compile(nn.Sequential(block, block, nn.Linear(1, 1)))}))
+    assert [[*matching_modules(model, name)] for name in ("blocks.-1", "*")] == [["blocks.2"], ["blocks"]]
 
 
 def test_gather_of_unsharded_segment_is_named():
