@@ -100,10 +100,10 @@ def with_three_ids():
     planned(flux.model(), flux.plan, {**flux_inputs(10, 5), "img_ids": torch.zeros(1, 10, 3)})
 
 
-def with_long_tuple():
-    of_video, executor = Split(dim=0, like="video"), RuleExecutor(sequence_mesh(cpu_mesh(1, 2)))
-    kept = executor.apply((torch.arange(5.0), None), Entries((None, of_video)), "rope")
-    executor.apply(kept, Entries((None, of_video, of_video)), "rope")
+def applied(*steps):
+    executor = RuleExecutor(sequence_mesh(cpu_mesh(1, 2)))
+    for value, rule in steps:
+        executor.apply(value, rule, "rope")
 
 
 def by_rows(attend=None, num=6, checkpointing=False):
@@ -164,7 +164,9 @@ SECOND_WITHOUT = nn.Sequential(Grouped(), Grouped())
 del SECOND_WITHOUT[1].heads
 MISSING = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
 MISSING_LAST, AT_ONE = replace(MISSING, outputs={"nothing.-1": Gather(1, "image")}), RuleExecutor(one_rank("cpu"))
-TO_ITSELF, ONE = (Attention(("tokens",)),), torch.zeros(1, 1)
+TO_ITSELF, ONE, CAUSAL = (Attention(("tokens",)),), torch.zeros(1, 1), torch.ones(4, 4).tril().bool()
+PAIR, LIKE, FRAMES = (noise(5), None), Split(0, like="video"), Split(0, "video", together=(1,))
+OF_TWO, OF_THREE = Entries((None, LIKE)), Entries((None, LIKE, LIKE))
 SPLIT_INSIDE = {f"0.{name}": {"input": Split(1, "tokens")} for name in "qkv"}
 SUMS = r"scaled_dot_product_attention .*LinearAttention\("
 REFUSED = [
@@ -174,7 +176,10 @@ REFUSED = [
     (with_unfitting_plan, (SECOND_WITHOUT, replace(HEADS, attention={"*": BY_HEADS})), AttributeError, "heads"),
     (after_an_error, (), AttributeError, "no attribute 'heads'"),
     (with_three_ids, (), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
-    (with_long_tuple, (), TypeError, r"rope.* tuple of 2.* 3 "),
+    (applied, ((PAIR, OF_TWO), (PAIR, OF_THREE)), TypeError, r"rope.* tuple of 2.* 3 "),
+    (applied, ((noise(7), Split(0, "video")), (noise(3), LIKE)), ValueError, "rope has 3 tokens .* 7,"),
+    # One entry for all frames is kept.
+    (applied, ((noise(5, 4), FRAMES), (noise(1), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 20,"),
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: x,), RuntimeError, r"\[\('sum', 0\), \('matmul', 1\)\]"),
