@@ -143,7 +143,7 @@ def with_grouped_heads(attention, mask=None, inner=None):
     model[0].mask = mask
     inputs = {} if inner else {"input": Split(1, "tokens")}
     plan = replace(HEADS, inputs=inputs, inner=inner or {}, attention={"0": attention})
-    planned(model, plan, [noise(2, 7, 20)])
+    planned(model, plan, [noise(2, 8, 20)])
 
 
 def with_fused(parts):
@@ -189,6 +189,7 @@ REFUSED = [
     (with_grouped_heads, (TO_ITSELF, None, SPLIT_INSIDE), ValueError, "'tokens' at 0.q, inside 0,"),
     (with_grouped_heads, ((Attention(("tokens",), None, "keys"),), ONE), ValueError, "1 columns.* [34] keys"),
     (with_grouped_heads, ((Attention(("tokens",), None, "pairs"),), ONE), ValueError, r"float32 .* \[1, 1\].*'pairs'"),
+    (with_grouped_heads, ((Attention(("tokens",), None, "pairs"),), CAUSAL), ValueError, "hides pairs"),
     (with_fused, (None,), ValueError, "qkv"),
     (with_grouped_heads, (BY_HEADS,), ValueError, r"4 heads.*\[4, 2\]"),
     (*by_heads((3, 1)), r"\(3, 1\) .*qkv"),
