@@ -194,6 +194,15 @@ def test_second_generation_without_reset_starts_empty():
     assert verdicts(model_cache_report(model))[:3] == ["warmup", "hit", "hit"]
 
 
+@pytest.mark.parametrize("index", [0, -1])
+def test_replaced_block_begins_without_residuals(index):
+    model = cached_video()
+    denoise_alone(model, [1.0, 0.9])
+    model.blocks[index] = build_video().blocks[index]
+    denoise_alone(model, [0.8, 0.7, 0.6])
+    assert verdicts(model_cache_report(model)) == ["warmup", "hit", "warmup", "hit", "hit"]
+
+
 class OfNumbers(Video):
     def forward(self, x, text, t, index=0):
         return super().forward(x, text, torch.as_tensor([t]) / 64)
