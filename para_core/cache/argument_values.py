@@ -198,7 +198,7 @@ def _add_leaves(leaves: Leaves, path: str, value: Any, outer: tuple[int, ...]) -
         return
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
         # This is a NumPy array or number.
-        numbers = ()
+        numbers: tuple[Any, ...] = ()
         if value.size <= MOST_READ:
             numbers = tuple(value.ravel().tolist())
         leaves[path] = Leaf((ReadValues((str(value.dtype), value.shape, value.tobytes()), numbers),))

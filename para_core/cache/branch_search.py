@@ -382,7 +382,7 @@ def _time_in(clock: Leaf) -> float | None:
     """Return the largest timestep in ``clock``: of the values that were read of a tensor or array, or the one
     value. None if it holds something else than numbers.
     """
-    values = (clock.value,)
+    values: tuple[Any, ...] = (clock.value,)
     if isinstance(clock.value, ReadValues):
         values = clock.value.numbers
     if not values or not all(isinstance(value, (int, float)) for value in values):
