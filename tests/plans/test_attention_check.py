@@ -24,10 +24,6 @@ class HandMade(FluxAttnProcessor):
         return hidden_states, encoder_hidden_states
 
 
-def parallel_flux():
-    return parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
-
-
 def parallel_pipe():
     return parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
 
@@ -36,7 +32,7 @@ def bypass():
     """Return the outputs of FLUX transformers, after they had a user's processor in one block."""
     outputs = []
     for path in ("transformer_blocks.1.attn", "single_transformer_blocks.0.attn"):
-        transformer = parallel_flux()
+        transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
         transformer.get_submodule(path).set_processor(HandMade())
         with torch.no_grad():
             for _ in range(2):  # The second call is refused too.
@@ -115,7 +111,7 @@ def test_attention_module_that_was_replaced_can_be_copied():
 
 def skip_all_blocks():
     """Run a model whose forward skips all blocks, as a step cache in the model does: the error names that cache."""
-    transformer = parallel_flux()
+    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
     for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]:
         block.forward = lambda hidden_states, encoder_hidden_states, **_: (encoder_hidden_states, hidden_states)
     with torch.no_grad(), pytest.raises(RuntimeError, match="apply_cache_on_pipe"):

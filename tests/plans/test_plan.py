@@ -7,6 +7,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.transformers.transformer_ltx2 import AudioVisualModelOutput
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -223,3 +224,6 @@ def test_gather_of_unsharded_segment_is_named():
         executor.gather_outputs(torch.ones(1, 2), (Gather(1, "image"),))
     executor.apply(torch.ones(1, 2), Split(1, segment="image"), "hidden_states")
     assert executor.gather_outputs(torch.ones(1, 2), (Gather(1, "image"),)).shape == (1, 2)
+    # An output has no entry for a field that is None.
+    output = AudioVisualModelOutput(None, torch.ones(1, 2))
+    assert executor.gather_outputs(output, (Gather(1, "video"), Gather(1, "image"))) is output
