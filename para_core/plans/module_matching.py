@@ -199,7 +199,10 @@ def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     expression = "".join([wildcards.get(part, re.escape(part) + r"\.") for part in parts])
     submodules: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
-        plain = ".".join(part for part in name.split(".") if part != ORIGINAL_MODULE)
+        plain = name
+        # Most names have none. A Python call for each module would count.
+        if ORIGINAL_MODULE in name:
+            plain = ".".join([part for part in name.split(".") if part != ORIGINAL_MODULE])
         if plain not in submodules and re.fullmatch(expression, f"{plain}."):
             submodules[plain] = submodule
     return submodules
