@@ -70,14 +70,15 @@ class ModuleRules:
         """Return these rules and those of ``other``, which count only where these have none: each shard rule
         by its key, and ``exchange`` with its ``parts``.
         """
-        keys = [key for key, _ in self.shard_rules]
-        new_rules = [(key, rule) for key, rule in other.shard_rules if key not in keys]
+        shard_rules = dict(self.shard_rules)
+        for key, rule in other.shard_rules:
+            shard_rules.setdefault(key, rule)
         exchanging = self
         if self.exchange is None:
             exchanging = other
         return replace(
             self,
-            shard_rules=(*self.shard_rules, *new_rules),
+            shard_rules=tuple(shard_rules.items()),
             gathers=self.gathers or other.gathers,
             attention=self.attention or other.attention,
             halo=self.halo or other.halo,
