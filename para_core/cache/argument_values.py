@@ -231,13 +231,13 @@ def _items_of(value: Any) -> dict[str, Any] | None:
         # A function that is defined again has the same code; what it refers to may differ. One that refers to
         # itself would never equal its earlier definition.
         cells = {path: content for path, content in _cells_of(value) if content is not value}
-        attributes = {f".{name}": item for name, item in value.__dict__.items()}
+        own = {f".{name}": item for name, item in value.__dict__.items()}
         return {
             ".__code__": value.__code__,
             ".__defaults__": value.__defaults__,
             ".__kwdefaults__": value.__kwdefaults__,
             **cells,
-            **attributes,
+            **own,
         }
     if is_dataclass(value):
         return {f".{each.name}": getattr(value, each.name, None) for each in fields(value)}
