@@ -10,7 +10,7 @@ import functools
 import re
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,15 +21,16 @@ from torch import Tensor, nn
 from para_core.torch_internals import version_of
 
 # Arguments with these names hold the position in the denoising schedule, so they change from step to step.
+# ``timestep_r`` is where a step of a mean-flow model ends.
 _CLOCK = re.compile(r"(.*_)?(t|times?|timesteps?|sigmas?|noise_levels?)(_r)?")
 # A tensor with the timestep that has more elements is compared on the device; a smaller one is read by the
-# host.
+# host. A NumPy array with more elements tells no time.
 MOST_READ = 1 << 16
 # Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later
 # call.
 _MAX_KEPT_BYTES = 1 << 20
-# Bounds of the search in nested arguments. What is nested more deeply, or has more values, is compared by
-# identity, so a change inside it is not noticed.
+# Bounds of the search in nested arguments. A container that is nested more deeply, or with whose entries a call
+# would have more values, is compared by identity, so a change inside it is not noticed.
 _MAX_DEPTH = 8
 _MAX_LEAVES = 512
 _PLAIN = (
@@ -52,6 +53,19 @@ _SCALARS = frozenset({bool, int, float, str})
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
+@dataclass(slots=True)
+class ReadValues:
+    """The values that a NumPy array, or a tensor with the timestep, held at the moment of a call.
+
+    Args:
+        content: What is compared.
+        numbers: The elements; empty if there are more than ``MOST_READ``.
+    """
+
+    content: tuple[Any, ...]
+    numbers: tuple[Any, ...] = field(compare=False)
+
+
 class Leaf(NamedTuple):
     """A tensor or another value inside an argument of a call.
 
@@ -72,7 +86,8 @@ class Leaf(NamedTuple):
         """Return whether the values are equal; None if two tensors must be compared by value to know.
 
         Tensors that were changed in place since their call count as different, because their earlier values
-        are gone.
+        are gone. A tensor without a version counter, as in inference mode, counts as unchanged: callers that
+        must know ask :attr:`has_version` first.
         """
         x = self.value
         y = other.value
@@ -132,8 +147,8 @@ Leaves = dict[str, Leaf]
 
 
 def _are_same(x: Any, y: Any) -> bool:
-    """Whether two values that are no tensors are equal. NaN equals NaN, and objects of unknown classes only
-    themselves.
+    """Whether two values that are no tensors are equal. NaN equals NaN, and objects of other classes, among
+    them containers beyond the bounds, only themselves.
     """
     if x is y:
         return True
@@ -141,7 +156,7 @@ def _are_same(x: Any, y: Any) -> bool:
         return False
     if isinstance(x, float) and x != x:
         return bool(y != y)
-    return isinstance(x, (*_PLAIN, tuple, frozenset)) and bool(x == y)
+    return isinstance(x, (*_PLAIN, ReadValues, frozenset)) and bool(x == y)
 
 
 def _memory_of(x: Tensor) -> tuple[Any, ...]:
@@ -183,7 +198,10 @@ def _add_leaves(leaves: Leaves, path: str, value: Any, outer: tuple[int, ...]) -
         return
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
         # This is a NumPy array or number.
-        leaves[path] = Leaf(((str(value.dtype), str(value.shape), value.tobytes()),))
+        numbers: tuple[Any, ...] = ()
+        if value.size <= MOST_READ:
+            numbers = tuple(value.ravel().tolist())
+        leaves[path] = Leaf((ReadValues((str(value.dtype), value.shape, value.tobytes()), numbers),))
         return
     inner = None
     if id(value) not in outer and len(outer) != _MAX_DEPTH:
@@ -210,9 +228,17 @@ def _items_of(value: Any) -> dict[str, Any] | None:
     if isinstance(value, types.MethodType):
         return {".__func__": value.__func__, ".__self__": value.__self__}
     if isinstance(value, types.FunctionType):
-        # A function that is defined again has the same code; what it refers to may differ.
-        cells = {cell: content for cell, content in _cells_of(value) if content is not value}
-        return {".code": value.__code__, ".defaults": value.__defaults__, **cells}
+        # A function that is defined again has the same code; what it refers to may differ. One that refers to
+        # itself would never equal its earlier definition.
+        cells = {path: content for path, content in _cells_of(value) if content is not value}
+        own = {f".{name}": item for name, item in value.__dict__.items()}
+        return {
+            ".__code__": value.__code__,
+            ".__defaults__": value.__defaults__,
+            ".__kwdefaults__": value.__kwdefaults__,
+            **cells,
+            **own,
+        }
     if is_dataclass(value):
         return {f".{each.name}": getattr(value, each.name, None) for each in fields(value)}
     if isinstance(value, (nn.Module, torch.Generator, types.CodeType, types.ModuleType)):
@@ -227,10 +253,10 @@ def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the variables of the closure of ``function``, by the end of their path."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield f".{name}", cell.cell_contents
+            yield f".__closure__[{name!r}]", cell.cell_contents
         except ValueError:
             # The variable has no value yet.
-            yield f".{name}", None
+            yield f".__closure__[{name!r}]", None
 
 
 def argument_of(path: str) -> str:
@@ -244,8 +270,8 @@ def is_clock(name: str) -> bool:
 
 
 def clocks_in(leaves: Leaves) -> set[str]:
-    """Return the paths of the timestep: of all values in arguments with such a name or, if there is none, of
-    fields and entries of other arguments with such a name.
+    """Return the paths of the timestep: of all values in arguments with such a name or, if there is none, in
+    fields and entries with such a name of other arguments.
     """
     clocks = set(filter(_is_clock_argument, leaves))
     return clocks or set(filter(_is_clock_field, leaves))
@@ -258,15 +284,24 @@ def _is_clock_argument(path: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_clock_field(path: str) -> bool:
-    return is_clock(re.split(r"[.\[]", path)[-1].strip("]'"))
+    return any(is_clock(part.strip("]'")) for part in re.split(r"[.\[]", path)[1:])
 
 
-def value_at(arguments: Mapping[str, Any], path: str) -> Any:
-    """Return the argument, or the field of an argument, at a ``path`` such as ``"video.text"``; None if there
-    is none.
+def condition_of(arguments: Mapping[str, Any], condition: str) -> Any:
+    """Return the argument, or the field of an argument, that an entry of ``CachedBlocks.conditions`` names,
+    such as ``"video.text"``; None if the call has none. Unlike paths of :data:`Leaves`, it names no entries.
+
+    Raises:
+        TypeError: The argument has no such field.
     """
-    name, *path_inside = path.split(".")
+    name, *field_names = condition.split(".")
     value = arguments.get(name)
-    for field_name in path_inside:
-        value = getattr(value, field_name, None)
+    for field_name in field_names:
+        if value is None:
+            return None
+        if not hasattr(value, field_name):
+            raise TypeError(
+                f"CachedBlocks(conditions=...) names {condition!r}; a {type(value).__name__} has no {field_name!r}."
+            )
+        value = getattr(value, field_name)
     return value

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cache.argument_values import is_clock
-from para_core.cache.attachment import BlockHookHost, attach, check_no_foreign_cache, detach
+from para_core.cache.attachment import BlockHookHost, Roles, attach, check_no_foreign_cache, detach
 from para_core.cache.block_roles import roles_of
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.branch_search import MOST_BRANCHES, Agree
@@ -38,6 +38,7 @@ from para_core.cache.streams import Streams, named_tensors_in
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.foreign_errors import is_data_dependent
+from para_core.instance.modules import ModuleTree, uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import Filling, filled_slots
 from para_core.instance.slots import Slot
@@ -85,8 +86,7 @@ class BlockCache:
         self.options = options
         # The threshold may be changed at any time. Changing other options needs a new cache.
         self.threshold = options.residual_diff_threshold
-        first_blocks = blocks_before_deciding(original_class(module).__name__, blocks, options)
-        self.roles = roles_of(module, blocks, first_blocks, options.last_blocks)
+        self.roles = self._read_roles()
         self._host = BlockHookHost()
         self._given_mesh = mesh
         self.mesh: SequenceMesh | None = None
@@ -121,6 +121,28 @@ class BlockCache:
         # _forget_states resets it, so it comes before that.
         self.traced = traced_form(self)
         self._forget_states()
+
+    def _read_roles(self) -> Roles:
+        """Return the roles of the blocks that the model has now, and remember which modules these are."""
+        name = original_class(self.module).__name__
+        first_blocks = blocks_before_deciding(name, self.blocks, self.options)
+        self._tree = ModuleTree(self.module)
+        return roles_of(self.module, self.blocks, first_blocks, self.options.last_blocks)
+
+    def _follow_replaced_blocks(self) -> None:
+        """Begin again with the blocks that the model has now, if some were replaced: they have no hooks yet.
+
+        A block that ``torch.compile`` has wrapped since keeps its hooks, inside the wrapper.
+        """
+        roles = self._read_roles()
+        if [(uncompiled(block), role) for block, role in roles] == [
+            (uncompiled(block), role) for block, role in self.roles
+        ]:
+            return
+        self.roles = roles
+        self.traced = traced_form(self)
+        # The branches stay: with CFG parallelism, all ranks must number them alike.
+        self.reset_states()
 
     def attach(self) -> BlockHookHost:
         """Install the hooks if they are not installed, and return the object that holds them."""
@@ -161,11 +183,14 @@ class BlockCache:
             moment: A number that changes from step to step; None if only the arguments can tell.
 
         Raises:
+            ValueError: Blocks were replaced, and the model no longer has those that its description names.
             RuntimeError: The model already runs with this cache, two calls of one step were taken for one
                 branch, or the user's policy function branches on values of tensors, so it cannot be compiled.
         """
         if getattr(self.module, "_cache_config", None) is not None:
             check_no_foreign_cache(self.module)
+        if not self._tree.is_unchanged():
+            self._follow_replaced_blocks()
         host = self._host
         if host.roles is not self.roles:
             host = self.attach()

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from para_core.cache.argument_values import Leaf, Leaves, argument_of
+from para_core.cache.argument_values import Leaf, Leaves, ReadValues, argument_of
 from para_core.cache.decision import DecisionOutcome, Verdict
 
 if TYPE_CHECKING:
@@ -379,12 +379,12 @@ class BranchSearch:
 
 
 def _time_in(clock: Leaf) -> float | None:
-    """Return the largest timestep in ``clock``: of the values that were read of a tensor, or the one value. None if
-    it holds something else than numbers.
+    """Return the largest timestep in ``clock``: of the values that were read of a tensor or array, or the one
+    value. None if it holds something else than numbers.
     """
-    values = clock.value
-    if not isinstance(values, tuple):
-        values = (values,)
+    values: tuple[Any, ...] = (clock.value,)
+    if isinstance(clock.value, ReadValues):
+        values = clock.value.numbers
     if not values or not all(isinstance(value, (int, float)) for value in values):
         return None
     return float(max(values))

@@ -17,11 +17,11 @@ from para_core.cache.argument_values import (
     MOST_READ,
     Leaf,
     Leaves,
+    ReadValues,
     argument_leaves,
-    argument_of,
     clocks_in,
+    condition_of,
     leaf_of,
-    value_at,
 )
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.branch_search import (
@@ -58,7 +58,7 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
         return blocks.conditions
     if blocks.conditions is None:
         return tuple([name for name in DEFAULT_CONDITIONS if name in parameters])
-    unknown = [name for name in blocks.conditions if argument_of(name) not in parameters]
+    unknown = [name for name in blocks.conditions if name.split(".")[0] not in parameters]
     if unknown:
         raise ValueError(
             f"CachedBlocks(conditions={blocks.conditions!r}): {original_class(module).__name__} has no argument "
@@ -191,7 +191,7 @@ class Branches:
         """Return the group of a call by its conditions; a new one if they are new, None if they identify nothing."""
         if self._count > _MOST_NEW and not any(group.came_back for group in self._groups):
             return None
-        values = pytree.tree_leaves([value_at(arguments, name) for name in self.conditions])
+        values = pytree.tree_leaves([condition_of(arguments, name) for name in self.conditions])
         # Include all bools and strings, because some pipelines call the model a third time per step with some
         # layers left out, and say so by an argument of this kind.
         values += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
@@ -232,10 +232,11 @@ class Branches:
 
 
 def _read_clocks(leaves: Leaves, clocks: set[str]) -> None:
-    """Replace small tensors that hold the timestep by tuples of their values, for which the host waits."""
+    """Replace small tensors that hold the timestep by :class:`ReadValues`, for which the host waits."""
     for path in clocks:
         leaf = leaves[path]
         if leaf.is_plain and not leaf.value.is_meta and leaf.value.numel() <= MOST_READ:
             x = leaf.value.detach()
             if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                leaves[path] = Leaf((tuple(x.flatten().tolist()),))
+                numbers = tuple(x.flatten().tolist())
+                leaves[path] = Leaf((ReadValues(numbers, numbers),))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from para_core.cache.argument_values import value_at
+from para_core.cache.argument_values import condition_of
 from para_core.torch_internals import pytree
 
 
@@ -57,7 +57,9 @@ def digest_call(
     ``arguments`` are in the order of the model's parameters.
     """
     sums = [
-        _digest_value(x, device) for name in conditions for x in pytree.tree_leaves(value_at(arguments, name))
+        _digest_value(x, device)
+        for name in conditions
+        for x in pytree.tree_leaves(condition_of(arguments, name))
     ]
     for name, value in arguments.items():
         if name not in clocks:

@@ -1,12 +1,13 @@
 """The modules of an instance: all of them, and those that torch.compile has compiled.
 
-Plans, caches, stages and the adapters call these functions; nothing here changes a module. Tests:
-tests/instance/test_record.py.
+Plans, caches, stages and the adapters call these functions; nothing here changes a module. No module may
+contain itself. Tests: tests/instance/test_record.py for :class:`ModuleTree`, and
+tests/weights/test_pipefusion.py, which refuses compiled modules.
 """
 
 from __future__ import annotations
 
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,9 @@ from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, ORIGINAL
 
 
 def instances_in(instance: Any) -> list[Any]:
-    """Return ``instance``, the modules among its attributes, and all modules inside these modules, each once."""
+    """Return ``instance`` and all modules inside it, each once: submodules if it is a module itself, and
+    otherwise the modules among its attributes with their submodules.
+    """
     parts = [instance]
     if not isinstance(instance, nn.Module):
         parts = list(getattr(instance, "__dict__", {}).values())
@@ -60,27 +63,29 @@ def submodules_of(module: nn.Module) -> list[nn.Module]:
 
 class ModuleTree:
     """A snapshot of ``module`` and all modules inside it, which can detect changes at every call of the
-    model. :class:`~para_core.plans.region.Region` makes a new one when :meth:`is_unchanged` is False.
+    model. :class:`~para_core.plans.region.Region` and :class:`~para_core.cache.block_cache.BlockCache` make a
+    new one when :meth:`is_unchanged` is False.
 
     A model has over a thousand modules, so the checks are loops in C, without a Python call per module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._states = [submodule.__dict__ for submodule in submodules_of(module)]
-        self._child_dicts = [state[SUBMODULES] for state in self._states]
-        self._children: list[nn.Module | None] = []
-        for children in self._child_dicts:
-            self._children.extend(children.values())
+        self._modules = submodules_of(module)
+        self._states = [submodule.__dict__ for submodule in self._modules]
+        self._child_dicts: list[dict[str, nn.Module | None]] = [state[SUBMODULES] for state in self._states]
+        self._children = [children.copy() for children in self._child_dicts]
         self._holds_compiled_module = any(map(dict.__contains__, self._child_dicts, repeat(ORIGINAL_MODULE)))
 
     def is_unchanged(self) -> bool:
-        """Whether every module still has the same submodules as in the snapshot."""
-        return list(chain.from_iterable(map(dict.values, self._child_dicts))) == self._children
+        """Whether every module still has the same submodules, by the same names, as in the snapshot."""
+        return self._child_dicts == self._children
 
     def has_compiled_parts(self) -> bool:
         """Whether the module or a module inside it is compiled now. Only valid if :meth:`is_unchanged`."""
-        if self._holds_compiled_module or any(map(dict.get, self._states, repeat(COMPILED_CALL))):
-            return True
-        if not any(map(dict.__contains__, self._states, repeat("forward"))):
-            return False
-        return any(hasattr(state.get("forward"), ORIGINAL_CALLABLE) for state in self._states)
+        # A compiled module has at least one of the three things that is_compiled() looks at.
+        may_be_compiled = (
+            self._holds_compiled_module
+            or any(map(dict.get, self._states, repeat(COMPILED_CALL)))
+            or any(map(dict.__contains__, self._states, repeat("forward")))
+        )
+        return may_be_compiled and any(map(is_compiled, self._modules))

@@ -67,9 +67,12 @@ class GatheredOutputs(SegmentsOfCall):
         if isinstance(output, (tuple, list)):
             gathered = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
             return type(output)([*gathered, *output[len(gathered) :]])
-        # Change a ModelOutput in place, because its entries are also attributes.
-        for key, gather in zip(list(output.keys()), gathers, strict=False):
-            output[key] = self._gather(output[key], gather)
+        # Change a ModelOutput in place, because its entries are also attributes. It has no entry for a field that
+        # is None, so count its fields.
+        names = list(getattr(output, "__dataclass_fields__", output))
+        for name, gather in zip(names, gathers, strict=False):
+            if name in output:
+                output[name] = self._gather(output[name], gather)
         return output
 
     def _gather(self, value: Any, gather: Gather | None) -> Any:

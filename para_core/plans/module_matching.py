@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Literal
 
 from torch import nn
@@ -27,6 +28,7 @@ from para_core.plans.plan import (
     ShardRule,
     Split,
 )
+from para_core.torch_internals import ORIGINAL_MODULE, SUBMODULES
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class ModuleRules:
     Args:
         name: The module name in the plan, which may contain wildcards.
         shard_rules: Rules for inputs and outputs, with keys as in :attr:`Plan.inner`: an output has an index,
-            or a path that begins with one.
+            or a path that begins with one. No key occurs twice.
+        attention: The rule of :attr:`Plan.attention`; an empty tuple, also as written in a plan, describes nothing.
         exchange: For a projection of an :class:`AttentionByHeads`: ``"enter"`` exchanges tokens for heads in
             its output, ``"leave"`` undoes this in its input.
         parts: The number of tensors in the output of such a projection, as in :class:`AttentionByHeads`.
@@ -53,33 +56,42 @@ class ModuleRules:
 
     @property
     def of_inputs(self) -> dict[str, ShardRule]:
+        """Those of :attr:`shard_rules` for inputs, by parameter name or the path of a field of a parameter."""
         return {
             key: rule for key, rule in self.shard_rules if isinstance(key, str) and not key[:1].isdecimal()
         }
 
     @property
     def of_outputs(self) -> dict[int | str, ShardRule]:
+        """Those of :attr:`shard_rules` for outputs, by index or a path that begins with one."""
         return {key: rule for key, rule in self.shard_rules if isinstance(key, int) or key[:1].isdecimal()}
 
     def with_more(self, other: ModuleRules) -> ModuleRules:
-        """Return these rules and those of ``other``, which count only where these have none.
-        Shard rules add up.
+        """Return these rules and those of ``other``, which count only where these have none: each shard rule
+        by its key, and ``exchange`` with its ``parts``.
         """
-        return ModuleRules(
-            self.name,
-            (*self.shard_rules, *other.shard_rules),
-            self.gathers or other.gathers,
-            self.attention or other.attention,
-            self.halo or other.halo,
-            self.exchange or other.exchange,
-            self.parts or other.parts,
+        shard_rules = dict(self.shard_rules)
+        for key, rule in other.shard_rules:
+            shard_rules.setdefault(key, rule)
+        exchanging = self
+        if self.exchange is None:
+            exchanging = other
+        return replace(
+            self,
+            shard_rules=tuple(shard_rules.items()),
+            gathers=self.gathers or other.gathers,
+            attention=self.attention or other.attention,
+            halo=self.halo or other.halo,
+            exchange=exchanging.exchange,
+            parts=exchanging.parts,
         )
 
 
 def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, ModuleRules]]:
     """Return the submodules that ``plan`` names, each with its rules, by full module name.
 
-    If several names of ``Plan.attention`` match, the first counts.
+    If several names of one field of ``plan`` match a module, the first counts; in ``Plan.inner`` the first
+    that has a rule for the same input or output.
 
     Raises:
         ValueError: The plan names a module that does not exist. Only entries of ``Plan.attention`` may match
@@ -98,9 +110,9 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
                 required.append(ModuleRules(f"{name}.{projection}", exchange="enter", parts=parts))
             required.append(ModuleRules(f"{name}.{attention.output}", exchange="leave"))
     matches: dict[str, tuple[nn.Module, ModuleRules]] = {}
-    for rules in (*required, *optional):
+    for rules, is_required in (*zip(required, repeat(True)), *zip(optional, repeat(False))):
         submodules = matching_modules(module, rules.name)
-        if not submodules and rules in required:
+        if not submodules and is_required:
             raise ValueError(
                 f"the plan names the module {rules.name!r}, which {type(module).__name__} does not have."
             )
@@ -151,14 +163,23 @@ def _outer_attention(name: str, matches: Mapping[str, tuple[nn.Module, ModuleRul
         outer = ".".join(parts[:depth])
         if outer not in matches:
             continue
-        attention = matches[outer][1].attention
-        if isinstance(attention, OneForEach) or (isinstance(attention, tuple) and attention != ()):
+        if _names_calls(matches[outer][1].attention):
             return outer
     return None
 
 
+def _names_calls(attention: AttentionRule) -> bool:
+    """Whether the rule describes single attention calls, for which a module copies the segments when it is
+    called. The other kinds read the segments later, or describe nothing.
+    """
+    if isinstance(attention, tuple):
+        return len(attention) > 0
+    return isinstance(attention, OneForEach)
+
+
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Return the submodules whose full names match ``pattern``, by name, without the ``_orig_mod`` of compilation.
+    A module that :func:`torch.compile` has wrapped is represented by the wrapper.
 
     Wildcards are those of :class:`Plan`: a part ``*``, ``**`` or ``-1``, in front of which no other may stand.
     """
@@ -169,12 +190,20 @@ def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
                 parent = module.get_submodule(".".join(parts[:index]))
             except AttributeError:
                 return {}
-            parts[index] = str(len(list(parent.children())) - 1)
+            # A list that torch.compile has wrapped is in an attribute of the wrapper. children() would leave
+            # out a module that the list holds twice.
+            names = list(uncompiled(parent).__dict__[SUBMODULES])
+            if not names:
+                return {}
+            parts[index] = names[-1]
     wildcards = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
     expression = "".join([wildcards.get(part, re.escape(part) + r"\.") for part in parts])
     submodules: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
-        plain = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+        plain = name
+        # Most names have none. A Python call for each module would count.
+        if ORIGINAL_MODULE in name:
+            plain = ".".join([part for part in name.split(".") if part != ORIGINAL_MODULE])
         if plain not in submodules and re.fullmatch(expression, f"{plain}."):
             submodules[plain] = submodule
     return submodules

@@ -24,6 +24,7 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
+from para_core.distributed.agree import together
 from para_core.distributed.mesh import SequenceMesh
 from para_core.instance.private_class import original_class
 from para_core.layout.sequence import Segment, SequenceLayout
@@ -77,9 +78,10 @@ class PreparedAttention:
     computed_by: dict[int, tuple[Attention, MeshAttention | None]] = field(default_factory=dict)
 
     def begin(self, segments: tuple[Segment, ...]) -> None:
-        """Set :attr:`trace_safe`, and empty :attr:`computed_by`, for calls with these ``segments``."""
+        """Set :attr:`trace_safe`, and begin a new :attr:`computed_by`, for calls with these ``segments``."""
         self.segments = segments
         self.trace_safe = to_trace_safe(segments, self.mesh.device_type)
+        # A new dict: each PlannedAttention keeps that of its own segments, which may be earlier ones.
         self.computed_by = {}
 
 
@@ -91,6 +93,9 @@ class PlannedAttention:
     plan describes. A copy has the segments and the flag ``active`` of the moment of the module's call, and
     nobody changes them later. So no segment may be split for the first time inside such a module, which
     :func:`~para_core.plans.module_matching.match_modules` refuses.
+
+    It is an :class:`~para_core.modes.registry.AttentionOwner`: the interceptor calls ``attend``,
+    ``begin_other_call`` and ``fail``.
 
     Args:
         prepared: The settings, and what is kept between calls of the model.
@@ -110,6 +115,8 @@ class PlannedAttention:
         hooks_outside: The number of ``saved_tensors_hooks`` around the call of the model. A checkpoint that
             set some of them runs the whole call again, which shards and intercepts by itself. Set by
             ``Interception``.
+        is_checked: Whether this call of the model is one that :class:`AttentionCheck` checks, so that the
+            values of masks of the form ``"pairs"`` are, too. Equal on all ranks. Set by ``Region.run``.
     """
 
     def __init__(
@@ -126,6 +133,7 @@ class PlannedAttention:
         self.intercepted = [False]
         self.skipped = [False]
         self.hooks_outside = 0
+        self.is_checked = False
         self._num_calls = 0
         # In eager code, PreparedAttention.computed_by for the current segments.
         self._known_computations: dict[int, tuple[Attention, MeshAttention | None]] = {}
@@ -154,6 +162,7 @@ class PlannedAttention:
         inner.intercepted = self.intercepted
         inner.skipped = self.skipped
         inner.hooks_outside = self.hooks_outside
+        inner.is_checked = self.is_checked
         return inner
 
     def needs_other_ranks(self) -> bool:
@@ -238,6 +247,9 @@ class PlannedAttention:
             )
         # A single row is left, so that only the keys are this rank's, and the MeshAttention gathers them.
         valid = mask.diagonal(dim1=-2, dim2=-1)
+        if not torch.compiler.is_compiling() and self.is_checked:
+            with together(self.mesh, "a mask of the plan"):
+                _check_pairs(mask, valid)
         out = over_mesh(call.with_tensors(query, key, call.value, valid[..., None, :]))
         # The mask forbids an invalid token, such as padding, to attend to anything, so its output is zero.
         return out.masked_fill(~valid[..., None], 0.0)
@@ -295,7 +307,8 @@ class PlannedAttention:
 
     def _has_sharded_keys(self, attention: Attention) -> bool:
         sharded = [name for name, _, replicated, *_ in self.segments if not replicated]
-        return bool(set(sharded) & set(attention.keys or attention.queries))
+        keys = attention.queries if attention.keys is None else attention.keys
+        return bool(set(sharded) & set(keys))
 
     def _new_mesh_attention(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)
@@ -304,6 +317,18 @@ class PlannedAttention:
             options = self.prepared.cross
         return MeshAttention(
             self.mesh, layouts, options, assume_equal=True, attn_func=self.prepared.attn_func
+        )
+
+
+def _check_pairs(mask: Tensor, valid: Tensor) -> None:
+    """Raise ``ValueError`` if ``mask`` ``[..., S, S]`` hides a pair of tokens that are both ``valid``
+    ``[..., S]``, or shows another. The host waits for the device.
+    """
+    if not torch.equal(mask, valid[..., :, None] & valid[..., None, :]):
+        raise ValueError(
+            f"attn_mask {list(mask.shape)} hides pairs of tokens that its diagonal says are valid, or shows others, as "
+            "a causal mask does; Attention(mask='pairs') reads the diagonal only. Leave mask='pairs' out of the plan, "
+            "and give the model a mask over all tokens."
         )
 
 
@@ -354,14 +379,16 @@ def layout_of_segments(
     remaining = num_tokens - local
     unknown = [name for name in names if name not in by_name]
     misfits = remaining != 0
+    expected = f"{local}"
     if len(unknown) == 1:
         misfits = remaining < 0
+        expected = f"at least {local}"
     # A length that depends on data is unknown while tracing, so guard_or_false skips the check for it.
     if guard_or_false(misfits):
         caller = _name_of_caller()
         raise ValueError(
-            f"{caller} attends with {num_tokens} {kind} tokens on this rank; expected {local}, the rank's part of "
-            f"{' + '.join(names)}. Something inside the model adds or drops tokens where they are sharded: code of "
+            f"{caller} attends with {num_tokens} {kind} tokens on this rank; expected {expected}, the rank's part "
+            f"of {' + '.join(names)}. Something inside the model adds or drops tokens where they are sharded: code of "
             "your own (a subclass, a processor, a hook), or an argument. Add them before the transformer is called and "
             "drop them from its output, leave them out, or run this pipeline on one rank: unparallelize_pipe(pipe). If "
             "you wrote the plan, say in Plan.attention what this module attends to."

@@ -1,4 +1,8 @@
-"""Bind functions that a backward computes again to the call of a planned model in which they ran first."""
+"""Bind functions that a backward computes again to the call of a planned model in which they ran first.
+
+:mod:`.region` hands this to :mod:`para_core.modes.recomputation`, which finds the functions. Tests: the cases
+with a checkpoint in tests/plans/test_exactness.py.
+"""
 
 from __future__ import annotations
 

@@ -167,6 +167,9 @@ class SplitRules(SegmentsOfCall):
         """Split a dim with one entry per token of the segment, perhaps after the tokens of ``split.after``."""
         segment_name = split.segment or split.like or name
         noted = self.segments.get(segment_name)
+        if split.segment is None and value.shape[split.dim] == 1:
+            # One entry for all tokens.
+            return value
         if noted is not None and split.after is None:
             if noted.together != 1:
                 return self._shard_known(value, split.dim, noted)
@@ -180,7 +183,7 @@ class SplitRules(SegmentsOfCall):
             first = (self.segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
         segment = self.new_segment(segment_name, total)
-        if split.segment is not None or not segment.replicated:
+        if noted is not None or split.segment is not None or not segment.replicated:
             self._note(segment, split.dim, name)
         if segment.replicated:
             return value
@@ -202,7 +205,8 @@ class SplitRules(SegmentsOfCall):
             known_cut = self._known_cuts[segment_name, total] = _KnownCut(segment, runs)
         segment = known_cut.segment
         noted = self.segments.get(segment_name)
-        if (noted is None or noted.total != total) and (split.segment is not None or not segment.replicated):
+        is_noted = noted is not None or split.segment is not None or not segment.replicated
+        if is_noted and (noted is None or noted.total != total):
             self._note(segment, split.dim, name)
         if segment.replicated:
             return value

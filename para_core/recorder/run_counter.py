@@ -122,7 +122,7 @@ def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
     """Return the bytes that this rank sends to other ranks in a call of the operator ``func``.
 
     A broadcast counts on every rank, as if each passed the bytes on. Return None if ``func`` is not a
-    collective, or only exchanges records between CPUs.
+    collective, is one of c10d that nothing here uses (not in ``_KINDS``), or only exchanges records between CPUs.
     """
     namespace, _, name = schema_of(func).name.partition("::")
     if namespace == "para_core" and name == "all_gather":

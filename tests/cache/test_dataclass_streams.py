@@ -68,9 +68,9 @@ def steps(model, sound=False):
     return outputs
 
 
-def cached(block, threshold, streams, **settings):
+def cached(block, threshold, streams, condition="video.text", **settings):
     group = BlockGroup(("blocks",), streams, streams[0], **settings)
-    blocks = CachedBlocks((group,), conditions=("video.text",))
+    blocks = CachedBlocks((group,), conditions=(condition,))
     return apply_cache(fill(Model(block), seed=1), blocks, residual_diff_threshold=threshold)
 
 
@@ -104,3 +104,5 @@ def test_blocks_of_dataclasses_are_cached(block, streams, sound, way):
 def test_unknown_field_raises(stream, message):
     with pytest.raises(TypeError, match=message):
         steps(cached(OfOne, 0.1, (stream,)))
+    with pytest.raises(TypeError, match=r"'video\.y'; a Stream has no 'y'"):
+        steps(cached(OfOne, 0.1, ("video",), "video.y"))

@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image
 
-from para_core import apply_cache, model_cache_report, reset_cache
+from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import cache_report
 from para_core.cache import call_readings
 from tests.cache.scripted import BLOCKS, Scripted, cached, call_model
@@ -101,3 +101,5 @@ def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch, tmp_path):
     reset_cache(model)
     call_model(model, 1.0, 2.0)
     assert (len(model_cache_report(model).rows), model_cache_report(model).dropped) == (2, 0)
+    with pytest.raises(ValueError, match=r"Scripted .*apply_cache\("):
+        reset_cache(remove_cache(model))

@@ -266,19 +266,6 @@ def test_stored_residuals_hold_no_autograd_graph():
     out.sum().backward()  # The gradient flows through the first block only.
 
 
-def test_own_model_is_reset_by_hand():
-    model, expected = cached_model(), call_model(Scripted(), 1.0)
-    for _ in range(2):
-        reset_cache(model)
-        assert equal(call_model(model, 1.0), expected)
-        call_model(model, 1.0)
-        assert verdicts(model_cache_report(model)) == ["warmup", "hit"]
-    remove_cache(model)
-    assert type(model) is Scripted
-    with pytest.raises(ValueError, match=r"Scripted .*apply_cache\("):
-        reset_cache(model)
-
-
 def test_host_waits_at_most_once_per_step():
     counts = []
     for pipe in (Pipe(), cached(warmup_steps=2, max_consecutive_hits=1, always_compute_last=True)):

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,6 +98,7 @@ FLAGS = {
     "object, changed in place": lambda on: mutated([2] if on else []),
     "partial": lambda on: functools.partial(bool, on),
     "mask": lambda on: torch.full((1,), float(on)),
+    "keyword default": lambda on: lambda *, perturb=on: perturb,
 }
 ORDERS = {
     "perturbed last": lambda step: ("prompt", "none", "perturbed"),
@@ -194,19 +196,31 @@ def test_second_generation_without_reset_starts_empty():
     assert verdicts(model_cache_report(model))[:3] == ["warmup", "hit", "hit"]
 
 
+@pytest.mark.parametrize("index", [0, -1])
+def test_replaced_block_begins_without_residuals(index):
+    model = cached_video()
+    denoise_alone(model, [1.0, 0.9])
+    model.blocks[index] = build_video().blocks[index]
+    denoise_alone(model, [0.8, 0.7, 0.6])
+    assert verdicts(model_cache_report(model)) == ["warmup", "hit", "warmup", "hit", "hit"]
+
+
 class OfNumbers(Video):
     def forward(self, x, text, t, index=0):
         return super().forward(x, text, torch.as_tensor([t]) / 64)
 
 
-@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize("kind", [float, torch.tensor, np.float32])
 def test_time_or_number_that_changes_at_each_step_is_no_branch(kind):
     # The first change of a number may still be a setting of another branch.
-    for counts, expected in ((False, "whhl"), (True, "wwhh")):
+    # More tensors than are looked at in one argument are new at each step, too.
+    indices = (lambda time: 0, "whhl"), (lambda time: time, "wwhh"), (lambda time: (noise(2),) * 600, "wwhh")
+    for index, expected in indices:
         model = cached_video(OfNumbers)
-        for time in range(NUM_STEPS, 0, -1):
-            model(X, TEXT, kind(float(time)), time if counts else 0)
-        assert "".join(verdict[0] for verdict in verdicts(model_cache_report(model)))[:4] == expected
+        for time in 2 * [*range(NUM_STEPS, 0, -1)]:
+            model(X, TEXT, kind(float(time)), index(time))
+        decisions = "".join(verdict[0] for verdict in verdicts(model_cache_report(model)))
+        assert (decisions[:4], decisions[NUM_STEPS]) == (expected, "w")
 
 
 def test_solver_that_calls_twice_at_a_timestep_is_computed():

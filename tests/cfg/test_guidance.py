@@ -23,7 +23,7 @@ class Model:
         self.calls += 1
         x = getattr(x, "x", x)  # A dataclass may hold it.
         out = x.sin() * (branch + 1)
-        outputs = {"parts": ([out], None, (x[:1] + branch,)), "twice": (torch.cat([out] * 2),), "dict": {"sample": out}}
+        outputs = {"parts": ([out], None, (x[:1] + branch,)), "twice": {"sample": torch.cat([out] * 2)}}
         return outputs.get(form, (out, (x[:1] + branch).double()))
 
 
@@ -90,11 +90,6 @@ def between_random_numbers(model, x):
         return cond + noise - model(x, 1)[0]
 
 
-def in_another_form(model, x):
-    cond = model(x, 0, "dict")["sample"]
-    return cond - model(x, 1)[0]
-
-
 def with_parts_that_are_not_there(model, x):
     """Combine outputs with lists and None among them, like the videos, sounds and actions of Cosmos 3."""
     (cond,), nothing, (extra,) = model(x, 0, "parts")
@@ -103,9 +98,9 @@ def with_parts_that_are_not_there(model, x):
     return uncond - cond + extra
 
 
-def of_another_size(model, x):
-    """Combine outputs whose size depends on a string, such as ``kv_cache_mode`` of Qwen-Image 2.1."""
-    cond = model(x, 0, "twice")[0][:2]
+def in_another_form(model, x):
+    """Combine outputs whose size and container depend on a string, as ``kv_cache_mode`` of Qwen-Image 2.1."""
+    cond = model(x, 0, "twice")["sample"][:2]
     return cond - model(x, 1)[0]
 
 
@@ -118,7 +113,7 @@ def seen_by_numpy(model, x):
 # The tuple of each loop body has the calls of each of two ranks in a round whose output shapes are known.
 BODIES = {
     **dict.fromkeys((combine_at_once, cut_first, between_latents_changed_in_place, asked_for_a_number), (1, 1)),
-    **dict.fromkeys((seen_by_numpy, in_another_form, with_parts_that_are_not_there, of_another_size), (1, 1)),
+    **dict.fromkeys((seen_by_numpy, in_another_form, with_parts_that_are_not_there), (1, 1)),
     **dict.fromkeys((between_random_numbers, through_weights, changed_in_place), (2, 0)),
     used_by_the_second: (3, 0),
     three_branches: (2, 1),

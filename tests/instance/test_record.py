@@ -204,17 +204,15 @@ def test_emptying_block_loses_what_it_fills():
 
 
 def test_tree_sees_added_removed_replaced_and_compiled_modules():
-    def compile_forward(model):
-        model[1]["a"].forward = torch.compile(model[1]["a"].forward, backend="eager")
-
     for change, compiles in [
         (lambda model: model[1].update({"b": nn.Linear(1, 1)}), False),
         (lambda model: model[1].update({"a": nn.Linear(1, 1)}), False),
         (lambda model: model[1].clear(), False),
         (lambda model: setattr(model, "0", nn.Identity()), False),
+        (lambda model: model[1].update({"b": model[1].pop("a")}), False),
         (lambda model: model[1]["a"].compile(backend="eager"), True),
         (lambda model: model[1].update({"a": torch.compile(model[1]["a"], backend="eager")}), True),
-        (compile_forward, True),
+        (lambda model: setattr(model[1]["a"], "forward", torch.compile(model[1]["a"].forward, backend="eager")), True),
     ]:
         model = nn.Sequential(nn.Linear(1, 1), nn.ModuleDict({"a": nn.Linear(1, 1)}))
         tree = ModuleTree(model)

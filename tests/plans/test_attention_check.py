@@ -19,32 +19,9 @@ from zoo.tiny.transformers.registry import MODELS
 pytestmark = pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")
 
 
-def with_other_sdpa(processor):
-    """Return a processor that runs ``processor`` with a product in place of SDPA, and calls SDPA with a mask."""
-
-    class Processor:
-        def __call__(self, *args, **kwargs):
-            original = torch.ops.aten.scaled_dot_product_attention
-
-            def attention(query, key, value, attn_mask=None, **options):
-                if attn_mask is not None:
-                    return original(query, key, value, attn_mask)
-                return (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
-
-            # Replace the processor's own name for the function, and only while the processor runs.
-            with mock.patch("torch.nn.functional.scaled_dot_product_attention", attention):
-                return processor(*args, **kwargs)
-
-    return Processor()
-
-
 class HandMade(FluxAttnProcessor):
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         return hidden_states, encoder_hidden_states
-
-
-def parallel_flux():
-    return parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
 
 
 def parallel_pipe():
@@ -55,11 +32,11 @@ def bypass():
     """Return the outputs of FLUX transformers, after they had a user's processor in one block."""
     outputs = []
     for path in ("transformer_blocks.1.attn", "single_transformer_blocks.0.attn"):
-        transformer = parallel_flux()
-        transformer.get_submodule(path).set_processor(with_other_sdpa(FluxAttnProcessor()))
+        transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
+        transformer.get_submodule(path).set_processor(HandMade())
         with torch.no_grad():
             for _ in range(2):  # The second call is refused too.
-                with pytest.raises(RuntimeError, match=rf"{path} .*Processor.* 2 ranks"):
+                with pytest.raises(RuntimeError, match=rf"{path} .*HandMade.* 2 ranks"):
                     transformer(**flux_inputs(13, 5))
             transformer.get_submodule(path).set_processor(FluxAttnProcessor())
             outputs.append(transformer(**flux_inputs(13, 5)).sample)
@@ -84,7 +61,7 @@ def change_processors():
         attn.set_processor(HandMade())
         return tensors
 
-    attn.set_processor(with_other_sdpa(FluxAttnProcessor()))
+    attn.set_processor(HandMade())
     with pytest.raises(RuntimeError, match="2 ranks"):
         pipe(**flux_call())
     attn.set_processor(processor)
@@ -134,7 +111,7 @@ def test_attention_module_that_was_replaced_can_be_copied():
 
 def skip_all_blocks():
     """Run a model whose forward skips all blocks, as a step cache in the model does: the error names that cache."""
-    transformer = parallel_flux()
+    transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
     for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]:
         block.forward = lambda hidden_states, encoder_hidden_states, **_: (encoder_hidden_states, hidden_states)
     with torch.no_grad(), pytest.raises(RuntimeError, match="apply_cache_on_pipe"):

@@ -15,10 +15,6 @@ PLAN = WanTransformer3DModel._cp_plan
 OURS, THEIRS = ContextParallelConfig, diffusers.ContextParallelConfig
 
 
-def named_mesh(shape, *names):
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
 def call(transformer):
     with torch.no_grad():
         return transformer(**MODELS["wan"].inputs(3, 6, 10), return_dict=False)[0]
@@ -34,8 +30,8 @@ CONFIGS = {
         context_parallel_config=THEIRS(ulysses_degree=2, ulysses_anything=True)
     ),
     "theirs, a mesh": lambda: THEIRS(ring_degree=2, ring_anything=True, mesh=cpu_mesh(2, 1)),
-    "dims in another order": lambda: OURS(mesh=named_mesh((2, 1), "ulysses", "ring")),
-    "a further dim": lambda: OURS(mesh=named_mesh((1, 2, 1), "ulysses", "ring", "fsdp")),
+    "dims in another order": lambda: OURS(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("ulysses", "ring"))),
+    "a further dim": lambda: OURS(mesh=init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("ulysses", "ring", "fsdp"))),
 }
 BAD = {
     "too many": (lambda: OURS(ring_degree=3), ValueError, r"3 × 1 = 3.* 2 ranks"),

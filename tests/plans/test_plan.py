@@ -7,6 +7,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.transformers.transformer_ltx2 import AudioVisualModelOutput
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -14,6 +15,7 @@ from para_core import Attention, Plan
 from para_core.distributed.mesh import one_rank, sequence_mesh
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.apply_rules import RuleExecutor
+from para_core.plans.module_matching import matching_modules
 from para_core.plans.plan import AttentionByHeads, Entries, Gather, Split
 from para_core.plans.published_plan import convert_published_plan
 from para_core.plans.region import mesh_of_plan
@@ -99,10 +101,10 @@ def with_three_ids():
     planned(flux.model(), flux.plan, {**flux_inputs(10, 5), "img_ids": torch.zeros(1, 10, 3)})
 
 
-def with_long_tuple():
-    of_video, executor = Split(dim=0, like="video"), RuleExecutor(sequence_mesh(cpu_mesh(1, 2)))
-    kept = executor.apply((torch.arange(5.0), None), Entries((None, of_video)), "rope")
-    executor.apply(kept, Entries((None, of_video, of_video)), "rope")
+def applied(*steps):
+    executor = RuleExecutor(sequence_mesh(cpu_mesh(1, 2)))
+    for value, rule in steps:
+        executor.apply(value, rule, "rope")
 
 
 def by_rows(attend=None, num=6, checkpointing=False):
@@ -142,7 +144,7 @@ def with_grouped_heads(attention, mask=None, inner=None):
     model[0].mask = mask
     inputs = {} if inner else {"input": Split(1, "tokens")}
     plan = replace(HEADS, inputs=inputs, inner=inner or {}, attention={"0": attention})
-    planned(model, plan, [noise(2, 7, 20)])
+    planned(model, plan, [noise(2, 8, 20)])
 
 
 def with_fused(parts):
@@ -163,7 +165,9 @@ SECOND_WITHOUT = nn.Sequential(Grouped(), Grouped())
 del SECOND_WITHOUT[1].heads
 MISSING = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
 MISSING_LAST, AT_ONE = replace(MISSING, outputs={"nothing.-1": Gather(1, "image")}), RuleExecutor(one_rank("cpu"))
-TO_ITSELF, ONE = (Attention(("tokens",)),), torch.zeros(1, 1)
+TO_ITSELF, ONE, CAUSAL = (Attention(("tokens",)),), torch.zeros(1, 1), torch.ones(4, 4).tril().bool()
+PAIR, LIKE, FRAMES = (noise(5), None), Split(0, like="video"), Split(0, "video", together=(1,))
+OF_TWO, OF_THREE = Entries((None, LIKE)), Entries((None, LIKE, LIKE))
 SPLIT_INSIDE = {f"0.{name}": {"input": Split(1, "tokens")} for name in "qkv"}
 SUMS = r"scaled_dot_product_attention .*LinearAttention\("
 REFUSED = [
@@ -173,7 +177,10 @@ REFUSED = [
     (with_unfitting_plan, (SECOND_WITHOUT, replace(HEADS, attention={"*": BY_HEADS})), AttributeError, "heads"),
     (after_an_error, (), AttributeError, "no attribute 'heads'"),
     (with_three_ids, (), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
-    (with_long_tuple, (), TypeError, r"rope.* tuple of 2.* 3 "),
+    (applied, ((PAIR, OF_TWO), (PAIR, OF_THREE)), TypeError, r"rope.* tuple of 2.* 3 "),
+    (applied, ((noise(7), Split(0, "video")), (noise(3), LIKE)), ValueError, "rope has 3 tokens .* 7,"),
+    # One entry for all frames is kept.
+    (applied, ((noise(5, 4), FRAMES), (noise(1), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 20,"),
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: x,), RuntimeError, r"\[\('sum', 0\), \('matmul', 1\)\]"),
@@ -183,6 +190,7 @@ REFUSED = [
     (with_grouped_heads, (TO_ITSELF, None, SPLIT_INSIDE), ValueError, "'tokens' at 0.q, inside 0,"),
     (with_grouped_heads, ((Attention(("tokens",), None, "keys"),), ONE), ValueError, "1 columns.* [34] keys"),
     (with_grouped_heads, ((Attention(("tokens",), None, "pairs"),), ONE), ValueError, r"float32 .* \[1, 1\].*'pairs'"),
+    (with_grouped_heads, ((Attention(("tokens",), None, "pairs"),), CAUSAL), ValueError, "hides pairs"),
     (with_fused, (None,), ValueError, "qkv"),
     (with_grouped_heads, (BY_HEADS,), ValueError, r"4 heads.*\[4, 2\]"),
     (*by_heads((3, 1)), r"\(3, 1\) .*qkv"),
@@ -204,9 +212,18 @@ def test_what_does_not_fit_raises_on_every_rank(rank_pool):
     rank_pool.run(refuse_all, 2)
 
 
+def test_last_module_is_the_last_of_a_compiled_list_that_holds_one_twice():
+    block = nn.Linear(1, 1)
+    model = torch.compile(nn.ModuleDict({"blocks": torch.compile(nn.Sequential(block, block, nn.Linear(1, 1)))}))
+    assert [[*matching_modules(model, name)] for name in ("blocks.-1", "*")] == [["blocks.2"], ["blocks"]]
+
+
 def test_gather_of_unsharded_segment_is_named():
     executor = RuleExecutor(one_rank("cpu"))
     with pytest.raises(ValueError, match=r"segment 'image'.* none\."):
         executor.gather_outputs(torch.ones(1, 2), (Gather(1, "image"),))
     executor.apply(torch.ones(1, 2), Split(1, segment="image"), "hidden_states")
     assert executor.gather_outputs(torch.ones(1, 2), (Gather(1, "image"),)).shape == (1, 2)
+    # An output has no entry for a field that is None.
+    output = AudioVisualModelOutput(None, torch.ones(1, 2))
+    assert executor.gather_outputs(output, (Gather(1, "video"), Gather(1, "image"))) is output
