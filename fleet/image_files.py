@@ -28,7 +28,7 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS, *, mode: ImageMo
     from PIL import Image
 
     try:
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
         if image.width * image.height > max_pixels:
             raise ValueError(
                 f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in total."
