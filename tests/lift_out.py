@@ -160,10 +160,7 @@ FEATURES: dict[str, Feature] = {
     "exact Triton attention": Feature(
         "para_core/attention/backends/triton_exact.py kernels/attention.py",
         (_BACKENDS, '"triton":'),
-        words=(
-            "[triton test_missing_triton_package test_triton_runs test_launches_with_exact_triton "
-            "test_rounded_calls_with_kernels"
-        ),
+        words=("[triton test_triton_runs test_launches_with_exact_triton test_rounded_calls_with_kernels"),
     ),
     "int8 attention": Feature(
         ("para_core/attention/backends/triton_int8.py kernels/attention_int8.py kernels/attention_int8_reference.py"),
