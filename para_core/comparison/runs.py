@@ -186,7 +186,7 @@ class _NotingMode(UnifiedAttnMode):
 
     It overrides two private methods: the mode calls ``_remember`` for each segment of a tensor that it
     shards, and ``_trace_safe`` with each layout that it uses. If they were renamed, no segment would be
-    noted.
+    noted: ``test_difference_is_located`` of tests/verify/test_check_parallel.py then fails for an exception.
     """
 
     def __init__(self, mesh: SequenceMesh, result: RankRun, inputs: ModelInputs) -> None:
