@@ -47,7 +47,7 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
 
     ``text`` says whether the plan shards or replicates text tokens; None for the faster way. ``adapter`` has
     priority over the library's. Raises ``ValueError`` if ``text`` is unknown, or the text of this model
-    cannot be sharded.
+    cannot be sharded, or not be replicated (:meth:`Plan.with_replicated`).
     """
     if text not in (None, "shard", "replicate"):
         raise ValueError(f"text is {text!r}; expected 'shard', 'replicate', or None for the faster one.")

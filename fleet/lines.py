@@ -30,7 +30,11 @@ class LineDisplay(Protocol):
         """Show the number of finished steps."""
 
     def end(self) -> None:
-        """Show that the line has ended."""
+        """Show that the line has ended. It may not have begun, if ranks end while they encode its prompt."""
+
+
+class _LineLostError(RankDied):
+    """Raised when ranks have ended with a line, which has failed. New ranks generate the others."""
 
 
 @dataclass
@@ -49,8 +53,6 @@ class LineRun:
     debug: bool = False
     _problems: dict[int, str] = field(default_factory=dict)  # reasons by the number of the line
     _done: set[int] = field(default_factory=set)
-    # The number of the line that ranks encode or generate. None between lines: ranks that end then fail none.
-    _current: int | None = None
 
     def run(self) -> list[Problem]:
         """Generate all lines, and return a problem for each line that failed.
@@ -65,14 +67,14 @@ class LineRun:
                 for batch in encode_batches(waiting, self):
                     for line in batch:
                         self._generate(line)
-            except RankDied as error:
-                if self._current is None or not self.ranks.restarts:
-                    raise
-                self._fail(self._current, error)
-                self.shown.end()
+            except _LineLostError:
+                continue
         return [Problem(number, reason) for number, reason in sorted(self._problems.items())]
 
     def _generate(self, line: Line) -> None:
+        """Generate ``line``, write its result, and note that it is done or why it failed. Raise RankDied if ranks
+        end, and what ``write`` raises.
+        """
         self.shown.begin(line.number, line.request.fields.get("num_inference_steps"))
         result: Result | RequestFailed | None = None
         try:
@@ -92,24 +94,21 @@ class LineRun:
 
     @contextmanager
     def _running(self, line: Line) -> Iterator[None]:
-        """Inside this context, ``line`` is the one that fails if ranks end.
-        After RankDied, :meth:`run` reads it.
-        """
-        self._current = line.number
+        """Let ``line`` fail if ranks end inside the ``with`` block, and raise _LineLostError if others can start."""
         try:
             yield
-        except RankDied:
-            raise
-        except BaseException:
-            self._current = None
-            raise
-        self._current = None
+        except RankDied as error:
+            if not self.ranks.restarts:
+                raise
+            self._fail(line.number, error)
+            self.shown.end()
+            raise _LineLostError(str(error), error.rank) from error
 
     def _fail(self, number: int, error: Exception) -> None:
+        """Note ``error`` as the problem of line ``number``."""
         if self.debug:
             traceback.print_exception(error)
         self._problems[number] = describe_exception(error)
-        self._current = None
 
     # The phases of an Encoder, on all ranks.
 

@@ -141,7 +141,8 @@ class Search:
                 errors = [
                     self.check.measure_error(x, *lengths) for x in (variant, variant.with_replicated(TEXT))
                 ]
-            except InexactPlanError:
+            # with_replicated raises ValueError for an answer that splits text together with other entries.
+            except (InexactPlanError, ValueError):
                 continue
             error = max(*errors, proposal.error or 0.0)
             reasons = (*_reasons_in(variant, proposal.reasons), *candidate.reasons)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from importlib import import_module
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from para_core.attention.option import AttentionOption
@@ -78,6 +80,15 @@ class KeptKeys(AttentionOption):
         if num_queries <= self.window:
             return list(range(num_queries))
         return [(2 * i + 1) * num_queries // (2 * self.window) for i in range(self.window)]
+
+    def count_kept(self, num_keys: int) -> int:
+        """Return how many of ``num_keys`` keys each head keeps: their ``share``, rounded up.
+
+        >>> KeptKeys(0.55).count_kept(100)
+        55
+        """
+        # A product of floats may be too large: 0.55 * 100 is 55.000000000000007.
+        return ceil(Decimal(repr(self.share)) * num_keys)
 
     @property
     def attend(self) -> Callable[..., tuple[Tensor, Tensor]]:  # type: ignore[override]

@@ -82,7 +82,7 @@ def find_first_difference(
     failure: str | None = None,
 ) -> Difference:
     """Run ``module`` once more on one rank and on ``ranks`` virtual ranks, and return the first difference of
-    both.
+    both. Call this only if the outputs differ or a rank failed: the result is a difference in any case.
 
     Args:
         module: The unmodified model.
@@ -98,8 +98,10 @@ def find_first_difference(
     with torch.compiler.set_stance("force_eager"):
         outcome = run_on_one_rank(module, inputs, reference)
     if outcome.error is not None:
-        reason = f"its recorded call on one rank fails: {type(outcome.error).__name__}: {outcome.error}"
-        return Difference("", kind, failure or reason)
+        # A failure of the compared runs comes first: the recorded call may fail for the same reason.
+        if failure is None:
+            failure = f"its recorded call on one rank fails: {type(outcome.error).__name__}: {outcome.error}"
+        return Difference("", kind, failure)
     if expected and largest_error(outcome.output, expected) > tolerance:
         reason = (
             "two calls of the unmodified model differ: it draws random numbers, or keeps state between calls"
@@ -170,7 +172,9 @@ def compare_records(
         if entry.kind == "call":
             running.append(entry.module)
         elif entry.kind == "return" and entry.module in running[1:]:
-            del running[running.index(entry.module, 1) :]
+            # A module may call itself. The innermost of its calls has returned.
+            while running.pop() != entry.module:
+                pass
     if failure is not None:
         return describe(_failed_module(ranks if failed is None else [failed]), failure)
     if len({len(entries) for entries in records}) > 1:
@@ -240,10 +244,10 @@ def _may_differ_on_ranks(full: Digest) -> bool:
     """
     shape, dtype = full.shape, full.dtype
     if dtype == torch.bool:
-        return len(shape) >= _FEWEST_MASK_DIMS or shape == _SHAPE_OF_CUMULATIVE_LENGTHS
+        return len(shape) >= _FEWEST_MASK_DIMS
     if dtype.is_floating_point:
         return len(shape) == _FLOAT_MASK_DIMS and shape[1] == _FLOAT_MASK_HEADS
-    return shape == _SHAPE_OF_CUMULATIVE_LENGTHS
+    return not dtype.is_complex and shape == _SHAPE_OF_CUMULATIVE_LENGTHS
 
 
 def _error_of_parts(parts: Sequence[Digest], full: Digest, segments: Sequence[Segment]) -> float:

@@ -38,13 +38,26 @@ class ParallelRun:
     """The settings of a run on several ranks.
 
     Without ``plan``, inputs are sharded under a ``UnifiedAttnMode``, where ``forward``, if given, replaces
-    the model. ``dims`` is the token dim of each sharded tensor of the inputs, keyed by its index in
-    ``inputs.leaves()``.
+    the model.
+
+    Args:
+        plan: The plan that shards the inputs.
+        forward: A user's function, which shards inputs itself; None with a plan.
+        dims: The token dim of each sharded tensor of the inputs, by its index in ``inputs.leaves()``. Inputs
+            are sharded by it only if there is neither ``plan`` nor ``forward``. With a plan,
+            :mod:`para_core.verify.check` reads from it which lengths to try.
+
+    Raises:
+        ValueError: ``plan`` and ``forward`` are both given.
     """
 
     plan: Plan | None
     forward: Callable[..., Any] | None
     dims: Mapping[int, int]
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and self.forward is not None:
+            raise ValueError(f"plan and forward={self.forward!r} are both given; expected at most one.")
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,8 @@ class RankRun:
 
 
 def run_on_one_rank(module: nn.Module, inputs: ModelInputs, record: CallRecord | None = None) -> RankOutcome:
-    """Call copies of ``module`` and ``inputs`` on one rank, and return the output or the exception.
+    """Call copies of ``module``, in eval mode, and ``inputs`` on one rank, and return the output or the
+    exception.
 
     ``record`` gets the entries of the call.
     """
@@ -112,8 +126,8 @@ def run_parallel(
     *,
     record: bool = False,
 ) -> list[RankRun]:
-    """Call copies of ``module`` and ``inputs`` on ``ranks`` virtual ranks along ``method``, and return their
-    results.
+    """Call copies of ``module``, in eval mode because dropout would differ, and ``inputs`` on ``ranks`` virtual
+    ranks along ``method``, and return their results.
 
     Exceptions are not raised but part of the results. ``record`` says whether to record modules and attention
     calls.
@@ -172,7 +186,7 @@ class _NotingMode(UnifiedAttnMode):
 
     It overrides two private methods: the mode calls ``_remember`` for each segment of a tensor that it
     shards, and ``_trace_safe`` with each layout that it uses. If they were renamed, no segment would be
-    noted.
+    noted: ``test_difference_is_located`` of tests/verify/test_check_parallel.py then fails for an exception.
     """
 
     def __init__(self, mesh: SequenceMesh, result: RankRun, inputs: ModelInputs) -> None:

@@ -61,14 +61,17 @@ def relative_error(parts: Sequence[Tensor], full: Tensor, segments: Sequence[Seg
 
 
 def largest_error(out: Any, expected: Any) -> float:
-    """Return the largest ``‖out − expected‖ / ‖expected‖`` of the tensors in both; infinity for NaN or other
-    shapes.
+    """Return the largest ``‖out − expected‖ / ‖expected‖`` of the tensors in both; infinity for NaN, other
+    shapes or another number of tensors.
 
-    Raises:
-        ValueError: The numbers of tensors differ.
+    >>> largest_error(torch.ones(1), (torch.ones(1), torch.ones(1)))
+    inf
     """
+    outs, full = tensors_in(out), tensors_in(expected)
+    if len(outs) != len(full):
+        return math.inf
     largest = -math.inf
-    for x, y in zip(tensors_in(out), tensors_in(expected), strict=True):
+    for x, y in zip(outs, full, strict=True):
         error = relative_error([x], y, ())
         if error is None:
             return math.inf

@@ -8,7 +8,7 @@ tests/plans/test_exactness.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import nn
@@ -67,26 +67,25 @@ def apply_plan(
         ValueError: The plan names a module that does not exist.
     """
     earlier = region_of(module)
-    earlier_stays: AbstractContextManager[None] = nullcontext()
-    if earlier is not None:
-        earlier_stays = restore_on_failure(submodules_of(module))
-    with earlier_stays:
+    with ExitStack() as earlier_stays:
         if earlier is not None:
+            earlier_stays.enter_context(restore_on_failure(submodules_of(module)))
+            earlier_stays.enter_context(earlier.check.keep_on_failure())
             _detach(module, earlier)
         if not isinstance(plan, Plan):
             plan = convert_published_plan(plan)
         options = options or AttnOptions()
         region = Region(
             module,
-            plan,
-            mesh,
-            batch,
-            agree_on_inputs,
-            options,
-            attn_func,
-            cross_backend,
-            call_context,
-            written_for,
+            plan=plan,
+            mesh=mesh,
+            batch=batch,
+            agree_on_inputs=agree_on_inputs,
+            options=options,
+            attn_func=attn_func,
+            cross_backend=cross_backend,
+            call_context=call_context,
+            written_for=written_for,
         )
         is_default_attention = options.backend is None and cross_backend is None and attn_func is None
         if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:
@@ -94,13 +93,12 @@ def apply_plan(
         try:
             region.attach(module)
             region.check_new_code(module)
+            of_module = {CALL_WITH_HOOKS: region.run, "__call__": region.call_outer}
+            fill_slot(module, Slot.PLAN, of_module, owner=region)
         except BaseException:
-            # The slot of the module is still empty, so remove_plan() would not find these hooks.
+            # Without the slot of the module, remove_plan() would not find these hooks.
             _detach(module, region)
             raise
-        fill_slot(
-            module, Slot.PLAN, {CALL_WITH_HOOKS: region.run, "__call__": region.call_outer}, owner=region
-        )
 
 
 def remove_plan(module: nn.Module) -> None:
@@ -111,7 +109,9 @@ def remove_plan(module: nn.Module) -> None:
 
 
 def _detach(module: nn.Module, region: Region) -> None:
-    """Empty the slots that ``region`` has filled in ``module``, and restore the attributes that it has set."""
+    """Empty the slots that ``region`` and its check have filled in ``module``, let the check forget its modules,
+    and restore the attributes that the region has set.
+    """
     # A graph may have left this rank's number of heads in the attribute: see Region.heads.
     for submodule, (attribute, heads) in region.heads.items():
         setattr(submodule, attribute, heads)

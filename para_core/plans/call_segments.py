@@ -25,8 +25,10 @@ _MOST_KNOWN = 256
 class SegmentsOfCall:
     """The segments of one call of a model at a time, on the ranks of ``mesh``.
 
-    PipeFusion overrides the methods without a leading underscore for a patch of the tokens
-    (:mod:`para_core.weights.patch_hooks`), so the rules must reach a segment and other ranks through these.
+    PipeFusion overrides :meth:`new_segment`, :meth:`fewest_on_a_rank`, :meth:`put_together` and
+    :meth:`with_equal_bits` for a patch of the tokens (:mod:`para_core.weights.patch_hooks`), so the rules must
+    make segments and reach other ranks through these. Only a rule with ``together`` makes its segment
+    otherwise, and :func:`~para_core.weights.patch_plan.patch_plan` refuses it.
 
     :attr:`segments` holds, by name, the segments that the rules of the current call have sharded or
     replicated so far, to which later rules refer. The caller clears it after each call. ``coarse`` are the
@@ -74,20 +76,35 @@ class SegmentsOfCall:
             )
 
     def _segment_of_groups(self, value: Tensor, split: Split) -> Segment:
-        """Return the segment of a tensor in which the tokens of each entry of a dim, such as a frame, stay together."""
+        """Return the segment of a tensor in which the tokens of each entry of a dim, such as a frame, stay
+        together.
+
+        A replicated segment has groups as well, by which later rules know a tensor with an entry for each.
+        """
         entries = value.shape[split.dim]
         tokens = prod([value.shape[dim] for dim in split.together])
         name = split.segment or ""
         if entries < self.mesh.ranks:
-            return Segment(name, entries * tokens, replicated=True)
+            return Segment(name, entries * tokens, replicated=True, together=tokens)
         return Segment(name, entries * tokens, together=tokens)
 
     def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
         """Return the layout of a sequence of ``total`` tokens that consists of the segments ``names``, in
         this order. One of them may be unknown in this call so far. It counts as replicated, with the
         remaining tokens.
+
+        Raises:
+            ValueError: Several are unknown, and another one is sharded.
         """
         segments = self.segments
+        unknown = [name for name in names if name not in segments]
+        sharded = [name for name in names if name in segments and not segments[name].replicated]
+        if len(unknown) > 1 and sharded:
+            raise ValueError(
+                f"the plan says that {total} tokens are those of {list(names)}, and this call has split or replicated "
+                f"none of {unknown}, whose lengths are therefore unknown; expected at most one such segment. Write a "
+                "Replicate for the others."
+            )
         rest = total - sum([segments[name].total for name in names if name in segments])
         parts = []
         for name in names:
@@ -108,6 +125,7 @@ class SegmentsOfCall:
         self, which: Literal["first", "last"], number: int, segment: Segment
     ) -> tuple[int, int]:
         """Return which of the ``number`` first or last tokens of ``segment`` this rank holds, as a range of them."""
+        # No rule makes a balanced segment, so a rank holds a single run.
         ((start, length),) = segment.runs(self.mesh.rank, self.mesh.ranks)
         if which == "last":
             start = start - (segment.total - number)
@@ -138,6 +156,8 @@ class SegmentsOfCall:
                 f"entries; expected {segment.total}, or {segment.total // segment.together} with "
                 f"{segment.together} tokens each."
             )
+        if segment.replicated:
+            return value
         layout = SequenceLayout((by_length[value.shape[dim]],), self.mesh.ranks)
         return shard_tokens(value, dim, layout, self.mesh)
 
@@ -170,4 +190,4 @@ def groups_of(segment: Segment) -> Segment:
     """Return a segment with an entry for each group of ``segment``, whose tokens stay together; itself if none do."""
     if segment.together == 1:
         return segment
-    return Segment(segment.name, segment.total // segment.together)
+    return Segment(segment.name, segment.total // segment.together, replicated=segment.replicated)

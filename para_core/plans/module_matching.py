@@ -95,8 +95,8 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
 
     Raises:
         ValueError: The plan names a module that does not exist. Only entries of ``Plan.attention`` may match
-            nothing; but if one is an :class:`AttentionByHeads`, its projections and output must exist. Or it
-            first splits a segment inside a module of ``Plan.attention``.
+            nothing; but if one is an :class:`AttentionByHeads`, its projections and output must exist. Or one
+            of these has another rule. Or the plan first splits a segment inside a module of ``Plan.attention``.
     """
     required = [ModuleRules(name, shard_rules=tuple(rules.items())) for name, rules in plan.inner.items()]
     required += [
@@ -122,9 +122,30 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
                 matches[name] = submodule, earlier_rules.with_more(rules)
             else:
                 matches[name] = submodule, rules
+    _check_projections(matches)
     if plan.inner:
         _check_splits(plan, matches)
     return matches
+
+
+def _check_projections(matches: Mapping[str, tuple[nn.Module, ModuleRules]]) -> None:
+    """Raise ``ValueError`` if a projection or output of an :class:`AttentionByHeads` has another rule, because
+    its hook applies none.
+
+    Its tensors have all tokens on one side of it and this rank's on the other, and a rule does not say for
+    which it is meant. Rules for parameters that it lacks do nothing anywhere.
+    """
+    for name, (submodule, rules) in matches.items():
+        if rules.exchange is None:
+            continue
+        parameters = parameters_of(submodule)
+        shards = [key for key in rules.of_inputs if key.partition(".")[0] in parameters]
+        if shards or rules.of_outputs or rules.gathers or rules.halo is not None:
+            raise ValueError(
+                f"the plan has a rule for {name}, which an AttentionByHeads names as a projection or its output and "
+                "which exchanges tokens for heads; expected no other rule. Write it for the attention module, or for a "
+                "module inside that the AttentionByHeads does not name."
+            )
 
 
 def _check_splits(plan: Plan, matches: Mapping[str, tuple[nn.Module, ModuleRules]]) -> None:

@@ -24,6 +24,10 @@ class Split:
     A segment with fewer than two tokens per rank, or a segment of rows or frames with fewer entries than
     ranks, is replicated instead. A dim of size 1 is replicated, too.
 
+    With neither ``segment`` nor ``like``, the tensor counts as one with ``like`` and its own name: tensors of
+    equal names have equal lengths, and attention is not intercepted. The plans of diffusers have such rules
+    for position ids.
+
     Args:
         dim (`int`): The dim to split.
         segment (`str`, *optional*): Name of the segment whose tokens the tensor holds. Attention is
@@ -40,7 +44,7 @@ class Split:
             entries, which are replicated. Only with ``like``.
         per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` for each entry of the
             segment, which stay on one rank: a segment of image rows has many tokens per row. None to infer
-            the number from the size of ``dim`` and an earlier split of the segment.
+            the number from the size of ``dim`` and an earlier split of the segment; only with ``like``.
         after_replicated (`bool`, defaults to `False`): Whether the tokens are preceded along ``dim`` by other
             entries, which are replicated. The segment must have been split earlier, so that its length is
             known.
@@ -54,6 +58,9 @@ class Split:
             ``[B, T, H, W, C]``. The segment then has ``T * H * W`` tokens, and those of a frame stay on one
             rank. A later rule of the segment may name a dim with all tokens, or with one entry for each
             frame. Only with ``segment``.
+
+    Raises:
+        ValueError: ``segment`` and ``like`` are both given, or a field lacks the one that it needs.
     """
 
     dim: int
@@ -67,6 +74,20 @@ class Split:
     runs: bool = False
     only: Literal["first", "last"] | None = None
     together: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.segment is not None and self.like is not None:
+            raise ValueError(
+                f"{self}: expected segment, if the tensor holds the tokens, or like, if it accompanies them, but not "
+                "both."
+            )
+        if self.like is None and (self.then_replicated or self.runs or self.only or self.per is None):
+            raise ValueError(
+                f"{self}: then_replicated, runs, only and per=None need the length of a segment that was split "
+                "earlier; expected its name as like."
+            )
+        if self.together and self.segment is None:
+            raise ValueError(f"{self}: together needs segment, the name of the segment of all these dims.")
 
     @cached_property
     def is_plain(self) -> bool:
@@ -375,7 +396,12 @@ class Plan:
         return any(isinstance(rule, Split) and rule.segment == segment for rule in self.shard_rules)
 
     def with_replicated(self, segment: str) -> Plan:
-        """Return a copy of this plan that keeps ``segment`` on every rank instead of splitting it."""
+        """Return a copy of this plan that keeps ``segment`` on every rank instead of splitting it.
+
+        Raises:
+            ValueError: The number of tokens of ``segment`` is not the size of the dim at which the plan splits
+                it: a rule has ``per``, ``after`` or ``after_replicated``, or is a :class:`Count`.
+        """
         inner = {name: _with_replicated(rules, segment) for name, rules in self.inner.items()}
         return replace(
             self,
@@ -385,14 +411,27 @@ class Plan:
 
 
 def _with_replicated(rules: Mapping[Any, ShardRule], segment: str) -> dict[Any, ShardRule]:
-    """Return ``rules`` in which ``segment`` is replicated, without those of tensors that accompany its tokens."""
+    """Return ``rules`` in which ``segment`` is replicated, without those of tensors that accompany its tokens.
+    Raise ``ValueError`` for a rule that a :class:`Replicate` cannot replace.
+    """
 
     def is_companion(rule: ShardRule | None) -> bool:
         return isinstance(rule, Split) and rule.like == segment
 
     kept = {key: rule for key, rule in rules.items() if not is_companion(rule)}
     for key, rule in kept.items():
+        if isinstance(rule, Count) and rule.segment == segment:
+            raise ValueError(
+                f"the plan counts the tokens of {segment!r} by {rule} for a later split, so that it cannot replicate "
+                "them. Shard them (text='shard'), or write a Replicate for the tensor that holds nothing else."
+            )
         if isinstance(rule, Split) and rule.segment == segment:
+            if rule.per != 1 or rule.after is not None or rule.after_replicated:
+                raise ValueError(
+                    f"the plan splits {segment!r} by {rule}: the dim has other entries too, or several for a token, so "
+                    "it does not say how many tokens to replicate. Shard them (text='shard'), or write a Replicate "
+                    "for a tensor with one entry for each token."
+                )
             kept[key] = Replicate(rule.dim, segment, rule.together)
         elif isinstance(rule, Entries):
             entries = list(rule.cuts)

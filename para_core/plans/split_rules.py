@@ -173,7 +173,7 @@ class SplitRules(SegmentsOfCall):
         if noted is not None and split.after is None:
             if noted.together != 1:
                 return self._shard_known(value, split.dim, noted)
-            # A segment of few frames is replicated, even if it has enough tokens.
+            # A segment may be replicated by a rule, even if it has enough tokens.
             if noted.replicated and noted.total == value.shape[split.dim]:
                 return value
         if split.after is None and not torch.compiler.is_compiling():

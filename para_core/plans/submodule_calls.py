@@ -39,6 +39,13 @@ from para_core.torch_internals import top_saved_tensors_hooks
 class SubmoduleCalls:
     """The calls of the submodules of one region.
 
+    Two cells of :class:`~para_core.plans.planned_attention.PlannedAttention` are shared with the region:
+    ``active[0]``, whether attention is intercepted, which :attr:`intercept_if_sharded` sets and a gather clears
+    here, and ``intercepted[0]``, the evidence in the table of :class:`AttentionCheck`.
+
+    Each function that this makes tests for hooks of saved tensors before ``bind_checkpoint``, which says why.
+    The lines are repeated, because a function for them would be one Python call more for each module and step.
+
     Args:
         mesh: The ranks.
         executor: Applies the rules of the plan, and knows the segments of the current call.
@@ -55,7 +62,7 @@ class SubmoduleCalls:
     interceptions: list[Interception]
     intercept_if_sharded: Callable[[Collection[ShardRule]], None]
     # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
-    # _run_with_heads fills and clears the list, and the hooks of the projections read it. Such modules are not nested.
+    # _run_with_heads adds and removes it, and the hooks of the projections read the last one.
     _head_exchanges: list[HeadExchange] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +79,7 @@ class SubmoduleCalls:
             parameters: The names of the positional parameters of its ``forward``.
             heads: The number of heads on all ranks, for an :class:`AttentionByHeads`; otherwise ignored.
         """
+        # match_modules refuses other rules for a module that exchanges heads.
         if rules.exchange is not None:
             if rules.exchange == "enter":
                 return partial(self._enter_heads, rules.parts)
@@ -151,11 +159,11 @@ class SubmoduleCalls:
             # Share the heads of a short, replicated segment too, because cached keys are those of a rank's
             # heads. With fewer heads than ranks no call shares them, since a sharded one raises.
             shares_heads = self.is_parallel and heads >= self.mesh.ranks
-            if not shares_heads and not self._is_sharded(attention.segment):
-                return call(module, *args, **kwargs)
-            segment = self.executor.segment(attention.segment)
-            exchange = HeadExchange(attention, segment, self.mesh, module, heads)
-            return self._run_with_heads(exchange, interception, call, parameters, args, kwargs)
+            if shares_heads or self._is_sharded(attention.segment):
+                segment = self.executor.segment(attention.segment)
+                exchange = HeadExchange(attention, segment, self.mesh, module, heads)
+                return self._run_with_heads(exchange, interception, call, parameters, args, kwargs)
+            return call(module, *args, **kwargs)
 
         return attend
 
@@ -240,7 +248,7 @@ class SubmoduleCalls:
             with interception.switch_off():
                 output = exchange.run(call, parameters, args, kwargs)
         finally:
-            self._head_exchanges.clear()
+            self._head_exchanges.pop()
         interception.planned.intercepted[0] = True
         return output
 

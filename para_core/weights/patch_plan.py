@@ -168,6 +168,9 @@ def _check_rules(plan: Plan) -> None:
             splits.append(rule)
     if any(isinstance(rule, Split) and (rule.then_replicated or rule.after_replicated) for rule in splits):
         raise TypeError("its tokens share a tensor with others")
+    # Such a segment has groups of its own, which the number of frames of a call does not change.
+    if any(isinstance(rule, Split) and rule.together for rule in splits):
+        raise TypeError("its tokens are split before they have one dim")
     # PatchHooks intercepts attention calls only, each of which StaleKeys gives the stored keys. It neither
     # exchanges tokens for heads, nor adds up the sums of LinearAttention, nor counts the entries of OneForEach.
     attention = plan.attention.values()

@@ -12,7 +12,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from para_core import Attention, Plan
-from para_core.distributed.mesh import one_rank, sequence_mesh
+from para_core.distributed.mesh import MeshDim, one_rank, sequence_mesh
+from para_core.instance.record import filled_slots
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.module_matching import matching_modules
@@ -77,14 +78,16 @@ def planned(model, plan, args):
 
 def with_unfitting_plan(model, plan, *earlier):
     mesh = sequence_mesh(cpu_mesh(1, 2))
+    next(model.children()).processor = "an attention module without a rule"
     for plan_before in earlier:
         apply_plan(model, plan_before, mesh)
     classes, mesh_before = [type(part) for part in model.modules()], mesh_of_plan(model)
     try:
         apply_plan(model, plan, mesh)
     finally:
-        assert [type(part) for part in model.modules()] == classes
-        assert mesh_of_plan(model) is mesh_before
+        assert ([type(part) for part in model.modules()], mesh_of_plan(model)) == (classes, mesh_before)
+        remove_plan(model)
+        assert not any(map(filled_slots, model.modules()))
 
 
 def after_an_error():
@@ -102,7 +105,7 @@ def with_three_ids():
 
 
 def applied(*steps):
-    executor = RuleExecutor(sequence_mesh(cpu_mesh(1, 2)))
+    executor = RuleExecutor(replace(one_rank("cpu"), ulysses=MeshDim("ulysses", 3, 0, "", None)))
     for value, rule in steps:
         executor.apply(value, rule, "rope")
 
@@ -181,6 +184,10 @@ REFUSED = [
     (applied, ((noise(7), Split(0, "video")), (noise(3), LIKE)), ValueError, "rope has 3 tokens .* 7,"),
     # One entry for all frames is kept.
     (applied, ((noise(5, 4), FRAMES), (noise(1), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 20,"),
+    (applied, ((noise(2, 4), FRAMES), (noise(2), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 8,"),
+    (Plan({"x": Split(1, "text", per=2)}, {}, ()).with_replicated, ("text",), ValueError, "'text' by .*per=2"),
+    (with_grouped_heads, (BY_HEADS, None, {"0.q": {0: LIKE}}), ValueError, "0.q"),
+    (Split, (1, "a", "b"), ValueError, "segment='a', like='b'"),
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: x,), RuntimeError, r"\[\('sum', 0\), \('matmul', 1\)\]"),

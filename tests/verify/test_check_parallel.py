@@ -279,7 +279,7 @@ def test_virtual_ranks_that_meet_in_different_collectives_end_at_once():
 
 
 def test_records_of_other_lengths_do_not_agree():
-    entries = [RecordEntry(kind, name, ()) for kind, name in (("call", ""), ("call", "0"), ("return", "0"))]
-    records = [CallRecord(entries[:2])] * 2
+    entries = [*[RecordEntry("call", name, ()) for name in ("", "0", "0")], *[RecordEntry("return", "0", ())] * 2]
+    records = [CallRecord(entries[:4])] * 2
     difference = compare_records(nn.Sequential(nn.ReLU()), CallRecord(entries), records, (), tolerance=1e-3)
     assert (difference.module, "more or fewer calls" in difference.reason) == ("0", True)

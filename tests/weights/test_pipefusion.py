@@ -270,6 +270,7 @@ def plan_in_patches(dim, *cuts):
     [
         (lambda: plan_in_patches(2), TypeError, "tokens in dim 2"),
         (lambda: plan_in_patches(1, Split(1, like="image", then_replicated=True)), TypeError, "share a tensor"),
+        (lambda: plan_in_patches(1, Split(1, "video", together=(2,))), TypeError, "split before"),
         (
             lambda: PatchPlan(Plan({}, {}, ()), "image", "frames", 2, together=2).runs(torch.ones(1, 1, 10, 1, 1), 6),
             ValueError,

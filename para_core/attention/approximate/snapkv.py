@@ -22,7 +22,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -87,9 +86,8 @@ def select_keys(
     order = _positions_of([run for of_rank in runs_of_ranks for run in of_rank], query.device)
     votes = torch.empty_like(votes).index_copy_(2, order, votes)
     # The sort is stable, so of equal votes the first wins.
-    largest = votes.sort(dim=-1, descending=True, stable=True).indices[
-        ..., : ceil(kept.share * votes.shape[2])
-    ]
+    ranked = votes.sort(dim=-1, descending=True, stable=True).indices
+    largest = ranked[..., : kept.count_kept(votes.shape[2])]
     return torch.zeros_like(votes, dtype=torch.bool).scatter_(-1, largest, True)
 
 
