@@ -292,6 +292,23 @@ def test_a_class_without_a_recorded_plan_is_proposed_on_a_small_copy(comfy, node
     model.close_ranks()
 
 
+def test_a_proposal_resizes_latents_alone_and_its_errors_reach_all_ranks(comfy, monkeypatch):
+    from comfyui_para_core import propose
+
+    model = type("Model", (), {"patch_size": (1, 2, 3), "forward": lambda x, context=None, mask=None, concat=None: x})
+    sound, x, mask = torch.zeros(1, 64, 768), torch.zeros(1, 4, 8, 12), torch.arange(96).view(1, 1, 8, 12) > 40
+    example = propose.make_example(model, {"x": sound, "context": torch.zeros(1, 130, 768), "mask": sound[:, :1]}, 5, 7)
+    assert [tuple(value.shape[1:]) for value in example.values()] == [(64, 105), (130, 768), (1, 105)]
+    example = propose.make_example(model, {"x": x, "concat": x, "mask": mask, "of_another_pack": x}, 5, 7)
+    assert [tuple(value.shape[1:]) for value in example.values()] == [(4, 10, 21), (4, 10, 21), (1, 10, 21)]
+    assert (example["mask"].dtype, torch.equal(example["x"], example["concat"])) == (torch.bool, False)
+    assert "first argument, x, is a list" in refused(lambda: propose.make_example(model, {"x": [x], "mask": x}, 5, 7))
+    send = {"get_rank": lambda: 0, "broadcast_object_list": lambda outcome, src: propose.pickle.dumps(outcome)}
+    monkeypatch.setattr(propose, "dist", type("dist", (), {"is_initialized": lambda: True, **send}))
+    monkeypatch.setattr(propose, "_propose", lambda *args: lambda: "a function that cannot be sent")
+    assert "no plan is recorded" in refused(lambda: propose.propose_on_small_model(None, torch.nn.Identity(), {}))
+
+
 def test_settings_that_do_not_fit_are_errors_of_the_loader(nodes, wan):
     for settings, named in (
         ({"ranks": 0}, "ranks is 0"),
