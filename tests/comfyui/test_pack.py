@@ -130,10 +130,15 @@ def test_changes_of_the_patcher_give_the_samples_of_one_process(comfy, remote, w
 
 
 def test_methods_and_sizes_of_the_model_are_those_of_the_ranks(comfy, remote, wan):
+    from comfyui_para_core.rank_model import RankModel
+
     text = torch.randn(1, 5, 6)
     sampled(comfy, remote)
     expected = comfy.sd.load_diffusion_model(wan).model.diffusion_model.preprocess_text_embeds(text)
     torch.testing.assert_close(remote.model.diffusion_model.preprocess_text_embeds(text), expected)
+    rank, patcher = object.__new__(RankModel), type("Patcher", (), {"load_device": "meta", "offload_device": "cpu"})
+    vars(rank).update(patcher=patcher, model=torch.nn.Identity(), shards_weights=True, ready=False)
+    assert torch.equal(rank.call_method("forward", (text,), {}), text)  # Whole weights wait in host memory.
     size = sum(x.numel() * x.element_size() for x in remote.model.diffusion_model.parameters())
     assert remote.model_size() == remote.loaded_size() == size
     assert remote.model.memory_required([1]) == 500.0  # of 1000.0 on two ranks
@@ -239,6 +244,9 @@ def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wa
     local = comfy.sd.load_diffusion_model(wan)
     expected = sampled(comfy, local, steps=8)
     model = load(nodes, wan, weights="fsdp", cache=0.3, mesh="ring 2")
+    patcher = model.clone()
+    patcher.add_patches(LORA)
+    model.ranks.start(patcher.patches, patcher.patches_uuid)  # Replaced before a call has sharded the weights.
     out = sampled(comfy, model, steps=8)
     assert 1e-6 < error(out, expected) < 0.3
     assert torch.equal(sampled(comfy, model, steps=8), out)
@@ -246,9 +254,8 @@ def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wa
     model.ranks.start(model.patches, model.patches_uuid)
     embedded = model.ranks.call_method("preprocess_text_embeds", (text,), {})
     torch.testing.assert_close(embedded, local.model.diffusion_model.preprocess_text_embeds(text))
-    patcher = model.clone()
-    patcher.add_patches(LORA)
     assert error(sampled(comfy, patcher, steps=8), out) > 1e-3
+    assert torch.equal(sampled(comfy, model, steps=8), out)
     ended = weakref.ref(model)
     comfy.model_management.current_loaded_models.clear()
     del model, patcher
