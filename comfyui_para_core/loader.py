@@ -7,7 +7,6 @@ does the work, is imported by the node. Tests: tests/comfyui/test_pack.py, tests
 from __future__ import annotations
 
 import importlib.util
-import sys
 from typing import Any
 
 from .settings import AUTOMATIC, WEIGHTS, Settings
@@ -120,7 +119,7 @@ def _require_para_core() -> None:
 
 
 def _is_installed(module: str) -> bool:
-    return module in sys.modules or importlib.util.find_spec(module) is not None
+    return importlib.util.find_spec(module) is not None
 
 
 NODE_CLASS_MAPPINGS = {"ParaCoreLoadOnRanks": LoadOnRanks, "ParaCoreCloseRanks": CloseRanks}

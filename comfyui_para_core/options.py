@@ -27,24 +27,27 @@ _INSIDE = ("patches", "patches_replace")
 # of WrappersMP and CallbacksMP in comfy/patcher_extension.py.
 _OUTSIDE = frozenset(
     {
-        *(
-            "outer_sample",
-            "prepare_sampling",
-            "sampler_sample",
-            "predict_noise",
-            "calc_cond_batch",
-            "apply_model",
-        ),
+        # Wrappers.
+        "outer_sample",
+        "prepare_sampling",
+        "sampler_sample",
+        "predict_noise",
+        "calc_cond_batch",
+        "apply_model",
         "diffusion_model",
-        *(
-            "on_clone",
-            "on_deepclone_multigpu",
-            "on_match_multigpu_clones",
-            "on_load_after",
-            "on_detach_after",
-        ),
-        *("on_cleanup", "on_pre_run", "on_prepare_state", "on_apply_hooks", "on_register_all_hook_patches"),
-        *("on_inject_model", "on_eject_model"),
+        # Callbacks.
+        "on_clone",
+        "on_deepclone_multigpu",
+        "on_match_multigpu_clones",
+        "on_load_after",
+        "on_detach_after",
+        "on_cleanup",
+        "on_pre_run",
+        "on_prepare_state",
+        "on_apply_hooks",
+        "on_register_all_hook_patches",
+        "on_inject_model",
+        "on_eject_model",
     }
 )
 _WAY_OUT = "Remove the node that sets it, or load this model with ComfyUI's own loader."

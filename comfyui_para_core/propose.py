@@ -1,12 +1,14 @@
 """A plan for a class of ``comfy/ldm`` that none is recorded for: proposed on a small copy of the model.
 
 `rank_model` calls it in the first call of the model. The search itself is ``propose_plan`` of
-para_core.adapters; recorded plans stand in `plans`. Tests: tests/comfyui/test_pack.py.
+para_core.adapters; recorded plans stand in `plans`. Tests: tests/comfyui/test_pack.py, on a stand-in for
+ComfyUI; that of the search itself is marked long.
 """
 
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,18 +22,22 @@ from para_core.adapters import Adapter
 
 from .cut import original_of, use_cut
 
-# Arguments of constructors that count blocks.
+# Arguments of constructors in comfy/ldm that count blocks, each with a model that has it. A copy of a class
+# that counts its blocks by another name has all of them: its plan is as exact, the search takes longer, and a
+# copy of more than _MOST_PARAMETERS is refused.
 _DEPTHS = (
-    *(
-        "depth",
-        "depth_single_blocks",
-        "num_layers",
-        "n_layers",
-        "num_blocks",
-        "num_single_layers",
-        "n_double_layers",
-    ),
-    *("num_dit_layers", "num_double_stream_layers", "num_refiner_layers", "n_refiner_layers", "patch_depth"),
+    "depth",  # Flux
+    "depth_single_blocks",  # Flux
+    "num_layers",  # Wan
+    "n_layers",  # Lumina 2
+    "n_refiner_layers",  # Lumina 2
+    "n_double_layers",  # AuraFlow
+    "num_blocks",  # Cosmos Predict 2
+    "num_single_layers",  # HiDream-I1
+    "num_refiner_layers",  # OmniGen 2
+    "num_double_stream_layers",  # Boogu
+    "num_dit_layers",  # ACE-Step 1.5
+    "patch_depth",  # PixelDiT
 )
 _BLOCKS = 2
 _MOST_PARAMETERS = 3_000_000_000  # 12 GB in float32
@@ -48,34 +54,40 @@ def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any
     Args:
         base: ComfyUI's BaseModel, which has the arguments of the constructor.
         model: Its diffusion model.
-        inputs: The arguments of the first call, which say what the model is given.
+        inputs: The arguments of the first call, which say what the model is given, as
+            :func:`~.cut.bind_arguments` orders them: the latent is the first.
 
     Raises:
-        ValueError: No plan was exact, or the copy is too large. All ranks raise.
+        ValueError: No plan was exact, the copy is too large, or the first argument is not a latent. All ranks
+            raise.
     """
     outcome: list[Any] = [None, None]  # the adapter, and why there is none
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            outcome[0] = _propose(base, model, inputs)
+            adapter = _propose(base, model, inputs)
+            if dist.is_initialized():
+                # The broadcast pickles it outside of this block, where an error would be of this rank alone.
+                pickle.dumps(adapter)
+            outcome[0] = adapter
         # The constructor and the model may raise anything, and the other ranks wait for the outcome.
         except Exception as error:
             outcome[1] = f"{type(error).__name__}: {error}"
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)
-    adapter, problem = outcome
+    proposed: Adapter = outcome[0]
+    problem = outcome[1]
     if problem is not None:
         raise ValueError(
             f"no plan is recorded for {type(model).__name__}, and none was found on a small copy of it: {problem} "
             "Set ranks to 1 and cache to 0, or use ComfyUI's own loader."
         )
-    proposed: Adapter = adapter
     return proposed
 
 
 def _propose(base: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Adapter:
     """Return a proposed adapter, on this rank alone. May raise anything."""
     small = _make_small_copy(base, original_of(type(model)))
-    examples = [_make_example(model, inputs, _HEIGHT, width) for width in _WIDTHS]
+    examples = [make_example(model, inputs, _HEIGHT, width) for width in _WIDTHS]
     # The proposal of plans is optional. Where it was removed, this raises, and no plan was found.
     adapter: Adapter = adapters.propose_plan(small, examples).adapter()
     return adapter
@@ -106,36 +118,66 @@ def _make_small_copy(base: Any, cls: type) -> nn.Module:
     return small
 
 
-def _make_example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
-    """Return ``inputs`` with random latents of ``height × width`` patches in place of tensors of the latent's size.
+def make_example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
+    """Return ``inputs`` with random latents of ``height × width`` patches in place of tensors with the size of
+    the latent. Arguments that ``forward`` does not take are left out.
 
-    The first tensor in ``inputs`` is the latent. Arguments that ``forward`` does not take are left out.
+    Raises:
+        ValueError: The first argument is not a latent, ``[B, C, length]`` or ``[B, C, ..., H, W]``.
     """
-    patch = getattr(model, "patch_size", getattr(model, "patch_spatial", 2))
-    patch = patch[-1] if isinstance(patch, (list, tuple)) else patch
-    size: tuple[int, ...] = (height * patch, width * patch)
-    first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))  # the latent
-    latent = first.shape[-2:]
-    if first.ndim == 3:  # [B, C, length]: sound
-        size, latent = (height * width * patch,), first.shape[-1:]
-    example = {name: _resize_latents(value, latent, size) for name, value in inputs.items()}
+    name, latent = next(iter(inputs.items()))
+    if not isinstance(latent, torch.Tensor) or latent.ndim < 3:
+        kind = f"tensor of {latent.ndim} dims" if isinstance(latent, torch.Tensor) else type(latent).__name__
+        raise ValueError(
+            f"its first argument, {name}, is a {kind}; expected the latent, a tensor [B, C, length] or "
+            "[B, C, ..., H, W]."
+        )
+    rows, columns = _patch_of(model)
+    size: tuple[int, ...] = (height * rows, width * columns)
+    if latent.ndim == 3:  # sound
+        size = (height * width * columns,)
+    generator = torch.Generator().manual_seed(1)
+    example = {key: _resize_latents(value, latent.shape, size, generator) for key, value in inputs.items()}
     accepted = inspect.signature(model.forward).parameters
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    return {name: value for name, value in example.items() if any_name or name in accepted}
+    return {key: value for key, value in example.items() if any_name or key in accepted}
 
 
-def _resize_latents(value: Any, latent: torch.Size, size: tuple[int, ...]) -> Any:
-    """Return ``value`` with random tensors in place of those whose last dims are ``latent``, with the last
-    dims ``size``; other tensors in float32 on the CPU.
+def _patch_of(model: Any) -> tuple[int, int]:
+    """Return the height and the width of a patch of ``model``; 2 for both if it has no attribute for them."""
+    # One number for all dims, (rows, columns), or (frames, rows, columns).
+    patch = getattr(model, "patch_size", getattr(model, "patch_spatial", 2))
+    sizes = tuple(patch) if isinstance(patch, (list, tuple)) else (patch,)
+    return sizes[max(0, len(sizes) - 2)], sizes[-1]
+
+
+def _resize_latents(value: Any, latent: torch.Size, size: tuple[int, ...], generator: torch.Generator) -> Any:
+    """Return ``value`` with random tensors, whose last dims are ``size``, in place of those with the size of
+    the latent; other tensors in float32 on the CPU. ``latent`` is the shape of the latent.
+
+    The entries of bools and ints, such as a mask, are drawn from those that the tensor has.
     """
     if isinstance(value, torch.Tensor):
         value = value.float().cpu() if value.is_floating_point() else value.cpu()
-        if value.ndim < len(latent) + 2 or value.shape[-len(latent) :] != latent:
+        if not _has_latent_size(value.shape, latent):
             return value
-        generator = torch.Generator().manual_seed(1)
-        return torch.randn((*value.shape[: -len(latent)], *size), generator=generator)
+        shape = (*value.shape[: -len(size)], *size)
+        if value.is_floating_point():
+            return torch.randn(shape, generator=generator)
+        return value.flatten()[torch.randint(value.numel(), shape, generator=generator)]
     if isinstance(value, Mapping):
-        return {key: _resize_latents(entry, latent, size) for key, entry in value.items()}
+        return {key: _resize_latents(entry, latent, size, generator) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_resize_latents(entry, latent, size) for entry in value)
+        return type(value)(_resize_latents(entry, latent, size, generator) for entry in value)
     return value
+
+
+def _has_latent_size(shape: torch.Size, latent: torch.Size) -> bool:
+    """Whether a tensor of ``shape`` has an entry for each pixel of a latent of the shape ``latent``.
+
+    Sound, ``[B, C, length]``, has one number only to tell by, which the channels of a text ``[B, S, C]`` may
+    equal. So a tensor beside it counts if it has the channels of the latent, or one as a mask.
+    """
+    if len(latent) == 3:
+        return len(shape) == 3 and shape[2] == latent[2] and shape[1] in (1, latent[1])
+    return len(shape) >= 4 and shape[-2:] == latent[-2:]

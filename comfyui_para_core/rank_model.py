@@ -61,8 +61,10 @@ class RankModel:
 
     def patch(self, patches: dict[str, Any]) -> None:
         """Load the weights of the file, with ``patches`` applied by ComfyUI's own code."""
-        if self.shards_weights and self.ready:
-            self._read_file()  # Parts of weights cannot be patched.
+        # Parts of weights cannot be patched. Whole ones, before the first call of the model or after an error in
+        # it, still have the patches of an earlier call of this method, to which these would be added.
+        if self.shards_weights and (self.ready or self.patcher.patches):
+            self._read_file()
         self._apply_patches(patches)
 
     def _apply_patches(self, patches: dict[str, Any]) -> None:
@@ -114,7 +116,10 @@ class RankModel:
         """Return the result of the method ``name`` of the model, which each rank computes alone. A collective
         call with FSDP, which gathers weights for it.
         """
-        args, kwargs = _move_tensors((args, kwargs), self.patcher.load_device)
+        # With FSDP, the weights wait in host memory until the first call of the model shards them.
+        waits = self.shards_weights and not self.ready
+        device = self.patcher.offload_device if waits else self.patcher.load_device
+        args, kwargs = _move_tensors((args, kwargs), device)
         with torch.inference_mode(False), torch.no_grad(), self._gathering_weights_outside_of_blocks():
             return getattr(self.model, name)(*args, **kwargs)
 
@@ -176,7 +181,7 @@ class RankModel:
             keep_inputs_of_blocks(self.model, adapter.blocks)
             apply_cache(self.model, adapter.blocks, residual_diff_threshold=settings.cache)
         if self.shards_weights:
-            # Last, because nothing undoes it: after an error before, the weights are still those of the file.
+            # Last, because nothing undoes it: after an error before, the weights are still whole.
             mesh = init_device_mesh(device, (settings.ranks,))
             require_method("fsdp").shard(self.model, mesh, None, adapter)
         self.ready = True

@@ -50,7 +50,10 @@ _OPTIONAL: dict[str, Spec] = {
     "lora": ("STRING", {"default": "", "tooltip": "A name that the server knows, or name:scale."}),
     "more": ("STRING", {"default": "", "tooltip": 'Other fields as JSON: {"max_sequence_length": 256}.'}),
 }
-_STRENGTH: Spec = ("FLOAT", {"default": 0.0, "min": 0.0, "max": 1.0})
+_STRENGTH: Spec = (
+    "FLOAT",
+    {"default": 0.0, "min": 0.0, "max": 1.0, "tooltip": "0: the pipeline's default."},
+)
 
 
 class _Node:

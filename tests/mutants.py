@@ -133,7 +133,7 @@ def choose(seed: int, count: int) -> list[Mutant]:
 def module_of(file: str) -> str:
     """Return the name under which a file of the library is imported."""
     parts = Path(file).with_suffix("").parts
-    return ".".join(("para_core", *parts[parts[0] == "para_core" :])).removesuffix(".__init__")
+    return ".".join(("para_core", *parts) if parts[0] in ROOMS[1:] else parts).removesuffix(".__init__")
 
 
 def names_module(source: str, module: str) -> bool:
@@ -148,7 +148,7 @@ def names_module(source: str, module: str) -> bool:
 def stages_of(file: str, *, whole: bool) -> list[tuple[str, list[str], str]]:
     """Return the stages in which tests look for a mutant of ``file``: name, test files and folders, and marks."""
     parts = Path(file).with_suffix("").parts
-    rooms = parts[1:] if parts[0] == "para_core" else parts
+    rooms = {"para_core": (), "comfyui_para_core": ("comfyui",)}.get(parts[0], parts[:1]) + parts[1:]
     own = Path("tests", *rooms[:-1], f"test_{rooms[-1]}.py")
     naming = [
         path.relative_to(ROOT)

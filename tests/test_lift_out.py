@@ -10,6 +10,7 @@ from para_core.adapters.models import FAMILIES
 from tests.lift_out import FEATURES, OF_MODELS, ROOT, imports_of, module_files, public_names
 from tests.mutants import names_module
 from tests.test_layers import FILES, imported_by
+from tests.touching import importers_of
 
 # Runs in a process of its own, because a fork of this one would have imported para_core already.
 # An editable installation would find a deleted module whose folder is para_core itself.
@@ -67,14 +68,12 @@ def test_no_other_module_imports_a_feature(name):
     assert [str(path) for path in others if imports_of(ROOT / path) & public] == []
 
 
-@pytest.mark.parametrize(
-    ("source", "module"),
-    [
+def test_modules_are_found_in_imports_and_in_tables():
+    for source, module in (
         ("from para_core.kernels import (\n    merge_reference,\n    norm,\n)", "para_core.kernels.norm"),
         ('fused = load_kernel("norm", device)', "para_core.kernels.norm"),
         ('gradient = "gradients.ring:ring_backward"', "para_core.attention.gradients.ring"),
-    ],
-)
-def test_modules_are_found_in_imports_and_in_tables(source, module):
-    assert names_module(source, module)
-    assert not names_module(source, f"{module}s")
+    ):
+        assert names_module(source, module)
+        assert not names_module(source, f"{module}s")
+    assert importers_of("comfyui_para_core/plans/wan.py") == ["comfyui_para_core/plans/__init__.py"]

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import re
+from importlib.util import resolve_name
+from pathlib import Path
 
-from tests.lift_out import ROOMS, ROOT
+from tests.lift_out import ROOT, module_files
 from tests.mutants import module_of, names_module, stages_of
 
 
 def importers_of(file: str) -> list[str]:
     """Return the files of the library that import ``file``, or name its module in a table of features."""
-    paths = (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
-    return [str(path.relative_to(ROOT)) for path in paths if names_module(path.read_text(), module_of(file))]
+    return [str(path) for path in module_files(ROOT).values() if names_module(source_of(path), module_of(file))]
+
+
+def source_of(path: Path) -> str:
+    """Return the source of a file of the library, with absolute names in place of those of relative imports."""
+    package, source = module_of(str(path.parent)), (ROOT / path).read_text()
+    return re.sub(r"(?m)(?<=from )\.+[\w.]*(?= import )", lambda name: resolve_name(name[0], package), source)
 
 
 def main() -> None:

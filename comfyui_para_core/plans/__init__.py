@@ -1,4 +1,8 @@
-"""Recorded plans of the classes of ``comfy/ldm``, as data: one file for each family."""
+"""Recorded plans of the classes of ``comfy/ldm``, as data: one file for each family.
+
+Tests of :func:`find_plan`: tests/comfyui/test_pack.py. The head of each file says what compares its plans
+with ComfyUI.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,17 @@ from . import (
 from .recorded import RecordedPlan
 
 _FAMILIES = (
-    *(
-        wan,
-        flux,
-        qwen_image,
-        hunyuan_video,
-        ltx,
-        one_stream,
-        joint_attention,
-        cross_attention,
-        cosmos,
-        hidream,
-        audio,
-    ),
+    wan,
+    flux,
+    qwen_image,
+    hunyuan_video,
+    ltx,
+    one_stream,
+    joint_attention,
+    cross_attention,
+    cosmos,
+    hidream,
+    audio,
     unsupported,
 )
 

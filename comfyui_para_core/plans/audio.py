@@ -1,8 +1,9 @@
 """Plans of ACE-Step and Stable Audio.
 Compared with ComfyUI 0.33.0, ``comfy/ldm/ace`` and ``comfy/ldm/audio``.
 
-`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Checked on ComfyUI's own
-code by ``python -m benchmarks.comfyui.classes``.
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. No test of ``make test``
+runs a plan of this file. With ComfyUI installed, ``COMFYUI=path python -m benchmarks.comfyui.classes --only
+NAME`` does, for the models whose name in benchmarks/comfyui/cases.py contains NAME.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Plans of Cosmos Predict 2. Compared with ComfyUI 0.33.0, ``comfy/ldm/cosmos/predict2.py``.
 
-`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Checked on ComfyUI's own
-code by ``python -m benchmarks.comfyui.classes``.
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. No test of ``make test``
+runs a plan of this file. With ComfyUI installed, ``COMFYUI=path python -m benchmarks.comfyui.classes --only
+NAME`` does, for the models whose name in benchmarks/comfyui/cases.py contains NAME.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ VIDEO = "x_B_T_H_W_D"  # name of the blocks' argument with the video: [B, T, H, 
 PLAN = Plan(
     inputs={},
     inner={
-        # Whole frames, because attention flattens frames, rows and columns. A single frame is on every rank.
+        # Whole frames, because attention flattens frames, rows and columns. If there are fewer frames than
+        # ranks, each rank computes all of them, which is exact and not faster.
         "blocks.0": {VIDEO: Split(dim=1, segment="video", together=(2, 3))},
         "blocks.*": {
+            # Its name says [L, 1, 1, D], and the blocks get [1, L, 1, D / 2, 2, 2]: MiniTrainDIT calls them
+            # with rope_emb_L_1_1_D.unsqueeze(1).unsqueeze(0) of a table [L, D / 2, 2, 2], L = T * H * W.
             "rope_emb_L_1_1_D": Split(dim=1, like="video"),
             # An entry for each frame.
             "emb_B_T_D": Split(dim=1, like="video"),
@@ -35,8 +39,12 @@ PLAN = Plan(
     joint_order=("video",),
     attention={"blocks.*.cross_attn": (Attention(("video",), ("text",)),)},
 )
-BLOCKS = CachedBlocks((BlockGroup(("blocks",), (VIDEO,), VIDEO),), conditions=("context", "padding_mask"))
-ARGUMENTS = ("x", "timesteps", "context", "fps", "padding_mask", "denoise_mask")
+BLOCKS = CachedBlocks((BlockGroup(("blocks",), (VIDEO,), VIDEO),), conditions=("context",))
+ARGUMENTS = (
+    *("x", "timesteps", "context", "padding_mask"),
+    "fps",  # read before the blocks, for the positions
+    "denoise_mask",  # read before the cut, for the timesteps
+)
 
 
 def _expand_times_to_frames(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -57,6 +65,7 @@ COSMOS_PREDICT2 = RecordedPlan(
     prepare=_expand_times_to_frames,
 )
 
+# A model of images, which have one frame, so every rank computes all of it: exact, and never faster.
 ANIMA = RecordedPlan(
     cls="anima.model.Anima",
     models="Anima",

@@ -1,4 +1,9 @@
-"""Plans of HunyuanVideo. Compared with ComfyUI 0.33.0, ``comfy/ldm/hunyuan_video/model.py``."""
+"""Plans of HunyuanVideo. Compared with ComfyUI 0.33.0, ``comfy/ldm/hunyuan_video/model.py``.
+
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. No test of ``make test``
+runs a plan of this file. With ComfyUI installed, ``COMFYUI=path python -m benchmarks.comfyui.classes --only
+NAME`` does, for the models whose name in benchmarks/comfyui/cases.py contains NAME.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Plans of models whose blocks take text and image tokens as one tensor. Compared with ComfyUI 0.33.0.
 
-`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Checked on ComfyUI's own
-code by ``python -m benchmarks.comfyui.classes``. Those that take two tensors are in `joint_attention`.
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. No test of ``make test``
+runs a plan of this file. With ComfyUI installed, ``COMFYUI=path python -m benchmarks.comfyui.classes --only
+NAME`` does, for the models whose name in benchmarks/comfyui/cases.py contains NAME. Models that take two
+tensors are in `joint_attention`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,10 @@ class RecordedPlan:
     Args:
         cls: Module below ``comfy.ldm``, and class: ``"wan.model.WanModel"``.
         models: The models as users know them.
-        arguments: Arguments of the method at the cut (:mod:`..cut`) with which the plan was compared. Others
-            are refused.
+        arguments: Arguments of the method at the cut (:mod:`..cut`) that a call may have. Others are refused.
+            benchmarks/comfyui/cases.py has those with which the plan was compared. The rest is read before
+            the tokens are split, or not at all, or by blocks of a kind that was compared with it in another
+            class (``clip_fea`` of VACE, ``attention_mask`` of LTX-2).
         adapter: The plan, and the block stack for First Block Cache; None if ``refused`` is given.
         refused: Why the class cannot run on several ranks.
         refusals: Functions that name values of ``arguments`` which the plan does not describe.

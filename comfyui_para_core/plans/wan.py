@@ -1,8 +1,9 @@
 """Plans of Wan. Compared with ComfyUI 0.33.0, ``comfy/ldm/wan``.
 
-`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Checked on ComfyUI's own
-code by ``python -m benchmarks.comfyui.classes``. On a stand-in for ComfyUI, :data:`WAN` alone is used by
-tests/comfyui/test_pack.py.
+`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Of these plans, ``make
+test`` runs :data:`WAN` alone, on a stand-in for ComfyUI (tests/comfyui/test_pack.py). With ComfyUI installed,
+``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` runs them, for the models whose name in
+benchmarks/comfyui/cases.py contains NAME.
 """
 
 from __future__ import annotations

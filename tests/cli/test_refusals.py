@@ -70,13 +70,8 @@ CASES = [
     ([*PROMPT, "--set", "generator=3"], 2, "FluxPipeline has no --set generator"),
     ([*PROMPT, "--set", "steps=3", "--set", "steps=4"], 2, "--set steps is given twice"),
     ([*PROMPT, "--prompts", "prompts.jsonl"], 2, "--prompt and --prompts"),
-    *[
-        ([*PROMPT, *options], 2, *words)
-        for options, *words in (
-            (["--steps", "2", "--set", "num_inference_steps=3"], "--steps", "--set num_inference_steps"),
-            (["--set", "size=64x64", "--set", "width=32"], "--set size", "--set width"),
-        )
-    ],
+    ([*PROMPT, "--steps", "2", "--set", "num_inference_steps=3"], 2, "--steps", "--set num_inference_steps"),
+    ([*PROMPT, "--set", "size=64x64", "--set", "width=32"], 2, "--set size", "--set width"),
     # Files, models and pipelines.
     *[([*PROMPT, "--lora", value], 2, "--lora", f"'{value}'") for value in ("", ":0.5", "a/b:inf")],
     ([*PROMPT, "--lora", "absent.safetensors"], 1, "'absent.safetensors'"),
@@ -107,10 +102,7 @@ CASES = [
     (["bench", "--runs", "0"], 2, "--runs"),
     (["bench", "--out", "README.md"], 1, "README.md exists"),
     (["bench", "--out", "absent/figures.json"], 1, "absent/figures.json cannot be written"),
-    *[
-        ([*command, "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, MISFIT)
-        for command in (PROMPT, ["bench"], ["serve"])
-    ],
+    *[([*line, "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, MISFIT) for line in (PROMPT, ["bench"], ["serve"])],
     (["plan", "--model", "/absent/model"], 1, "'/absent/model'"),
     (["plan", "--model", "zoo"], 1, "model_index.json"),
     (["plan", "--model", "/absent.safetensors"], 1, "'/absent.safetensors'"),

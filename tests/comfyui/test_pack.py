@@ -130,10 +130,15 @@ def test_changes_of_the_patcher_give_the_samples_of_one_process(comfy, remote, w
 
 
 def test_methods_and_sizes_of_the_model_are_those_of_the_ranks(comfy, remote, wan):
+    from comfyui_para_core.rank_model import RankModel
+
     text = torch.randn(1, 5, 6)
     sampled(comfy, remote)
     expected = comfy.sd.load_diffusion_model(wan).model.diffusion_model.preprocess_text_embeds(text)
     torch.testing.assert_close(remote.model.diffusion_model.preprocess_text_embeds(text), expected)
+    rank, patcher = object.__new__(RankModel), type("Patcher", (), {"load_device": "meta", "offload_device": "cpu"})
+    vars(rank).update(patcher=patcher, model=torch.nn.Identity(), shards_weights=True, ready=False)
+    assert torch.equal(rank.call_method("forward", (text,), {}), text)  # Whole weights wait in host memory.
     size = sum(x.numel() * x.element_size() for x in remote.model.diffusion_model.parameters())
     assert remote.model_size() == remote.loaded_size() == size
     assert remote.model.memory_required([1]) == 500.0  # of 1000.0 on two ranks
@@ -239,6 +244,9 @@ def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wa
     local = comfy.sd.load_diffusion_model(wan)
     expected = sampled(comfy, local, steps=8)
     model = load(nodes, wan, weights="fsdp", cache=0.3, mesh="ring 2")
+    patcher = model.clone()
+    patcher.add_patches(LORA)
+    model.ranks.start(patcher.patches, patcher.patches_uuid)  # Replaced before a call has sharded the weights.
     out = sampled(comfy, model, steps=8)
     assert 1e-6 < error(out, expected) < 0.3
     assert torch.equal(sampled(comfy, model, steps=8), out)
@@ -246,9 +254,8 @@ def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wa
     model.ranks.start(model.patches, model.patches_uuid)
     embedded = model.ranks.call_method("preprocess_text_embeds", (text,), {})
     torch.testing.assert_close(embedded, local.model.diffusion_model.preprocess_text_embeds(text))
-    patcher = model.clone()
-    patcher.add_patches(LORA)
     assert error(sampled(comfy, patcher, steps=8), out) > 1e-3
+    assert torch.equal(sampled(comfy, model, steps=8), out)
     ended = weakref.ref(model)
     comfy.model_management.current_loaded_models.clear()
     del model, patcher
@@ -260,17 +267,11 @@ def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wa
 def test_without_para_core_the_loader_says_so_and_the_other_nodes_are_there(comfy, wan):
     program = f"""
 import importlib.util, sys
-class Missing:
-    def find_spec(self, name, *args):
-        if name.partition(".")[0] in ("para_core", "cloudpickle"):
-            raise ModuleNotFoundError(name)
+sys.modules["para_core"] = sys.modules["cloudpickle"] = None  # To import one is an error.
 sys.path[:0] = [{str(HERE / "standin")!r}]
 spec = importlib.util.spec_from_file_location("a pack", {str(FOLDER / "__init__.py")!r})
 module = importlib.util.module_from_spec(spec)
 sys.modules["a pack"] = module
-real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *args: None if name in ("para_core", "cloudpickle") else real(name, *args)
-sys.meta_path.insert(0, Missing())
 spec.loader.exec_module(module)
 print(*module.NODE_CLASS_MAPPINGS)
 module.NODE_CLASS_MAPPINGS["ParaCoreLoadOnRanks"]().load({wan!r}, "default", 2, "auto", 0.0, "replicated")
@@ -290,6 +291,23 @@ def test_a_class_without_a_recorded_plan_is_proposed_on_a_small_copy(comfy, node
     assert error(sampled(comfy, local, **bias), sampled(comfy, local)) > 1e-3
     assert error(sampled(comfy, model, **bias), sampled(comfy, local, **bias)) < 1e-5
     model.close_ranks()
+
+
+def test_a_proposal_resizes_latents_alone_and_its_errors_reach_all_ranks(comfy, monkeypatch):
+    from comfyui_para_core import propose
+
+    model = type("Model", (), {"patch_size": (1, 2, 3), "forward": lambda x, context=None, mask=None, concat=None: x})
+    sound, x, mask = torch.zeros(1, 64, 768), torch.zeros(1, 4, 8, 12), torch.arange(96).view(1, 1, 8, 12) > 40
+    example = propose.make_example(model, {"x": sound, "context": torch.zeros(1, 130, 768), "mask": sound[:, :1]}, 5, 7)
+    assert [tuple(value.shape[1:]) for value in example.values()] == [(64, 105), (130, 768), (1, 105)]
+    example = propose.make_example(model, {"x": x, "concat": x, "mask": mask, "of_another_pack": x}, 5, 7)
+    assert [tuple(value.shape[1:]) for value in example.values()] == [(4, 10, 21), (4, 10, 21), (1, 10, 21)]
+    assert (example["mask"].dtype, torch.equal(example["x"], example["concat"])) == (torch.bool, False)
+    assert "first argument, x, is a list" in refused(lambda: propose.make_example(model, {"x": [x], "mask": x}, 5, 7))
+    send = {"get_rank": lambda: 0, "broadcast_object_list": lambda outcome, src: propose.pickle.dumps(outcome)}
+    monkeypatch.setattr(propose, "dist", type("dist", (), {"is_initialized": lambda: True, **send}))
+    monkeypatch.setattr(propose, "_propose", lambda *args: lambda: "a function that cannot be sent")
+    assert "no plan is recorded" in refused(lambda: propose.propose_on_small_model(None, torch.nn.Identity(), {}))
 
 
 def test_settings_that_do_not_fit_are_errors_of_the_loader(nodes, wan):

@@ -42,12 +42,7 @@ def comfy(monkeypatch):
     """Install the parts of ComfyUI that nodes call; setting ``stop`` interrupts the workflow."""
     state = types.SimpleNamespace(bar=[], stop=False)
 
-    class ProgressBar:
-        def __init__(self, total):
-            pass
-
-        def update_absolute(self, value, total):
-            state.bar.append((value, total))
+    bar = types.SimpleNamespace(update_absolute=lambda value, total: state.bar.append((value, total)))
 
     def throw():
         if state.stop:
@@ -55,7 +50,7 @@ def comfy(monkeypatch):
 
     modules = {
         "comfy": types.ModuleType("comfy"),
-        "comfy.utils": types.SimpleNamespace(ProgressBar=ProgressBar),
+        "comfy.utils": types.SimpleNamespace(ProgressBar=lambda total: bar),
         "comfy.model_management": types.SimpleNamespace(throw_exception_if_processing_interrupted=throw),
     }
     for name, module in modules.items():

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import comfy.ldm.modules.attention as attention
-import comfy.patcher_extension
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 
 DIM, HEADS = 16, 2
 
@@ -55,13 +55,9 @@ class WanModel(nn.Module):
         self.head = operations.Linear(DIM, 16, **create)
 
     def forward(self, x, timestep, context, clip_fea=None, transformer_options=None, **kwargs):
-        return comfy.patcher_extension.WrapperExecutor.new_class_executor(
-            self._forward,
-            self,
-            comfy.patcher_extension.get_all_wrappers(
-                comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, transformer_options or {}
-            ),
-        ).execute(x, timestep, context, clip_fea, transformer_options, **kwargs)
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options or {})
+        call = WrapperExecutor.new_class_executor(self._forward, self, wrappers)
+        return call.execute(x, timestep, context, clip_fea, transformer_options, **kwargs)
 
     def _forward(self, x, timestep, context, clip_fea=None, transformer_options=None, **kwargs):
         grid = x.shape[2], x.shape[3] // 2, x.shape[4] // 2
