@@ -13,6 +13,7 @@ from para_core.adapters import Adapter, parallelize_transformer, propose_plan
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.propose import stack
 from para_core.adapters.propose.conditions import guess_conditions
+from para_core.adapters.propose.overrides import with_answers
 from para_core.adapters.propose.proposal import Proposal, source_of
 from para_core.adapters.propose.records import ObservedCall, TensorRecord
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -23,6 +24,7 @@ from para_core.layout.sequence import Segment
 from para_core.plans import plan as rules
 from para_core.plans.apply import apply_plan
 from para_core.plans.exchange import CachesOfCall
+from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import CumulativeLengths, FirstTokens, Gather, Replicate, Split, SplitMask
 from tests.adapters.propose import models
 from tests.adapters.propose.models import OfFrames, frames_of, image, images_of, painter, painter_inputs, tokens_of
@@ -345,6 +347,19 @@ def test_answers_replace_guesses():
     assert proposal.guess.inner["layers.*"] == {"positions": Split(0, like="image", then_replicated=True)}
 
 
+def test_an_answer_may_be_an_exception():
+    model, like = painter(), Split(0, like="image")
+    guess = rules.Plan({}, {}, ("image",), inner={"layers.*": {"positions": like}})
+    whole = Replicate(0, "image")
+    for wider in ({}, {"layers.**(positions)": like}, {"layers.-1(positions)": like}):
+        plan = with_answers(guess, {"layers.0(positions)": whole, **wider}, model)
+        given = {name: found.of_inputs for name, (_, found) in match_modules(model, plan).items()}
+        assert given["layers.0"] == {"positions": whole} and given["layers.1"] == {"positions": like}
+    with pytest.raises(ValueError, match=r"layers\.\*"):
+        with_answers(guess, {"layers.0(positions)": None}, model)
+    assert not with_answers(guess, {"layers.**(positions)": None}, model).inner
+
+
 def test_blocks_and_plans_are_answers():
     transformer = fill(painter(), seed=1)
     right = CachedBlocks((BlockGroup(("layers",), ("caption", "latents"), measured="latents", chained=True),))
@@ -367,6 +382,7 @@ def test_blocks_and_plans_are_answers():
         ("out", FirstTokens("image")),
         ("layers.*", (Replicate(0, "text"),)),
         ("CachedBlocks", {"layers": ("latents",)}),
+        ("common", (0,)),
     ],
 )
 def test_answer_of_unknown_kind_raises(name, answer):
