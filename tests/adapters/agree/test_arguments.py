@@ -156,7 +156,7 @@ def leave_on_one_rank(how, timeout):
     begun = time.monotonic()
     try:
         # The pool ends the other ranks soon after one has died.
-        with mock.patch.object(failures, "_PATIENCE", 0.2):
+        with mock.patch.object(failures, "_SIGN_IN", 0.2):
             pipe(**flux_call(callback_on_step_end=leave if how == "dies in a callback" else None))
     finally:
         if how == "raises" and dist.get_rank() == 1:
