@@ -1,6 +1,6 @@
 """The table of the optional features of a parallel pipeline. To remove one, delete its files and its line
-in :data:`FEATURES`. To add one with an option, add the option to those in
-:data:`_SWITCHES` or :data:`_PLACEMENTS` as well.
+in :data:`FEATURES`. To add one with an option, add the option to :data:`_SWITCHES` or
+:data:`_PLACEMENTS` as well.
 
 The functions here look up what a caller needs among the features: ``adapters/parallel`` their changes and
 methods, the checks of ``adapters/compatibility`` and ``adapters/cache`` their checks. A feature itself is

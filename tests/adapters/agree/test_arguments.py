@@ -166,8 +166,7 @@ def leave_on_one_rank(how, timeout):
 
 def test_exception_on_one_rank_ends_others_with_reason(rank_pool):
     first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, "raises", 1.0)
-    assert isinstance(second, ValueError)
-    assert isinstance(first, RuntimeError)
+    assert isinstance(second, ValueError) and isinstance(first, RuntimeError)
     assert re.search(r"rank 1 .*ValueError: only here", str(first))
 
 
