@@ -125,7 +125,7 @@ def select_arguments(
         if isinstance(value, Tensor):
             entries = count_samples(value, dim)
         # A wrong tensor with as many entries as a rank has samples would fit them.
-        if entries not in (None, 1, total):
+        if entries is not None and entries != 1 and entries != total:
             raise ValueError(
                 f"{name} has {entries} entries along dim {dim}; expected {total}, one for each sample, or 1 for all "
                 "of them."
