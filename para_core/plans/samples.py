@@ -91,10 +91,11 @@ def select_arguments(
     if any(arguments.get(other) is not None for other in plan.unshared):
         return args, kwargs, None
     if total is None:
-        if not torch.compiler.is_compiling():
+        # The model itself decides about an argument that is missing.
+        if arguments.get(name) is not None and not torch.compiler.is_compiling():
             warnings.warn(
                 "batch",
-                f"the samples of {name} cannot be counted: it is missing, holds no tensor in which they lie along dim "
+                f"the samples of {name} cannot be counted: it holds no tensor in which they lie along dim "
                 f"{dim}, or their shapes differ. So all of the {batch.size} ranks along 'batch' compute all samples.",
                 ParallelWarning,
             )
