@@ -46,41 +46,50 @@ def same_bits(request: ChangeRequest) -> list[SameBitsChange]:
     """
     if not request.options.get("same_bits"):
         return []
-    for name, reason in _reasons(request).items():
-        raise ValueError(f"same_bits=True with {name}: {reason} Leave one out.")
+    _check_sums(request)
     check_workspaces()
     return [SameBitsChange([*request.transformers.values()], request.mesh)]
 
 
-def _reasons(request: ChangeRequest) -> dict[str, str]:
-    """Return what cannot have the bits of one process, with the reason."""
+def _check_sums(request: ChangeRequest) -> None:
+    """Raise ``ValueError`` if an option, the mesh or a transformer adds up in another order than one process."""
     mesh, options = request.mesh, request.options
-    reasons = {}
     if options.get("comm_dtype") is not None:
-        reasons["comm_dtype"] = "what ranks send is rounded to 8 bits."
+        raise ValueError(
+            "same_bits=True with comm_dtype: what ranks send is rounded to 8 bits. Leave one out."
+        )
     if options.get("pipefusion") is not None:
-        reasons["pipefusion"] = "it takes keys of an earlier step."
+        raise ValueError("same_bits=True with pipefusion: it takes keys of an earlier step. Leave one out.")
     if mesh.tensor.size > 1 or options.get("weights") == "tensor":
-        reasons["weights='tensor'"] = "ranks add up parts of each product."
+        raise ValueError(
+            "same_bits=True with weights='tensor': ranks add up parts of each product. Leave one out."
+        )
     method = options.get("rotate_method")
+    # "allgather" does not keep the bits, but names how keys travel, not in which order they are added up.
+    # TransformerOptions.attention replaces it by METHOD_WITH_BITS, as it replaces None.
     if method not in (None, "allgather", METHOD_WITH_BITS):
-        reasons[f"rotate_method={method!r}"] = (
-            f"each block of keys is added up on its own. It takes {METHOD_WITH_BITS!r}, which gathers them first."
+        way = "Leave one out."
+        if METHOD_WITH_BITS is not None:
+            way = f"Use {METHOD_WITH_BITS!r}, which gathers them first, or leave one out."
+        raise ValueError(
+            f"same_bits=True with rotate_method={method!r}: each block of keys is added up on its own. {way}"
         )
     if mesh.sequence.ring.size > 1 and METHOD_WITH_BITS is None:
-        reasons[f"a ring of {mesh.sequence.ring.size} ranks"] = (
-            "each block of keys is added up on its own. Use the dim 'ulysses'."
+        raise ValueError(
+            f"same_bits=True with a ring of {mesh.sequence.ring.size} ranks: each block of keys is added up on its "
+            "own. Use the dim 'ulysses', or leave same_bits out."
         )
-    if mesh.sequence.ranks > 1:
-        for name, module in request.transformers.items():
-            plan = plan_for(module, adapter=request.adapter)
-            if plan is not None and any(
-                isinstance(kind, LinearAttention) for kind in plan.attention.values()
-            ):
-                reasons[f"pipe.{name}, a {type(module).__name__}"] = (
-                    "its linear attention is a sum over ranks."
-                )
-    return reasons
+    if mesh.sequence.ranks == 1:
+        return
+    for name, module in request.transformers.items():
+        plan = plan_for(module, adapter=request.adapter)
+        if plan is None:
+            continue
+        if any(isinstance(kind, LinearAttention) for kind in plan.attention.values()):
+            raise ValueError(
+                f"same_bits=True with pipe.{name}, a {type(module).__name__}: its linear attention is a sum over "
+                "ranks. Leave same_bits out, or use one rank."
+            )
 
 
 FEATURE = Feature(

@@ -49,6 +49,7 @@ def bench(
     options.GroupOptions(ranks).require_valid()
     checked = checks.validate(model, run, debug=debug)
     fields = common
+    # Before the imports the class is known by its source only. _read_request asks the class itself.
     if checked.selection.needs_prompt:
         fields = {"prompt": prompt, **common}
     checked.require_request(fields, call.seed)
@@ -102,6 +103,7 @@ def bench(
 
 def _require_new_file(path: Path | None) -> None:
     """Raise OSError on the first rank, which alone writes the figures, if it cannot write a new file at ``path``."""
+    # This runs before torch is imported, so is_first_rank of ranks.py cannot be asked.
     if path is None or os.environ.get("RANK", "0") != "0":
         return
     require_file(path)
@@ -198,8 +200,10 @@ def describe_check(check: dict[str, Any]) -> list[str]:
         error = f"{check['relative error']:.3g}"
     if check["same bits required"]:
         verdict = "WRONG: the bits differ from"
-        if check["same bits"]:
+        if check["passed"]:
             verdict = "the same bits as"
+        elif check["same bits"]:
+            verdict = "WRONG: pixels are not finite, in the same bits as"
         first = f"{verdict} one rank, with --same-bits: relative error {error}"
     elif check["approximations"]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in check["approximations"])

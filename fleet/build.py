@@ -111,24 +111,25 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     if not dist.is_initialized():
         # A launcher may have set WORLD_SIZE, which parallelize_pipe takes for a missing process group.
         mesh = one_guided_rank(device)
-    weights = recipe.sharding
-    if ranks == 1:
-        weights = None
-    loaded_parts = False
-    if weights is not None and _can_load_parts(recipe):
+    sharding = None
+    if ranks > 1:
+        sharding = recipe.sharding
+    loaded_parts = sharding is not None and _can_load_parts(recipe)
+    if sharding is not None and loaded_parts:
         mesh = mesh or init_context_parallel_mesh(device)
-        pipe = _load_parts(recipe, mesh, weights)
+        pipe = _load_parts(recipe, mesh, sharding)
         # The weights are sharded already, so parallelize_pipe must not do so again.
-        weights, loaded_parts = None, True
+        weights_to_shard = None
     else:
-        pipe = _load_whole(recipe, weights, device, encode_first)
+        pipe = _load_whole(recipe, sharding, device, encode_first)
+        weights_to_shard = sharding
     options = _parallel_options(recipe, pipe, ranks, loaded_parts=loaded_parts)
     if recipe.verify:
         _show_checks()
     if ranks > 1:
         report(f"parallelizing over {ranks} ranks")
-    parallelize_pipe(pipe, mesh=mesh, weights=weights, timeout=recipe.timeout, **options)
-    if weights == "tensor" and recipe.quantize is not None:
+    parallelize_pipe(pipe, mesh=mesh, weights=weights_to_shard, timeout=recipe.timeout, **options)
+    if weights_to_shard == "tensor" and recipe.quantize is not None:
         require_quantizer().quantize(pipe, recipe.quantize)
     if recipe.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
@@ -146,6 +147,9 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
 def _can_load_parts(recipe: Recipe) -> bool:
     """Whether :func:`from_pretrained_sharded` loads the model: a classical pipeline in a folder, without
     LoRAs, which need whole weights.
+
+    This relies on :func:`select_pipeline` and the recipe: a single file always has a ``config``, and a folder
+    without the index of a modular pipeline is one of a classical pipeline.
     """
     return not recipe.lora and recipe.config is None and not has_modular_index(recipe.model)
 
@@ -200,6 +204,9 @@ def _device_type() -> str:
 def _show_checks() -> None:
     """Print on stderr what checks of calls find (``verify``), which commands otherwise hide with the messages
     of libraries.
+
+    The checks run in later calls of the pipeline, so this process keeps these settings until it ends. A rank has
+    one pipeline, and ``quiet`` has already set the logging and the warnings of its whole process.
     """
     for module in CHECKS.values():
         # All modules of the check's package log below the name of the package.

@@ -3,10 +3,11 @@
 The time-out of a collective does not say which rank is missing. So the ranks exchange their process ids and
 hosts in advance (:func:`places_of_all`), and a rank that leaves a call with an exception writes the reason
 into torch's store. A rank whose collective timed out signs in at the store and names the ranks that do not
-(:func:`why_no_answer`).
+(:func:`why_no_answer`). A rank that has finished the call does not sign in either, which would cost every call
+a write: it is named as busy elsewhere, although it runs.
 
 The store is reached over the same network, which may have failed: its calls run in a thread that is abandoned
-after ``_PATIENCE`` seconds.
+after some seconds.
 
 Calls of pipelines (``adapters/parallel/call.py``) and of autoencoders (``adapters/vae/run.py``) run inside
 :func:`share_reasons`. Tests: tests/adapters/agree/test_arguments.py.
@@ -30,7 +31,12 @@ from para_core.foreign_errors import is_lost_connection
 
 # Seconds to wait for the other ranks to sign in. A few are enough: the first rank whose collective times out
 # closes its connections, which ends the collectives of the other ranks too.
-_PATIENCE = 4.0
+_SIGN_IN = 4.0
+# Seconds to wait for the store when a reason is written.
+_ANSWER = 4.0
+# Seconds to wait for the store beyond _SIGN_IN, so that the roll can end by itself: its last look at the store
+# begins before the deadline.
+_LAST_LOOK = 1.0
 # Seconds between two looks at the store.
 _INTERVAL = 0.05
 # Maximum length of a reason: enough for a message, too little for a large tensor that it prints.
@@ -63,13 +69,13 @@ def leave_reason(token: str, reason: str) -> None:
     ask_store(
         lambda store: store.compare_set(_store_key(token, "reason"), "", reason[:_REASON_CHARACTERS]),
         None,
-        _PATIENCE,
+        _ANSWER,
     )
 
 
 def why_no_answer(token: str, places: Places) -> str:
     """Return sentences that say which of the ranks in ``places`` do not answer in the call ``token``, and why."""
-    answer = ask_store(lambda store: _call_roll(store, token, places), None, _PATIENCE + 1.0)
+    answer = ask_store(lambda store: _call_roll(store, token, places), None, _SIGN_IN + _LAST_LOOK)
     return answer or (
         f"torch's store on {os.environ.get('MASTER_ADDR', 'the host of rank 0')} does not answer either: its process "
         "has ended or is stopped, or the network link to it is cut or very slow."
@@ -77,13 +83,13 @@ def why_no_answer(token: str, places: Places) -> str:
 
 
 def _call_roll(store: Any, token: str, places: Places) -> str:
-    """Sign in at the store and wait up to ``_PATIENCE`` seconds for the other ranks.
+    """Sign in at the store and wait up to ``_SIGN_IN`` seconds for the other ranks.
 
     Returns a text for the message: the reason that a rank has stored; or the ranks that did not sign in; or,
     if all of them did, that the exchange took longer than the time-out.
     """
     store.set(_store_key(token, f"here/{_global_rank()}"), "")
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _SIGN_IN
     while True:
         if store.check([_store_key(token, "reason")]):
             return f"{store.get(_store_key(token, 'reason')).decode().rstrip('.')}."
@@ -97,7 +103,7 @@ def _call_roll(store: Any, token: str, places: Places) -> str:
             named = ", ".join(f"rank {rank} ({places[rank]})" for rank in silent)
             return (
                 f"no answer from {named}: killed or crashed (see its log, and the kernel's log for a lack of memory), "
-                "stopped, busy elsewhere (py-spy dump shows where), or cut off from the network."
+                "stopped, busy elsewhere or past this call (py-spy dump shows where), or cut off from the network."
             )
         time.sleep(_INTERVAL)
 

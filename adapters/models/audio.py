@@ -3,7 +3,8 @@ Written for diffusers 0.42.
 
 Only sound is sharded; text that blocks attend to stays whole on every rank. Other tokens at the beginning of
 the sequence (time step, memory) are sharded as if they were sound.
-Tests: tests/adapters/test_transformers.py (``-k ace-step``).
+The last two have no ``batched``: their pipelines call the transformer once for each branch of guidance.
+Tests: tests/adapters/test_transformers.py (``-k "ace-step or audio or minimax-music"``).
 """
 
 from para_core.adapters.adapter import Adapter
@@ -83,6 +84,7 @@ LONGCAT_AUDIO = Adapter(
         inputs={},
         inner={
             "blocks.0": {"hidden_states": SOUND},
+            # The mask hides keys, and is multiplied with the output, which has this rank's tokens.
             "blocks.*": {"rope": POSITIONS, "mask": Split(dim=1, like="sound")},
         },
         outputs={"blocks.-1": GATHERED},

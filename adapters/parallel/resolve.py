@@ -32,7 +32,7 @@ from para_core.adapters.parallel.session import Change, ParallelSession, Part
 from para_core.adapters.parallel.transformer import TransformerPart, make_call_agreement, resolve_transformer
 from para_core.adapters.registry import decoders_of, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, FeatureChange
-from para_core.adapters.weights.features import changes_for, require_method, shard_methods
+from para_core.adapters.weights.features import make_changes, require_method, shard_methods
 from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.adapters.weights.one_way import check_holds_all
 from para_core.adapters.weights.shard import check_can_be_sharded, prepare_sharding
@@ -120,7 +120,7 @@ def _pipeline_parts(
     mesh, denoisers = session.mesh, denoisers_by_kind(pipe)
     shards_samples = bool(denoisers or decoders_of(pipe)) or any(part.plan.batched for part in planned)
     compare = partial(make_call_agreement, mesh=mesh, assume_equal=options.assume_equal)
-    changes = changes_for(
+    changes = make_changes(
         ChangeRequest(
             pipe, transformers, mesh, vars(options), compare, has_calls_per_branch=not shards_samples
         )

@@ -24,7 +24,7 @@ from para_core.adapters.parallel.parts import FeaturePart
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, do_nothing, replace_session
 from para_core.adapters.registry import check_pipeline_or_model, planned_class
 from para_core.adapters.weights.feature import ChangeRequest
-from para_core.adapters.weights.features import changes_for, transformer_slots
+from para_core.adapters.weights.features import make_changes, transformer_slots
 from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.apply import cache_options
@@ -87,7 +87,7 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
         )
         compare = partial(make_call_agreement, mesh=guided, assume_equal=options.assume_equal)
         # The empty name stands for a transformer that is no component of a pipeline.
-        changes = changes_for(ChangeRequest(module, {"": module}, guided, vars(options), compare))
+        changes = make_changes(ChangeRequest(module, {"": module}, guided, vars(options), compare))
     replace_session(transformer, None, ParallelSession(guided, [part, *map(FeaturePart, changes)]))
     return transformer
 

@@ -10,29 +10,95 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import Enum, auto
 from typing import Any, get_args
 
+from torch import nn
+
 from para_core.cache.blocks import CachedBlocks
+from para_core.plans.module_matching import matching_modules
 from para_core.plans.plan import Attention, AttentionRule, Gather, Halo, Plan, ShardRule, Split
 
 Answers = Mapping[str, Any]
 
 # Types that a value of Plan.attention may have, apart from tuples.
 _ATTENDING = tuple(kind for kind in get_args(AttentionRule) if isinstance(kind, type))
-# Fields of a Plan that an answer of the same name sets, and their types.
-_PLAN_FIELDS = {"batched": Mapping, "common": tuple, "unshared": tuple, "refused": Mapping}
+# Fields of a Plan that an answer of the same name sets, and their types. All hold names: of segments or of
+# parameters, the mappings as keys.
+_PLAN_FIELDS = {
+    "joint_order": tuple,
+    "batched": Mapping,
+    "common": tuple,
+    "unshared": tuple,
+    "refused": Mapping,
+}
 
 _EXPECTED = (
     "'module(parameter)', or 'module(0)' for the module's output of that index: a Split or another rule, or None for "
     "no rule ('(parameter)' is a parameter of the model itself, and '(parameter.field)' a field of a dataclass); "
-    "'module': a Gather of its output or a tuple of them, its Attention calls (a tuple, OneForEach, LinearAttention, "
-    "AttentionByHeads), a Halo, or None; 'joint_order': names of segments; 'batched', 'common', 'unshared', 'refused': "
-    "as in a Plan; 'plan': a Plan; 'CachedBlocks': CachedBlocks(...) or None; 'samples': the number of samples in the "
-    "examples, or None"
+    "'module': a Gather of its output or a tuple or list of them, its Attention calls (a tuple, OneForEach, "
+    "LinearAttention, AttentionByHeads), a Halo, or None; 'joint_order': a tuple of names of segments; 'batched', "
+    "'common', 'unshared', 'refused': as in a Plan; 'plan': a Plan; 'CachedBlocks': CachedBlocks(...) or None; "
+    "'samples': the number of samples in the examples, or None"
 )
 # Matches "module(parameter)", "module(parameter[index])" and "module(index of an output)", each also with the
 # path of a field: "module(parameter.field)".
 PARAMETER_NAME = re.compile(r"(.*)\((\w+(?:\[\d+\])?(?:\.\w+)*)\)")
+
+
+class _Kind(Enum):
+    """The part of a proposal that an answer gives."""
+
+    PLAN = auto()
+    FIELD = auto()  # a field of the plan, set as it is
+    NOT_IN_PLAN = auto()  # the block stack, or the number of samples
+    SHARD_RULE = auto()  # of a parameter or an output, or None
+    GATHER = auto()  # of a module's output, or several
+    HALO = auto()
+    ATTENTION = auto()
+    NO_RULES = auto()  # None for a module
+
+
+def _classify(name: str, answer: Any) -> _Kind | None:
+    """Return the kind of an answer; None if ``answer`` does not have the type that ``name`` requires."""
+    kind = None
+    if name == "plan":
+        if isinstance(answer, Plan):
+            kind = _Kind.PLAN
+    elif name in _PLAN_FIELDS:
+        if isinstance(answer, _PLAN_FIELDS[name]) and all(isinstance(entry, str) for entry in answer):
+            kind = _Kind.FIELD
+    elif name == "CachedBlocks":
+        if answer is None or isinstance(answer, CachedBlocks):
+            kind = _Kind.NOT_IN_PLAN
+    elif name == "samples":
+        if answer is None or type(answer) is int:
+            kind = _Kind.NOT_IN_PLAN
+    elif PARAMETER_NAME.fullmatch(name):
+        if answer is None or isinstance(answer, get_args(ShardRule)):
+            kind = _Kind.SHARD_RULE
+    else:
+        kind = _classify_rule_of_module(answer)
+    return kind
+
+
+def _classify_rule_of_module(answer: Any) -> _Kind | None:
+    """Return the kind of an answer whose name is that of a module; None if its type is wrong."""
+    if answer is None:
+        return _Kind.NO_RULES
+    if isinstance(answer, Halo):
+        return _Kind.HALO
+    if isinstance(answer, _ATTENDING):
+        return _Kind.ATTENTION
+    if isinstance(answer, tuple) and all(isinstance(entry, Attention) for entry in answer):
+        return _Kind.ATTENTION
+    gathers = answer
+    if not isinstance(answer, (tuple, list)):
+        gathers = [answer]
+    given = [entry for entry in gathers if entry is not None]
+    if given and all(isinstance(entry, Gather) for entry in given):
+        return _Kind.GATHER
+    return None
 
 
 def require_answers(answers: Answers) -> None:
@@ -41,34 +107,8 @@ def require_answers(answers: Answers) -> None:
     Whether a module or parameter of this name exists shows when the plan is checked.
     """
     for name, answer in answers.items():
-        if not _is_answer_for(name, answer):
+        if _classify(name, answer) is None:
             raise TypeError(f"answers[{name!r}] is {answer!r}; expected one of: {_EXPECTED}.")
-
-
-def _is_answer_for(name: str, answer: Any) -> bool:
-    """Whether ``answer`` has the type that ``name`` requires."""
-    if name == "joint_order":
-        return isinstance(answer, tuple) and all(isinstance(segment, str) for segment in answer)
-    if name == "plan" or name in _PLAN_FIELDS:
-        return isinstance(answer, _PLAN_FIELDS.get(name, Plan))
-    if answer is None:
-        return True
-    if name == "CachedBlocks":
-        return isinstance(answer, CachedBlocks)
-    if name == "samples":
-        return type(answer) is int
-    if PARAMETER_NAME.fullmatch(name):
-        return isinstance(answer, get_args(ShardRule))
-    if isinstance(answer, tuple) and all(isinstance(entry, Attention) for entry in answer):
-        return True
-    return isinstance(answer, (Halo, *_ATTENDING)) or _is_gather(answer)
-
-
-def _is_gather(answer: Any) -> bool:
-    if isinstance(answer, (tuple, list)):
-        gathers = [entry for entry in answer if entry is not None]
-        return bool(gathers) and all(isinstance(entry, Gather) for entry in gathers)
-    return isinstance(answer, Gather)
 
 
 def are_a_complete_plan(answers: Answers) -> bool:
@@ -76,25 +116,52 @@ def are_a_complete_plan(answers: Answers) -> bool:
     output.
     """
     splits = any(isinstance(answer, Split) and answer.segment is not None for answer in answers.values())
-    return "plan" in answers or (splits and bool(_gather_answers(answers)))
+    return "plan" in answers or (splits and bool(_of_kind(answers, _Kind.GATHER)))
 
 
-def _gather_answers(answers: Answers) -> dict[str, Any]:
-    """Return the answers that are a ``Gather`` of a module's output, or several of them, by module name.
+def _of_kind(answers: Answers, kind: _Kind) -> dict[str, Any]:
+    """Return the answers of this kind, in their order."""
+    return {name: answer for name, answer in answers.items() if _classify(name, answer) is kind}
 
-    Answers for one parameter or output, whose name is ``"module(parameter)"``, are left out.
+
+def with_answers(plan: Plan, answers: Answers, module: nn.Module) -> Plan:
+    """Return ``plan``, of the model ``module``, with the answers in place of the guesses for the same names.
+
+    In each field of the plan the answers stand before the guesses, in their own order: if several names match
+    a submodule, the first one counts, so an answer may be an exception to a guess, or to a later answer.
+
+    Raises:
+        ValueError: An answer is None for a parameter or output to which a wider name gives a rule.
     """
-    return {
-        name: answer
-        for name, answer in answers.items()
-        if _is_gather(answer) and not PARAMETER_NAME.fullmatch(name)
-    }
+    if "plan" in answers:
+        plan = answers["plan"]
+    else:
+        plan = _without_other_splits(plan, answers)
+    plan = _with_shard_rules(plan, _of_kind(answers, _Kind.SHARD_RULE), module)
+    gathers = _of_kind(answers, _Kind.GATHER)
+    attention = _of_kind(answers, _Kind.ATTENTION)
+    halos = _of_kind(answers, _Kind.HALO)
+    without_rules = _of_kind(answers, _Kind.NO_RULES)
+
+    def replace_rules(guesses: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, Any]:
+        answered = {*rules, *without_rules}
+        return {**rules, **{name: guess for name, guess in guesses.items() if name not in answered}}
+
+    outputs = replace_rules(plan.outputs, {})
+    if gathers:
+        # Tokens are gathered once, so an answer that says where replaces all guesses of it.
+        outputs = gathers
+    return replace(
+        plan,
+        outputs=outputs,
+        attention=replace_rules(plan.attention, attention),
+        halos=replace_rules(plan.halos, halos),
+        **_of_kind(answers, _Kind.FIELD),
+    )
 
 
-def with_answers(plan: Plan, answers: Answers) -> Plan:
-    """Return ``plan`` with the answers in place of the guesses for the same names."""
-    plan = answers.get("plan", plan)
-    # If an answer splits a segment, drop all guesses that split the same segment elsewhere.
+def _without_other_splits(plan: Plan, answers: Answers) -> Plan:
+    """Return the guessed ``plan`` without splits of segments that an answer splits, here or elsewhere."""
     segments = {answer.segment for answer in answers.values() if isinstance(answer, Split)} - {None}
 
     def keep(rules: Mapping[Any, ShardRule]) -> dict[Any, ShardRule]:
@@ -105,48 +172,75 @@ def with_answers(plan: Plan, answers: Answers) -> Plan:
         }
 
     inner = {name: keep(rules) for name, rules in plan.inner.items()}
-    plan = replace(
+    return replace(
         plan, inputs=keep(plan.inputs), inner={name: rules for name, rules in inner.items() if rules}
     )
-    gathers = _gather_answers(answers)
-    if gathers:
-        plan = replace(plan, outputs=gathers)
-    for name, answer in answers.items():
-        parameter = PARAMETER_NAME.fullmatch(name)
-        if parameter is not None:
-            plan = _with_rule(plan, parameter[1], parameter[2], answer)
-        elif name == "joint_order" or name in _PLAN_FIELDS:
-            plan = replace(plan, **{name: answer})
-        elif isinstance(answer, Halo):
-            plan = replace(plan, halos={**plan.halos, name: answer})
-        elif name not in ("CachedBlocks", "samples", "plan", *gathers):
-            attention = {key: calls for key, calls in plan.attention.items() if key != name}
-            if answer is None:
-                outputs = {key: gather for key, gather in plan.outputs.items() if key != name}
-                plan = replace(plan, outputs=outputs, attention=attention)
-            else:
-                # Put the answer first: if several names in a plan match a module, the first one applies.
-                plan = replace(plan, attention={name: answer, **attention})
-    return plan
 
 
-def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) -> Plan:
-    """Return ``plan`` with ``rule`` for a parameter or output of ``module``, or without one if it is None.
+def _with_shard_rules(plan: Plan, answers: Mapping[str, ShardRule | None], module: nn.Module) -> Plan:
+    """Return ``plan`` with the answers for parameters and outputs of ``module`` and its submodules.
 
-    It replaces the rules of all names that ``module``, which may be a pattern, matches. An empty ``module``
-    stands for the model itself.
+    The answer for a name, which may be a pattern, replaces the rules of all names that match no other
+    submodules. Those of wider names remain, and apply to the other submodules.
+
+    Raises:
+        ValueError: An answer is None, and a wider name gives a rule.
     """
-    if not module:
-        inputs = {key: old for key, old in plan.inputs.items() if key != parameter}
-        return replace(plan, inputs=inputs if rule is None else {**inputs, parameter: rule})
-    # An integer names an output of the module by its index. In ``module``, ``*`` matches one part between
-    # dots.
-    key: str | int = int(parameter) if parameter.isdecimal() else parameter
-    pattern = re.compile(re.escape(module).replace(r"\*", "[^.]+"))
-    inner = {
-        name: {other: old for other, old in rules.items() if other != key or not pattern.fullmatch(name)}
-        for name, rules in plan.inner.items()
-    }
-    if rule is not None:
-        inner[module] = {**inner.get(module, {}), key: rule}
-    return replace(plan, inner={name: rules for name, rules in inner.items() if rules})
+    inputs = dict(plan.inputs)
+    guesses = {name: dict(rules) for name, rules in plan.inner.items()}
+    answered: dict[str, dict[str | int, ShardRule]] = {}
+    for answer_name, answer in answers.items():
+        name, key = _split_name(answer_name)
+        if not name:
+            # A parameter of the model itself, whose names are no patterns.
+            inputs.pop(str(key), None)
+            if answer is not None:
+                inputs[str(key)] = answer
+            continue
+        submodules = matching_modules(module, name).keys()
+        for guess_name, rules in guesses.items():
+            if key not in rules:
+                continue
+            matched = matching_modules(module, guess_name).keys()
+            # A name that matches nothing remains, because the check of the plan reports it.
+            if matched and matched <= submodules:
+                del rules[key]
+        if answer is not None:
+            answered.setdefault(name, {})[key] = answer
+    inner = {name: {**guesses.pop(name, {}), **rules} for name, rules in answered.items()}
+    inner |= {name: rules for name, rules in guesses.items() if rules}
+    for answer_name, answer in answers.items():
+        name, key = _split_name(answer_name)
+        if answer is None and name:
+            _require_no_rule(inner, name, key, module)
+    return replace(plan, inputs=inputs, inner=inner)
+
+
+def _split_name(name: str) -> tuple[str, str | int]:
+    """Return the module and the key in :attr:`Plan.inner` of a name that :data:`PARAMETER_NAME` matches.
+
+    An integer names an output of the module by its index. The module is empty for the model itself.
+    """
+    module, _, parameter = name[:-1].rpartition("(")
+    if parameter.isdecimal():
+        return module, int(parameter)
+    return module, parameter
+
+
+def _require_no_rule(
+    inner: Mapping[str, Mapping[str | int, ShardRule]], name: str, key: str | int, module: nn.Module
+) -> None:
+    """Raise ``ValueError`` if a name in ``inner`` that also matches other submodules gives ``key`` of ``name``
+    a rule. A name that matches fewer is an answer, which is an exception to the None.
+    """
+    submodules = matching_modules(module, name).keys()
+    for other, rules in inner.items():
+        if key not in rules:
+            continue
+        matched = matching_modules(module, other).keys()
+        if matched & submodules and not matched <= submodules:
+            raise ValueError(
+                f"answers['{name}({key})'] is None, but the plan has a rule for it under the wider name {other!r}, "
+                f"which this answer does not remove. Answer None for '{other}({key})', and give the rule to the "
+                "modules that need it."
+            )

@@ -55,12 +55,13 @@ def propose_plan(
         segment (`str`, defaults to `"image"`): Name of these tokens in the plan.
         answers (`Mapping[str, Any]`, *optional*): Known parts of the plan. They replace guesses of the same
             name, and the resulting plan is checked. The names are those in ``questions`` and ``reasons`` of a
-            proposal. None as a value means that there is nothing of that name.
+            proposal. None as a value means that there is nothing of that name. If several names match a
+            module, the first answer counts, and any answer before a guess.
 
             - ``"blocks.*(rotary)"``, ``"(hidden_states)"`` (a parameter of the model), ``"embed(0)"`` (a
               module's output) or ``"blocks.0(video.x)"`` (a field of a dataclass): a :class:`Split` or
               another rule. A split of a segment replaces the guess of where that segment is sharded.
-            - ``"proj_out"``: a :class:`Gather` of its output, or a tuple of them.
+            - ``"proj_out"``: a :class:`Gather` of its output, or a tuple or list of them.
             - ``"blocks.*.attn"``: a tuple of :class:`Attention`, :class:`OneForEach`,
               :class:`LinearAttention` or :class:`AttentionByHeads`; or a :class:`Halo`.
             - ``"joint_order"``, ``"batched"``, ``"common"``, ``"unshared"``, ``"refused"``: fields of a
@@ -77,7 +78,8 @@ def propose_plan(
         TypeError: If ``transformer`` is no model or is inside a wrapper for training, if ``example_inputs``
             does not hold mappings, or if an answer has the wrong type for its name.
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call
-            fails, or the model does not call scaled_dot_product_attention.
+            fails, or the model does not call scaled_dot_product_attention. Or an answer is None for a
+            parameter to which a wider name in the plan gives a rule.
     """
     check_pipeline_or_model(
         "model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...)."
@@ -117,7 +119,7 @@ def _propose(
             return complete_proposal(proposal, check, answers, region)
     failures = [*search.failures]
     if are_a_complete_plan(answers):
-        plan = with_answers(Plan({}, {}, (segment,)), answers)
+        plan = with_answers(Plan({}, {}, (segment,)), answers, module)
         try:
             proposal = Proposal(name, plan, error=check.measure_error(plan), reasons=reasons_of(answers))
         except InexactPlanError as error:

@@ -83,7 +83,7 @@ class Search:
         """Return the first exact plan for ``region``; None if there is none."""
         inexact: list[Proposal] = []
         for candidate in make_candidates(region):
-            plan = with_answers(candidate.plan, self.answers)
+            plan = with_answers(candidate.plan, self.answers, self.check.module)
             if plan in self.failures:
                 continue
             # A plan needs an error, and is not checked yet. Of an inexact one this 0 is replaced or dropped.
@@ -136,7 +136,7 @@ class Search:
             return None
         lengths = (region.start.entries, (text.length, text.length))
         for candidate in variants_with_sharded_text(region, plan):
-            variant = with_answers(candidate.plan, self.answers)
+            variant = with_answers(candidate.plan, self.answers, self.check.module)
             try:
                 errors = [
                     self.check.measure_error(x, *lengths) for x in (variant, variant.with_replicated(TEXT))

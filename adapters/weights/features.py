@@ -1,4 +1,6 @@
-"""The table of the optional features of a parallel pipeline. To remove one, delete its files and its line.
+"""The table of the optional features of a parallel pipeline. To remove one, delete its files and its line
+in :data:`FEATURES`. To add one with an option, add the option to :data:`_SWITCHES` or
+:data:`_PLACEMENTS` as well.
 
 The functions here look up what a caller needs among the features: ``adapters/parallel`` their changes and
 methods, the checks of ``adapters/compatibility`` and ``adapters/cache`` their checks. A feature itself is
@@ -22,14 +24,12 @@ from para_core.adapters.weights.feature import (
     Quantizer,
     ShardMethod,
 )
-from para_core.instance.record import (
-    slot_owner,
-)
+from para_core.instance.record import slot_owner
 from para_core.instance.slots import Slot
 
 # The name of each feature, and the module of adapters that defines it as ``FEATURE``. Modules are imported
-# when they are first needed. Changes are made in this order, and it matters: PipeFusion runs on stages that
-# are installed before it (:meth:`FusedPipe.apply`).
+# when they are first needed. Changes are made in this order. A feature that relies on it says so in its
+# ``apply``, as PipeFusion does, which runs on stages that are installed before it.
 FEATURES: Mapping[str, str] = {
     "vae": "vae.pipeline",
     "fsdp": "weights.fsdp_weights",
@@ -44,6 +44,12 @@ FEATURES: Mapping[str, str] = {
     "same_bits": "same_bits",
     "products": "products",
 }
+
+# Options that need a feature: the first if they are neither None nor False, the second with one of these values.
+# They cannot be fields of Feature: a copy from which a feature was deleted would not know that its option needs
+# one.
+_SWITCHES = ("vae", "offload", "pipefusion", "same_bits", "products")
+_PLACEMENTS, _PLACEMENT_VALUES = ("text_encoders", "vae_placement"), ("offload", "first")
 
 
 @cache
@@ -66,6 +72,8 @@ def shard_methods() -> Mapping[str, ShardMethod]:
 def require_method(name: str) -> ShardMethod:
     """Return a method of sharding weights. Raise ``ValueError`` if there is none with this name."""
     methods = shard_methods()
+    if not methods:
+        raise ValueError(f"method is {name!r}, and this copy of para_core shards no weights. Leave it out.")
     if name not in methods:
         raise ValueError(f"method is {name!r}; expected {' or '.join(map(repr, methods))}.")
     return methods[name]
@@ -93,7 +101,7 @@ def require_image_modes(option: str) -> ImageModes:
     )
 
 
-def changes_for(request: ChangeRequest) -> list[FeatureChange]:
+def make_changes(request: ChangeRequest) -> list[FeatureChange]:
     """Return the changes of all features for ``request``, in the order of :data:`FEATURES`. Changes nothing.
 
     Raise ``ValueError``, ``TypeError`` or ``RuntimeError`` if a feature refuses the request, and
@@ -114,10 +122,8 @@ def _check_known(request: ChangeRequest) -> None:
     In a whole copy of para_core it never raises: it is for copies from which features were deleted.
     """
     known = {feature.option for feature in features().values()}
-    switches = ("vae", "offload", "pipefusion", "same_bits", "products")
-    needed = [option for option in switches if request.options.get(option) not in (None, False)]
-    placements = ("text_encoders", "vae_placement")
-    needed += [option for option in placements if request.options.get(option) in ("offload", "first")]
+    needed = [option for option in _SWITCHES if request.options.get(option) not in (None, False)]
+    needed += [option for option in _PLACEMENTS if request.options.get(option) in _PLACEMENT_VALUES]
     for option in needed:
         if option not in known:
             raise ValueError(
@@ -135,7 +141,7 @@ def _check_known(request: ChangeRequest) -> None:
             )
 
 
-def changes_of(pipe: Any) -> Sequence[FeatureChange]:
+def applied_changes(pipe: Any) -> Sequence[FeatureChange]:
     """Return the changes that features have made to a parallel pipeline; none if it is not parallel."""
     # The owner is a ParallelCall, whose room may not be imported here.
     call = slot_owner(pipe, Slot.PARALLEL_PIPE, object)

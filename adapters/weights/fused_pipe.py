@@ -20,7 +20,7 @@ from para_core.adapters.inspect.block_stack import stack_of, why_no_stages
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import plan_for, require_adapter, require_blocks
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
-from para_core.adapters.weights.features import changes_of
+from para_core.adapters.weights.features import applied_changes
 from para_core.cache.branches import Branches, conditions_of
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import GuidedMesh
@@ -204,7 +204,7 @@ def pipefusion_report(pipe: Any) -> PipeFusionReport:
     Raises:
         ValueError: If the pipeline runs without PipeFusion.
     """
-    for change in changes_of(pipe):
+    for change in applied_changes(pipe):
         if isinstance(change, FusedPipe):
             return change.report()
     raise ValueError(

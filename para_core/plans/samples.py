@@ -22,12 +22,14 @@ from para_core.user_warnings import ParallelWarning, WarningLog
 
 def count_samples(value: Any, dim: int | None) -> int | None:
     """Count the samples in ``value``: a tensor, or a dataclass of tensors, with samples along ``dim``, or if
-    ``dim`` is None a list or tuple with an entry for each. Return None if their number is unknown, or the
-    tensors of the entries have different shapes: such samples cannot be gathered.
+    ``dim`` is None a list or tuple with an entry for each. Return None if their number is unknown, the tensor
+    has no such dim, or the tensors of the entries have different shapes: such samples cannot be gathered.
     """
     if has_fields(value) and dim is not None:
         value = next((leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)), None)
     if isinstance(value, Tensor) and dim is not None:
+        if value.ndim <= dim:
+            return None
         return value.shape[dim]
     if isinstance(value, (tuple, list)) and dim is None:
         shapes = [[x.shape for x in leaves_of(entry) if isinstance(x, Tensor)] for entry in value]
@@ -38,7 +40,7 @@ def count_samples(value: Any, dim: int | None) -> int | None:
 
 def select_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
     """Return this rank's part of the samples of ``value``, or ``value`` itself if it does not have ``total``
-    samples.
+    samples: it then applies to all of them, as a time step without dims or of size 1, or a scale, does.
 
     Args:
         value: A tensor, or a dict, list, tuple or dataclass of tensors, with samples along ``dim``. If
@@ -60,6 +62,7 @@ def select_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> A
     if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] != total:
         return value
     size = total // batch.size
+    # A view would begin at another address on each rank, and kernels are chosen by the alignment of addresses.
     return value.narrow(dim, batch.index * size, size).clone()
 
 
@@ -74,18 +77,28 @@ def select_arguments(
     """Return ``args`` and ``kwargs`` with this rank's part of the samples, and the number of samples per
     rank.
 
-    The number is None, and the arguments are unchanged, if it is unknown, not a multiple of the size of
-    ``batch`` (this warns, in eager code), or an argument of ``plan.unshared`` is given. All ranks decide the
-    same, because they get equal arguments.
+    The first parameter in ``plan.batched`` has the number. It is None, and the arguments are unchanged, if an
+    argument of ``plan.unshared`` is given, or if it is unknown or not a multiple of the size of ``batch``,
+    both of which warn in eager code. All ranks decide the same, because they get equal arguments.
 
     Raises:
         ValueError: An argument holds tensors but is not listed in ``batched``, ``common`` or ``unshared`` of
-            ``plan``.
+            ``plan``; or a tensor in ``batched`` has neither all samples nor one entry for all of them.
     """
     arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
     name, dim = next(iter(plan.batched.items()))
     total = count_samples(arguments.get(name), dim)
-    if total is None or any(arguments.get(other) is not None for other in plan.unshared):
+    if any(arguments.get(other) is not None for other in plan.unshared):
+        return args, kwargs, None
+    if total is None:
+        # The model itself decides about an argument that is missing.
+        if arguments.get(name) is not None and not torch.compiler.is_compiling():
+            warnings.warn(
+                "batch",
+                f"the samples of {name} cannot be counted: it holds no tensor in which they lie along dim "
+                f"{dim}, or their shapes differ. So all of the {batch.size} ranks along 'batch' compute all samples.",
+                ParallelWarning,
+            )
         return args, kwargs, None
     declared = (*plan.batched, *plan.common, *plan.unshared)
     unknown = [name for name, value in arguments.items() if name not in declared and holds_tensor(value)]
@@ -108,7 +121,17 @@ def select_arguments(
     def select_part(name: str, value: Any) -> Any:
         if name not in plan.batched:
             return value
-        return select_samples(value, plan.batched[name], total, batch)
+        dim = plan.batched[name]
+        entries = None
+        if isinstance(value, Tensor):
+            entries = count_samples(value, dim)
+        # A wrong tensor with as many entries as a rank has samples would fit them.
+        if entries is not None and entries != 1 and entries != total:
+            raise ValueError(
+                f"{name} has {entries} entries along dim {dim}; expected {total}, one for each sample, or 1 for all "
+                "of them."
+            )
+        return select_samples(value, dim, total, batch)
 
     # Keep positional arguments positional, so that the model itself raises for unknown or repeated arguments.
     positional = [select_part(name, value) for name, value in zip(parameters, args, strict=False)]
@@ -123,7 +146,7 @@ def holds_tensor(value: Any) -> bool:
 
 def gather_samples(output: Any, samples: int, batch: MeshDim) -> Any:
     """Gather the ``samples`` samples of each rank along ``batch``, and return ``output`` with all of them.
-    Collective.
+    Collective, unless ``output`` holds no tensor.
 
     ``output`` is a tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes,
     or a tuple, dict, dataclass or ``ModelOutput`` of these. Dicts, ``ModelOutput`` among them, are changed in
@@ -132,6 +155,8 @@ def gather_samples(output: Any, samples: int, batch: MeshDim) -> Any:
     if isinstance(output, Tensor):
         return all_gather(output, [samples] * batch.size, 0, batch)
     if isinstance(output, list):
+        if not output:
+            return output
         return list(all_gather(torch.stack(output), [samples] * batch.size, 0, batch).unbind())
     if has_fields(output):
         fields = {name: gather_samples(value, samples, batch) for name, value in fields_of(output).items()}

@@ -1,7 +1,8 @@
 """Events of a model call.
 
-Their tensors are those of the call itself, so who keeps an event keeps its tensors. :mod:`.recorder` makes
-the events. Tests: tests/recorder/test_recorder.py.
+Their tensors are those of the call itself, never copies: an event that is kept keeps its tensors, and shows
+the values of later writes in place. Whoever compares values later must clone them while the event is handled.
+:mod:`.recorder` makes the events. Tests: tests/recorder/test_recorder.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ class ModuleStart:
 
 @dataclass(frozen=True, eq=False)
 class ModuleEnd:
-    """The end of a call of a module that did not raise. The attributes are those of :class:`ModuleStart`."""
+    """The end of a call of a module that did not raise.
+
+    Args:
+        time: Number of the event.
+        name: Name of the module in the watched model; ``""`` for the model itself.
+        module: The module.
+        output: What the module returned.
+    """
 
     time: int
     name: str
@@ -68,7 +76,7 @@ class AttentionStart:
 class AttentionEnd:
     """The end of an attention call, with its output ``[..., H, S_q, D_v]``.
 
-    The rest is as in AttentionStart.
+    The other attributes are those of :class:`AttentionStart`, with another ``time``.
     """
 
     time: int
@@ -103,7 +111,8 @@ class FunctionCall:
 class OperatorCall:
     """A finished call of an operator, as the dispatcher runs it.
 
-    The attributes are those of :class:`FunctionCall`.
+    The attributes are those of :class:`FunctionCall`, with the ``operator``, an overload of ``torch.ops``, in
+    place of ``function``.
     """
 
     time: int

@@ -14,7 +14,7 @@ from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.parallel.call import parallel_call
 from para_core.adapters.parallel.transformer import TransformerPart
-from para_core.plans.samples import holds_tensor
+from para_core.plans.samples import count_samples, holds_tensor
 from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.transformers.registry import MODELS
@@ -63,6 +63,9 @@ def call_on_batch_mesh():
     ):
         with pytest.raises(TypeError, match=message):
             transformer(*args, **kwargs)
+    assert count_samples(tokens.sum(), 0) is None
+    with pytest.raises(ValueError, match="timestep has 3"):
+        transformer(tokens, **{**inputs, "timestep": torch.ones(3)})
     # The ranks cannot share a single sample.
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

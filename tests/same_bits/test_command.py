@@ -39,7 +39,8 @@ def test_check_passes_only_with_the_bits_of_one_rank(rank_pool):
     assert same["passed"] and same["same bits"]
     assert same["sha256 of one rank"] == digest and same["sha256 of each rank"] == [digest, digest]
     assert not other["passed"] and other["relative error"] < other["bound"]
-    assert any("WRONG" in line for line in describe_check(other))
+    for wrong in (other, {**same, "relative error": None, "passed": False}):
+        assert any("WRONG" in line for line in describe_check(wrong))
     assert f"SHA-256 of rank 0 to 1: {digest}" in describe_check(same)
 
 

@@ -26,11 +26,12 @@ def local_backward(backend: Backend | None, scale: float | None) -> Backward:
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
         tiling = into.tiling
+        # Tiling.split returns views, one for each piece of the queries, so adding to a piece of the sums adds to
+        # ``into``. The mask of ``into`` has rows of its queries only, or one row, which every piece gets whole.
         parts = [
             tiling.split(x)
             for x in (into.query, into.grad_out, into.out, into.lse[..., None], into.grad_query)
         ]
-        # The mask of each piece, and views of its gradient, to which each tile adds in place.
         rows = None
         if into.mask is not None:
             rows = tiling.split(into.mask)
@@ -51,8 +52,10 @@ def local_backward(backend: Backend | None, scale: float | None) -> Backward:
             grad_query.add_(of_query)
             add_at(grads[0], 2, tile.runs, of_key)
             add_at(grads[1], 2, tile.runs, of_value)
+            # With sums the gradient of the mask was asked for, and is a tensor. The second test is for mypy.
             if sums is None or of_mask is None:
                 continue
+            # A mask with one column, of which every tile has the whole, sums over the keys.
             if sums[piece].shape[3] == 1:
                 sums[piece].add_(of_mask.sum_to_size(sums[piece].shape))
             else:

@@ -156,7 +156,7 @@ def leave_on_one_rank(how, timeout):
     begun = time.monotonic()
     try:
         # The pool ends the other ranks soon after one has died.
-        with mock.patch.object(failures, "_PATIENCE", 0.2):
+        with mock.patch.object(failures, "_SIGN_IN", 0.2):
             pipe(**flux_call(callback_on_step_end=leave if how == "dies in a callback" else None))
     finally:
         if how == "raises" and dist.get_rank() == 1:
@@ -166,8 +166,7 @@ def leave_on_one_rank(how, timeout):
 
 def test_exception_on_one_rank_ends_others_with_reason(rank_pool):
     first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, "raises", 1.0)
-    assert isinstance(second, ValueError)
-    assert isinstance(first, RuntimeError)
+    assert isinstance(second, ValueError) and isinstance(first, RuntimeError)
     assert re.search(r"rank 1 .*ValueError: only here", str(first))
 
 

@@ -131,7 +131,7 @@ def fail_in_pipe(rank):
     call = partial(parallelize_pipe, pipe, **options, text="replicate", text_encoders="offload")
     require_same_after(pipe, rank, call, STEPS_OF_PIPE)
     # These calls may make groups, whose time-out the next call changes to that of the earlier settings.
-    resolve = [f"{PARALLEL}.resolve.{name}" for name in ("check_parallelize", "changes_for", "ParallelCall")]
+    resolve = [f"{PARALLEL}.resolve.{name}" for name in ("check_parallelize", "make_changes", "ParallelCall")]
     require_same_after(pipe, rank, partial(parallelize_pipe, pipe, **options, text_encoders="fsdp"), resolve)
 
 

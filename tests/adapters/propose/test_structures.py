@@ -13,6 +13,7 @@ from para_core.adapters import Adapter, parallelize_transformer, propose_plan
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.propose import stack
 from para_core.adapters.propose.conditions import guess_conditions
+from para_core.adapters.propose.overrides import with_answers
 from para_core.adapters.propose.proposal import Proposal, source_of
 from para_core.adapters.propose.records import ObservedCall, TensorRecord
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -23,6 +24,7 @@ from para_core.layout.sequence import Segment
 from para_core.plans import plan as rules
 from para_core.plans.apply import apply_plan
 from para_core.plans.exchange import CachesOfCall
+from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import CumulativeLengths, FirstTokens, Gather, Replicate, Split, SplitMask
 from tests.adapters.propose import models
 from tests.adapters.propose.models import OfFrames, frames_of, image, images_of, painter, painter_inputs, tokens_of
@@ -87,8 +89,7 @@ def propose_exact(model, examples, inputs, ranks=2, **options):
     proposal = propose_plan(model, examples, **options)
     assert proposal.plan is not None, str(proposal)
     check = check_parallel(model, plan=proposal.plan, ranks=ranks, **inputs)
-    assert check.exact, str(check)
-    assert check.error < 1e-5
+    assert check.exact and check.error < 1e-5, str(check)
     return proposal
 
 
@@ -105,8 +106,7 @@ def test_plan_of_a_structure_is_exact(what):
     if what in CONDITIONS:
         assert proposal.blocks.conditions == CONDITIONS[what]
     if what == "blocks in a sequence":
-        assert proposal.blocks.groups[0].lists == ("blocks",)
-        assert proposal.blocks.groups[0].chained
+        assert proposal.blocks.groups[0].lists == ("blocks",) and proposal.blocks.groups[0].chained
     if what == "frames":
         assert proposal.plan == models.FRAMES
     if what == "cumulative lengths":
@@ -132,8 +132,7 @@ def test_plan_of_flex_attention():
 def test_known_models_are_found_without_their_adapters(name):
     model = MODELS[name]
     proposal = propose_plan(model.build(), (model.inputs(3, 6, 6), model.inputs(3, 6, 10)))
-    assert proposal.error is not None and proposal.error < 1e-5
-    assert proposal.blocks is not None
+    assert proposal.error is not None and proposal.error < 1e-5 and proposal.blocks is not None
     assert adapter_of(proposal.source()) == proposal.adapter()
 
 
@@ -183,10 +182,9 @@ def test_proposed_plans_are_exact_on_ranks(rank_pool):
         proposals[what] = propose_plan(transformer, examples, answers=answers)
         with torch.no_grad():
             expected[what] = transformer(**inputs)
-    assert proposals["samples"].plan.batched == {"latents": 0, "caption": 0}
-    assert proposals["samples"].plan.common == ("positions",)
-    assert proposals["text, shard"].plan.splits("text")
-    assert "text" in str(proposals["text, shard"])
+    samples = proposals["samples"].plan
+    assert (samples.batched, samples.common) == ({"latents": 0, "caption": 0}, ("positions",))
+    assert proposals["text, shard"].plan.splits("text") and "text" in str(proposals["text, shard"])
     # Positions of text and image are one argument.
     own = proposals["its own plan"]
     assert not own.plan.splits("text")
@@ -235,8 +233,7 @@ def test_argument_with_which_no_cached_call_is_exact_is_named():
     failure = CachedCallError("a call that skips blocks is not exact")
     with mock.patch.object(stack, "error_of_cached_call", side_effect=failure):
         proposal = propose_plan(fill(painter(), seed=1), [painter_inputs(n, controlled=True) for n in (17, 31)])
-    assert proposal.blocks.uncached == ("residuals",)
-    assert f"residuals: with it {failure}" in str(proposal)
+    assert proposal.blocks.uncached == ("residuals",) and f"residuals: with it {failure}" in str(proposal)
 
 
 def test_guess_is_checked_with_arguments_that_fail_alone():
@@ -339,10 +336,18 @@ def test_answers_replace_guesses():
     assert propose_plan(fill(padded, seed=1), TOKENS).plan is None
     proposal = propose_exact(padded, TOKENS, tokens_of(31), answers={"blocks.*": by_heads})
     assert proposal.plan.attention == {"blocks.*": by_heads}
-    wrong = {"layers.*(positions)": Split(0, like="image", then_replicated=True)}
-    proposal = propose_plan(fill(painter(), seed=1), PAINTER, answers=wrong)
-    assert proposal.plan is None
-    assert proposal.guess.inner["layers.*"] == {"positions": Split(0, like="image", then_replicated=True)}
+    wrong = {"positions": Split(0, like="image", then_replicated=True)}
+    proposal = propose_plan(fill(painter(), seed=1), PAINTER, answers={"layers.*(positions)": wrong["positions"]})
+    assert proposal.plan is None and proposal.guess.inner["layers.*"] == wrong
+    # An answer for one module is an exception to a guess, or to a later answer, for several.
+    model, like, whole = painter(), Split(0, like="image"), Replicate(0, "image")
+    guess = rules.Plan({}, {}, ("image",), inner={"layers.*": {"positions": like}})
+    for wider in ({}, {"layers.**(positions)": like}, {"layers.-1(positions)": like}):
+        plan = with_answers(guess, {"layers.0(positions)": whole, **wider}, model)
+        found = match_modules(model, plan)
+        assert [found[f"layers.{i}"][1].of_inputs["positions"] for i in range(3)] == [whole, like, like]
+    with pytest.raises(ValueError, match=r"layers\.\*"):
+        with_answers(guess, {"layers.0(positions)": None}, model)
 
 
 def test_blocks_and_plans_are_answers():
@@ -351,8 +356,7 @@ def test_blocks_and_plans_are_answers():
     wrong = CachedBlocks((BlockGroup(("layers",), ("latents", "caption"), measured="latents", chained=True),))
     assert propose_plan(transformer, PAINTER, answers={"CachedBlocks": right}).blocks == right
     incomplete = propose_plan(transformer, PAINTER, answers={"CachedBlocks": wrong})
-    assert incomplete.blocks is None
-    assert incomplete.questions[0].startswith("CachedBlocks: ")
+    assert incomplete.blocks is None and incomplete.questions[0].startswith("CachedBlocks: ")
     model, other = build("timm ViT"), (VIT[0], inputs_of("timm ViT"))
     plan = propose_plan(model, VIT).plan
     assert propose_plan(model, other, answers={"plan": plan}).plan == plan
@@ -367,6 +371,7 @@ def test_blocks_and_plans_are_answers():
         ("out", FirstTokens("image")),
         ("layers.*", (Replicate(0, "text"),)),
         ("CachedBlocks", {"layers": ("latents",)}),
+        ("common", (0,)),
     ],
 )
 def test_answer_of_unknown_kind_raises(name, answer):
