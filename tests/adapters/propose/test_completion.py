@@ -31,7 +31,7 @@ def test_samples_that_differ_by_rounding_do_not_depend_on_each_other():
         with_samples(CHECK.module, PLAN, INPUTS, 2, tolerance=1e-5)
     with pytest.raises(DependentSamplesError, match="zero-dimensional"):
         with_samples(lambda hidden_states: (hidden_states, hidden_states.sum()), PLAN, INPUTS, 2, tolerance=1e-5)
-    with pytest.raises(DependentSamplesError, match=r"longer|shorter"):
+    with pytest.raises(DependentSamplesError, match=r"of 2 .*inf"):
         with_samples(lambda hidden_states: [hidden_states] * len(hidden_states), PLAN, INPUTS, 2, tolerance=1e-5)
 
 
