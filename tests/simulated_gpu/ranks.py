@@ -34,7 +34,9 @@ class SimulatedRanks:
 
         Raises ``RankPoolError`` if ``fn`` raised or used the device wrongly, or its collectives would hang on NCCL.
         """
-        return self.pool.run(_run, world_size, (fn.__module__, fn.__qualname__), nccl_alone, args, kwargs)
+        name = fn.__module__, fn.__qualname__
+        # Triton's interpreter takes minutes for the kernels of an autoencoder on a slow machine.
+        return self.pool.run(_run, world_size, name, nccl_alone, args, kwargs, timeout=240.0)
 
 
 def _run(name: tuple[str, str], nccl_alone: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
