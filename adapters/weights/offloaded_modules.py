@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from para_core.adapters.weights.feature import FeatureChange
 from para_core.distributed.agree import together
-from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
+from para_core.distributed.host_bytes import broadcast_bytes, tensor_bytes
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.record import (
     empty_slot,

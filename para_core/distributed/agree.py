@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from para_core.distributed.collectives import HostGroups, all_gather_bytes
+from para_core.distributed.host_bytes import HostGroups, all_gather_bytes
 from para_core.distributed.late_ranks import Unanswered
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 from para_core.distributed.records import Record, Signature, describe_first_difference

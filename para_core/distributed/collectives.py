@@ -9,7 +9,9 @@ collective of a graph, forward and backward, takes a one-element tensor from the
 input. This data dependency keeps the order (:func:`define_collective`).
 
 Every function here is called by all ranks of its mesh dim; transfers between two ranks are in
-:mod:`.point_to_point`. Tests: tests/distributed/test_graph_order.py and tests/test_cuda_graphs.py for graphs,
+:mod:`.point_to_point`, and bytes of the host in :mod:`.host_bytes`.
+
+Tests: tests/distributed/test_graph_order.py and tests/test_cuda_graphs.py for graphs,
 tests/attention/test_traffic.py for what is sent, and all tests on several ranks.
 """
 
@@ -25,9 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from para_core.distributed.groups import host_group
-from para_core.distributed.late_ranks import PATIENCE, wait_for_late_ranks
-from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.distributed.mesh import MeshDim
 from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
 
 # Sleep 0.05 s at exit. The sleep releases the GIL, which gloo's threads need to free the tensors of a
@@ -144,7 +144,7 @@ def start_all_gather(x: Tensor, dim: MeshDim) -> Travelling:
     if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
         return Travelling(all_gather(x, [x.numel()] * dim.size, 0, dim), None)
     gathered = x.new_empty(dim.size * x.numel())
-    return Travelling(gathered, _all_gather_into(gathered, x, group=group_of(dim), async_op=True))
+    return Travelling(gathered, all_gather_into(gathered, x, group=group_of(dim), async_op=True))
 
 
 def wait(travelling: Travelling) -> Tensor:
@@ -161,7 +161,8 @@ def group_of(dim: MeshDim) -> dist.ProcessGroup:
     return dim.group if dim.group is not None else group_named(dim.group_name)
 
 
-def _all_gather_into(gathered: Tensor, x: Tensor, **options: Any) -> Any:
+def all_gather_into(gathered: Tensor, x: Tensor, **options: Any) -> Any:
+    """Gather ``x`` of all ranks into ``gathered``, and return the work if ``async_op`` is set. Collective."""
     # torch 2.11 only has all_gather_into_tensor, and torch 2.13 deprecates it.
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, x, **options)
 
@@ -272,7 +273,7 @@ def _all_gather(
         gathered, sent = view_to_send(rows), view_to_send(sent)
     # A generator would add a Python call for each rank.
     if sizes.count(sizes[0]) == len(sizes):
-        _all_gather_into(gathered, sent, group=group)
+        all_gather_into(gathered, sent, group=group)
         return rows, done(x)
     parts = list(gathered.split(sizes))
     if _is_nccl(group, x.device):
@@ -354,66 +355,3 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
         return x
     gathered, _ = torch.ops.para_core.all_gather(x.movedim(tensor_dim, 0), list(sizes), dim.group_name)
     return gathered.movedim(0, tensor_dim)  # type: ignore[no-any-return]
-
-
-class HostGroups:
-    """The process groups that send CPU tensors among the ranks of a mesh, looked up once and cached.
-
-    A caller that often exchanges bytes passes this object in place of the mesh to the functions of
-    :mod:`para_core.distributed.agree`, which look up the groups in the first exchange: ``by_dim`` is empty
-    until then, and :func:`all_gather_bytes` fills it, by names of mesh dims.
-    """
-
-    def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:
-        self.dims = tuple([dim for dim in mesh.dims if dim.size > 1])
-        self.by_dim: dict[str, dist.ProcessGroup] = {}
-
-
-def all_gather_bytes(
-    x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None, *, call: str = "this call"
-) -> Tensor:
-    """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only.
-    Collective.
-
-    ``x`` is a uint8 CPU tensor of the same length on all ranks. The host waits for the other ranks, but not
-    for the device, because the group of :func:`~para_core.distributed.groups.host_group` sends the bytes
-    between CPUs. The groups in ``by_dim`` (of :class:`HostGroups`) are used; a missing group is looked up and
-    added. ``call`` names the user's call for the log if ranks are late.
-    """
-    if dim.group is None:
-        return x
-    group = None if by_dim is None else by_dim.get(dim.name)
-    if group is None:
-        group = host_group(dim)
-        if by_dim is not None:
-            by_dim[dim.name] = group
-    gathered = x.new_empty(dim.size * x.numel())
-    work = _all_gather_into(gathered, x, group=group, async_op=True)
-    try:
-        work.wait(PATIENCE)
-    except RuntimeError as error:
-        wait_for_late_ranks(work, error, dim, group, call)
-    if group is not dim.group:
-        # The ranks of a new group are sorted, while dim.group may have another order. Restore the order of
-        # dim.group.
-        rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]
-        gathered = gathered.view(dim.size, -1)[rows].flatten()
-    return gathered
-
-
-def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
-    """Return the ``x`` of the first rank of ``mesh``. For eager code only. Collective.
-
-    ``x`` is a uint8 CPU tensor of the same length on all ranks.
-    """
-    for dim in mesh.dims:
-        x = all_gather_bytes(x, dim)[: x.numel()]
-    return x
-
-
-def tensor_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of ``x`` as a 1-D uint8 tensor, in C order of the elements."""
-    # Set the stride to 1, because view(uint8) refuses other strides. A dim of size 1 counts as contiguous
-    # with any stride (as after t.expand(1)), and flatten() keeps its stride.
-    x = x.resolve_conj().resolve_neg().contiguous().flatten()
-    return x.as_strided(x.shape, (1,), x.storage_offset()).view(torch.uint8)

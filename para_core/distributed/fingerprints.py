@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from para_core.distributed.collectives import tensor_bytes
+from para_core.distributed.host_bytes import tensor_bytes
 
 _WORD_BYTES = 8
 # Process at most this number of 64-bit words at a time (128 MiB, and as much again for intermediate results),
