@@ -81,6 +81,7 @@ def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence
             except RankDied:
                 raise
             except Exception:
+                # The line raises it again where the caller can report it: when it runs as a whole.
                 failed.append(line)
         encoder.end_encoding(bool(waiting or failed))
         yield encoded

@@ -92,11 +92,11 @@ def _classify_rule_of_module(answer: Any) -> _Kind | None:
         return _Kind.ATTENTION
     if isinstance(answer, tuple) and all(isinstance(entry, Attention) for entry in answer):
         return _Kind.ATTENTION
-    gathers = answer
+    outputs = answer
     if not isinstance(answer, (tuple, list)):
-        gathers = [answer]
-    given = [entry for entry in gathers if entry is not None]
-    if given and all(isinstance(entry, Gather) for entry in given):
+        outputs = [answer]
+    gathers = [entry for entry in outputs if entry is not None]
+    if gathers and all(isinstance(entry, Gather) for entry in gathers):
         return _Kind.GATHER
     return None
 
