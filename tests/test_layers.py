@@ -10,8 +10,8 @@ from tests.lift_out import ROOT, module_files
 
 # Each entry is a folder, or a file at the top of para_core or adapters. Rooms in one line do not import each other.
 LAYERS = """\
-kernels para_core/declared_options.py para_core/option_values.py para_core/progress.py para_core/torch_internals.py \
-para_core/user_warnings.py para_core/version.py para_core/devices.py
+kernels para_core/declared_options.py para_core/option_values.py para_core/progress.py para_core/torch_functions.py \
+para_core/torch_internals.py para_core/user_warnings.py para_core/version.py para_core/devices.py
 para_core/dataclass_fields.py
 para_core/lazy_tensors.py para_core/instance para_core/triton_support.py \
 para_core/foreign_errors.py

@@ -14,7 +14,7 @@ calls in which ranks exchange the properties of their masks. Tests: tests/attent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from torch import Tensor
 from para_core.attention.spec import AttentionSpec
 from para_core.layout.runs import join_neighbours
 from para_core.layout.sequence import Run, SequenceLayout
-from para_core.torch_internals import innermost_transform, owner_of, version_of
+from para_core.torch_functions import OF_ONE, OF_SEVERAL, Function, is_in_place, name_of
+from para_core.torch_internals import innermost_transform, owner_of, storage_id, version_of
 
 # A rank describes its mask by these bits of one integer.
 ROWS_SHARDED = 1  # cp.shard made its rows, by the layout of the queries.
@@ -37,32 +38,55 @@ _HIDDEN = -9900.0
 # Names of the attributes of a tensor for its mark, and for what was last read from the mask in its memory:
 # what the reading depends on (the view, and how often the memory was written), and the bits.
 _MARK, _READ = "_para_core_part", "_para_core_mask_values"
+# The name of an attribute of a storage.
+_WRITES = "_para_core_writes"
 # The mark of a tensor that ``cp.shard`` made: the dim, counted from the last, and the runs of tokens that the
-# rank holds. It has plain values only, because torch.save stores the attributes of a tensor.
-Mark = tuple[int, tuple[Run, ...]]
+# rank holds; None for equal rows, which are as well those of any rank. It is stored with the number of writes to
+# the memory until then: after a write that nobody followed, the mark does not hold. All are plain values, because
+# torch.save stores the attributes of a tensor.
+Mark = tuple[int, tuple[Run, ...] | None]
+_ANY_ROWS: Mark = (-2, None)
 
 
 def mark_part(x: Tensor, dim: int, layout: SequenceLayout, rank: int) -> None:
     """Mark ``x`` as the part of ``rank`` by ``layout`` along ``dim``, if this is one of the last two dims."""
     from_last = int(dim) % x.ndim - x.ndim
     if from_last >= -2:
-        setattr(x, _MARK, (from_last, tuple(join_neighbours(layout.runs(rank)))))
+        _set_mark(x, (from_last, tuple(join_neighbours(layout.runs(rank)))))
 
 
-def mark_of(x: Tensor) -> Mark | None:
-    """Return the mark of ``x``, or of the tensor that ``x`` is a view of; None if neither was sharded."""
-    mark: Mark | None = getattr(x, _MARK, None)
-    if mark is not None:
-        return mark
-    owner = owner_of(x)
-    inherited: Mark | None = getattr(owner, _MARK, None)
-    if inherited is None:
-        return None
-    dim, _ = inherited
-    # Another step in memory means another dim, which may have the same size.
-    if x.ndim < -dim or x.shape[dim] != owner.shape[dim] or x.stride(dim) != owner.stride(dim):
-        return None
-    return inherited
+def _set_mark(x: Tensor, mark: Mark) -> None:
+    setattr(x, _MARK, (*mark, _writes_to(x)))
+
+
+def _writes_to(x: Tensor) -> int:
+    """Return how often the memory of ``x`` was written to.
+
+    For tensors of inference mode torch does not count it, so :func:`follow_parts` does, for all views of a memory.
+    """
+    if x.is_inference():
+        counted: int = getattr(x.untyped_storage(), _WRITES, 0)
+        return counted
+    return version_of(x)
+
+
+def mark_of(x: Tensor, *, writes: int = 0) -> Mark | None:
+    """Return the mark of ``x``, or of the tensor that ``x`` is a view of; None if neither was sharded, or if
+    more than ``writes`` writes followed.
+    """
+    for marked in (x, owner_of(x)):
+        stored: tuple[int, Any, int] | None = getattr(marked, _MARK, None)
+        if stored is None:
+            continue
+        dim, runs, written = stored
+        if not 0 <= _writes_to(marked) - written <= writes:
+            return None
+        # Another step in memory means another dim, which may have the same size.
+        is_same_dim = (
+            x.ndim >= -dim and x.shape[dim] == marked.shape[dim] and x.stride(dim) == marked.stride(dim)
+        )
+        return (dim, runs) if is_same_dim else None
+    return None
 
 
 def copy_mark(source: Tensor | None, x: Tensor | None) -> None:
@@ -71,90 +95,95 @@ def copy_mark(source: Tensor | None, x: Tensor | None) -> None:
         return
     mark = mark_of(source)
     if mark is not None and x.shape[mark[0]] == source.shape[mark[0]]:
-        setattr(x, _MARK, mark)
+        _set_mark(x, mark)
 
 
-# Names of functions, without underscores, that compute a row of their result from the same row of their
-# arguments. After any other function, such as ``tril`` or ``flip``, nobody knows whose rows the result has.
-_BY_ROW = """
-    to type type_as float double half bfloat16 int long bool cpu cuda clone contiguous detach requires_grad
-    share_memory pin_memory neg negative invert abs exp log logical_not bitwise_not isinf isnan isfinite nan_to_num
-    add radd iadd sub rsub isub mul rmul imul div truediv true_divide itruediv eq ne lt le gt ge and rand iand or ror
-    ior xor rxor ixor logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill clamp
-    clamp_min clamp_max minimum maximum repeat repeat_interleave
+# Functions that make or fill tensors with equal rows. torch's nn.MultiheadAttention converts a bool mask by zeros_like
+# and masked_fill_, and models do so by zeros or new_zeros.
+_CONSTANTS = """
+    zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like zero fill
 """
+# Functions that compute a row of their result from the same row of their arguments. After any other function, such
+# as ``tril`` or ``flip``, nobody knows whose rows the result has.
+_BY_ROW = OF_ONE + OF_SEVERAL + "repeat repeat_interleave tile share_memory pin_memory"
 # These keep the rows if the step from one row to the next in memory stays.
 _VIEWS = "getitem view reshape unsqueeze squeeze expand expand_as broadcast_to flatten unflatten select"
-_NAMES_BY_ROW, _NAMES_OF_VIEWS = frozenset(_BY_ROW.split()), frozenset(_VIEWS.split())
-# These make equal rows, which are as well those of any rank. torch's nn.MultiheadAttention converts a bool mask by
-# zeros_like and masked_fill_, and models do so by zeros or new_zeros.
-_NAMES_OF_CONSTANTS = frozenset(
-    f"{start}{name}{end}"
-    for name in ("zeros", "ones", "full")
-    for start, end in (("", ""), ("new_", ""), ("", "_like"))
-)
-# The name of the attribute of such a result for how often its memory had been written then (:func:`_is_constant`).
-_CONSTANT = "_para_core_constant"
+_NAMES_OF_CONSTANTS, _NAMES_BY_ROW = frozenset(_CONSTANTS.split()), frozenset(_BY_ROW.split())
+_NAMES_OF_VIEWS = frozenset(_VIEWS.split())
 # These read nothing but the dtype or the shape of their second argument.
 _READ_FIRST = frozenset({"to", "type_as", "expand_as"})
 
 
-def follow_parts(
-    function: Callable[..., Any], args: Sequence[Any], values: Iterable[Any], output: Any
-) -> None:
+def follow_parts(function: Function, args: Sequence[Any], values: Iterable[Any], output: Any) -> None:
     """Mark ``output``, which ``function`` returned, if it was computed row by row from arguments with rows
-    that ``cp.shard`` made. Remove its mark if ``function`` may have written other rows into it.
+    that ``cp.shard`` made. Where it was written to in another way, its mark does not hold any more.
 
     ``values`` are those of the keyword arguments. An argument whose rows nobody knows, such as a mask made
     from the length of the input, leaves the output without a mark.
     """
-    # A nested tensor raises if it is asked for its shape.
-    if not isinstance(output, Tensor) or output.ndim < 2 or output.is_nested:
+    name = name_of(function).partition(".")[0]
+    read: Sequence[Any] = (*args, *values)
+    # An argument ``out=`` is among the values.
+    writes = is_in_place(function) or any(x is output for x in read[len(args) :])
+    if name == "setitem":
+        # It returns nothing, and writes its last argument to its first one.
+        output, read, writes = args[0], (args[0], args[2]), True
+    elif name in _READ_FIRST:
+        read = args[:1]
+    elif name == "copy":
+        read = args[1:2]
+    # Under a transform no mark is read.
+    if not isinstance(output, Tensor) or _has_no_rows(output) or innermost_transform() is not None:
         return
-    name = getattr(function, "__name__", "").partition(".")[0].strip("_")
+    if writes and output.is_inference():
+        setattr(output.untyped_storage(), _WRITES, _writes_to(output) + 1)
+    if output.ndim < 2:
+        return
     if name in _NAMES_OF_CONSTANTS:
-        if not output.is_inference():
-            setattr(output, _CONSTANT, version_of(output))
+        _set_mark(output, _ANY_ROWS)
         return
     is_view = name in _NAMES_OF_VIEWS
-    is_by_row = is_view or name in _NAMES_BY_ROW
     mark = None
-    if is_by_row:
-        read = args[:1] if name in _READ_FIRST else (*args, *values)
-        mark = _common_mark(read, output, is_view=is_view)
+    if is_view or name in _NAMES_BY_ROW or (name == "setitem" and _has_all_rows(args[1])):
+        mark = _common_mark(read, output, is_view=is_view, is_taken=name == "getitem", writes=writes)
     if mark is not None:
-        setattr(output, _MARK, mark)
-        return
-    # A function that writes in place, or has nothing to do, returns an argument, which may have a mark.
-    own_mark: Mark | None = getattr(output, _MARK, None)
-    if own_mark is not None and (own_mark[0] == -2 or not is_by_row):
-        delattr(output, _MARK)
+        _set_mark(output, mark)
 
 
-def _common_mark(values: Iterable[Any], output: Tensor, *, is_view: bool) -> Mark | None:
-    """Return the mark of the rows of ``output``, if all tensors among ``values`` with as many rows have it."""
-    common = None
-    for x in values:
-        if not isinstance(x, Tensor) or x.is_nested or x.ndim < 2 or x.shape[-2] != output.shape[-2]:
-            continue
-        mark = mark_of(x)
-        if mark is None and _is_constant(x, output):
-            continue
-        if mark is None or mark[0] != -2 or mark != (common or mark):
-            return None
-        if is_view and x.stride(-2) != output.stride(-2):
-            return None
-        common = mark
-    return common
+def _has_no_rows(x: Tensor) -> bool:
+    """Whether ``x`` is nested or sparse, and raises if it is asked for its shape or its memory."""
+    return x.is_nested or x.layout is not torch.strided
 
 
-def _is_constant(x: Tensor, output: Tensor) -> bool:
-    """Whether ``x`` had equal rows before the function that returned ``output``, perhaps ``x`` itself, which it
-    wrote to: nothing else has written to ``x`` since a function such as ``zeros_like`` made it. False for a
-    tensor of inference mode, which does not count how often it is written.
+def _has_all_rows(index: Any) -> bool:
+    """Whether ``x[index]`` is ``x[..., columns]``."""
+    return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis
+
+
+def _common_mark(
+    values: Iterable[Any], output: Tensor, *, is_view: bool, is_taken: bool, writes: bool
+) -> Mark | None:
+    """Return the mark of the rows of ``output``, if all tensors among ``values`` with as many rows have it.
+
+    Args:
+        is_view: Whether ``output`` must have the steps between rows of ``values``.
+        is_taken: Whether it must also be their memory, because the function takes rows in any order otherwise.
+        writes: Whether the function has written to ``output``, which may be among ``values``.
     """
-    made: int | None = getattr(x, _CONSTANT, None)
-    return made is not None and version_of(x) == made + (x is output)
+    common: Mark | None = None
+    for x in values:
+        if not isinstance(x, Tensor) or _has_no_rows(x) or x.ndim < 2 or x.shape[-2] != output.shape[-2]:
+            continue
+        mark = mark_of(x, writes=int(writes and x is output))
+        if mark is None or mark[0] != -2 or (is_view and x.stride(-2) != output.stride(-2)):
+            return None
+        if is_taken and storage_id(x.untyped_storage()) != storage_id(output.untyped_storage()):
+            return None
+        if common is None or common == _ANY_ROWS:
+            common = mark
+        elif mark not in (common, _ANY_ROWS):
+            return None
+    return common
 
 
 def describe_rows(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> int:

@@ -29,8 +29,9 @@ from para_core.spatial.convolution import WindowedCall, read_convolution, read_p
 from para_core.spatial.fetch import fetch_rows, gather_rows
 from para_core.spatial.mode import RULES, SpatialShardMode
 from para_core.spatial.products import operands_of
-from para_core.spatial.row_tag import Function, RowTag, name_of, refusal, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, refusal, rows_of, set_rows
 from para_core.spatial.rules import REDUCTIONS, align, argument, bind, require_rows
+from para_core.torch_functions import Function, name_of
 from para_core.torch_internals import DisableTorchFunction, is_compiled_code
 
 _COMPILED = (

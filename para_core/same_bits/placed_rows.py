@@ -21,7 +21,8 @@ from para_core.distributed.mesh import MeshDim
 from para_core.same_bits.at_place import is_dense, resize
 from para_core.same_bits.products import have_equal_bytes
 from para_core.spatial.fetch import part_of, put_part
-from para_core.spatial.row_tag import Function, RowTag, name_of, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, rows_of, set_rows
+from para_core.torch_functions import Function, name_of
 
 # A new kind of function is compared on so many orders of its elements, as few elements may happen to be
 # equal.

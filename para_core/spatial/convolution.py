@@ -16,8 +16,9 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.windows import bounds_of, plan_convolution, plan_overlap, plan_transposed
 from para_core.spatial.fetch import fetch_rows, start_fetch
-from para_core.spatial.row_tag import Function, RowTag, name_of, refusal, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, refusal, rows_of, set_rows
 from para_core.spatial.rules import bind, only_first, require_rows
+from para_core.torch_functions import Function, name_of
 
 # A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at
 # either end.

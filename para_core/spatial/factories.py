@@ -15,17 +15,9 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import part_of
-from para_core.spatial.row_tag import (
-    Function,
-    RowTag,
-    ShardedSize,
-    local_sizes,
-    name_of,
-    refusal,
-    set_rows,
-    sharded_dim,
-)
+from para_core.spatial.row_tag import RowTag, ShardedSize, local_sizes, refusal, set_rows, sharded_dim
 from para_core.spatial.rules import argument
+from para_core.torch_functions import Function, name_of
 
 
 def run_filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

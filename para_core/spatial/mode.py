@@ -26,7 +26,8 @@ from para_core.layout.windows import Sizes, divide_evenly
 from para_core.spatial import convolution, factories, norm, products, resample, rules, views
 from para_core.spatial.fetch import gather_rows, part_of
 from para_core.spatial.row_group import one_group
-from para_core.spatial.row_tag import Function, RowTag, first_sharded, name_of, refusal, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, first_sharded, refusal, rows_of, set_rows
+from para_core.torch_functions import Function, name_of
 from para_core.torch_internals import (
     DisableTorchFunction,
     innermost_transform,

@@ -18,8 +18,9 @@ from para_core.kernels import norm_reference
 from para_core.kernels.device_tables import keep_outside_graphs, new_table
 from para_core.layout.windows import Sizes
 from para_core.spatial.fetch import stack_ranks
-from para_core.spatial.row_tag import Function, refusal, rows_of, set_rows
+from para_core.spatial.row_tag import refusal, rows_of, set_rows
 from para_core.spatial.rules import argument, bind, only_first
+from para_core.torch_functions import Function
 from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
 
 

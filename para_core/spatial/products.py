@@ -18,17 +18,9 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import gather_rows, part_of, stack_ranks
-from para_core.spatial.row_tag import (
-    Function,
-    RowTag,
-    clear_rows,
-    first_sharded,
-    name_of,
-    refusal,
-    rows_of,
-    set_rows,
-)
-from para_core.spatial.rules import align, bind, is_in_place, only_first, sum_dtype
+from para_core.spatial.row_tag import RowTag, clear_rows, first_sharded, refusal, rows_of, set_rows
+from para_core.spatial.rules import align, bind, only_first, sum_dtype
+from para_core.torch_functions import Function, is_in_place, name_of
 
 
 def run_linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

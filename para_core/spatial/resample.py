@@ -17,17 +17,9 @@ from para_core.distributed.mesh import MeshDim
 from para_core.kernels.device_tables import keep_outside_graphs, new_table
 from para_core.layout.windows import Sizes, bounds_of, round_to_multiples, scale_sizes
 from para_core.spatial.fetch import fetch_rows, relayout_rows
-from para_core.spatial.row_tag import (
-    Function,
-    RowTag,
-    ShardedSize,
-    local_sizes,
-    name_of,
-    refusal,
-    rows_of,
-    set_rows,
-)
+from para_core.spatial.row_tag import RowTag, ShardedSize, local_sizes, refusal, rows_of, set_rows
 from para_core.spatial.rules import argument, bind, only_first, require_rows, sum_dtype
+from para_core.torch_functions import Function, name_of
 
 
 def run_pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -7,7 +7,7 @@ which rows of a tag is exchanged in :mod:`.fetch`. Tests: tests/spatial/test_fun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from para_core.dataclass_fields import like_sequence
 from para_core.layout.windows import Sizes
+from para_core.torch_functions import Function, name_of
 
 _TAG = "_para_core_rows"
-# A torch function. Each rule is called as rule(ranks, function, args, kwargs).
-Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -188,23 +187,6 @@ def first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
 
 class MixesRows(RuntimeError):
     """An error for a function that has no rule for sharded rows, or combines rows in an unsupported way."""
-
-
-def name_of(func: Function) -> str:
-    """Return the name by which the rule of a torch function is found, for example ``add`` for ``Tensor.__iadd__``.
-
-    ``add_`` and ``__iadd__`` have the name of ``add``, so a rule also runs the forms that write in place. The
-    conversion ``bool(x)`` reads a value, and has another name than ``x.bool()``: ``__bool__``.
-    """
-    name: str = getattr(getattr(func, "func", func), "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
-    if name in ("__bool__", "__int__", "__float__", "__complex__"):
-        return name
-    stripped = name.strip("_")
-    if name.startswith("__i") and name.endswith("__") and stripped not in ("invert", "index", "int", "iter"):
-        return stripped[1:]
-    return stripped
 
 
 def refusal(func: Function, rows: RowTag | ShardedSize | None, reason: str) -> MixesRows:

@@ -7,9 +7,9 @@ must mark what it returns (:func:`.row_tag.set_rows`). The mode refuses an ``out
 rule. A rule that exchanges rows is collective: every rank runs the same functions in the same order, and
 raises :class:`MixesRows` by what is equal on all ranks.
 
-``BY_RULE`` at the end names the functions of each rule, as :func:`.row_tag.name_of` does; no name may stand in
-two files. :mod:`para_core.same_bits.image_rows` repeats the names whose bits
-depend on the number of rows. Tests: tests/spatial/test_functions.py.
+``BY_RULE`` at the end names the functions of each rule, as :func:`~para_core.torch_functions.name_of` does; no
+name may stand in two files. :mod:`para_core.same_bits.image_rows` repeats the names whose bits depend on the
+number of rows. Tests: tests/spatial/test_functions.py.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from para_core.distributed.mesh import MeshDim
 from para_core.layout.windows import Sizes
 from para_core.spatial.fetch import gather_rows, part_of, relayout_rows, stack_ranks
 from para_core.spatial.row_tag import (
-    Function,
     RowTag,
     ShardedSize,
     clear_rows,
     first_sharded,
-    name_of,
     refusal,
     rows_of,
     set_rows,
 )
+from para_core.torch_functions import OF_ONE, OF_SEVERAL, Function, is_in_place, name_of
 
 # Functions that work along one dim and leave the other dims as they are, each with the position and the
 # default of its argument ``dim``. The position is None for functions that always work along the last dims.
@@ -149,14 +148,6 @@ def run_elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
         # NotImplemented, if a tensor is compared with another type: Wan compares a cache entry with a string.
         return out
     return set_rows(out, rows.at(out.ndim + dim_from_end))
-
-
-def is_in_place(func: Function) -> bool:
-    """Whether ``func`` writes to its first argument, by the convention of torch's names."""
-    name = getattr(func, "__name__", "")
-    if name.endswith("__"):
-        return bool(name.startswith("__i"))
-    return bool(name.endswith("_"))
 
 
 def align(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
@@ -327,24 +318,8 @@ BY_RULE: dict[Any, str] = {
         is_inference result_type can_cast promote_types
     """,
     run_shape: "shape.__get__ size numel nelement len",
-    # Functions whose output is sharded like their first argument.
-    run_like_first: """
-        to type_as float double half bfloat16 int long short char byte bool cfloat cdouble cpu cuda clone contiguous
-        detach requires_grad data.__get__ conj resolve_conj resolve_neg real.__get__ imag.__get__ real imag angle
-        alias positive zeros_like ones_like empty_like full_like fill zero type record_stream retain_grad neg negative
-        abs absolute sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
-        sigmoid erf erfc floor ceil round trunc frac sign reciprocal logical_not bitwise_not invert isnan isinf isfinite
-        nan_to_num relu relu6 leaky_relu silu gelu mish elu selu celu softplus hardswish hardsigmoid hardtanh logsigmoid
-        softsign softshrink hardshrink tanhshrink threshold deg2rad rad2deg sinc
-    """,
-    # Elementwise functions, which broadcast all tensors among their arguments against each other.
-    run_elementwise: """
-        add radd sub rsub subtract mul rmul multiply div rdiv divide true_divide truediv rtruediv floor_divide floordiv
-        rfloordiv remainder fmod mod rmod pow rpow float_power maximum minimum fmax fmin clamp clip clamp_min clamp_max
-        where lerp addcmul addcdiv atan2 copysign hypot xlogy eq ne lt le gt ge greater less greater_equal less_equal
-        not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor and or xor copy masked_fill
-        isclose complex polar
-    """,
+    run_like_first: OF_ONE,
+    run_elementwise: OF_SEVERAL,
     run_along_dim: " ".join(ALONG),
     run_reduction: " ".join(REDUCTIONS),
     run_meshgrid: "meshgrid",

@@ -22,7 +22,7 @@ from para_core.dataclass_fields import leaves_of, like_sequence
 from para_core.distributed.agree import exchange
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, MeshDim
-from para_core.spatial.rules import is_in_place
+from para_core.torch_functions import is_in_place
 
 
 class Tiles(TorchFunctionMode):

@@ -16,17 +16,9 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.windows import Sizes, bounds_of
-from para_core.spatial.row_tag import (
-    Function,
-    RowTag,
-    full_sizes,
-    local_sizes,
-    name_of,
-    refusal,
-    rows_of,
-    set_rows,
-)
+from para_core.spatial.row_tag import RowTag, full_sizes, local_sizes, refusal, rows_of, set_rows
 from para_core.spatial.rules import align, argument, dims_of, only_first, tag_all
+from para_core.torch_functions import Function, name_of
 
 
 def run_reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

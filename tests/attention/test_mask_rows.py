@@ -15,6 +15,12 @@ CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()
 KEYS = torch.arange(8) < 5
 LOW = torch.zeros(8).masked_fill(~KEYS, -1e4)
 
+
+def write(x, index, value):
+    x[index] = value
+    return x
+
+
 # What is computed row by row from a mask or a sharded part of it.
 FOLLOWED = {
     "itself": lambda mask: mask,
@@ -26,6 +32,10 @@ FOLLOWED = {
     "a cast": lambda mask: mask.to(mask.new_zeros(mask.shape, dtype=torch.float32)),
     "a product": lambda mask: mask & KEYS[None],
     "heads": lambda mask: mask[None].repeat_interleave(4, dim=0)[None, :, :, :],
+    "low numbers of zeros": lambda mask: torch.zeros(mask.shape)[None].masked_fill(~mask, -1e4)[0].to(torch.float32),
+    "low numbers of full": lambda mask: torch.full(mask.shape, 0.0).masked_fill_(~mask, -1e4),
+    "a static buffer": lambda mask: mask.new_empty(mask.shape).copy_(mask),
+    "columns shown": lambda mask: write(mask, (..., slice(5, 8)), False),
     "where": lambda mask: torch.where(mask, torch.zeros(()), torch.tensor(-torch.inf)),
 }
 # Rows of a rank with 4 of 8 tokens that no one knows to be its own.
@@ -37,6 +47,10 @@ UNKNOWN = {
     "written to": lambda part: part.tril_(),
     "with such a mask": lambda part: part & torch.ones(4, 8, dtype=torch.bool).tril(),
     "in another order": lambda part: part.flip(-2),
+    "in the order of an index": lambda part: part[[3, 2, 1, 0]],
+    "written through a view": lambda part: (part[None].tril_(), part)[1],
+    "overwritten": lambda part: part.copy_(torch.ones(4, 8).tril()),
+    "with another row": lambda part: write(part, 1, part[0].clone()),
     "written to zeros": lambda part: torch.zeros_like(part).tril_().logical_or_(part),
     "all hidden": lambda _: torch.zeros(4, 8, dtype=torch.bool),  # As a causal mask whose first tokens are padding.
 }
