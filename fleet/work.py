@@ -20,7 +20,7 @@ from torch import Tensor
 
 from para_core.adapters.cache.generation import cache_summary
 from para_core.adapters.registry import mesh_of
-from para_core.distributed.host_bytes import broadcast_bytes
+from para_core.distributed.agree import broadcast_bytes
 from para_core.fleet.build import mesh_shape
 from para_core.fleet.failures import EncodingFailed, RequestFailed, describe_exception
 from para_core.fleet.image_files import ImageMode

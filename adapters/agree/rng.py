@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from para_core.distributed.host_bytes import broadcast_bytes
+from para_core.distributed.agree import broadcast_bytes
 from para_core.distributed.mesh import GuidedMesh
 
 _TOKEN_BYTES = 16

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from para_core.adapters.inspect.components import text_encoders_of
 from para_core.adapters.weights.offloaded_modules import join_tensors, split_tensors
-from para_core.distributed.host_bytes import tensor_bytes
+from para_core.distributed.fingerprints import tensor_bytes
 from para_core.instance.record import empty_slots, fill_slot
 from para_core.instance.slots import Slot
 

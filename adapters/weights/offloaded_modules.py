@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from para_core.adapters.weights.feature import FeatureChange
-from para_core.distributed.agree import together
-from para_core.distributed.host_bytes import broadcast_bytes, tensor_bytes
+from para_core.distributed.agree import broadcast_bytes, together
+from para_core.distributed.fingerprints import tensor_bytes
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.record import (
     empty_slot,

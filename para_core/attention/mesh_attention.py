@@ -37,8 +37,7 @@ from para_core.attention.operator import differentiable_usp
 from para_core.attention.sdpa_call import SdpaCall, check_arguments, check_kind, check_transforms
 from para_core.attention.spec import AttentionSpec, mesh_of_call
 from para_core.attention.usp import attend_over_mesh, autocasts, usp_forward
-from para_core.distributed.agree import agree
-from para_core.distributed.host_bytes import HostGroups
+from para_core.distributed.agree import HostGroups, agree
 from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.records import Signature
 from para_core.layout.sequence import SequenceLayout

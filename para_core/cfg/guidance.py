@@ -32,7 +32,7 @@ from para_core.cfg.rounds import ModelCall, Round, RoundOutput
 from para_core.dataclass_fields import leaves_of
 from para_core.distributed.agree import agree
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.host_bytes import tensor_bytes
+from para_core.distributed.fingerprints import tensor_bytes
 from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors, materialize
 from para_core.torch_internals import pytree

@@ -7,7 +7,9 @@ comes from data that is equal on all of them:
 - :func:`agree` where a call begins or a setting changes: all ranks bring the same record, or all raise.
 - :func:`together` around a step that may fail on one rank: then it fails on all.
 
-:func:`exchange` compares nothing: it serves callers whose ranks hold different values by right.
+:func:`exchange` and :func:`broadcast_bytes` compare nothing: they serve callers whose ranks hold different values by
+right. All this travels between the hosts, while their devices go on; tensors of devices travel by
+:mod:`.collectives`.
 
 **Protocol.** Records are compared by digest:
 
@@ -34,9 +36,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from para_core.distributed.host_bytes import HostGroups, all_gather_bytes
-from para_core.distributed.late_ranks import Unanswered
+from para_core.distributed.collectives import all_gather_into
+from para_core.distributed.groups import host_group
+from para_core.distributed.late_ranks import PATIENCE, Unanswered, wait_for_late_ranks
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 from para_core.distributed.records import Record, Signature, describe_first_difference
 from para_core.foreign_errors import is_closed_connection
@@ -48,6 +52,20 @@ _START = struct.Struct("<16sq")
 _NUMBERS = struct.Struct(f"<{MOST_NUMBERS}q")
 _HEADER = struct.Struct(f"{_START.format}{MOST_NUMBERS}q")
 _LENGTH = struct.Struct("<q")
+
+
+class HostGroups:
+    """The process groups that send CPU tensors among the ranks of a mesh, looked up once and cached.
+
+    A caller that often exchanges bytes passes this object in place of the mesh to the functions of this
+    file, which look up the groups in the first exchange: ``by_dim`` is empty until then, and
+    :func:`all_gather_bytes` fills it, by names of mesh dims.
+    """
+
+    def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:
+        self.dims = tuple([dim for dim in mesh.dims if dim.size > 1])
+        self.by_dim: dict[str, dist.ProcessGroup] = {}
+
 
 Ranks = SequenceMesh | GuidedMesh | HostGroups
 
@@ -201,6 +219,16 @@ def exchange(value: Any, ranks: SequenceMesh | GuidedMesh) -> list[Any]:
     return [pickle.loads(data) for data in gathered]
 
 
+def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
+    """Return the ``x`` of the first rank of ``mesh``. For eager code only. Collective.
+
+    ``x`` is a uint8 CPU tensor of the same length on all ranks.
+    """
+    for dim in mesh.dims:
+        x = all_gather_bytes(x, dim)[: x.numel()]
+    return x
+
+
 def _record_of_error(error: Exception) -> Record:
     return {"error": str(error), "kind": type(error).__name__}
 
@@ -254,6 +282,38 @@ def _all_gather_rows(row: bytes, ranks: Ranks, call: str = "this call") -> bytes
             except RuntimeError as error:
                 raise Unanswered(_describe_silence(dim, error)) from error
         return rows.numpy().tobytes()
+
+
+def all_gather_bytes(
+    x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None, *, call: str = "this call"
+) -> Tensor:
+    """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only.
+    Collective.
+
+    ``x`` is a uint8 CPU tensor of the same length on all ranks. The host waits for the other ranks, but not
+    for the device, because the group of :func:`~para_core.distributed.groups.host_group` sends the bytes
+    between CPUs. The groups in ``by_dim`` (of :class:`HostGroups`) are used; a missing group is looked up and
+    added. ``call`` names the user's call for the log if ranks are late.
+    """
+    if dim.group is None:
+        return x
+    group = None if by_dim is None else by_dim.get(dim.name)
+    if group is None:
+        group = host_group(dim)
+        if by_dim is not None:
+            by_dim[dim.name] = group
+    gathered = x.new_empty(dim.size * x.numel())
+    work = all_gather_into(gathered, x, group=group, async_op=True)
+    try:
+        work.wait(PATIENCE)
+    except RuntimeError as error:
+        wait_for_late_ranks(work, error, dim, group, call)
+    if group is not dim.group:
+        # The ranks of a new group are sorted, while dim.group may have another order. Restore the order of
+        # dim.group.
+        rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]
+        gathered = gathered.view(dim.size, -1)[rows].flatten()
+    return gathered
 
 
 def _describe_silence(dim: MeshDim, error: RuntimeError) -> str:

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from para_core.distributed.host_bytes import tensor_bytes
-
 _WORD_BYTES = 8
 # Process at most this number of 64-bit words at a time (128 MiB, and as much again for intermediate results),
 # unless a single tensor has more.
@@ -26,6 +24,14 @@ _CHUNK_WORDS_CPU, _CHUNK_WORDS_GPU = 1 << 16, 1 << 22
 _STEP = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
+
+
+def tensor_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of ``x`` as a 1-D uint8 tensor, in C order of the elements."""
+    # Set the stride to 1, because view(uint8) refuses other strides. A dim of size 1 counts as contiguous
+    # with any stride (as after t.expand(1)), and flatten() keeps its stride.
+    x = x.resolve_conj().resolve_neg().contiguous().flatten()
+    return x.as_strided(x.shape, (1,), x.storage_offset()).view(torch.uint8)
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:

@@ -6,7 +6,7 @@ rank that has waited for a second signs in at torch's store with the name of its
 that have not signed in with that name are late. An exchange that all ranks reach within a second does nothing
 of this.
 
-:func:`~para_core.distributed.host_bytes.all_gather_bytes` calls it, so it serves every agreement, and no
+:func:`~para_core.distributed.agree.all_gather_bytes` calls it, so it serves every agreement, and no
 collective of tensors. Tests: tests/distributed/test_late_ranks.py.
 """
 
