@@ -78,8 +78,8 @@ def propose_plan(
         TypeError: If ``transformer`` is no model or is inside a wrapper for training, if ``example_inputs``
             does not hold mappings, or if an answer has the wrong type for its name.
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call
-            fails, or the model does not call scaled_dot_product_attention. Or an answer is None for a
-            parameter to which a wider name in the plan gives a rule.
+            fails, or the model does not call scaled_dot_product_attention. Or no plan was
+            exact, and an answer is None for a parameter to which a wider name in a guess gives a rule.
     """
     check_pipeline_or_model(
         "model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...)."
@@ -102,6 +102,10 @@ def _propose(
 
     Guesses are tried start by start, and the first exact plan is taken. If there is none, a complete plan in
     ``answers`` is tried as it is. If that is not exact either, the proposal has questions.
+
+    Raises:
+        ValueError: As :func:`propose_plan`. That an answer does not fit a guess is raised only if no plan was
+            exact.
     """
     name = original_class(module).__name__
     check = PlanCheck(module, examples)
@@ -129,6 +133,8 @@ def _propose(
             failures.insert(0, failure)
         else:
             return complete_proposal(proposal, check, answers, None)
+    if search.errors:
+        raise search.errors[0]
     likeliest = _likeliest(failures)
     questions = write_questions([start for start, _ in starts], likeliest, check, small, first_large)
     unanswered = tuple(question for question in questions if question.partition(": ")[0] not in answers)

@@ -72,18 +72,25 @@ class Search:
         check: Checks plans.
         answers: Parts of a plan that replace guesses.
         failures: The plans that were not exact. They are not tried again.
+        errors: Those that ``with_answers`` raised for candidates that the answers do not fit.
     """
 
     name: str
     check: PlanCheck
     answers: Answers
     failures: Failures = field(default_factory=Failures)
+    errors: list[ValueError] = field(default_factory=list)
 
     def find_plan(self, region: ObservedRegion) -> Proposal | None:
         """Return the first exact plan for ``region``; None if there is none."""
         inexact: list[Proposal] = []
         for candidate in make_candidates(region):
-            plan = with_answers(candidate.plan, self.answers, self.check.module)
+            try:
+                plan = with_answers(candidate.plan, self.answers, self.check.module)
+            except ValueError as error:
+                # The answers may fit another candidate, which may be exact.
+                self.errors.append(error)
+                continue
             if plan in self.failures:
                 continue
             # A plan needs an error, and is not checked yet. Of an inexact one this 0 is replaced or dropped.
@@ -136,13 +143,16 @@ class Search:
             return None
         lengths = (region.start.entries, (text.length, text.length))
         for candidate in variants_with_sharded_text(region, plan):
-            variant = with_answers(candidate.plan, self.answers, self.check.module)
             try:
-                errors = [
-                    self.check.measure_error(x, *lengths) for x in (variant, variant.with_replicated(TEXT))
-                ]
-            # with_replicated raises ValueError for an answer that splits text together with other entries.
-            except (InexactPlanError, ValueError):
+                variant = with_answers(candidate.plan, self.answers, self.check.module)
+                replicated = variant.with_replicated(TEXT)
+            # An answer may be None for a parameter to which the variant gives a rule under a wider name, or split
+            # text together with other entries.
+            except ValueError:
+                continue
+            try:
+                errors = [self.check.measure_error(x, *lengths) for x in (variant, replicated)]
+            except InexactPlanError:
                 continue
             error = max(*errors, proposal.error or 0.0)
             reasons = (*_reasons_in(variant, proposal.reasons), *candidate.reasons)

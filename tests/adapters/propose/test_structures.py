@@ -328,6 +328,8 @@ def test_answers_replace_guesses():
     # Tokens are sharded at the model's input, so text alone is sharded at the first block.
     proposal = propose_exact(models.painter_of_words(), WEIGHTED, WEIGHTED[1], answers={"(latents)": IMAGE})
     assert proposal.plan.inner["layers.0"] == {"caption": Split(1, segment="text")}
+    # With sharded text "layers.*" has a rule for the words, so the plan with replicated text remains.
+    assert propose_plan(fill(models.painter_of_words(), seed=1), WEIGHTED, answers={"layers.0(words)": None}).plan
     # Only inputs of blocks can be sharded here, not the tensor to which the position embedding is added.
     proposal = propose_exact(DiT(), (DIT,), DIT, answers={"blocks.0(0)": IMAGE})
     assert proposal.plan.inner == {"blocks.0": {0: IMAGE}}
