@@ -127,8 +127,9 @@ def _of_kind(answers: Answers, kind: _Kind) -> dict[str, Any]:
 def with_answers(plan: Plan, answers: Answers, module: nn.Module) -> Plan:
     """Return ``plan``, of the model ``module``, with the answers in place of the guesses for the same names.
 
-    In each field of the plan the answers stand before the guesses, in their own order: if several names match
-    a submodule, the first one counts, so an answer may be an exception to a guess, or to a later answer.
+    If several names match a submodule, the first one in a field of the plan counts. So answers stand before the
+    guesses that they would lose to, in their own order: an answer may be an exception to a guess, or to a later
+    answer.
 
     Raises:
         ValueError: An answer is None for a parameter or output to which a wider name gives a rule.
@@ -187,7 +188,8 @@ def _with_shard_rules(plan: Plan, answers: Mapping[str, ShardRule | None], modul
         ValueError: An answer is None, and a wider name gives a rule.
     """
     inputs = dict(plan.inputs)
-    guesses = {name: dict(rules) for name, rules in plan.inner.items()}
+    inner: dict[str, dict[str | int, ShardRule]]
+    inner = {name: dict(rules) for name, rules in plan.inner.items()}
     answered: dict[str, dict[str | int, ShardRule]] = {}
     for answer_name, answer in answers.items():
         name, key = _split_name(answer_name)
@@ -198,7 +200,7 @@ def _with_shard_rules(plan: Plan, answers: Mapping[str, ShardRule | None], modul
                 inputs[str(key)] = answer
             continue
         submodules = matching_modules(module, name).keys()
-        for guess_name, rules in guesses.items():
+        for guess_name, rules in inner.items():
             if key not in rules:
                 continue
             matched = matching_modules(module, guess_name).keys()
@@ -207,13 +209,36 @@ def _with_shard_rules(plan: Plan, answers: Mapping[str, ShardRule | None], modul
                 del rules[key]
         if answer is not None:
             answered.setdefault(name, {})[key] = answer
-    inner = {name: {**guesses.pop(name, {}), **rules} for name, rules in answered.items()}
-    inner |= {name: rules for name, rules in guesses.items() if rules}
+    # The last answer first, because each is put before names that would count instead of it.
+    for name, rules in reversed(answered.items()):
+        inner = _with_answered_rules(inner, name, rules, module)
+    inner = {name: rules for name, rules in inner.items() if rules}
     for answer_name, answer in answers.items():
         name, key = _split_name(answer_name)
         if answer is None and name:
             _require_no_rule(inner, name, key, module)
     return replace(plan, inputs=inputs, inner=inner)
+
+
+def _with_answered_rules(
+    inner: Mapping[str, dict[str | int, ShardRule]],
+    name: str,
+    answered: Mapping[str | int, ShardRule],
+    module: nn.Module,
+) -> dict[str, dict[str | int, ShardRule]]:
+    """Return ``inner`` with the ``answered`` rules of ``name``, which are the first for its submodules.
+
+    The name keeps its place, so that its other rules count where they did, unless a name before it has one of
+    these rules for one of its submodules; then it becomes the first name, with all its rules.
+    """
+    submodules = matching_modules(module, name).keys()
+    rules = {**inner.get(name, {}), **answered}
+    for other, other_rules in inner.items():
+        if other == name:
+            return {**inner, name: rules}
+        if other_rules.keys() & answered.keys() and matching_modules(module, other).keys() & submodules:
+            break
+    return {name: rules, **{other: inner[other] for other in inner if other != name}}
 
 
 def _split_name(name: str) -> tuple[str, str | int]:

@@ -348,6 +348,10 @@ def test_answers_replace_guesses():
         plan = with_answers(guess, {"layers.0(positions)": whole, **wider}, model)
         found = match_modules(model, plan)
         assert [found[f"layers.{i}"][1].of_inputs["positions"] for i in range(3)] == [whole, like, like]
+    # The other rules of an answered name remain after those of an earlier name.
+    inner = {"layers.0": {"caption": whole}, "layers.*": {"caption": like, "positions": like}}
+    found = match_modules(model, with_answers(replace(guess, inner=inner), {"layers.*(positions)": whole}, model))
+    assert found["layers.0"][1].of_inputs == {"caption": whole, "positions": whole}
     with pytest.raises(ValueError, match=r"layers\.\*"):
         with_answers(guess, {"layers.0(positions)": None}, model)
 
