@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from para_core.adapters.vae.unet_checks import (
     check_unet_before_cache,
     check_unet_before_call,
     check_unet_before_parallelize,
-    described_class,
     has_unet_class,
-    unet_adapter,
+    is_described,
+    require_described_class,
     unets_of,
 )
 from para_core.distributed.collectives import all_gather
@@ -87,8 +87,8 @@ class UnetRun:
         agree_on_inputs: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.unet, self.mesh = module, mesh
-        # Its class was checked: parallelize_unet and parallelize_pipe call check_unet_before_parallelize() first.
-        self.described = cast("type", described_class(original_class(module)))
+        cls = original_class(module)
+        self.described = require_described_class(cls.__name__, cls)
         self.images = UNETS[self.described.__name__].images
         self.batched, self.agree_on_inputs = batched, agree_on_inputs
         row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
@@ -225,7 +225,7 @@ def _requires_gradient(value: Any) -> bool:
 KIND = DenoiserKind(
     name="unet",
     find=unets_of,
-    describes=lambda module: unet_adapter(module) is not None,
+    describes=is_described,
     make_run=UnetRun,
     why_no_stages="it is a UNet, whose blocks pass residuals to each other",
     pipelines=PIPELINES,
