@@ -78,8 +78,9 @@ def propose_plan(
         TypeError: If ``transformer`` is no model or is inside a wrapper for training, if ``example_inputs``
             does not hold mappings, or if an answer has the wrong type for its name.
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call
-            fails, or the model does not call scaled_dot_product_attention. Or no plan was
-            exact, and an answer is None for a parameter to which a wider name in a guess gives a rule.
+            fails, or the model does not call scaled_dot_product_attention. If an answer is None for a module
+            or parameter that does not exist; or, if no plan was exact, for a parameter to which a wider name in
+            a guess gives a rule.
     """
     check_pipeline_or_model(
         "model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...)."
@@ -88,7 +89,7 @@ def propose_plan(
     check_not_fsdp1(module, "transformer")
     check_not_wrapped(module, "transformer")
     examples = _require_examples(example_inputs)
-    require_answers(answers or {})
+    require_answers(answers or {}, module)
     # Compile nothing: a mode sees what a function does only in eager code, and flex_attention, for example,
     # compiles itself.
     with torch.compiler.set_stance("force_eager"):

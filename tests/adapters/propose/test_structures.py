@@ -328,6 +328,7 @@ def test_answers_replace_guesses():
     # Tokens are sharded at the model's input, so text alone is sharded at the first block.
     proposal = propose_exact(models.painter_of_words(), WEIGHTED, WEIGHTED[1], answers={"(latents)": IMAGE})
     assert proposal.plan.inner["layers.0"] == {"caption": Split(1, segment="text")}
+    assert "(latents): from answers." in proposal.reasons
     # With sharded text "layers.*" has a rule for the words, so the plan with replicated text remains.
     assert propose_plan(fill(models.painter_of_words(), seed=1), WEIGHTED, answers={"layers.0(words)": None}).plan
     # Only inputs of blocks can be sharded here, not the tensor to which the position embedding is added.
@@ -378,8 +379,11 @@ def test_blocks_and_plans_are_answers():
         ("layers.*", (Replicate(0, "text"),)),
         ("CachedBlocks", {"layers": ("latents",)}),
         ("common", (0,)),
+        ("layer.*(positions)", None),
+        ("layers.*(position)", None),
+        ("outs", None),
     ],
 )
-def test_answer_of_unknown_kind_raises(name, answer):
-    with pytest.raises(TypeError, match=r"answers\[.*'module\(parameter\)'"):
+def test_answer_of_unknown_kind_or_none_for_an_unknown_name_raises(name, answer):
+    with pytest.raises(ValueError if answer is None else TypeError, match=r"answers\[.*(parameter\)'|of this name)"):
         propose_plan(fill(painter(), seed=1), PAINTER, answers={name: answer})
