@@ -201,13 +201,14 @@ def record(*shape, dtype=torch.float32):
     return TensorRecord(shape, dtype, identity=0, derived=False)
 
 
-LABELS, TIMES = record(2, dtype=torch.int64), {"timestep": record(2, 3, 1), "temb": record(2, 8), "t_emb": record(2, 8)}
+LABELS = record(2, dtype=torch.int64)
+TIMES = {"timestep": record(2, 3, 1), "temb": record(2, 8), "t_emb": record(2, 3, 8)}
 
 
 @pytest.mark.parametrize(
     ("arguments", "conditions"),
     [
-        ({**TIMES, "y": LABELS, "pooled": record(2, 8), "caption": record(2, 5, 16)}, ("caption",)),
+        ({**TIMES, "y": LABELS, "pooled": record(2, 8), "prompt_s": record(2, 5, 16)}, ("prompt_s",)),
         ({**TIMES, "y": LABELS, "captions": [record(5, 16), record(4, 16)]}, ("captions",)),
         ({**TIMES, "y": LABELS, "grayscale_embeds": record(2, 8)}, ("grayscale_embeds",)),
         ({**TIMES, "y": LABELS, "logsnr": record(2, 8)}, ("y",)),
@@ -379,7 +380,6 @@ def test_blocks_and_plans_are_answers():
         ("layers.*", (Replicate(0, "text"),)),
         ("CachedBlocks", {"layers": ("latents",)}),
         ("common", (0,)),
-        ("layer.*(positions)", None),
         ("layers.*(position)", None),
         ("outs", None),
     ],
