@@ -1,4 +1,4 @@
-"""Pipelines without weights: their classes and configs, of which components on the meta device are made.
+"""Pipelines without weights: read their classes and configs, and make components on the meta device from these.
 
 `cli/generation.py` and `cli/plan.py` predict with :func:`without_weights`; ``find_model`` of `build.py` calls
 the rest. Tests: tests/fleet/test_model_files.py, tests/fleet/test_modular.py.

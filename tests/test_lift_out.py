@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from para_core.adapters.models import FAMILIES
+from para_core.adapters.weights import features
 from tests.lift_out import FEATURES, OF_MODELS, ROOT, imports_of, module_files, public_names
 from tests.mutants import names_module
 from tests.test_layers import FILES, imported_by
@@ -37,7 +38,9 @@ def test_everything_else_works_without_each_feature(name):
     subprocess.run([sys.executable, "-m", "tests.lift_out", name, "--tests"], cwd=ROOT, check=True)
 
 
-def test_every_family_is_a_feature():
+def test_families_and_options_of_features_are_in_tables():
+    options = {feature.option for feature in features.features().values()} - {None}
+    assert options <= {*features._SWITCHES, *features._PLACEMENTS}
     assert [name.removeprefix(OF_MODELS) for name in FEATURES if name.startswith(OF_MODELS)] == [*FAMILIES]
     files = {path.stem for path in (ROOT / "adapters/models").glob("*.py")}
     assert files == {*FAMILIES, "__init__", "unets", "unsupported"}

@@ -17,7 +17,6 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from hashlib import blake2b
-from numbers import Number
 from operator import itemgetter
 from typing import Any
 
@@ -38,6 +37,8 @@ _MAX_CHARACTERS = 60
 # Arguments whose names contain one of these words say what is generated, if their values are no numbers;
 # others say how. If what is generated differs, the message offers a mesh for each group of ranks.
 _IMAGE_WORDS = ("prompt", "image", "latents", "generator", "mask", "video", "audio", "embeds")
+# The kinds of NumPy's dtypes of bools, numbers, bytes and texts, whose scalars Python has as well.
+_KINDS_OF_PYTHON = frozenset("biufcSU")
 # The texts of numbers, bools and of values that are absent.
 _NUMBER = re.compile(r"-?\d|True|False|nan|-?inf")
 
@@ -198,8 +199,8 @@ def _limit_text(text: str) -> str:
 
 def _pieces(value: Any) -> Iterator[str | Tensor]:
     """Yield strings and tensors that, joined with each tensor's fingerprint in its place, describe ``value``."""
-    if isinstance(value, Number) and hasattr(value, "item"):
-        # A number of NumPy, which another rank may have as a number of Python.
+    if _is_numpy_scalar(value):
+        # Another rank may have it as a value of Python.
         yield repr(value.item())
     elif isinstance(value, Enum):
         # Its value may be any object, and its name is unique, also that of several flags.
@@ -246,6 +247,15 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
         # Callbacks and other objects have no values to compare between processes, so compare their class
         # only.
         yield f"a {type(value).__name__}"
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    """Whether ``value`` is a number, bool, text or bytes of NumPy, also in an array without dims.
+
+    Looks at attributes, because NumPy need not be installed.
+    """
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    return kind in _KINDS_OF_PYTHON and value.shape == ()
 
 
 def _join_pieces(brackets: str, items: Sequence[tuple[str, Any]]) -> Iterator[str | Tensor]:

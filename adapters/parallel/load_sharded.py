@@ -1,21 +1,18 @@
 """Load a pipeline on all ranks of a node at once; each rank keeps its shard of the weights.
 
 ``fleet/build.py`` calls :func:`from_pretrained_sharded`, as users do. The sharding itself is in
-``adapters/weights/shard.py``; this file only makes the weights memory-mapped before it, and casts, moves and
-quantizes them after it. Tests: tests/weights/test_load.py.
+``adapters/weights/shard.py``, and the download before it in ``download.py``; this file only makes the weights
+memory-mapped before it, and casts, moves and quantizes them after it. Tests: tests/weights/test_load.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -25,15 +22,17 @@ from torch.distributed.tensor import DTensor
 from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_with_blocks
+from para_core.adapters.parallel.download import download_once_per_node, folder_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.feature import Method
 from para_core.adapters.weights.features import require_method, require_quantizer, shard_methods
 from para_core.adapters.weights.shard import prepare_sharding
 from para_core.adapters.weights.sharded_component import is_distributed
-from para_core.distributed.agree import agree, exchange, together
+from para_core.declared_options import join_words
+from para_core.distributed.agree import together
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.distributed.mesh import GuidedMesh, check_process_group
+from para_core.distributed.mesh import check_process_group
 from para_core.instance.modules import uncompiled
 from para_core.option_values import Quantize, check_quantize_fits
 
@@ -91,9 +90,8 @@ def from_pretrained_sharded(
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
     with agree_on_options("from_pretrained_sharded", mesh, compared):
         if weights not in (*shard_methods(), "stages"):
-            raise ValueError(
-                f"weights is {weights!r}; expected {', '.join(map(repr, shard_methods()))} or 'stages'."
-            )
+            expected = join_words(map(repr, (*shard_methods(), "stages")))
+            raise ValueError(f"weights is {weights!r}; expected {expected}.")
         for option in ("device_map", "torch_dtype", "quantization_config"):
             if options.get(option) is not None:
                 raise ValueError(f"from_pretrained_sharded takes no {option}: {_INSTEAD[option]}")
@@ -115,9 +113,9 @@ def from_pretrained_sharded(
         check_quantize_fits(quantize, weights)
         with together(guided, "weights cannot be quantized"):
             require_quantizer().check_scheme(quantize)
-    _download_once_per_node(pipeline, name, guided, options)
+    download_once_per_node(pipeline, name, guided, options)
     with together(guided, f"{name} could not be loaded (download incomplete files again)"):
-        pipe = _load_mapped(pipeline, _folder_of(pipeline, name, options), options)
+        pipe = _load_mapped(pipeline, folder_of(pipeline, name, options), options)
     parallelize_pipe(pipe, mesh=mesh)
     quantizes_first = method is not None and method.quantizes_first
     if quantize is not None and quantizes_first:
@@ -317,7 +315,7 @@ def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating-point weights and stored buffers of ``module``, as ``from_pretrained`` does, except
     those that its class keeps in float32.
 
-    A weight that several modules share, such as the embedding of T5, stays shared.
+    A weight or buffer that several modules share, such as the embedding of T5, stays shared.
     """
     kept = _kept_in_float32(module, dtype)
     # By id of the weight before. A weight is not freed while a module still has it to look up.
@@ -331,10 +329,14 @@ def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
                 owner.register_parameter(name, cast[id(parameter)])
     # Buffers that are not in the files are made by the class, in the dtype that it needs.
     stored = module.state_dict().keys()
-    for path, buffer in list(module.named_buffers()):
+    buffers = list(module.named_buffers(remove_duplicate=False))
+    cast_buffers: dict[int, Tensor] = {}
+    for path, buffer in buffers:
         if path in stored and buffer.is_floating_point() and not kept & {*path.split(".")}:
+            if id(buffer) not in cast_buffers:
+                cast_buffers[id(buffer)] = buffer.to(dtype)
             owner_path, _, name = path.rpartition(".")
-            module.get_submodule(owner_path).register_buffer(name, buffer.to(dtype))
+            module.get_submodule(owner_path).register_buffer(name, cast_buffers[id(buffer)])
 
 
 def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
@@ -344,77 +346,3 @@ def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
     if dtype == torch.float16 or not hasattr(module, "_keep_in_fp32_modules_strict"):
         kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
     return kept
-
-
-# Seconds between two exchanges of the ranks while one downloads. A download may take longer than the time-out
-# of the process group, so a single collective at its end would fail.
-_INTERVAL = 1.0
-# The record that all ranks bring to each of these exchanges.
-_WAITING = {"waiting for": "a download"}
-
-
-def _download_once_per_node(
-    pipeline: Any, name: str | Path, mesh: GuidedMesh, options: Mapping[str, Any]
-) -> None:
-    """Download ``name`` on one rank per host and cache folder, and wait until all downloads are complete.
-
-    A collective call: all ranks of ``mesh`` raise if a download fails. Nothing is downloaded if ``name`` is a
-    local folder or ``options``, the keyword arguments of ``pipeline.download``, have ``local_files_only``.
-    """
-    with together(mesh, f"{name} could not be looked up"):
-        wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
-        node = {"host": socket.gethostname(), "cache": _hub_cache_of(options)}
-    records = exchange({**node, "wanted": wanted}, mesh)
-    first = wanted and records.index({**node, "wanted": True}) == mesh.rank
-    pending = None
-    if first:
-        pending = _start_download(lambda: pipeline.download(str(name), **options))
-    while True:
-        done = pending is None or bool(wait([pending], timeout=_INTERVAL).done)
-        problem = None
-        if done and pending is not None:
-            problem = pending.exception()
-        if problem is not None:
-            agree(
-                RuntimeError(
-                    f"{name} is no folder here, and could not be downloaded: {type(problem).__name__}: {problem}. "
-                    "Without a connection, download it before on each node, and give the folder, or "
-                    "local_files_only=True."
-                ),
-                mesh,
-            )
-        if all(done for (done,) in agree(_WAITING, mesh, [int(done)])):
-            return
-
-
-def _folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Path:
-    """Return the folder ``name``, or the one in which its files are cached.
-
-    Never contacts the Hub: its files may be newer than those that another rank has just downloaded.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    return Path(
-        pipeline.download(str(name), **{**options, "local_files_only": True, "force_download": False})
-    )
-
-
-def _hub_cache_of(options: Mapping[str, Any]) -> str:
-    from huggingface_hub import constants
-
-    return str(options.get("cache_dir") or constants.HF_HUB_CACHE)
-
-
-def _start_download(download: Callable[[], Any]) -> Future[Any]:
-    """Call ``download`` in a thread, and return the future of its result."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(download())
-        except BaseException as error:  # Other ranks wait for this result, so every failure must be reported.
-            future.set_exception(error)
-
-    # Use a daemon thread: an interrupted program would otherwise wait for the download before it exits.
-    Thread(target=run, name="para_core: download", daemon=True).start()
-    return future

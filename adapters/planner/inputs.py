@@ -44,7 +44,7 @@ def _latent_pixels(config: Any, sizes: GenerationSizes) -> tuple[int, ...]:
 
 
 def _frames(config: Any, sizes: GenerationSizes) -> tuple[int, ...]:
-    """Return the shape for CogVideoX, of which version 1.5 fills the last patch of frames."""
+    """Return the shape for CogVideoX. Its version 1.5 fills the last patch of frames."""
     frames_of_patch = config.patch_size_t or 1
     return -(-sizes.latents[0] // frames_of_patch) * frames_of_patch, *_image(config, sizes)
 

@@ -15,6 +15,10 @@ from para_core.adapters.propose.records import ObservedCall, tensors_of
 # Matches the words in names (between underscores) of arguments that change between steps, or with the strength of
 # guidance: t, t_emb, temb, timesteps, r_timestep, sigma, logsnr, guidance, control_scale.
 _TIME_WORD = re.compile(r"[trs]|scales?|(log)?(time|temb|step|sigma|snr|noise|guidance|alpha).*")
+# Matches those that occur in no name of a text, and the words that may stand beside the others: timestep_proj and
+# time_embed are time steps or embeddings of them, but prompt_s and text_time may be texts.
+_CERTAIN_TIME_WORD = re.compile(r"(timestep|temb|sigma|(log)?snr).*")
+_EMBEDDING_WORD = re.compile(r"emb.*|proj|mod|cond|level")
 
 
 class _Condition(Enum):
@@ -33,8 +37,8 @@ def guess_conditions(small: ObservedCall, large: ObservedCall) -> tuple[str, ...
     """Return the names of the arguments that distinguish CFG branches.
 
     These are sequences (text); if there are none, embeddings with one vector per sample; if there are none
-    either, labels. Left out are arguments that grow with the tokens, and those whose names suggest a time
-    step, of which some models have one per frame, or its embedding.
+    either, labels. Left out are arguments that grow with the tokens, and those whose names suggest time steps
+    or embeddings of them. Some models take one for each frame, so these may look like a sequence.
     """
     image = _image_arguments(small, large)
     kinds = {
@@ -51,8 +55,6 @@ def guess_conditions(small: ObservedCall, large: ObservedCall) -> tuple[str, ...
 
 def _kind_of(name: str, value: Any, larger: Any) -> _Condition | None:
     """Return the kind of condition that the argument ``name`` holds; None if it holds none."""
-    if any(map(_TIME_WORD.fullmatch, name.lower().split("_"))):
-        return None
     # A list may be longer in the larger call: what it has more grows.
     pairs = zip(tensors_of(value), tensors_of(larger), strict=False)
     fixed = [record for record, larger_record in pairs if record.shape == larger_record.shape]
@@ -60,13 +62,29 @@ def _kind_of(name: str, value: Any, larger: Any) -> _Condition | None:
     dims_of_sequence = 3
     if isinstance(value, (list, tuple)):
         dims_of_sequence = 2  # A list holds one tensor per sample, without the batch dim.
-    if any(len(shape) >= dims_of_sequence for shape in floating):
+    is_sequence = any(len(shape) >= dims_of_sequence for shape in floating)
+    if _is_named_after_time(name, is_sequence):
+        return None
+    if is_sequence:
         return _Condition.SEQUENCE
     if any(len(shape) == 2 and shape[1] > 1 for shape in floating):
         return _Condition.EMBEDDING
     if len(floating) < len(fixed):
         return _Condition.LABEL
     return None
+
+
+def _is_named_after_time(name: str, is_sequence: bool) -> bool:
+    """Whether the argument ``name`` probably holds time steps or strengths of guidance, or embeddings of them.
+
+    If it is a sequence, it may as well be a text with a short name, so the whole name must say so.
+    """
+    words = name.lower().split("_")
+    if not any(map(_TIME_WORD.fullmatch, words)):
+        return False
+    if not is_sequence or any(map(_CERTAIN_TIME_WORD.fullmatch, words)):
+        return True
+    return all(_TIME_WORD.fullmatch(word) or _EMBEDDING_WORD.fullmatch(word) for word in words)
 
 
 def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:

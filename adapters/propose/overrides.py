@@ -7,6 +7,7 @@ tests/adapters/propose/test_structures.py.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,9 @@ from typing import Any, get_args
 from torch import nn
 
 from para_core.cache.blocks import CachedBlocks
-from para_core.plans.module_matching import matching_modules
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
+from para_core.plans.module_matching import matching_modules, parameters_of
 from para_core.plans.plan import Attention, AttentionRule, Gather, Halo, Plan, ShardRule, Split
 
 Answers = Mapping[str, Any]
@@ -43,7 +46,7 @@ _EXPECTED = (
 )
 # Matches "module(parameter)", "module(parameter[index])" and "module(index of an output)", each also with the
 # path of a field: "module(parameter.field)".
-PARAMETER_NAME = re.compile(r"(.*)\((\w+(?:\[\d+\])?(?:\.\w+)*)\)")
+_PARAMETER_NAME = re.compile(r"(.*)\((\w+(?:\[\d+\])?(?:\.\w+)*)\)")
 
 
 class _Kind(Enum):
@@ -74,7 +77,7 @@ def _classify(name: str, answer: Any) -> _Kind | None:
     elif name == "samples":
         if answer is None or type(answer) is int:
             kind = _Kind.NOT_IN_PLAN
-    elif PARAMETER_NAME.fullmatch(name):
+    elif split_name(name) is not None:
         if answer is None or isinstance(answer, get_args(ShardRule)):
             kind = _Kind.SHARD_RULE
     else:
@@ -101,14 +104,44 @@ def _classify_rule_of_module(answer: Any) -> _Kind | None:
     return None
 
 
-def require_answers(answers: Answers) -> None:
-    """Raise ``TypeError`` if the value of an answer does not have the type that its name requires.
+def require_answers(answers: Answers, module: nn.Module) -> None:
+    """Validate the answers for the model ``module``.
 
-    Whether a module or parameter of this name exists shows when the plan is checked.
+    Whether it has the module or parameter that a rule names shows when the plan is checked. None gives the plan
+    no rule, so its name is looked up here.
+
+    Raises:
+        TypeError: The value of an answer does not have the type that its name requires.
+        ValueError: An answer is None for a module or parameter that does not exist.
     """
     for name, answer in answers.items():
-        if _classify(name, answer) is None:
+        kind = _classify(name, answer)
+        if kind is None:
             raise TypeError(f"answers[{name!r}] is {answer!r}; expected one of: {_EXPECTED}.")
+        if answer is None and kind is not _Kind.NOT_IN_PLAN and not _exists(name, module):
+            raise ValueError(
+                f"answers[{name!r}] is None, and {original_class(module).__name__} has no module or parameter of this "
+                "name. Expected the name of a guess, as in the reasons of a proposal."
+            )
+
+
+def _exists(name: str, module: nn.Module) -> bool:
+    """Whether ``module`` has a submodule ``name``; for ``"name(parameter)"`` one that takes this parameter.
+
+    A submodule with ``**kwargs`` takes any. Outputs are not looked up, because only a call shows them.
+    """
+    pattern, key = split_name(name) or (name, 0)
+    submodules = matching_modules(module, pattern).values()
+    if isinstance(key, int) or key[0].isdecimal():
+        return len(submodules) > 0
+    parameter = key.partition(".")[0]
+    return any(parameter in parameters_of(x) or _takes_any_keyword(x) for x in submodules)
+
+
+def _takes_any_keyword(module: nn.Module) -> bool:
+    cls = original_class(uncompiled(module))
+    parameters = inspect.signature(cls.forward).parameters.values()  # type: ignore[attr-defined]
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def are_a_complete_plan(answers: Answers) -> bool:
@@ -127,8 +160,9 @@ def _of_kind(answers: Answers, kind: _Kind) -> dict[str, Any]:
 def with_answers(plan: Plan, answers: Answers, module: nn.Module) -> Plan:
     """Return ``plan``, of the model ``module``, with the answers in place of the guesses for the same names.
 
-    In each field of the plan the answers stand before the guesses, in their own order: if several names match
-    a submodule, the first one counts, so an answer may be an exception to a guess, or to a later answer.
+    If several names match a submodule, the first one in a field of the plan counts. So answers stand before the
+    guesses that they would lose to, in their own order: an answer may be an exception to a guess, or to a later
+    answer.
 
     Raises:
         ValueError: An answer is None for a parameter or output to which a wider name gives a rule.
@@ -137,7 +171,7 @@ def with_answers(plan: Plan, answers: Answers, module: nn.Module) -> Plan:
         plan = answers["plan"]
     else:
         plan = _without_other_splits(plan, answers)
-    plan = _with_shard_rules(plan, _of_kind(answers, _Kind.SHARD_RULE), module)
+    plan = _with_shard_rules(plan, _shard_rules(answers), module)
     gathers = _of_kind(answers, _Kind.GATHER)
     attention = _of_kind(answers, _Kind.ATTENTION)
     halos = _of_kind(answers, _Kind.HALO)
@@ -177,7 +211,33 @@ def _without_other_splits(plan: Plan, answers: Answers) -> Plan:
     )
 
 
-def _with_shard_rules(plan: Plan, answers: Mapping[str, ShardRule | None], module: nn.Module) -> Plan:
+def split_name(name: str) -> tuple[str, str | int] | None:
+    """Return the module and the key in :attr:`Plan.inner` of the name ``"module(key)"``; None for other names.
+
+    An integer names an output of the module by its index. The module is empty for the model itself.
+    """
+    matched = _PARAMETER_NAME.fullmatch(name)
+    if matched is None:
+        return None
+    module, parameter = matched.groups()
+    if parameter.isdecimal():
+        return module, int(parameter)
+    return module, parameter
+
+
+def _shard_rules(answers: Answers) -> dict[tuple[str, str | int], ShardRule | None]:
+    """Return the answers for parameters and outputs, by :func:`split_name`, in their order."""
+    rules: dict[tuple[str, str | int], ShardRule | None] = {}
+    for name, answer in answers.items():
+        module_and_key = split_name(name)
+        if module_and_key is not None:
+            rules[module_and_key] = answer
+    return rules
+
+
+def _with_shard_rules(
+    plan: Plan, answers: Mapping[tuple[str, str | int], ShardRule | None], module: nn.Module
+) -> Plan:
     """Return ``plan`` with the answers for parameters and outputs of ``module`` and its submodules.
 
     The answer for a name, which may be a pattern, replaces the rules of all names that match no other
@@ -187,10 +247,10 @@ def _with_shard_rules(plan: Plan, answers: Mapping[str, ShardRule | None], modul
         ValueError: An answer is None, and a wider name gives a rule.
     """
     inputs = dict(plan.inputs)
-    guesses = {name: dict(rules) for name, rules in plan.inner.items()}
+    inner: dict[str, dict[str | int, ShardRule]]
+    inner = {name: dict(rules) for name, rules in plan.inner.items()}
     answered: dict[str, dict[str | int, ShardRule]] = {}
-    for answer_name, answer in answers.items():
-        name, key = _split_name(answer_name)
+    for (name, key), answer in answers.items():
         if not name:
             # A parameter of the model itself, whose names are no patterns.
             inputs.pop(str(key), None)
@@ -198,33 +258,44 @@ def _with_shard_rules(plan: Plan, answers: Mapping[str, ShardRule | None], modul
                 inputs[str(key)] = answer
             continue
         submodules = matching_modules(module, name).keys()
-        for guess_name, rules in guesses.items():
+        for other, rules in inner.items():
             if key not in rules:
                 continue
-            matched = matching_modules(module, guess_name).keys()
+            matched = matching_modules(module, other).keys()
             # A name that matches nothing remains, because the check of the plan reports it.
             if matched and matched <= submodules:
                 del rules[key]
         if answer is not None:
             answered.setdefault(name, {})[key] = answer
-    inner = {name: {**guesses.pop(name, {}), **rules} for name, rules in answered.items()}
-    inner |= {name: rules for name, rules in guesses.items() if rules}
-    for answer_name, answer in answers.items():
-        name, key = _split_name(answer_name)
+    # The last answer first, because each is put before names that would count instead of it.
+    for name, rules in reversed(answered.items()):
+        inner = _with_answered_rules(inner, name, rules, module)
+    inner = {name: rules for name, rules in inner.items() if rules}
+    for (name, key), answer in answers.items():
         if answer is None and name:
             _require_no_rule(inner, name, key, module)
     return replace(plan, inputs=inputs, inner=inner)
 
 
-def _split_name(name: str) -> tuple[str, str | int]:
-    """Return the module and the key in :attr:`Plan.inner` of a name that :data:`PARAMETER_NAME` matches.
+def _with_answered_rules(
+    inner: Mapping[str, dict[str | int, ShardRule]],
+    name: str,
+    answered: Mapping[str | int, ShardRule],
+    module: nn.Module,
+) -> dict[str, dict[str | int, ShardRule]]:
+    """Return ``inner`` with the ``answered`` rules of ``name``, which are the first for its submodules.
 
-    An integer names an output of the module by its index. The module is empty for the model itself.
+    The name keeps its place, so that its other rules count where they did, unless a name before it has one of
+    these rules for one of its submodules; then it becomes the first name, with all its rules.
     """
-    module, _, parameter = name[:-1].rpartition("(")
-    if parameter.isdecimal():
-        return module, int(parameter)
-    return module, parameter
+    submodules = matching_modules(module, name).keys()
+    rules = {**inner.get(name, {}), **answered}
+    for other, other_rules in inner.items():
+        if other == name:
+            return {**inner, name: rules}
+        if other_rules.keys() & answered.keys() and matching_modules(module, other).keys() & submodules:
+            break
+    return {name: rules, **{other: inner[other] for other in inner if other != name}}
 
 
 def _require_no_rule(

@@ -78,8 +78,9 @@ def propose_plan(
         TypeError: If ``transformer`` is no model or is inside a wrapper for training, if ``example_inputs``
             does not hold mappings, or if an answer has the wrong type for its name.
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call
-            fails, or the model does not call scaled_dot_product_attention. Or an answer is None for a
-            parameter to which a wider name in the plan gives a rule.
+            fails, or the model does not call scaled_dot_product_attention. If an answer is None for a module
+            or parameter that does not exist; or, if no plan was exact, for a parameter to which a wider name in
+            a guess gives a rule.
     """
     check_pipeline_or_model(
         "model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...)."
@@ -88,7 +89,7 @@ def propose_plan(
     check_not_fsdp1(module, "transformer")
     check_not_wrapped(module, "transformer")
     examples = _require_examples(example_inputs)
-    require_answers(answers or {})
+    require_answers(answers or {}, module)
     # Compile nothing: a mode sees what a function does only in eager code, and flex_attention, for example,
     # compiles itself.
     with torch.compiler.set_stance("force_eager"):
@@ -102,6 +103,10 @@ def _propose(
 
     Guesses are tried start by start, and the first exact plan is taken. If there is none, a complete plan in
     ``answers`` is tried as it is. If that is not exact either, the proposal has questions.
+
+    Raises:
+        ValueError: As :func:`propose_plan`. That an answer does not fit a guess is raised only if no plan was
+            exact.
     """
     name = original_class(module).__name__
     check = PlanCheck(module, examples)
@@ -129,6 +134,8 @@ def _propose(
             failures.insert(0, failure)
         else:
             return complete_proposal(proposal, check, answers, None)
+    if search.errors:
+        raise search.errors[0]
     likeliest = _likeliest(failures)
     questions = write_questions([start for start, _ in starts], likeliest, check, small, first_large)
     unanswered = tuple(question for question in questions if question.partition(": ")[0] not in answers)

@@ -52,14 +52,14 @@ def with_samples(
         expected = tensors_in(module(**copy_containers(inputs)))
         try:
             parts = _in_one_batch([module(**_one_sample(inputs, batched, index)) for index in range(samples)])
-            error = largest_error(parts, expected)
         # The model may raise anything if an argument does not hold samples, or if it needs more than one
-        # sample. Outputs that have no dim of samples, such as a loss, cannot be put into one batch, and those whose
-        # number depends on the samples cannot be compared.
+        # sample. Outputs without a dim of samples, such as a loss, or of another number for each sample, cannot
+        # be put into one batch.
         except Exception as failure:
             raise DependentSamplesError(
-                f"one sample of {samples} alone fails: {type(failure).__name__}: {failure}"
+                f"one sample of {samples} at a time fails: {type(failure).__name__}: {failure}"
             ) from failure
+    error = largest_error(parts, expected)
     if not error < max(tolerance, _LEAST_TOLERANCE):
         raise DependentSamplesError(
             f"one sample of {samples} at a time gives another result than all at once (error {error:.1e})."

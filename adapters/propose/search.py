@@ -7,17 +7,18 @@ exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from para_core.adapters.propose.candidates import make_candidates
 from para_core.adapters.propose.gathered_modules import computes_much, with_gathered_module
-from para_core.adapters.propose.overrides import PARAMETER_NAME, Answers, with_answers
+from para_core.adapters.propose.overrides import Answers, split_name, with_answers
 from para_core.adapters.propose.plan_check import InexactPlanError, PlanCheck
 from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.region import TEXT, ObservedRegion
 from para_core.adapters.propose.text import variants_with_sharded_text
-from para_core.plans.plan import Plan
+from para_core.plans.plan import Plan, ShardRule
 
 # Limits that keep a search short, because each trial runs the model several times: the number of inexact
 # candidates of a start that are tried again with modules that are given all tokens, and the number of such
@@ -72,18 +73,25 @@ class Search:
         check: Checks plans.
         answers: Parts of a plan that replace guesses.
         failures: The plans that were not exact. They are not tried again.
+        errors: Those that ``with_answers`` raised for candidates that the answers do not fit.
     """
 
     name: str
     check: PlanCheck
     answers: Answers
     failures: Failures = field(default_factory=Failures)
+    errors: list[ValueError] = field(default_factory=list)
 
     def find_plan(self, region: ObservedRegion) -> Proposal | None:
         """Return the first exact plan for ``region``; None if there is none."""
         inexact: list[Proposal] = []
         for candidate in make_candidates(region):
-            plan = with_answers(candidate.plan, self.answers, self.check.module)
+            try:
+                plan = with_answers(candidate.plan, self.answers, self.check.module)
+            except ValueError as error:
+                # The answers may fit another candidate, which may be exact.
+                self.errors.append(error)
+                continue
             if plan in self.failures:
                 continue
             # A plan needs an error, and is not checked yet. Of an inexact one this 0 is replaced or dropped.
@@ -136,16 +144,19 @@ class Search:
             return None
         lengths = (region.start.entries, (text.length, text.length))
         for candidate in variants_with_sharded_text(region, plan):
-            variant = with_answers(candidate.plan, self.answers, self.check.module)
             try:
-                errors = [
-                    self.check.measure_error(x, *lengths) for x in (variant, variant.with_replicated(TEXT))
-                ]
-            # with_replicated raises ValueError for an answer that splits text together with other entries.
-            except (InexactPlanError, ValueError):
+                variant = with_answers(candidate.plan, self.answers, self.check.module)
+                replicated = variant.with_replicated(TEXT)
+            # An answer may be None for a parameter to which the variant gives a rule under a wider name, or split
+            # text together with other entries.
+            except ValueError:
+                continue
+            try:
+                errors = [self.check.measure_error(x, *lengths) for x in (variant, replicated)]
+            except InexactPlanError:
                 continue
             error = max(*errors, proposal.error or 0.0)
-            reasons = (*_reasons_in(variant, proposal.reasons), *candidate.reasons)
+            reasons = self._with_answers((*_reasons_in(variant, proposal.reasons), *candidate.reasons))
             return replace(proposal, plan=variant, error=error, reasons=reasons)
         return None
 
@@ -189,11 +200,16 @@ def reasons_of(answers: Answers) -> tuple[str, ...]:
 
 
 def _reasons_in(plan: Plan, reasons: tuple[str, ...]) -> list[str]:
-    """Return the reasons without those for parameters of modules that ``plan`` has no rule for."""
+    """Return the reasons without those for parameters and outputs that ``plan`` has no rule for."""
     kept = []
     for reason in reasons:
-        name, _, _ = reason.partition(": ")
-        parameter = PARAMETER_NAME.fullmatch(name)
-        if parameter is None or parameter[2] in plan.inner.get(parameter[1], {}):
-            kept.append(reason)
+        module_and_key = split_name(reason.partition(": ")[0])
+        if module_and_key is not None:
+            module, key = module_and_key
+            rules: Mapping[Any, ShardRule] = plan.inputs
+            if module:
+                rules = plan.inner.get(module, {})
+            if key not in rules:
+                continue
+        kept.append(reason)
     return kept

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,9 @@ from para_core.adapters.vae.unet_checks import (
     check_unet_before_cache,
     check_unet_before_call,
     check_unet_before_parallelize,
-    described_class,
     has_unet_class,
-    unet_adapter,
+    is_described,
+    require_described_class,
     unets_of,
 )
 from para_core.distributed.collectives import all_gather
@@ -87,8 +88,8 @@ class UnetRun:
         agree_on_inputs: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.unet, self.mesh = module, mesh
-        # Its class was checked: parallelize_unet and parallelize_pipe call check_unet_before_parallelize() first.
-        self.described = cast("type", described_class(original_class(module)))
+        cls = original_class(module)
+        self.described = require_described_class(cls.__name__, cls)
         self.images = UNETS[self.described.__name__].images
         self.batched, self.agree_on_inputs = batched, agree_on_inputs
         row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
@@ -131,10 +132,10 @@ class UnetRun:
     def run(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the UNet on this rank's samples and rows, and return its whole output. Collective."""
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        with_gradient = self._names_with_gradient(inputs)
+        with_gradient = self._name_with_gradient(inputs)
         if not self.inputs_agreed:
-            # Ranks compare these names too: one that raised alone would leave the others in a collective.
-            self.agree_on_inputs({**inputs, "requires_grad": with_gradient or None})
+            # Ranks compare this name too: one that raised alone would leave the others in a collective.
+            self.agree_on_inputs({**inputs, "requires_grad": with_gradient})
         if self._code is None or not self._code.is_unchanged():
             self._warn_of_foreign_code()
         images = [inputs.get(name) for name in self.images]
@@ -142,20 +143,23 @@ class UnetRun:
         if len(args) + len(kwargs) > len(inputs) or not are_images:
             # Pass invalid arguments to the model unchanged, because the model's own error explains them best.
             return call(unet, *args, **kwargs)
-        if with_gradient:
+        if with_gradient is not None:
             raise RuntimeError(
-                f"{with_gradient[0]} requires a gradient, and none is computed over ranks. Call the "
+                f"{with_gradient} requires a gradient, and none is computed over ranks. Call the "
                 f"{original_class(unet).__name__} under torch.no_grad(), or unparallelize it."
             )
         with torch.no_grad():
             return self._run_samples(partial(call, unet), inputs)
 
-    def _names_with_gradient(self, inputs: Mapping[str, Any]) -> list[str]:
-        """Return the names of the arguments and of the parameters that require a gradient; none under ``no_grad``."""
+    def _name_with_gradient(self, inputs: Mapping[str, Any]) -> str | None:
+        """Return the name of the first argument, or else parameter, that requires a gradient.
+
+        None if there is none, and under ``no_grad``.
+        """
         if not torch.is_grad_enabled():
-            return []
-        arguments = [name for name, value in inputs.items() if _requires_gradient(value)]
-        return [*arguments, *[name for name, x in self.unet.named_parameters() if x.requires_grad]]
+            return None
+        named = chain(inputs.items(), self.unet.named_parameters())
+        return next((name for name, value in named if _requires_gradient(value)), None)
 
     def _run_samples(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """Return ``call(**inputs)``, computed with samples sharded over ``batch`` if they divide evenly, and
@@ -225,7 +229,7 @@ def _requires_gradient(value: Any) -> bool:
 KIND = DenoiserKind(
     name="unet",
     find=unets_of,
-    describes=lambda module: unet_adapter(module) is not None,
+    describes=is_described,
     make_run=UnetRun,
     why_no_stages="it is a UNet, whose blocks pass residuals to each other",
     pipelines=PIPELINES,

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.models.unets import REFUSED_UNETS, UNETS, UnetAdapter
+from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import transformers_of
 from para_core.distributed.mesh import GuidedMesh
@@ -26,7 +26,7 @@ PIPELINES = {name: adapter.pipelines for name, adapter in UNETS.items() if adapt
 def unets_of(pipe: Any) -> dict[str, nn.Module]:
     """Return the UNet and the supported ControlNets of ``pipe`` by path; empty with a transformer or without a UNet.
 
-    An unsupported UNet is returned too, so that :func:`check_unet_class` refuses the pipeline and says why.
+    An unsupported UNet is returned too, so that :func:`require_described_class` refuses the pipeline and says why.
     An unsupported ControlNet computes all rows on each rank.
     """
     unet = uncompiled(getattr(pipe, "unet", None))
@@ -36,18 +36,12 @@ def unets_of(pipe: Any) -> dict[str, nn.Module]:
     paths = {"controlnet": controlnet}
     for index, net in enumerate(getattr(controlnet, "nets", ())):
         paths[f"controlnet.nets.{index}"] = uncompiled(net)
-    return {
-        "unet": unet,
-        **{path: module for path, module in paths.items() if unet_adapter(module) is not None},
-    }
+    return {"unet": unet, **{path: module for path, module in paths.items() if is_described(module)}}
 
 
-def unet_adapter(unet: Any) -> UnetAdapter | None:
-    """Return the adapter for the class of ``unet``, or for the nearest of its base classes; None if there is none."""
-    described = described_class(original_class(unet))
-    if described is None:
-        return None
-    return UNETS[described.__name__]
+def is_described(module: Any) -> bool:
+    """Whether :data:`UNETS` describes the class of ``module``, or one of its base classes."""
+    return described_class(original_class(module)) is not None
 
 
 def described_class(cls: type) -> type | None:
@@ -60,20 +54,20 @@ def described_class(cls: type) -> type | None:
 # raise statements. tests/test_pages.py fails if a row is then missing or new.
 
 
-def check_unet_class(owner: str, cls: type) -> None:
-    """Raise ``TypeError`` if ``cls``, the class of a UNet or ControlNet, is not supported.
+def require_described_class(owner: str, cls: type) -> type:
+    """Return :func:`described_class` of ``cls``, the class of a UNet or ControlNet.
 
-    The message names ``owner``, the class of the pipeline or UNet.
+    Raise ``TypeError`` if it is not supported. The message names ``owner``, the class of the pipeline or UNet.
     """
-    if described_class(cls) is None:
-        names = [base.__name__ for base in cls.__mro__ if base.__name__ in REFUSED_UNETS]
-        reason = "para_core has no adapter for it"
-        if names:
-            reason = REFUSED_UNETS[names[0]]
+    described = described_class(cls)
+    if described is None:
+        reasons = (REFUSED_UNETS[base.__name__] for base in cls.__mro__ if base.__name__ in REFUSED_UNETS)
+        reason = next(reasons, "para_core has no adapter for it")
         raise TypeError(
             f"{owner} is not supported: the rows of images in {cls.__name__} cannot be sharded: {reason}. Give each "
             f"rank its own prompts instead. Supported are the UNets of {'; '.join(PIPELINES.values())}."
         )
+    return described
 
 
 def check_no_tensor_ranks_of_unet(module: nn.Module, mesh: GuidedMesh) -> None:
@@ -119,7 +113,7 @@ def check_cache_not_on_unet(owner: Any, module: nn.Module) -> None:
 
 def check_unet_before_parallelize(owner: Any, module: Any, mesh: GuidedMesh | None) -> None:
     """Run the checks of a UNet before it is parallelized; those that need the mesh if ``mesh`` is given."""
-    check_unet_class(original_class(owner).__name__, original_class(module))
+    require_described_class(original_class(owner).__name__, original_class(module))
     if mesh is not None:
         check_no_tensor_ranks_of_unet(module, mesh)
 
@@ -139,5 +133,5 @@ def has_unet_class(pipeline: str, components: Mapping[str, Any]) -> bool:
     """Whether ``components``, classes by name, has a UNet. Raise ``TypeError`` if its class is not supported."""
     unet = components.get("unet")
     if unet is not None:
-        check_unet_class(pipeline, unet)
+        require_described_class(pipeline, unet)
     return unet is not None

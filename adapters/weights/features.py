@@ -45,11 +45,12 @@ FEATURES: Mapping[str, str] = {
     "products": "products",
 }
 
-# Options that need a feature: the first if they are neither None nor False, the second with one of these values.
+# Options that need a feature: switches if they are neither None nor False, placements with one of these values.
 # They cannot be fields of Feature: a copy from which a feature was deleted would not know that its option needs
 # one.
 _SWITCHES = ("vae", "offload", "pipefusion", "same_bits", "products")
-_PLACEMENTS, _PLACEMENT_VALUES = ("text_encoders", "vae_placement"), ("offload", "first")
+_PLACEMENTS = ("text_encoders", "vae_placement")
+_PLACEMENT_VALUES = ("offload", "first")
 
 
 @cache
@@ -73,7 +74,10 @@ def require_method(name: str) -> ShardMethod:
     """Return a method of sharding weights. Raise ``ValueError`` if there is none with this name."""
     methods = shard_methods()
     if not methods:
-        raise ValueError(f"method is {name!r}, and this copy of para_core shards no weights. Leave it out.")
+        raise ValueError(
+            f"method is {name!r}, and this copy of para_core shards no weights. Leave weights= out, and do not call "
+            "shard_weights."
+        )
     if name not in methods:
         raise ValueError(f"method is {name!r}; expected {' or '.join(map(repr, methods))}.")
     return methods[name]

@@ -140,8 +140,8 @@ def agree(
         if any(record_of_rank != records[0] for record_of_rank in records):
             raise ValueError(explain(records))
     except _KINDS as error:
-        # All ranks raise here. Unanswered, a RuntimeError, would be marked too, but comes from exchanges alone,
-        # none of which is inside this try.
+        # All ranks raise here. Unanswered is a RuntimeError and would be marked too, but only exchanges raise it,
+        # and there is no exchange inside this try.
         setattr(error, _RAISED_ON, _groups_of(ranks))
         raise
     return numbers_of_ranks

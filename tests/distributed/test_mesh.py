@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partial
 from math import prod
 from unittest import mock
 
@@ -70,11 +71,8 @@ def test_each_dim_is_largest_divisor_left_or_the_error_names_sizes_that_fit(num_
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: shape(4, ring=0), ValueError, r"ring.* 0;.* 1"),
-        (lambda: shape(4, batch=-1), ValueError, r"batch.* -1;.* 1"),
-        (lambda: shape(4, ulysses=2.0), TypeError, r"ulysses.* 2\.0"),
-        (lambda: shape(4, ulysses="2"), TypeError, r"ulysses.* '2'"),
-        (lambda: shape(4, ulysses=True), TypeError, r"ulysses.* True"),
+        *[(partial(shape, 4, **{dim: n}), ValueError, f"{dim}.* {n};.* 1") for dim, n in (("ring", 0), ("batch", -1))],
+        *[(partial(shape, 4, ulysses=size), TypeError, f"ulysses.* {size!r}") for size in (2.0, "2", True)],
         (lambda: mesh_sizes(4, {"rings": 2}), ValueError, r"'rings'.* ring"),
         (lambda: mesh_sizes(0, {}), ValueError, r"0 ranks.* at least 1"),
         (lambda: mesh_sizes(9, {"ring": 8, "ulysses": 2}), ValueError, r"not fit 9 ranks.* ring 3 .* 3 of them"),

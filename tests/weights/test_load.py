@@ -261,10 +261,12 @@ def test_weights_are_mapped_in_the_dtype_of_their_variant(tmp_path, name, dtype)
 
 
 def test_stored_buffers_are_cast_like_weights():
-    layer = torch.nn.BatchNorm1d(2)
+    layer, other = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
     layer.register_buffer("made", torch.ones(2), persistent=False)
-    _cast_weights(layer, torch.bfloat16)
+    other.running_mean = layer.running_mean
+    _cast_weights(torch.nn.ModuleList([layer, other]), torch.bfloat16)
     assert (layer.running_mean.dtype, layer.made.dtype) == (torch.bfloat16, torch.float32)
+    assert other.running_mean is layer.running_mean
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,6 @@ def drop(*names):
         (drop("vae"), {"vae_placement": "first"}, "autoencoder"),
         (None, {"offload": "disk"}, "expected"),
         (None, {"offload": "blocks", "resident_blocks": 99}, "expected"),
-        (None, {"offload": "blocks", "resident_blocks": -1}, "expected"),
         (None, {"resident_blocks": -1}, "expected"),
         *[(None, {"resident_blocks": n}, rf"resident_blocks is {n} .*offload='blocks'") for n in (4, 1, 0)],
         (offload_a_part("transformer"), {"offload": "blocks"}, "transformer is offloaded"),

@@ -49,16 +49,13 @@ def guess(*lengths, names=None, **choice):
         ([IMAGE], {"mask": "keys"}, ("image",), {"blocks.*.attn": (BY_KEYS,)}),
         ([IMAGE, TO_TEXT], {"mask": "keys"}, ("image",), {"blocks.0.attn": (BY_KEYS,), "blocks.1.attn": (BOTH,)}),
         ([FRAME, FRAME], {}, ("image",), {"blocks.*.attn": (BOTH,)}),
+        # Calls of one module are one rule.
+        ([IMAGE, TO_TEXT, TO_TEXT], {"names": [["a", "a", "a"]] * 2}, ("image",), {"a": (ALONE, BOTH)}),
     ],
 )
 def test_guess(lengths, choice, order, rules):
     found = guess(*lengths, **choice)
     assert (found.joint_order, found.rules) == (order, rules)
-
-
-def test_repeated_calls_of_a_module_are_one_rule():
-    names = [["a", "a", "a"]] * 2
-    assert guess(IMAGE, TO_TEXT, TO_TEXT, names=names).rules == {"a": (ALONE, BOTH)}
 
 
 def test_reason_does_not_claim_a_length_that_was_not_observed():

@@ -201,13 +201,14 @@ def record(*shape, dtype=torch.float32):
     return TensorRecord(shape, dtype, identity=0, derived=False)
 
 
-LABELS, TIMES = record(2, dtype=torch.int64), {"timestep": record(2, 3, 1), "temb": record(2, 8), "t_emb": record(2, 8)}
+LABELS = record(2, dtype=torch.int64)
+TIMES = {"timestep": record(2, 3, 1), "temb": record(2, 8), "t_emb": record(2, 3, 8)}
 
 
 @pytest.mark.parametrize(
     ("arguments", "conditions"),
     [
-        ({**TIMES, "y": LABELS, "pooled": record(2, 8), "caption": record(2, 5, 16)}, ("caption",)),
+        ({**TIMES, "y": LABELS, "pooled": record(2, 8), "prompt_s": record(2, 5, 16)}, ("prompt_s",)),
         ({**TIMES, "y": LABELS, "captions": [record(5, 16), record(4, 16)]}, ("captions",)),
         ({**TIMES, "y": LABELS, "grayscale_embeds": record(2, 8)}, ("grayscale_embeds",)),
         ({**TIMES, "y": LABELS, "logsnr": record(2, 8)}, ("y",)),
@@ -328,6 +329,9 @@ def test_answers_replace_guesses():
     # Tokens are sharded at the model's input, so text alone is sharded at the first block.
     proposal = propose_exact(models.painter_of_words(), WEIGHTED, WEIGHTED[1], answers={"(latents)": IMAGE})
     assert proposal.plan.inner["layers.0"] == {"caption": Split(1, segment="text")}
+    assert "(latents): from answers." in proposal.reasons
+    # With sharded text "layers.*" has a rule for the words, so the plan with replicated text remains.
+    assert propose_plan(fill(models.painter_of_words(), seed=1), WEIGHTED, answers={"layers.0(words)": None}).plan
     # Only inputs of blocks can be sharded here, not the tensor to which the position embedding is added.
     proposal = propose_exact(DiT(), (DIT,), DIT, answers={"blocks.0(0)": IMAGE})
     assert proposal.plan.inner == {"blocks.0": {0: IMAGE}}
@@ -346,6 +350,10 @@ def test_answers_replace_guesses():
         plan = with_answers(guess, {"layers.0(positions)": whole, **wider}, model)
         found = match_modules(model, plan)
         assert [found[f"layers.{i}"][1].of_inputs["positions"] for i in range(3)] == [whole, like, like]
+    # The other rules of an answered name remain after those of an earlier name.
+    inner = {"layers.0": {"caption": whole}, "layers.*": {"caption": like, "positions": like}}
+    found = match_modules(model, with_answers(replace(guess, inner=inner), {"layers.*(positions)": whole}, model))
+    assert found["layers.0"][1].of_inputs == {"caption": whole, "positions": whole}
     with pytest.raises(ValueError, match=r"layers\.\*"):
         with_answers(guess, {"layers.0(positions)": None}, model)
 
@@ -372,8 +380,10 @@ def test_blocks_and_plans_are_answers():
         ("layers.*", (Replicate(0, "text"),)),
         ("CachedBlocks", {"layers": ("latents",)}),
         ("common", (0,)),
+        ("layers.*(position)", None),
+        ("outs", None),
     ],
 )
-def test_answer_of_unknown_kind_raises(name, answer):
-    with pytest.raises(TypeError, match=r"answers\[.*'module\(parameter\)'"):
+def test_answer_of_unknown_kind_or_none_for_an_unknown_name_raises(name, answer):
+    with pytest.raises(ValueError if answer is None else TypeError, match=r"answers\[.*(parameter\)'|of this name)"):
         propose_plan(fill(painter(), seed=1), PAINTER, answers={name: answer})
