@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.attention.one_device import relative_error as error
-from tests.fleet.test_comfyui import FOLDER, load_nodes
+from tests.comfyui.pack import FOLDER, load_nodes
 
 HERE = Path(__file__).parent
 LORA = {"diffusion_model.blocks.1.self_attn.q.weight": 0.3 * torch.ones(16, 16)}

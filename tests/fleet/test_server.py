@@ -17,7 +17,7 @@ from diffusers import FluxInpaintPipeline, FluxKontextPipeline, FluxPipeline, Wa
 from fastapi import FastAPI
 from PIL import Image
 
-from para_core.fleet.failures import RequestFailed
+from para_core.fleet.failures import EncodingFailed, RequestFailed
 from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.http.server import Server
 from para_core.fleet.memory import Memory
@@ -47,6 +47,8 @@ class StandIn:
                 raise RankDied("rank 1 died.")
             if prompt == "refused":
                 raise RequestFailed("the pipeline says no.")
+            if prompt == "not encoded":
+                raise EncodingFailed("its result cannot be encoded: no encoder.")
             for index in range(request.delivery.partial_images):
                 progress(Output(".png", b"partial %d" % index))
             for step in range(request.fields.get("num_inference_steps", 2)):
@@ -249,6 +251,11 @@ def test_each_layer_has_the_seed_of_its_image():
         backend.layers = 2
         body = ask(port, {"prompt": "a", "seed": 3, "n": 2})[2]
         assert [image["seed"] for image in body["data"]] == [3, 3, 4, 4]
+
+
+def test_result_that_cannot_be_encoded_is_an_error_of_the_server(served):
+    status, _, body = ask(served()[0], {"prompt": "not encoded"})
+    assert (status, body["error"]["code"], body["error"]["type"]) == (500, "not_encoded", "server_error")
 
 
 @pytest.mark.parametrize(("stream", "words"), [(False, "499"), (True, "disconnected")])
