@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from para_core.fleet.engine import LaunchedRanks, OwnRank
-from para_core.fleet.failures import RequestFailed, describe_exception
+from para_core.fleet.failures import EncodingFailed, RequestFailed, describe_exception
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions, load_rank
@@ -166,7 +166,7 @@ class LocalReplica(Replica):
         self._batch = running
         requests = [request for _, request in batch]
         try:
-            results: list[Result | RequestFailed] = await self._call(
+            results: list[Result | EncodingFailed] = await self._call(
                 "generate_batch",
                 requests,
                 listener=lambda event: loop.call_soon_threadsafe(note, event),

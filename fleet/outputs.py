@@ -111,8 +111,7 @@ def choose_format(model: Model, format_: str | None) -> str:
 def find_side_problem(request: Request) -> str | None:
     """Return an error message if a side of the result is longer than its format can hold, else None.
 
-    Only the first rank encodes. If it raised there, the other ranks would have raised nothing, so all would
-    be ended.
+    Called before the request is generated, so that no result is computed which cannot be encoded.
     """
     format_ = request.delivery.format_
     most = _LARGEST_SIDES.get(format_)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from para_core.fleet.failures import RequestFailed, describe_exception
+from para_core.fleet.failures import EncodingFailed, RequestFailed, describe_exception
 from para_core.fleet.last_words import LastWords
 from para_core.fleet.log_relay import LogEntry, LogPosition, LogRelay
 from para_core.fleet.memory import Memory
@@ -124,7 +124,7 @@ class RankActor:
         self._previews.clear()
         try:
             link = CallerLink(note, lambda: self._cancelled.issuperset(ids))
-            results: Sequence[Result | RequestFailed | None] | None = self._require_joined().generate_batch(
+            results: Sequence[Result | EncodingFailed | None] | None = self._require_joined().generate_batch(
                 requests, link
             )
             if not results:  # Another rank has them.
@@ -141,7 +141,7 @@ class RankActor:
                 self._steps_done.pop(id_, None)
                 self._cancelled.discard(id_)
 
-    def _answer(self, id_: str, result: Result | RequestFailed | None, batch: int) -> Answer:
+    def _answer(self, id_: str, result: Result | EncodingFailed | None, batch: int) -> Answer:
         """Return the answer for one request of a finished call for ``batch`` requests."""
         steps = self._steps_done.get(id_, 0)
         if id_ in self._cancelled and batch > 1:

@@ -85,6 +85,7 @@ class Replica(ABC):
         """
         async with self._turn:
             outcomes = await self._run_batch(batch, progress)
+            # EncodingFailed is of one request: running the others again would change nothing.
             if len(batch) > 1 and all(type(outcome) is RequestFailed for outcome in outcomes):
                 outcomes = [(await self._run_batch([entry], progress))[0] for entry in batch]
         return outcomes

@@ -22,7 +22,7 @@ from para_core.adapters.cache.generation import cache_summary
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.host_bytes import broadcast_bytes
 from para_core.fleet.build import mesh_shape
-from para_core.fleet.failures import EncodingFailed, RequestFailed, describe_exception
+from para_core.fleet.failures import EncodingFailed, describe_exception
 from para_core.fleet.image_files import ImageMode
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
@@ -51,7 +51,7 @@ class Watch:
 
 def generate_request(
     pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()
-) -> Result | RequestFailed | None:
+) -> Result | EncodingFailed | None:
     """Run the pipeline for one request. A collective call.
 
     Return the result on the first rank of the pipeline's mesh, or EncodingFailed there if its files cannot be
@@ -66,7 +66,7 @@ def generate_request(
 
 def generate_batch(
     pipe: Any, requests: Sequence[Request], recipe: Recipe, watch: Watch = Watch()
-) -> list[Result | RequestFailed] | None:
+) -> list[Result | EncodingFailed] | None:
     """Run one call of the pipeline for requests with the same ``batch_key``, and return a result for each. A
     collective call.
 
@@ -97,7 +97,7 @@ def generate_batch(
     shares = [samples]
     if len(requests) > 1:
         shares = [[sample] for sample in samples]
-    results: list[Result | RequestFailed] = []
+    results: list[Result | EncodingFailed] = []
     for request, share in zip(requests, shares, strict=True):
         try:
             images = [image for sample in share for image in _images_of(sample)]
@@ -129,7 +129,7 @@ def _send_nothing(output: Output) -> None:
 
 def _generate_parts(
     pipe: Any, request: Request, recipe: Recipe, watch: Watch
-) -> list[Result | RequestFailed] | None:
+) -> list[Result | EncodingFailed] | None:
     """Run a call of the pipeline for each part of ``request``, and join the results. See
     :func:`split_request`. If a part has no result, the request has none.
     """
@@ -147,7 +147,7 @@ def _generate_parts(
         results.append(generate_request(pipe, part, recipe, replace(watch, progress=progress)))
         done += last
     for result in results:
-        if isinstance(result, RequestFailed):
+        if isinstance(result, EncodingFailed):
             return [result]
     firsts = [result for result in results if isinstance(result, Result)]
     if not firsts:
