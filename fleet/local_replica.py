@@ -83,6 +83,9 @@ class LocalReplica(Replica):
 
     async def start(self) -> None:
         await self.stop()
+        if isinstance(self._ranks, LaunchedRanks):
+            # Not in the work thread, where it could come after a stop that closes the ranks again.
+            self._ranks.reopen()
         begun = time.monotonic()
         if self._started:
             logger.info("%s: restarting", self._name)
