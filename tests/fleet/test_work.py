@@ -170,6 +170,9 @@ def test_result_that_cannot_be_encoded_fails_its_request_only(monkeypatch, tmp_p
     requests = [replace(REQUEST, delivery=Delivery(format_)) for format_ in ("mp4", "png")]
     failed, result = generate_batch(pipe, requests, Recipe(FLUX))
     assert isinstance(failed, EncodingFailed) and "absent" in str(failed)
+    for output, reason in ((SimpleNamespace(images=[1]), "1 samples for 2 requests"), (object(), "'images'")):
+        outcomes = generate_batch(lambda output=output, **_: output, requests, Recipe(FLUX))
+        assert [isinstance(outcome, EncodingFailed) and reason in str(outcome) for outcome in outcomes] == [True] * 2
     images = {"image": (result.outputs[0].data,)}
     parts = replace(requests[0], fields={**FIELDS, "num_images_per_prompt": 2}, images=images)
     assert isinstance(generate_request(pipe, parts, Recipe(FLUX)), EncodingFailed)
