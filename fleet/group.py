@@ -65,7 +65,7 @@ class RayReplica(Replica):
         self.actors: list[Any] = []
         self._processes: list[tuple[int, Notes]] = []  # process id and notes of each rank
         self._dead: set[int] = set()  # ranks whose end was logged
-        self._batch_ids: set[str] = set()  # ids of the batch that runs
+        self._running_ids: set[str] = set()  # ids of the requests of the call that runs
 
     async def start(self) -> None:
         """Place the ranks and load the pipeline on them. If the replica runs already, it is stopped first.
@@ -239,7 +239,7 @@ class RayReplica(Replica):
                     progress(preview)
                 reported = done
 
-        self._batch_ids = {id_ for id_, _ in batch}
+        self._running_ids = {id_ for id_, _ in batch}
         polling = asyncio.ensure_future(poll())
         try:
             refs = [actor.generate_batch.remote(batch) for actor in actors]
@@ -247,7 +247,7 @@ class RayReplica(Replica):
         except asyncio.CancelledError:
             # The ranks end after their step, and the next batch waits in their actors until then.
             for id_, _ in batch:
-                self.cancel(id_)
+                self._cancel_running(id_)
             raise
         except RankDied as error:
             self._check_not_stopped(actors, error)
@@ -260,7 +260,7 @@ class RayReplica(Replica):
             raise RankDied(f"rank {error.rank} died: {death}.", error.rank) from error
         finally:
             polling.cancel()
-            self._batch_ids = set()
+            self._running_ids = set()
         progress(answers[0].steps)
         for preview in answers[0].previews[sent:]:
             progress(preview)
@@ -270,9 +270,9 @@ class RayReplica(Replica):
     def running(self) -> bool:
         return bool(self.actors)
 
-    def cancel(self, id_: str) -> None:
+    def _cancel_running(self, id_: str) -> None:
         # The actor would keep the id of a request that has ended, and cancel the next one of this name.
-        if self.actors and id_ in self._batch_ids:
+        if self.actors and id_ in self._running_ids:
             # The answer of the first rank decides for all.
             self.actors[0].cancel.options(concurrency_group=CONTROL).remote(id_)
 

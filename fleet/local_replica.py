@@ -200,7 +200,7 @@ class LocalReplica(Replica):
                 outcomes.append(result)
         return outcomes
 
-    def cancel(self, id_: str) -> None:
+    def _cancel_running(self, id_: str) -> None:
         batch = self._batch
         if batch is None or id_ not in batch.ids:
             return

@@ -19,7 +19,7 @@ from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import Answer
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
-from para_core.launcher.errors import RankDied
+from para_core.launcher.errors import Cancelled, RankDied
 
 JOIN, NEW, LOCAL = "joined", "None with True CPUs", "local with True CPUs"
 
@@ -201,6 +201,13 @@ async def cancel_a_start_and_a_batch(replica, actors):
     assert starting.cancelled() and not replica.running and actors[1].died.is_set()
 
 
+async def cancel_while_a_batch_is_repeated(replica, actors):
+    await replica.start()
+    batch = [REQUEST, ("b", REQUEST[1])]
+    outcomes = await replica.generate_batch(batch, lambda event: replica.cancel("b"))
+    assert [type(outcome) for outcome in outcomes] == [RequestFailed, Cancelled]
+
+
 async def die_together(replica, actors):
     await replica.start()
     running = asyncio.ensure_future(replica.generate_batch([REQUEST]))
@@ -223,6 +230,7 @@ async def die_while_loading(replica, actors):
     ("question", "answers", "errors"),
     [
         (cancel_a_start_and_a_batch, RUNNING, []),
+        (cancel_while_a_batch_is_repeated, {**RUNNING, "generate_batch": [FAILED, FAILED]}, []),
         (die_together, RUNNING, ["rank 0 died"]),
         (die_while_loading, LOADING, ["rank 0 died", "cannot start: rank 0 died"]),
     ],
