@@ -27,7 +27,7 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.replica import Replica
 from para_core.fleet.request import Request
 from para_core.launcher.display import Display
-from para_core.launcher.errors import Cancelled, RankDied, error_for_future
+from para_core.launcher.errors import Cancelled, RankDied, set_outcome
 from para_core.launcher.handle import Ticket
 from para_core.progress import pass_records_to
 
@@ -280,14 +280,4 @@ class _WorkThread:
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # The loop has been closed.
-                future.get_loop().call_soon_threadsafe(_set_outcome, future, result, error)
-
-
-def _set_outcome(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """End ``future`` in the event loop, because the work thread must not touch it."""
-    if future.done():
-        return  # The task that waited was cancelled.
-    if error is not None:
-        future.set_exception(error_for_future(error))
-    else:
-        future.set_result(result)
+                future.get_loop().call_soon_threadsafe(set_outcome, future, result, error)
