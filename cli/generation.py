@@ -113,9 +113,11 @@ def make_task(
     lines = [replace(line, digest=compute_digest(line.request, recipe, model.kind)) for line in lines]
     unfinished, finished = choose_names(folder, lines, files.name)
     room = group.room or bytes_of_device(ranks * replicas)
-    sides = {line.number: find_side_problem(line.request) for line in unfinished}
     reasons = _find_memory_problems(unfinished, model, recipe, ranks, room)
-    reasons |= {number: problem for number, problem in sides.items() if problem is not None}
+    for line in unfinished:
+        reason = find_side_problem(line.request)
+        if reason is not None:
+            reasons[line.number] = reason
     if reasons and prompts is None:
         raise ValueError(reasons[1])  # of the only line
     if prompts is not None:

@@ -1,4 +1,4 @@
-"""LoRAs of a pipeline: those of its recipe, and those of requests, of which the most recently used ones stay loaded.
+"""LoRAs of a pipeline: those of its recipe, and those of requests. The LoRAs that requests used last stay loaded.
 
 `build.py` loads those of the recipe (:func:`load_loras_of_recipe`). :class:`~para_core.fleet.rank.Rank` makes
 :class:`LoadedLoras` for the ranks of a server, and calls it before each batch; `http/lora_folder.py` finds
@@ -113,8 +113,8 @@ class LoadedLoras:
             getattr(module, "peft_config", None) for module in encoders
         ):
             self._encoded_prompts.clear()
-        # Unload only now, when a LoRA that fails can no longer cost another its place, and when the outputs of
-        # text encoders with the LoRA to unload are cleared.
+        # Unload last: a LoRA that cannot be loaded must not cost another one its place, and outputs of text
+        # encoders with the LoRA to unload are cleared before.
         while len(self._loaded) > self._keep:
             oldest = next(iter(self._loaded))
             self._pipe.delete_adapters(self._loaded[oldest])
