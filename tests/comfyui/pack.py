@@ -8,9 +8,9 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[2] / "comfyui_para_core"
 
 
-def load_nodes(tmp_path):
-    """Return the node classes of a copy of the folder in ``custom_nodes``, imported as ComfyUI imports it."""
-    folder = Path(shutil.copytree(FOLDER, tmp_path / "custom_nodes" / "para-core"))
+def load_nodes(folder):
+    """Return the node classes of a copy of the pack in ``folder``/custom_nodes, imported as ComfyUI imports it."""
+    folder = shutil.copytree(FOLDER, Path(folder, "custom_nodes", "para-core"))
     name = str(folder).replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     module = importlib.util.module_from_spec(spec)
