@@ -19,9 +19,10 @@ import para_core.cli.signals
 import para_core.fleet.rank
 from para_core.cli.app import run
 from para_core.fleet.failures import EncodingFailed
-from para_core.fleet.outputs import Result, compute_digest, encode, lock_folder
+from para_core.fleet.outputs import Result, encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Request
+from para_core.fleet.result_files import compute_digest, lock_folder
 from para_core.option_values import BACKENDS
 from para_core.progress import readable_bytes
 from tests.scripts import command_on_ranks
