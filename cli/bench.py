@@ -22,9 +22,9 @@ from para_core.cli.options import INPUT, flag, option
 from para_core.cli.progress import announce_imports
 from para_core.cli.torchrun import read_stated_ranks
 from para_core.cli.traces import require_new_traces
-from para_core.fleet.outputs import require_file, write_atomically
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Request, make_request
+from para_core.fleet.result_files import require_file, write_atomically
 
 _DEFAULT_PROMPT = "a large red circle in the centre on a white background"
 _MB = 1e6  # bytes

@@ -9,7 +9,7 @@ import typer
 
 from para_core.cli import options
 from para_core.cli.options import flag, option
-from para_core.fleet.outputs import require_file
+from para_core.fleet.result_files import require_file
 
 
 def doctor(

@@ -12,8 +12,8 @@ from para_core.cli import checks, options
 from para_core.cli.options import INPUT, flag, option
 from para_core.cli.progress import announce_imports
 from para_core.fleet.choice_of_ray import uses_ray
-from para_core.fleet.outputs import require_name
 from para_core.fleet.prompt_file import require_contents
+from para_core.fleet.result_files import require_name
 from para_core.pipeline_options import RANKS
 
 

@@ -34,23 +34,21 @@ from para_core.fleet.engine import open_ranks
 from para_core.fleet.lines import LineRun
 from para_core.fleet.memory import Memory, bytes_of_device, foresee_mesh, predict_memory
 from para_core.fleet.no_effect import warnings_of
-from para_core.fleet.outputs import (
-    Result,
-    choose_format,
-    choose_names,
-    compute_digest,
-    find_disk_problem,
-    find_side_problem,
-    lock_folder,
-    read_digest,
-    require_room,
-    write_result,
-)
+from para_core.fleet.outputs import Result, choose_format, find_side_problem
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.prompt_file import Line, Problem, read_prompts
 from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import USUAL_PIXELS, Delivery, estimate_pixels, make_request
+from para_core.fleet.result_files import (
+    choose_names,
+    compute_digest,
+    find_disk_problem,
+    lock_folder,
+    read_digest,
+    require_room,
+    write_result,
+)
 from para_core.fleet.without_weights import without_weights
 
 logger = logging.getLogger(__name__)
@@ -113,9 +111,11 @@ def make_task(
     lines = [replace(line, digest=compute_digest(line.request, recipe, model.kind)) for line in lines]
     unfinished, finished = choose_names(folder, lines, files.name)
     room = group.room or bytes_of_device(ranks * replicas)
-    sides = {line.number: find_side_problem(line.request) for line in unfinished}
     reasons = _find_memory_problems(unfinished, model, recipe, ranks, room)
-    reasons |= {number: problem for number, problem in sides.items() if problem is not None}
+    for line in unfinished:
+        reason = find_side_problem(line.request)
+        if reason is not None:
+            reasons[line.number] = reason
     if reasons and prompts is None:
         raise ValueError(reasons[1])  # of the only line
     if prompts is not None:

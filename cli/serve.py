@@ -26,10 +26,11 @@ from para_core.cli.options import INPUT, LIMITS, flag, option
 from para_core.cli.progress import announce_imports
 from para_core.cli.signals import SignalCode
 from para_core.fleet.choice_of_ray import uses_ray
-from para_core.fleet.outputs import choose_format, require_file
+from para_core.fleet.outputs import choose_format
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.request_schema import read_size
+from para_core.fleet.result_files import require_file
 from para_core.fleet.selection import pipelines_for
 from para_core.pipeline_options import PIPELINE, RANKS
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from para_core.cli.torchrun import in_torchrun
-from para_core.fleet.outputs import require_file
+from para_core.fleet.result_files import require_file
 
 
 def trace_path(folder: Path, rank: int) -> Path:

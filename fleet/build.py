@@ -60,7 +60,8 @@ def find_model(
     """Return the description of a model without loading its weights.
 
     ``name`` is a folder, Hub repository or single file of a classical or modular pipeline, None for the tiny
-    FLUX. The other arguments are as in :func:`select_pipeline`, which says what it raises.
+    FLUX. With ``trust_remote_code``, the code of a modular pipeline's own blocks is run. The other arguments
+    are as in :func:`select_pipeline`, which says what it raises.
 
     Raises:
         ValueError: This diffusers lacks the class of the pipeline or of a component, the model generates
@@ -74,8 +75,8 @@ def find_model(
         defaults, name = TINY_FLUX_FIELDS, str(find_tiny_flux())
     selection = select_pipeline(name, pipeline=pipeline, config=config, controlnet=controlnet)
     if selection.index.modular:
-        opened = describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
-        return replace(opened, trusted=trust_remote_code)
+        modular = open_modular(name, trust_remote_code=trust_remote_code)
+        return replace(describe_modular(name, modular), trusted=trust_remote_code)
     cls = getattr(diffusers, selection.pipeline, None)
     if cls is None:
         version = diffusers.__version__

@@ -118,8 +118,11 @@ class LaunchedRanks:
                 return RankDied(f"rank {rank} {member.describe_end()}", rank)
         return None
 
-    def start(self) -> None:
+    def reopen(self) -> None:
+        """Let :meth:`start` start ranks again after :meth:`close`. Until then it raises RuntimeError."""
         self._state.closed = False
+
+    def start(self) -> None:
         if self._state.group is not None and not self._state.group.ended:
             return
         # The first call of a State starts its ranks, and new ones if they have ended.

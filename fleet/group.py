@@ -1,20 +1,17 @@
-"""Replicas on Ray: ranks as actors in one placement group, which run one pipeline; and the connection to a cluster.
+"""Replicas on Ray: ranks as actors in one placement group, which run one pipeline.
 
-replicas.py calls this file, if :func:`~para_core.fleet.choice_of_ray.uses_ray`: :func:`connect`, then
-:func:`require_cluster`, then it makes a :class:`RayReplica` for each group of ranks. The other half is
-rank_actor.py, which runs in the ranks; replica.py has the contract, which LocalReplica keeps, too. Tests:
-tests/fleet/test_ray.py with stand-ins for Ray, and test_replicas.py with a cluster.
+replicas.py makes a :class:`RayReplica` for each group of ranks, if a process is connected to a cluster by
+`ray_cluster.py`. The other half is rank_actor.py, which runs in the ranks; replica.py has the contract, which
+LocalReplica keeps, too. Tests: tests/fleet/test_ray.py with stand-ins for Ray, and test_replicas.py with a
+cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -29,17 +26,14 @@ from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import CONTROL, Answer, RankActor
+from para_core.fleet.ray_cluster import describe_cause, resources_of_rank
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.replica import Replica
 from para_core.fleet.request import Request
-from para_core.foreign_errors import is_slow_start_of_ray
 from para_core.launcher.errors import Cancelled, RankDied
 
 # Seconds between two reads of the number of finished steps from the first rank.
 _POLL_SECONDS = 0.1
-# Number of attempts to start Ray. Ray gives a node half a minute to start, which is too short on a busy
-# machine.
-_START_ATTEMPTS = 4
 # Seconds for the other ranks to answer after one rank failed or was cancelled. They are at most one step
 # behind that rank, and a rank that waits for it in a collective never answers.
 _GRACE_SECONDS = 30.0
@@ -65,7 +59,7 @@ class RayReplica(Replica):
         self.actors: list[Any] = []
         self._processes: list[tuple[int, Notes]] = []  # process id and notes of each rank
         self._dead: set[int] = set()  # ranks whose end was logged
-        self._batch_ids: set[str] = set()  # ids of the batch that runs
+        self._running_ids: set[str] = set()  # ids of the requests of the call that runs
 
     async def start(self) -> None:
         """Place the ranks and load the pipeline on them. If the replica runs already, it is stopped first.
@@ -99,7 +93,7 @@ class RayReplica(Replica):
 
         Raise RuntimeError if the cluster has no free resources within the recipe's timeout.
         """
-        bundle, ranks, seconds = _resources_of_rank(), self._options.ranks, self._recipe.timeout
+        bundle, ranks, seconds = resources_of_rank(), self._options.ranks, self._recipe.timeout
         strategy = "STRICT_PACK"
         if self._options.spread:
             strategy = "PACK"
@@ -239,7 +233,7 @@ class RayReplica(Replica):
                     progress(preview)
                 reported = done
 
-        self._batch_ids = {id_ for id_, _ in batch}
+        self._running_ids = {id_ for id_, _ in batch}
         polling = asyncio.ensure_future(poll())
         try:
             refs = [actor.generate_batch.remote(batch) for actor in actors]
@@ -247,7 +241,7 @@ class RayReplica(Replica):
         except asyncio.CancelledError:
             # The ranks end after their step, and the next batch waits in their actors until then.
             for id_, _ in batch:
-                self.cancel(id_)
+                self._cancel_running(id_)
             raise
         except RankDied as error:
             self._check_not_stopped(actors, error)
@@ -260,7 +254,7 @@ class RayReplica(Replica):
             raise RankDied(f"rank {error.rank} died: {death}.", error.rank) from error
         finally:
             polling.cancel()
-            self._batch_ids = set()
+            self._running_ids = set()
         progress(answers[0].steps)
         for preview in answers[0].previews[sent:]:
             progress(preview)
@@ -270,9 +264,9 @@ class RayReplica(Replica):
     def running(self) -> bool:
         return bool(self.actors)
 
-    def cancel(self, id_: str) -> None:
+    def _cancel_running(self, id_: str) -> None:
         # The actor would keep the id of a request that has ended, and cancel the next one of this name.
-        if self.actors and id_ in self._batch_ids:
+        if self.actors and id_ in self._running_ids:
             # The answer of the first rank decides for all.
             self.actors[0].cancel.options(concurrency_group=CONTROL).remote(id_)
 
@@ -291,107 +285,6 @@ class RayReplica(Replica):
             for rank, error in errors.items():
                 self._describe_end(rank, error)
         return len(answers) > 0 and not errors
-
-
-def require_cluster(options: ReplicaOptions, replicas: int) -> None:
-    """Check that the connected cluster is large enough for ``replicas`` replicas.
-
-    Raises:
-        ValueError: The cluster has too few GPUs or CPUs, or its nodes are too small for a replica each.
-    """
-    bundle = _resources_of_rank()
-    has = ray.cluster_resources()
-    for kind, each in bundle.items():
-        needed = each * options.ranks * replicas
-        if needed > has.get(kind, 0):
-            raise ValueError(
-                f"{replicas} replicas of {options.ranks} ranks need {needed:g} {kind}s, and the Ray cluster has "
-                f"{has.get(kind, 0):g}: use fewer (--replicas, --ranks), or add nodes with ray start."
-            )
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fit = sum(_count_fitting(node, bundle, options.ranks) for node in nodes)
-    if not options.spread and fit < replicas:
-        has_of_kind = [f"{', '.join(f'{node.get(kind, 0):g}' for node in nodes)} {kind}s" for kind in bundle]
-        raise ValueError(
-            f"{replicas} replicas of {options.ranks} ranks need one node each, and the nodes of the Ray cluster have "
-            f"{' and '.join(has_of_kind)}: use fewer ranks (--ranks), or serve --spread, which places a replica on "
-            "several nodes."
-        )
-
-
-def _count_fitting(node: Mapping[str, float], bundle: Mapping[str, float], ranks: int) -> int:
-    """Return how many replicas of ``ranks`` ranks, which take a ``bundle`` each, fit on a node with these resources."""
-    return min(int(node.get(kind, 0) // (each * ranks)) for kind, each in bundle.items())
-
-
-def connect(cpus: int, *, debug: bool) -> bool:
-    """Connect to the Ray cluster of ``ray start`` or ``RAY_ADDRESS``; if there is none, start one on this
-    machine.
-
-    A cluster that another program started for itself is not used, because it ends with that program. (Ray's
-    ``address="auto"`` would use it.) Return whether this call connected; the process may have been connected
-    before. Raise RuntimeError if Ray does not start, or no cluster answers at ``RAY_ADDRESS``. ``cpus`` is
-    the least number of CPUs of a cluster that is started here, and ``debug`` shows Ray's log messages.
-    """
-    if ray.is_initialized():
-        return False
-    # With Ray's default niceness of 15, ranks would get little CPU time on a busy machine, and wait for each
-    # other.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {}
-    if not debug:
-        options = {"logging_level": "ERROR", "log_to_driver": False}
-    here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
-    # Ray replaces Python's handler of SIGTERM. Restore the previous one, by which a command ends in its own
-    # way.
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        _start(**here)
-    except ValueError:
-        # There is a running cluster. Connect to it without the options of a new one.
-        try:
-            ray.init(**options)
-        except ConnectionError as error:
-            if address := os.environ.get("RAY_ADDRESS"):
-                raise RuntimeError(
-                    f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there."
-                ) from error
-            # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
-            _start(address="local", **here)
-    finally:
-        # Python lets only the main thread set signal handlers. In another thread Ray has replaced none of
-        # Python's; for the handler that it installs below Python see _restore_sigterm in http/pool.py.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
-    return True
-
-
-def _start(**options: Any) -> None:
-    """Call ``ray.init``, and again if a node starts too slowly.
-
-    Raise ValueError if there is a cluster already, for which Ray refuses ``num_cpus``, and RuntimeError if
-    Ray does not start.
-    """
-    for attempt in range(1, _START_ATTEMPTS + 1):
-        try:
-            ray.init(**options)
-            return
-        except ValueError:
-            raise
-        except Exception as error:
-            # If a node starts too slowly, Ray raises a bare Exception, so the message has to be compared.
-            if attempt == _START_ATTEMPTS or not is_slow_start_of_ray(error):
-                raise RuntimeError(f"Ray does not start on this machine: {describe_cause(error)}") from error
-            ray.shutdown()
-
-
-def _resources_of_rank() -> dict[str, float]:
-    """Return the bundle of resources that a rank takes: a CPU, and a GPU if the cluster has any."""
-    bundle = {"CPU": 1.0}
-    if ray.cluster_resources().get("GPU", 0):
-        bundle["GPU"] = 1.0
-    return bundle
 
 
 async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
@@ -429,9 +322,3 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
                 # If two ranks died, only the first was raised. Asyncio reports exceptions that nobody has read.
                 task.exception()
     return [task.result() for task in tasks]
-
-
-def describe_cause(error: BaseException) -> str:
-    """Return the first nonempty line of an exception that Ray raised, or of the cause that it wraps."""
-    lines = str(getattr(error, "cause", None) or error).splitlines()
-    return next((line.strip() for line in lines if line.strip()), type(error).__name__)

@@ -33,7 +33,7 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS, *, mode: ImageMo
             raise ValueError(
                 f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in total."
             )
-        if image.mode == "I;16":
+        if image.mode.startswith("I"):  # "I;16"; of an older Pillow "I". No PNG has more than 16 bits.
             # Pillow would cut gray values of 16 bits, as depth maps have them, off at 255: all white.
             image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         return _turn_upright(image.convert(mode))

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from para_core.fleet.encode_first import encode_batches
 from para_core.fleet.engine import Ranks
-from para_core.fleet.failures import RequestFailed, describe_exception
+from para_core.fleet.failures import EncodingFailed, describe_exception
 from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line, Problem
 from para_core.launcher.errors import RankDied
@@ -76,11 +76,11 @@ class LineRun:
         end, and what ``write`` raises.
         """
         self.shown.begin(line.number, line.request.fields.get("num_inference_steps"))
-        result: Result | RequestFailed | None = None
+        result: Result | EncodingFailed | None = None
         try:
             with self._running(line):
                 result = self.ranks.call("generate", line.request, listener=self.shown.step)
-            if isinstance(result, RequestFailed):
+            if isinstance(result, EncodingFailed):
                 raise result
         except RankDied:
             raise

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from para_core.fleet.engine import LaunchedRanks, OwnRank
-from para_core.fleet.failures import RequestFailed, describe_exception
+from para_core.fleet.failures import EncodingFailed, RequestFailed, describe_exception
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions, load_rank
@@ -27,7 +27,7 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.replica import Replica
 from para_core.fleet.request import Request
 from para_core.launcher.display import Display
-from para_core.launcher.errors import Cancelled, RankDied, error_for_future
+from para_core.launcher.errors import Cancelled, RankDied, set_outcome
 from para_core.launcher.handle import Ticket
 from para_core.progress import pass_records_to
 
@@ -83,6 +83,9 @@ class LocalReplica(Replica):
 
     async def start(self) -> None:
         await self.stop()
+        if isinstance(self._ranks, LaunchedRanks):
+            # Not in the work thread, where it could come after a stop that closes the ranks again.
+            self._ranks.reopen()
         begun = time.monotonic()
         if self._started:
             logger.info("%s: restarting", self._name)
@@ -166,7 +169,7 @@ class LocalReplica(Replica):
         self._batch = running
         requests = [request for _, request in batch]
         try:
-            results: list[Result | RequestFailed] = await self._call(
+            results: list[Result | EncodingFailed] = await self._call(
                 "generate_batch",
                 requests,
                 listener=lambda event: loop.call_soon_threadsafe(note, event),
@@ -197,7 +200,7 @@ class LocalReplica(Replica):
                 outcomes.append(result)
         return outcomes
 
-    def cancel(self, id_: str) -> None:
+    def _cancel_running(self, id_: str) -> None:
         batch = self._batch
         if batch is None or id_ not in batch.ids:
             return
@@ -277,14 +280,4 @@ class _WorkThread:
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # The loop has been closed.
-                future.get_loop().call_soon_threadsafe(_set_outcome, future, result, error)
-
-
-def _set_outcome(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """End ``future`` in the event loop, because the work thread must not touch it."""
-    if future.done():
-        return  # The task that waited was cancelled.
-    if error is not None:
-        future.set_exception(error_for_future(error))
-    else:
-        future.set_result(result)
+                future.get_loop().call_soon_threadsafe(set_outcome, future, result, error)

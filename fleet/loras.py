@@ -1,4 +1,4 @@
-"""LoRAs of a pipeline: those of its recipe, and those of requests, of which the most recently used ones stay loaded.
+"""LoRAs of a pipeline: those of its recipe, and those of requests. The LoRAs that requests used last stay loaded.
 
 `build.py` loads those of the recipe (:func:`load_loras_of_recipe`). :class:`~para_core.fleet.rank.Rank` makes
 :class:`LoadedLoras` for the ranks of a server, and calls it before each batch; `http/lora_folder.py` finds
@@ -81,7 +81,8 @@ class LoadedLoras:
         # Names in the pipeline by path and version, the least recently used first.
         self._loaded: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._active: Lora | None = None
-        # Whether the recipe's LoRAs and _active, and no others, are active. After a failed call, any may be.
+        # Whether the last call has ended: the recipe's LoRAs and _active, and no others, are active then, and
+        # at most _keep are loaded. After a failed call, any may be.
         self._is_current = True
         self._numbers = itertools.count()
         self.loads = 0
@@ -93,8 +94,8 @@ class LoadedLoras:
         Raises:
             ValueError: ``lora`` cannot be loaded. No other LoRA is unloaded then.
 
-        After any exception the pipeline must not run before a next call, which activates its own LoRAs. The
-        next change of the LoRA unloads what this one has not.
+        After any exception the pipeline must not run before a next call, which activates its own LoRAs, and
+        unloads what this one has not.
         """
         if self._is_current and lora == self._active:
             return
@@ -107,18 +108,18 @@ class LoadedLoras:
             self._pipe.set_adapters(list(scales), list(scales.values()))
         else:
             self._pipe.disable_lora()
-        self._active, self._is_current = lora, True
         encoders = text_encoders_of(self._pipe).values()
         if self._encoded_prompts is not None and any(
             getattr(module, "peft_config", None) for module in encoders
         ):
             self._encoded_prompts.clear()
-        # Unload only now, when a LoRA that fails can no longer cost another its place, and when the outputs of
-        # text encoders with the LoRA to unload are cleared.
+        # Unload last: a LoRA that cannot be loaded must not cost another one its place, and outputs of text
+        # encoders with the LoRA to unload are cleared before.
         while len(self._loaded) > self._keep:
             oldest = next(iter(self._loaded))
             self._pipe.delete_adapters(self._loaded[oldest])
-            del self._loaded[oldest]  # Only now: if it cannot be deleted, a later call tries again.
+            del self._loaded[oldest]  # Only now: if it cannot be deleted, the next call tries again.
+        self._active, self._is_current = lora, True
 
     def _load(self, lora: Lora) -> str:
         """Return the name under which the pipeline has the LoRA, after loading it if necessary."""

@@ -15,7 +15,7 @@ import torch
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.build import build, mesh_shape
 from para_core.fleet.encode_first import EncodeFirst
-from para_core.fleet.failures import RequestFailed
+from para_core.fleet.failures import EncodingFailed
 from para_core.fleet.libraries import quiet
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.memory import Memory, bytes_of_device, predict_memory
@@ -81,7 +81,7 @@ class Rank:
             room = bytes_of_device()
         return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
 
-    def generate(self, request: Request, link: CallerLink = NO_CALLER) -> Result | RequestFailed | None:
+    def generate(self, request: Request, link: CallerLink = NO_CALLER) -> Result | EncodingFailed | None:
         """Run one request, such as a line of a prompt file. Return the result on the first rank of the
         pipeline's mesh, or EncodingFailed there if it cannot be encoded, and None on others. Raise ValueError
         if its LoRA cannot be loaded.
@@ -95,7 +95,7 @@ class Rank:
 
     def generate_batch(
         self, requests: Sequence[Request], link: CallerLink = NO_CALLER
-    ) -> list[Result | RequestFailed] | None:
+    ) -> list[Result | EncodingFailed] | None:
         """Run requests with the same ``batch_key`` as one call of the pipeline.
 
         Return the results on the first rank of the pipeline's mesh, with EncodingFailed in place of those that

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from para_core.fleet.failures import RequestFailed, describe_exception
+from para_core.fleet.failures import EncodingFailed, RequestFailed, describe_exception
 from para_core.fleet.last_words import LastWords
 from para_core.fleet.log_relay import LogEntry, LogPosition, LogRelay
 from para_core.fleet.memory import Memory
@@ -27,14 +27,11 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.link import CallerLink
-from para_core.launcher.processes import LAUNCHER_PREFIXES
+from para_core.launcher.processes import is_set_by_launcher
 from para_core.progress import pass_records_to
 
 # Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
 CONTROL = "control"
-# Environment variables by which launchers tell a process its rank, besides those with LAUNCHER_PREFIXES. Ray's
-# workers inherit them from the process that started Ray, but have ranks of their own.
-_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,10 @@ class RankActor:
         """Connect to the other ranks at the address of :meth:`open_store`, and load the pipeline. A
         collective call, after which :class:`Rank` may be used.
         """
-        # A Ray actor sees one GPU, with index 0. With a launcher's LOCAL_RANK, init_device_mesh would select
-        # another.
+        # Ray's workers inherit the variables of a launcher that has started Ray. A Ray actor sees one GPU, with
+        # index 0, and with the launcher's LOCAL_RANK init_device_mesh would select another.
         for name in list(os.environ):
-            if name in _LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES):
+            if is_set_by_launcher(name):
                 del os.environ[name]
         timeout = timedelta(seconds=self._recipe.timeout)
         if self._options.ranks > 1:
@@ -124,7 +121,7 @@ class RankActor:
         self._previews.clear()
         try:
             link = CallerLink(note, lambda: self._cancelled.issuperset(ids))
-            results: Sequence[Result | RequestFailed | None] | None = self._require_joined().generate_batch(
+            results: Sequence[Result | EncodingFailed | None] | None = self._require_joined().generate_batch(
                 requests, link
             )
             if not results:  # Another rank has them.
@@ -141,7 +138,7 @@ class RankActor:
                 self._steps_done.pop(id_, None)
                 self._cancelled.discard(id_)
 
-    def _answer(self, id_: str, result: Result | RequestFailed | None, batch: int) -> Answer:
+    def _answer(self, id_: str, result: Result | EncodingFailed | None, batch: int) -> Answer:
         """Return the answer for one request of a finished call for ``batch`` requests."""
         steps = self._steps_done.get(id_, 0)
         if id_ in self._cancelled and batch > 1:

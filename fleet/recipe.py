@@ -169,7 +169,7 @@ class Recipe(PipelineChoices):
         """16 hex digits. Recipes with the same have results that are equal up to rounding; some others have,
         too.
 
-        :func:`~para_core.fleet.outputs.choose_names` finds finished files by it. So a new option that changes
+        :func:`~para_core.fleet.result_files.choose_names` finds finished files by it. So a new option that changes
         results must be added, and only if it is set, or files of earlier versions would be generated again.
         tests/fleet/test_recipe.py lists the options that change results, and those that do not.
         """

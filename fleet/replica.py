@@ -23,6 +23,10 @@ class Replica(ABC):
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()  # held while a batch runs, so that two calls of _run_batch never overlap
+        # Ids of the requests of that batch, and of those that were cancelled. They are kept while a failed
+        # batch is repeated, because a request that still waits for its own call can be cancelled, too.
+        self._batch_ids: set[str] = set()
+        self._cancelled_ids: set[str] = set()
 
     @property
     @abstractmethod
@@ -84,10 +88,25 @@ class Replica(ABC):
                 stopped.
         """
         async with self._turn:
-            outcomes = await self._run_batch(batch, progress)
-            if len(batch) > 1 and all(type(outcome) is RequestFailed for outcome in outcomes):
-                outcomes = [(await self._run_batch([entry], progress))[0] for entry in batch]
+            self._batch_ids = {id_ for id_, _ in batch}
+            try:
+                outcomes = await self._run_batch(batch, progress)
+                # EncodingFailed is of one request: running the others again would change nothing.
+                if len(batch) > 1 and all(type(outcome) is RequestFailed for outcome in outcomes):
+                    outcomes = [await self._run_alone(entry, progress) for entry in batch]
+            finally:
+                self._batch_ids = set()
+                self._cancelled_ids = set()
         return outcomes
+
+    async def _run_alone(
+        self, entry: tuple[str, Request], progress: Callable[[int | Output], None]
+    ) -> Result | RequestFailed | Cancelled:
+        """Run one request of a failed batch alone, unless it was cancelled, and return its outcome."""
+        id_, _ = entry
+        if id_ in self._cancelled_ids:
+            return Cancelled("cancelled before it ran again.")
+        return (await self._run_batch([entry], progress))[0]
 
     @abstractmethod
     async def _run_batch(
@@ -99,9 +118,15 @@ class Replica(ABC):
         :meth:`generate_batch` says what is raised. Two calls never overlap.
         """
 
-    @abstractmethod
     def cancel(self, id_: str) -> None:
         """Cancel a running request after its current step. A batch ends early only if all of it is cancelled.
 
-        Does nothing if the request has ended.
+        If the batch fails, the request is not run again. Does nothing if the batch has ended.
         """
+        if id_ in self._batch_ids:
+            self._cancelled_ids.add(id_)
+            self._cancel_running(id_)
+
+    @abstractmethod
+    def _cancel_running(self, id_: str) -> None:
+        """Let the ranks cancel a request after its current step. Does nothing if it is not running."""

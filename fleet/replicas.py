@@ -67,11 +67,11 @@ def cluster_connection(options: ReplicaOptions, count: int, *, debug: bool) -> I
         return
     import ray
 
-    from para_core.fleet import group
+    from para_core.fleet import ray_cluster
 
-    has_connected = group.connect(options.ranks * count, debug=debug)
+    has_connected = ray_cluster.connect(options.ranks * count, debug=debug)
     try:
-        group.require_cluster(options, count)
+        ray_cluster.require_cluster(options, count)
         yield
     finally:
         if has_connected:

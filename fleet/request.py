@@ -72,7 +72,7 @@ class Request:
     def digest(self) -> str:
         """16 hex digits that identify what the request generates, however that is delivered.
 
-        They are part of the records on disk (:func:`~para_core.fleet.outputs.compute_digest`): if they
+        They are part of the records on disk (:func:`~para_core.fleet.result_files.compute_digest`): if they
         change, finished results of earlier versions are generated again.
         """
         images = {

@@ -22,7 +22,7 @@ from para_core.adapters.cache.generation import cache_summary
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.agree import broadcast_bytes
 from para_core.fleet.build import mesh_shape
-from para_core.fleet.failures import EncodingFailed, RequestFailed, describe_exception
+from para_core.fleet.failures import EncodingFailed, describe_exception
 from para_core.fleet.image_files import ImageMode
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
@@ -51,7 +51,7 @@ class Watch:
 
 def generate_request(
     pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()
-) -> Result | RequestFailed | None:
+) -> Result | EncodingFailed | None:
     """Run the pipeline for one request. A collective call.
 
     Return the result on the first rank of the pipeline's mesh, or EncodingFailed there if its files cannot be
@@ -66,7 +66,7 @@ def generate_request(
 
 def generate_batch(
     pipe: Any, requests: Sequence[Request], recipe: Recipe, watch: Watch = Watch()
-) -> list[Result | RequestFailed] | None:
+) -> list[Result | EncodingFailed] | None:
     """Run one call of the pipeline for requests with the same ``batch_key``, and return a result for each. A
     collective call.
 
@@ -90,14 +90,24 @@ def generate_batch(
     seconds = time.perf_counter() - start
     if not first:
         return None
-    videos = getattr(output, "frames", None)
-    samples: Any = videos
-    if videos is None:
-        samples = output.images
-    shares = [samples]
-    if len(requests) > 1:
-        shares = [[sample] for sample in samples]
-    results: list[Result | RequestFailed] = []
+    return _make_results(pipe, requests, recipe, output, seconds)
+
+
+def _make_results(
+    pipe: Any, requests: Sequence[Request], recipe: Recipe, output: Any, seconds: float
+) -> list[Result | EncodingFailed]:
+    """Return the result of each request from the ``output`` of a call that took ``seconds``, or EncodingFailed
+    for a request whose files cannot be encoded, and for every one if the output lacks samples.
+
+    Nothing is raised, because only the first rank calls it. If it raised alone, all ranks would be ended, and
+    the other requests of the batch would have no result.
+    """
+    is_video = getattr(output, "frames", None) is not None
+    try:
+        shares = _share_samples(output, len(requests))
+    except Exception as error:
+        return [_encoding_failed(error) for _ in requests]
+    results: list[Result | EncodingFailed] = []
     for request, share in zip(requests, shares, strict=True):
         try:
             images = [image for sample in share for image in _images_of(sample)]
@@ -105,15 +115,34 @@ def generate_batch(
             size = f"{images[0].width}x{images[0].height}"
             described = {**make_metadata(pipe, request, recipe, seconds), "size": size}
             files = images
-            if videos is not None:
+            if is_video:
                 files = share
             results.append(Result(tuple(encode(files, request.delivery)), described))
         except Exception as error:
-            # Only this rank encodes. If it raised alone, all ranks would be ended, and the other requests of
-            # the batch would have no result.
-            logger.debug("a result cannot be encoded", exc_info=True)
-            results.append(EncodingFailed(f"its result cannot be encoded: {describe_exception(error)}"))
+            results.append(_encoding_failed(error))
     return results
+
+
+def _share_samples(output: Any, requests: int) -> list[Any]:
+    """Return the samples of each of ``requests`` requests: the videos of ``output``, else its images.
+
+    Raise AttributeError if it has neither, and ValueError if a batch does not have a sample for each request.
+    """
+    samples = getattr(output, "frames", None)
+    if samples is None:
+        samples = output.images
+    if requests == 1:
+        return [samples]
+    shares = [[sample] for sample in samples]
+    if len(shares) != requests:
+        raise ValueError(f"the pipeline returned {len(shares)} samples for {requests} requests.")
+    return shares
+
+
+def _encoding_failed(error: Exception) -> EncodingFailed:
+    """Return the outcome of a request whose result cannot be encoded because of ``error``, which is logged."""
+    logger.debug("a result cannot be encoded", exc_info=error)
+    return EncodingFailed(f"its result cannot be encoded: {describe_exception(error)}")
 
 
 def _images_of(sample: Any) -> Sequence[Any]:
@@ -129,7 +158,7 @@ def _send_nothing(output: Output) -> None:
 
 def _generate_parts(
     pipe: Any, request: Request, recipe: Recipe, watch: Watch
-) -> list[Result | RequestFailed] | None:
+) -> list[Result | EncodingFailed] | None:
     """Run a call of the pipeline for each part of ``request``, and join the results. See
     :func:`split_request`. If a part has no result, the request has none.
     """
@@ -147,7 +176,7 @@ def _generate_parts(
         results.append(generate_request(pipe, part, recipe, replace(watch, progress=progress)))
         done += last
     for result in results:
-        if isinstance(result, RequestFailed):
+        if isinstance(result, EncodingFailed):
             return [result]
     firsts = [result for result in results if isinstance(result, Result)]
     if not firsts:

@@ -32,10 +32,11 @@ from PIL import Image
 from benchmarks.harness import ROOT, markdown_table, parser_of, read_results, write_results
 from benchmarks.serving.load import PATH, PlainBackend, replica_server, response_of
 from para_core.fleet.build import find_model
-from para_core.fleet.outputs import Result, choose_names, write_result
+from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line, read_prompts
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
+from para_core.fleet.result_files import choose_names, write_result
 from para_core.launcher.processes import IN_RANK
 
 PORT = 8127

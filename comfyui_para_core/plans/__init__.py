@@ -1,7 +1,11 @@
 """Recorded plans of the classes of ``comfy/ldm``, as data: one file for each family.
 
-Tests of :func:`find_plan`: tests/comfyui/test_pack.py. The head of each file says what compares its plans
-with ComfyUI.
+The head of each file says with which version of ComfyUI its plans were compared. With ComfyUI installed,
+``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them again, for the models whose
+name in benchmarks/comfyui/cases.py contains NAME.
+
+Of all plans, ``make test`` runs :data:`.wan.WAN` alone, on a stand-in for ComfyUI, and checks that
+:data:`.unsupported.UNET` is refused. Tests: tests/comfyui/test_pack.py.
 """
 
 from __future__ import annotations

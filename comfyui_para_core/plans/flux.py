@@ -1,9 +1,7 @@
 """Plans of FLUX.1, FLUX.2, Chroma and Chroma Radiance. Compared with ComfyUI 0.33.0.
 
-`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. No test of ``make test``
-runs a plan of this file. With ComfyUI installed, ``COMFYUI=path python -m benchmarks.comfyui.classes --only
-NAME`` does, for the models whose name in benchmarks/comfyui/cases.py contains NAME. Qwen-Image and
-HunyuanVideo take parts of it from here.
+`plans/__init__.py` finds the plans here, and says what runs them. Qwen-Image and HunyuanVideo take
+parts of it from here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Plans of models whose blocks take text and image tokens as one tensor. Compared with ComfyUI 0.33.0.
 
-`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. No test of ``make test``
-runs a plan of this file. With ComfyUI installed, ``COMFYUI=path python -m benchmarks.comfyui.classes --only
-NAME`` does, for the models whose name in benchmarks/comfyui/cases.py contains NAME. Models that take two
-tensors are in `joint_attention`.
+`plans/__init__.py` finds the plans here, and says what runs them. Models that take two tensors are in
+`joint_attention`.
 """
 
 from __future__ import annotations

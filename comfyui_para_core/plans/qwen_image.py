@@ -1,8 +1,6 @@
 """Plans of Qwen-Image. Compared with ComfyUI 0.33.0, ``comfy/ldm/qwen_image/model.py``.
 
-`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. No test of ``make test``
-runs a plan of this file. With ComfyUI installed, ``COMFYUI=path python -m benchmarks.comfyui.classes --only
-NAME`` does, for the models whose name in benchmarks/comfyui/cases.py contains NAME.
+`plans/__init__.py` finds the plans here, and says what runs them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Plans of Wan. Compared with ComfyUI 0.33.0, ``comfy/ldm/wan``.
 
-`plans/__init__.py` finds each global :class:`RecordedPlan` here, by its ``cls``. Of these plans, ``make
-test`` runs :data:`WAN` alone, on a stand-in for ComfyUI (tests/comfyui/test_pack.py). With ComfyUI installed,
-``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` runs them, for the models whose name in
-benchmarks/comfyui/cases.py contains NAME.
+`plans/__init__.py` finds the plans here, and says what runs them.
 """
 
 from __future__ import annotations

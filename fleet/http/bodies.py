@@ -8,7 +8,6 @@ tests/fleet/test_server.py, tests/fleet/test_hostile.py, tests/fleet/test_fields
 from __future__ import annotations
 
 import asyncio
-import base64
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,9 @@ from starlette.requests import Request as HttpRequest
 
 from para_core.fleet.http.errors import RequestError
 from para_core.fleet.http.forms import read_form
+from para_core.fleet.http.image_fields import read_data, with_pipeline_names
 from para_core.fleet.http.lora_folder import LoraFolder
-from para_core.fleet.image_classes import explain_refused_image
-from para_core.fleet.image_files import convert_mask, open_image
+from para_core.fleet.image_files import open_image
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import find_side_problem, formats_here
 from para_core.fleet.pipeline_info import Model
@@ -183,7 +182,7 @@ def read_request(
     files = dict(files)
     if isinstance(values, dict):
         try:
-            values = _with_pipeline_names(values, files, model)
+            values = with_pipeline_names(values, files, model)
         except ValueError as error:
             raise RequestError(400, "invalid_value", str(error)) from None
     fields = _validate(values, schema, model)
@@ -195,7 +194,7 @@ def read_request(
     lora = fields.pop("lora", default_lora)
 
     def read_image(text: str) -> bytes:
-        data = _read_data(text, files)
+        data = read_data(text, files)
         open_image(data, options.pixels)
         return data
 
@@ -338,107 +337,3 @@ def _require_size(request: Request, model: Model, options: ServerOptions) -> Non
         if side:
             hint = f"the same number of images or frames fits at {side}x{side}"
     raise RequestError(400, "too_large", f"{pixels} pixels in total are {why}: {hint}.")
-
-
-def _read_data(text: str, files: Mapping[str, bytes]) -> bytes:
-    """Return the contents of an image: the file of the form whose placeholder is ``text``, or else ``text``
-    decoded.
-
-    Raises:
-        ValueError: ``text`` is neither a placeholder nor base64, see :func:`_decode_base64`.
-    """
-    if text in files:
-        return files[text]
-    return _decode_base64(text)
-
-
-def _decode_base64(text: str) -> bytes:
-    """Return the contents of an image given as a ``data:`` URL or as base64.
-
-    Paths and other URLs raise ValueError: the server must not open files or addresses that a client chooses.
-    """
-    if text.startswith("data:"):
-        text = text.partition(",")[2]
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError:
-        raise ValueError(
-            "an image must be base64, or data:image/png;base64,…; paths and addresses are not opened."
-        ) from None
-
-
-# Field names of OpenAI's API, and the names that pipelines have for these fields.
-_PIPELINE_NAMES = {"mask": "mask_image", "input_reference": "image", "images": "image"}
-
-
-def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], model: Model) -> dict[str, Any]:
-    """Return the fields of a body with the pipeline's names, and with images as texts instead of OpenAI's
-    objects.
-
-    The contents of a mask in OpenAI's form are converted, and added to ``files``. Raise ValueError if two
-    fields set the same image, or an image has another form.
-    """
-    named: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    edited = model.edited_images
-    for source, value in values.items():
-        name = source
-        if source not in model.fields:
-            name = _PIPELINE_NAMES.get(source, source)
-        if name == "image" and "image" not in model.fields and edited:
-            name = edited[0]
-        if value is None:
-            named.setdefault(name, None)
-            continue
-        if name in sources:
-            raise ValueError(
-                f"field {sources[name]!r} and field {source!r} both set {name!r}: expected one of them."
-            )
-        if source in _PIPELINE_NAMES and source not in model.fields and not edited:
-            raise ValueError(explain_refused_image(model))
-        sources[name] = source
-        named[name] = value
-        if name in model.images or source in _PIPELINE_NAMES:
-            named[name] = _replace_addresses(source, value)
-        if source == "mask":
-            named[name] = _convert_masks(named[name], files)
-    return named
-
-
-def _replace_addresses(name: str, value: Any) -> Any:
-    """Return ``value`` with each of OpenAI's objects ``{"image_url": …}`` replaced by its address, a text.
-
-    Raise ValueError if an object has no address. Other values are returned as they are.
-    """
-    if isinstance(value, list):
-        return [_replace_addresses(name, item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    url = value.get("image_url")
-    # The chat API has one more object around the address.
-    if isinstance(url, dict):
-        url = url.get("url")
-    if isinstance(url, str):
-        return url
-    if "file_id" in value:
-        raise ValueError(
-            f"field {name!r} has a file_id, and this server keeps no uploaded files: send the image itself, as "
-            '{"image_url": "data:image/png;base64,…"} or as a file of a form.'
-        )
-    raise ValueError(
-        f"field {name!r} has an object with {', '.join(map(repr, value)) or 'nothing'}: expected "
-        '{"image_url": "data:image/png;base64,…"}.'
-    )
-
-
-def _convert_masks(value: Any, files: dict[str, bytes]) -> Any:
-    """Return masks of OpenAI's form as keys of ``files``, to which their conversions to diffusers' form are
-    added.
-    """
-    if isinstance(value, list):
-        return [_convert_masks(item, files) for item in value]
-    if not isinstance(value, str):
-        return value
-    key = f"mask {len(files)} of the body"
-    files[key] = convert_mask(_read_data(value, files))
-    return key

@@ -65,9 +65,8 @@ def _version_of(path: Path) -> str:
     """
     versions: list[str] = []
     for file in (path, *sorted(path.glob("*.safetensors"))):
-        with suppress(
-            FileNotFoundError
-        ):  # A file that is deleted now cannot be loaded, which fails the request.
+        # A file that is deleted now cannot be loaded, which fails the request.
+        with suppress(FileNotFoundError):
             status = file.stat()
             versions.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
     return ", ".join(versions)

@@ -25,8 +25,8 @@ from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.http.errors import RequestError
 from para_core.fleet.http.jobs import Job, Jobs
 from para_core.fleet.http.middleware import escape_unprintable
-from para_core.fleet.outputs import write_atomically
 from para_core.fleet.request import Request
+from para_core.fleet.result_files import write_atomically
 
 logger = logging.getLogger(__name__)
 _ID_PATTERN = re.compile(r"video_[0-9a-f]{32}")

@@ -1,6 +1,12 @@
-"""Exceptions of a call on ranks. Tests: tests/launcher/test_failures.py, tests/launcher/test_cancel.py."""
+"""Exceptions of a call on ranks, and how a future of asyncio gets the outcome of one.
+
+Tests: tests/launcher/test_failures.py, tests/launcher/test_cancel.py.
+"""
 
 from __future__ import annotations
+
+import asyncio
+from typing import Any
 
 
 class Cancelled(RuntimeError):
@@ -26,14 +32,19 @@ class RankTraceback(Exception):
         return f"\n\n{self.args[0]}"
 
 
-def error_for_future(error: BaseException) -> BaseException:
-    """Return the exception to set on a future of asyncio for ``error``.
-
-    A future refuses StopIteration, as from ``next()`` on a module without parameters, and would never end. It
-    becomes the cause of a RuntimeError, as if a coroutine had raised it.
+def set_outcome(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """End ``future`` with ``error``, or with ``result`` if that is None. Called in the event loop of the future,
+    because no other thread may touch it.
     """
-    if not isinstance(error, StopIteration):
-        return error
-    accepted = RuntimeError("the call raised StopIteration.")
-    accepted.__cause__ = error
-    return accepted
+    if future.done():
+        return  # The task that waited for it was cancelled.
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, StopIteration):
+        # As from next() on a module without parameters. A future refuses it, and would never end. It becomes
+        # the cause of a RuntimeError, as if a coroutine had raised it.
+        accepted = RuntimeError("the call raised StopIteration.")
+        accepted.__cause__ = error
+        future.set_exception(accepted)
+    else:
+        future.set_exception(error)

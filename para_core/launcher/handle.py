@@ -19,7 +19,7 @@ from typing import Any
 
 from para_core.launcher.callbacks import name_callbacks, take_out_callbacks
 from para_core.launcher.display import Display
-from para_core.launcher.errors import Cancelled, error_for_future
+from para_core.launcher.errors import Cancelled, set_outcome
 from para_core.launcher.messages import (
     LOADING,
     Call,
@@ -333,14 +333,6 @@ class Launched:
         loop, ticket = asyncio.get_running_loop(), Ticket()
         future: asyncio.Future[Any] = loop.create_future()
 
-        def finish(result: Any, error: BaseException | None) -> None:
-            if future.done():
-                return  # The task was cancelled.
-            if error is not None:
-                future.set_exception(error_for_future(error))
-            else:
-                future.set_result(result)
-
         def work() -> None:
             result, error = None, None
             try:
@@ -348,7 +340,7 @@ class Launched:
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # The loop has been closed.
-                loop.call_soon_threadsafe(finish, result, error)
+                loop.call_soon_threadsafe(set_outcome, future, result, error)
 
         threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
         try:

@@ -211,12 +211,13 @@ def _accept_ranks(
     end = time.monotonic() + timeout
     while len(channels) < len(members):
         missing = [rank for rank in range(len(members)) if rank not in channels]
-        if time.monotonic() > end:
+        remaining = end - time.monotonic()
+        if remaining <= 0:
             raise RuntimeError(
                 f"ranks {missing} did not connect within {timeout:g} s: para_core must be installed on every host, and "
                 "the hosts must reach this one."
             )
-        server.settimeout(_CHECK_SECONDS)
+        server.settimeout(min(_CHECK_SECONDS, remaining))
         try:
             connection, _ = server.accept()
         except TimeoutError:

@@ -28,14 +28,13 @@ from para_core.launcher.wire import Body, Channel
 # A rank has the caller's search path before it imports anything.
 _PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
 _MAIN = "from para_core.launcher.rank import main_of_child; main_of_child(*map(int, sys.argv[1:]))"
-# Prefixes of the environment variables by which other launchers tell a process its rank, besides the variables
-# of rank_environment. Ranks have ranks of their own; those of Ray's actors drop them in fleet/rank_actor.py. A
-# user's own variable with such a prefix (GROUP_NAME) does not reach the ranks either, unless env= of launch
-# names it.
-LAUNCHER_PREFIXES = (
-    *("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_", "GROUP_", "ROLE_"),
-    *("MASTER_", "NODE_RANK"),
+# Environment variables by which torchrun, Slurm and MPI tell a process its rank: their names, and prefixes if a
+# launcher sets many.
+_LAUNCHER_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
+_LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
 # Tells a process that it is a rank.
 IN_RANK = "PARA_CORE_LAUNCHED_RANK"
 # Bytes of a rank's output that are shown if it dies.
@@ -206,6 +205,13 @@ def _receive_messages(
         inbox.put((("died", rank), Body(b"")))
 
 
+def is_set_by_launcher(name: str) -> bool:
+    """Whether a launcher sets the environment variable ``name`` to tell a process its rank. A process that this
+    one starts has another rank, so it must not inherit the variable.
+    """
+    return name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
+
+
 def rank_environment(
     rank: int, ranks: int, local_rank: int, local_ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
@@ -213,7 +219,7 @@ def rank_environment(
     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and with ``env``,
     whose variables replace those of the same names.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    inherited = {name: value for name, value in os.environ.items() if not is_set_by_launcher(name)}
     launcher = {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),

@@ -18,10 +18,11 @@ from PIL import Image
 import para_core.cli.signals
 import para_core.fleet.rank
 from para_core.cli.app import run
-from para_core.fleet.failures import RequestFailed
-from para_core.fleet.outputs import Result, compute_digest, encode, lock_folder
+from para_core.fleet.failures import EncodingFailed
+from para_core.fleet.outputs import Result, encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Request
+from para_core.fleet.result_files import compute_digest, lock_folder
 from para_core.option_values import BACKENDS
 from para_core.progress import readable_bytes
 from tests.scripts import command_on_ranks
@@ -363,7 +364,7 @@ def test_full_disk_and_a_result_of_somebody_else_keep_what_is_there(tmp_path, pr
     assert re.search(r"^error: .*00002\.json exists", capsys.readouterr().err, re.M)
     assert (out / "00002.json").read_text() == "of somebody else"
     assert stand_in == ["a", "b", "b"]
-    monkeypatch.setattr(para_core.fleet.rank, "generate_request", lambda *_: RequestFailed("no room"))
+    monkeypatch.setattr(para_core.fleet.rank, "generate_request", lambda *_: EncodingFailed("no room"))
     assert run(["generate", "--prompts", path, "--out", str(out)]) == 1
     assert re.search(r"^line 2: no room$(?s:.*)^line 3: no room$", capsys.readouterr().err, re.M)
 

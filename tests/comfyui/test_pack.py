@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.attention.one_device import relative_error as error
-from tests.fleet.test_comfyui import FOLDER, load_nodes
+from tests.comfyui.pack import load_nodes
 
 HERE = Path(__file__).parent
 LORA = {"diffusion_model.blocks.1.self_attn.q.weight": 0.3 * torch.ones(16, 16)}
@@ -264,17 +264,15 @@ def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wa
     assert ranks_of_this_process() == []
 
 
-def test_without_para_core_the_loader_says_so_and_the_other_nodes_are_there(comfy, wan):
+def test_without_para_core_the_loader_says_so_and_the_other_nodes_are_there(comfy, wan, tmp_path):
     program = f"""
-import importlib.util, sys
+import sys
 sys.modules["para_core"] = sys.modules["cloudpickle"] = None  # To import one is an error.
 sys.path[:0] = [{str(HERE / "standin")!r}]
-spec = importlib.util.spec_from_file_location("a pack", {str(FOLDER / "__init__.py")!r})
-module = importlib.util.module_from_spec(spec)
-sys.modules["a pack"] = module
-spec.loader.exec_module(module)
-print(*module.NODE_CLASS_MAPPINGS)
-module.NODE_CLASS_MAPPINGS["ParaCoreLoadOnRanks"]().load({wan!r}, "default", 2, "auto", 0.0, "replicated")
+from tests.comfyui.pack import load_nodes
+nodes = load_nodes({str(tmp_path)!r})
+print(*nodes)
+nodes["ParaCoreLoadOnRanks"]().load({wan!r}, "default", 2, "auto", 0.0, "replicated")
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "ParaCoreTextToImage" in ended.stdout

@@ -4,8 +4,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.fleet.commands import find_free_port
-
 
 @pytest.fixture(scope="session")
 def served():
@@ -24,23 +22,3 @@ def served():
             return servers[key]
 
         yield serve
-
-
-@pytest.fixture
-def client():
-    """Return a function that makes clients of OpenAI's package. The clients are closed when the test ends."""
-    # Import here, because most tests of the folder need no client.
-    import openai
-
-    with ExitStack() as clients:
-
-        def connect(port):
-            url = f"http://127.0.0.1:{port}/v1"
-            return clients.enter_context(openai.OpenAI(base_url=url, api_key="none", max_retries=0))
-
-        yield connect
-
-
-@pytest.fixture
-def free_port():
-    return find_free_port()

@@ -1,12 +1,9 @@
 """The nodes for ComfyUI, loaded as ComfyUI loads a folder of custom nodes, against the server over a stand-in."""
 
 import http.client
-import importlib.util
 import io
-import shutil
 import sys
 import types
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,9 +13,9 @@ from PIL import Image
 
 from para_core.fleet.outputs import encode
 from para_core.fleet.request import Delivery
+from tests.comfyui.pack import load_nodes
 from tests.fleet.test_server import StandIn, serving, until
 
-FOLDER = Path(__file__).parents[2] / "comfyui_para_core"
 COMMON = {"prompt": "a", "width": 64, "height": 32, "steps": 3, "seed": 7}
 
 
@@ -56,18 +53,6 @@ def comfy(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     return state
-
-
-def load_nodes(tmp_path):
-    """Return the node classes of a copy of the folder in ``custom_nodes``, imported as ComfyUI imports it."""
-    folder = Path(shutil.copytree(FOLDER, tmp_path / "custom_nodes" / "para-core"))
-    name = str(folder).replace(".", "_x_")
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    assert module.NODE_CLASS_MAPPINGS.keys() == module.NODE_DISPLAY_NAME_MAPPINGS.keys()
-    return module.NODE_CLASS_MAPPINGS
 
 
 @pytest.fixture

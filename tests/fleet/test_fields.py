@@ -133,10 +133,13 @@ def test_image_is_turned_upright_as_by_diffusers(exif):
     assert np.array_equal(open_image(file.getvalue()), expected)
 
 
-def test_the_upper_bits_of_a_depth_map_with_16_bits_are_taken():
+def test_the_upper_bits_of_a_depth_map_with_16_bits_are_taken(monkeypatch):
     depth, file = np.arange(800, dtype=np.uint16).reshape(20, 40) * 81, io.BytesIO()
     Image.fromarray(depth).save(file, "PNG")
     assert np.array_equal(np.asarray(open_image(file.getvalue()))[..., 0], depth >> 8)
+    # An older Pillow opens the file in the mode "I".
+    monkeypatch.setattr(Image, "open", lambda *_, **__: Image.fromarray(depth.astype(np.int32)))
+    assert np.array_equal(np.asarray(open_image(b""))[..., 0], depth >> 8)
 
 
 def test_format_without_an_encoder_is_no_choice(monkeypatch):

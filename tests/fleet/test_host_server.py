@@ -9,12 +9,10 @@ import pytest
 
 from para_core.cli.app import run
 from para_core.fleet.pipeline_info import find_tiny_flux
-from tests.fleet.commands import messages, serve
+from tests.fleet.commands import find_free_port, messages, serve
 from tests.fleet.test_server import PATH, ask, get
 
 FIELDS = {"prompt": "a large red circle", "size": "64x48", "steps": 3, "seed": 7}
-
-
 # Lines of the log in this order, each with its level and words.
 LOGGED = [
     *(("INFO", "starting", "FluxPipeline"), ("INFO", "loaded component 7 of 7"), ("INFO", "warmed up for 64x48")),
@@ -24,8 +22,8 @@ LOGGED = [
 
 
 @pytest.mark.slow
-def test_one_rank_needs_no_second_process(free_port):
-    port = free_port
+def test_one_rank_needs_no_second_process():
+    port = find_free_port()
     with serve("--ranks", 1, "--port", port, "--warmup", "64x48") as command:
         command.read_until("component 1 of 7")
         assert ask(port, FIELDS)[0] == get(port, "/health")[0] == 503
@@ -41,15 +39,16 @@ def test_one_rank_needs_no_second_process(free_port):
     assert sum("loaded component 3 of 7" in text for _, text in logged) == 1
 
 
-def test_used_port_and_broken_model_end_with_a_sentence(free_port, tmp_path, capsys, monkeypatch):
+def test_used_port_and_broken_model_end_with_a_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with socket.create_server(("127.0.0.1", free_port)):
-        assert run(["serve", "--port", str(free_port), "--ranks", "1"]) == 1
+    port = find_free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        assert run(["serve", "--port", str(port), "--ranks", "1"]) == 1
     shown = capsys.readouterr().err
-    assert shown.splitlines()[-1].startswith(f"error: port {free_port} of 127.0.0.1 cannot be used")
+    assert shown.splitlines()[-1].startswith(f"error: port {port} of 127.0.0.1 cannot be used")
     assert "loaded" not in shown
     broken = Path(shutil.copytree(find_tiny_flux(), tmp_path / "broken"))
     weights = next((broken / "transformer").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert run(["serve", "--model", str(broken), "--port", str(free_port), "--ranks", "1"]) == 1
+    assert run(["serve", "--model", str(broken), "--port", str(port), "--ranks", "1"]) == 1
     assert "Unable to load weights" in capsys.readouterr().err.splitlines()[-1]

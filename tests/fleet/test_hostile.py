@@ -81,6 +81,7 @@ CORPUS = {
     "unknown method": (400, "", get(PATH, "BREW")),
     "path with dots": (404, "", get("/v1/files/../../etc/passwd")),
     "file of no result": (404, "'x'", get("/v1/files/x/0")),
+    "result that cannot be encoded": (500, "cannot be encoded: no encoder", request({"prompt": "not encoded"})),
     # -- HTTP.
     "TLS on the plain port": (400, "", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 100),
     "huge header": (431, "", request(extra=b"X: " + b"a" * 200_000 + b"\r\n")),

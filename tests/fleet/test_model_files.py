@@ -1,11 +1,7 @@
 """Models that are single files, other classes for the same weights, and ControlNets: found, described and loaded."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import diffusers
 import numpy as np
@@ -25,11 +21,11 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.selection import pipelines_for, select_pipeline
 from para_core.fleet.without_weights import without_weights
+from tests.scripts import as_program
 from tests.weights.hub import REPOSITORY, Hub
 from tests.weights.pipes import write_gguf
 from zoo.tiny.pipelines.unet import stable_diffusion
 
-ROOT = Path(__file__).parents[2]
 FLUX = str(find_tiny_flux())
 CALL = {"prompt": "a blue square", "num_inference_steps": 2, "height": 32, "width": 48, "max_sequence_length": 16}
 
@@ -130,17 +126,13 @@ def test_gguf_file_stays_packed_and_is_close_to_its_folder(gguf_file):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_configs_of_a_repository_complete_a_file(safetensors_file, tmp_path):
+def test_configs_of_a_repository_complete_a_file(monkeypatch, safetensors_file, tmp_path):
     """Everything but the weights of the transformer is downloaded."""
     arguments = ["generate", "--model", safetensors_file, "--config", REPOSITORY, "--prompt", "a", "--steps", "1"]
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     with Hub(find_tiny_flux()) as hub:
-        environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub")}
-        subprocess.run(
-            [sys.executable, "-m", "para_core", *arguments, "--size", "32x32", "--out", str(tmp_path / "out")],
-            env={**environment, "PYTHONPATH": str(ROOT)},
-            check=True,
-            timeout=300,
-        )
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        as_program("-m", "para_core", *arguments, "--size", "32x32", "--out", "out", cwd=tmp_path)
     assert (tmp_path / "out/00001.png").is_file()
     weights = {name.partition("/")[0] for name in hub.downloaded if name.endswith(".safetensors")}
     assert weights == {"vae", "text_encoder", "text_encoder_2"}

@@ -1,6 +1,5 @@
 """Modular pipelines in one process: their inputs and refusals, and the images of diffusers with a LoRA."""
 
-import io
 import json
 import sys
 from pathlib import Path
@@ -15,8 +14,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from para_core.fleet.build import build, find_model
+from para_core.fleet.outputs import encode
 from para_core.fleet.recipe import Recipe, check_options_of_model
-from para_core.fleet.request import Request, make_request
+from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.without_weights import without_weights
 from para_core.fleet.work import call_pipe
 from tests.modular_folders import plain_modular, save_modular
@@ -63,9 +63,8 @@ def test_fields_are_inputs_of_blocks(folders, tmp_path):
     assert set(wan.fields) >= {"guidance_scale", "guidance_scale_2"}
     with pytest.raises(ValueError, match=r"'image'.*Wan22Image2VideoModularPipeline"):
         make_request({"prompt": "a"}, wan)
-    image = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(image, "PNG")
-    assert make_request({"image": "a.png"}, wan, read_image=lambda path: image.getvalue()).images
+    (output,) = encode([Image.new("RGB", (8, 8))], Delivery())
+    assert make_request({"image": "a.png"}, wan, read_image=lambda path: output.data).images
 
 
 def test_options_without_a_method_and_unknown_blocks_are_refused(folders, tmp_path):

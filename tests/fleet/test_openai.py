@@ -4,6 +4,7 @@ import base64
 import errno
 import io
 import json
+from contextlib import ExitStack
 from unittest import mock
 
 import openai
@@ -13,6 +14,7 @@ from openai import types
 from PIL import Image
 
 from para_core.fleet.http import videos as videos_module
+from para_core.fleet.outputs import encode
 from para_core.fleet.request import Delivery
 from tests.fleet.test_server import ask, get, serving, until
 
@@ -25,9 +27,19 @@ def strict(model, value):
 
 
 def picture(mode="RGB", color="red", size=(16, 8)):
-    buffer = io.BytesIO()
-    Image.new(mode, size, color).save(buffer, "PNG")
-    return ("picture.png", buffer.getvalue(), "image/png")
+    return ("picture.png", encode([Image.new(mode, size, color)], Delivery())[0].data, "image/png")
+
+
+@pytest.fixture
+def client():
+    """Return a function that makes clients of OpenAI's package. The clients are closed when the test ends."""
+    with ExitStack() as clients:
+
+        def connect(port):
+            url = f"http://127.0.0.1:{port}/v1"
+            return clients.enter_context(openai.OpenAI(base_url=url, api_key="none", max_retries=0))
+
+        yield connect
 
 
 def test_images_generate(served, client):

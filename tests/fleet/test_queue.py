@@ -15,7 +15,6 @@ from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.http.jobs import Job, Jobs, Metrics
 from para_core.fleet.http.pool import Pool
 from para_core.fleet.http.server import Server
-from para_core.fleet.local_replica import _WorkThread
 from para_core.fleet.outputs import Result
 from para_core.fleet.pipeline_info import describe_class
 from para_core.fleet.prompt_file import Line
@@ -109,11 +108,6 @@ def with_pool(count=1, watch=1.0):
         return run
 
     return decorate
-
-
-def test_model_of_this_process_that_raises_stop_iteration_ends_its_request():
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        asyncio.run(asyncio.wait_for(_WorkThread("own").run(lambda: next(iter(()))), 10))
 
 
 def ask(jobs, id_, **fields):

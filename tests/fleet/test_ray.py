@@ -12,14 +12,14 @@ pytest.importorskip("ray", reason="the extra ray is not installed")
 
 import ray
 
-from para_core.fleet import group
+from para_core.fleet import group, ray_cluster
 from para_core.fleet.build import find_model
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import Answer
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
-from para_core.launcher.errors import RankDied
+from para_core.launcher.errors import Cancelled, RankDied
 
 JOIN, NEW, LOCAL = "joined", "None with True CPUs", "local with True CPUs"
 
@@ -62,34 +62,34 @@ def start(monkeypatch):
 )
 def test_cluster_is_joined_or_started(start, found, expected):
     started = start(**found)
-    assert group.connect(7, debug=False)
+    assert ray_cluster.connect(7, debug=False)
     assert started == [expected]
 
 
 def test_named_address_without_cluster_and_failing_start_raise(start, monkeypatch):
     start(first_error="no space left")
     with pytest.raises(RuntimeError, match=r"Ray .*: no space left"):
-        group.connect(7, debug=False)
+        ray_cluster.connect(7, debug=False)
     start(noted=True)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(RuntimeError, match=r"RAY_ADDRESS .*'127\.0\.0\.1:1'"):
-        group.connect(7, debug=False)
+        ray_cluster.connect(7, debug=False)
 
 
 def test_replica_without_room_names_spread(monkeypatch):
     alive = [{"Alive": True, "Resources": {"CPU": cpus}} for cpus in (2.0, 3.0, 1.0)]
     monkeypatch.setattr(ray, "nodes", lambda: [*alive, {"Alive": False, "Resources": {"CPU": 64.0}}])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 6.0})
-    group.require_cluster(ReplicaOptions(2), 2)
-    group.require_cluster(ReplicaOptions(3, spread=True), 2)
+    ray_cluster.require_cluster(ReplicaOptions(2), 2)
+    ray_cluster.require_cluster(ReplicaOptions(3, spread=True), 2)
     with pytest.raises(ValueError, match=r"2 replicas of 3 ranks .* 2, 3, 1 CPUs: .*--spread"):
-        group.require_cluster(ReplicaOptions(3), 2)
+        ray_cluster.require_cluster(ReplicaOptions(3), 2)
     with pytest.raises(ValueError, match=r"4 replicas of 2 ranks .*8 CPUs, .*6"):
-        group.require_cluster(ReplicaOptions(2, spread=True), 4)
+        ray_cluster.require_cluster(ReplicaOptions(2, spread=True), 4)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 4.0, "GPU": 8.0}}] * 2)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 16.0})
     with pytest.raises(ValueError, match=r"4, 4 CPUs and 8, 8 GPUs"):
-        group.require_cluster(ReplicaOptions(8), 1)
+        ray_cluster.require_cluster(ReplicaOptions(8), 1)
 
 
 GRACE = 0.2
@@ -201,6 +201,13 @@ async def cancel_a_start_and_a_batch(replica, actors):
     assert starting.cancelled() and not replica.running and actors[1].died.is_set()
 
 
+async def cancel_while_a_batch_is_repeated(replica, actors):
+    await replica.start()
+    batch = [REQUEST, ("b", REQUEST[1])]
+    outcomes = await replica.generate_batch(batch, lambda event: replica.cancel("b"))
+    assert [type(outcome) for outcome in outcomes] == [RequestFailed, Cancelled]
+
+
 async def die_together(replica, actors):
     await replica.start()
     running = asyncio.ensure_future(replica.generate_batch([REQUEST]))
@@ -223,6 +230,7 @@ async def die_while_loading(replica, actors):
     ("question", "answers", "errors"),
     [
         (cancel_a_start_and_a_batch, RUNNING, []),
+        (cancel_while_a_batch_is_repeated, {**RUNNING, "generate_batch": [FAILED, FAILED]}, []),
         (die_together, RUNNING, ["rank 0 died"]),
         (die_while_loading, LOADING, ["rank 0 died", "cannot start: rank 0 died"]),
     ],

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import contextlib
 import http.client
-import io
 import json
 import re
 import threading
@@ -17,11 +16,11 @@ from diffusers import FluxInpaintPipeline, FluxKontextPipeline, FluxPipeline, Wa
 from fastapi import FastAPI
 from PIL import Image
 
-from para_core.fleet.failures import RequestFailed
+from para_core.fleet.failures import EncodingFailed, RequestFailed
 from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.http.server import Server
 from para_core.fleet.memory import Memory
-from para_core.fleet.outputs import Output, Result
+from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.pipeline_info import describe_class
 from para_core.fleet.request import Delivery
 from para_core.launcher.errors import Cancelled, RankDied
@@ -47,6 +46,8 @@ class StandIn:
                 raise RankDied("rank 1 died.")
             if prompt == "refused":
                 raise RequestFailed("the pipeline says no.")
+            if prompt == "not encoded":
+                raise EncodingFailed("its result cannot be encoded: no encoder.")
             for index in range(request.delivery.partial_images):
                 progress(Output(".png", b"partial %d" % index))
             for step in range(request.fields.get("num_inference_steps", 2)):
@@ -139,9 +140,8 @@ def events_of(text):
 
 
 def image_url(image=None):
-    buffer = io.BytesIO()
-    (image or Image.new("1", (8, 8))).save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    (output,) = encode([image or Image.new("1", (8, 8))], Delivery())
+    return f"data:image/png;base64,{base64.b64encode(output.data).decode()}"
 
 
 def test_an_image_comes_as_base64_or_by_its_url(served):

@@ -14,7 +14,7 @@ from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
 from para_core.fleet.build import build, dtype_of, find_model
-from para_core.fleet.http.errors import response_to
+from para_core.fleet.failures import EncodingFailed
 from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.outputs import encode
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, describe_class, find_tiny_flux
@@ -169,10 +169,13 @@ def test_result_that_cannot_be_encoded_fails_its_request_only(monkeypatch, tmp_p
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     requests = [replace(REQUEST, delivery=Delivery(format_)) for format_ in ("mp4", "png")]
     failed, result = generate_batch(pipe, requests, Recipe(FLUX))
-    assert response_to(failed).code == "not_encoded" and "absent" in str(failed)
+    assert isinstance(failed, EncodingFailed) and "absent" in str(failed)
+    for output, reason in ((SimpleNamespace(images=[1]), "1 samples for 2 requests"), (object(), "'images'")):
+        outcomes = generate_batch(lambda output=output, **_: output, requests, Recipe(FLUX))
+        assert [isinstance(outcome, EncodingFailed) and reason in str(outcome) for outcome in outcomes] == [True] * 2
     images = {"image": (result.outputs[0].data,)}
     parts = replace(requests[0], fields={**FIELDS, "num_images_per_prompt": 2}, images=images)
-    assert response_to(generate_request(pipe, parts, Recipe(FLUX))).code == "not_encoded"
+    assert isinstance(generate_request(pipe, parts, Recipe(FLUX)), EncodingFailed)
 
 
 def test_webp_loses_no_pixel():

@@ -132,3 +132,7 @@ def test_ranks_that_start_during_close_are_ended():
             with pytest.raises(RuntimeError, match="closed"):
                 call()
             assert state.group.ended
+        group = ranks._state.group
+        with pytest.raises(RuntimeError, match="closed"):
+            ranks.start()
+        assert ranks._state.group is group  # No others were started.

@@ -63,7 +63,7 @@ def test_handle_on_two_hosts_is_the_same_and_missing_room_is_named(cluster):
         launch(load_steps, ranks=3, hosts=3, progress=False, timeout=3)
 
 
-def test_connections_without_the_secret_are_refused():
+def test_connections_without_the_secret_are_refused(monkeypatch):
     secret = bytes(32)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -82,7 +82,10 @@ def test_connections_without_the_secret_are_refused():
         living, dead = (mock.Mock(wait=lambda _, ended=ended: ended) for ended in (False, True))
         (channel,) = hosts._accept_ranks(server, [living], secret, 10.0)
         channel.close()
+        begun = time.monotonic()
         dead.describe_end.return_value = "ended with exit code 1."
-        for member, seconds, message in ((dead, 60.0, "rank 0 ended with exit code 1"), (living, 0.1, "not connect")):
+        for member, check, seconds, message in ((dead, 0.1, 60.0, "rank 0 ended"), (living, 60.0, 0.1, "not connect")):
+            monkeypatch.setattr(hosts, "_CHECK_SECONDS", check)
             with pytest.raises(RuntimeError, match=message):
                 hosts._accept_ranks(server, [member], secret, seconds)
+        assert time.monotonic() - begun < 30.0

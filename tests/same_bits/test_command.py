@@ -15,10 +15,11 @@ from para_core.cli import measurement
 from para_core.cli.bench import describe_check
 from para_core.cli.comparison import compare, digest_pixels, make_reference
 from para_core.fleet.build import build
-from para_core.fleet.outputs import Result, encode, write_result
+from para_core.fleet.outputs import Result, encode
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Request
+from para_core.fleet.result_files import write_result
 
 RECIPE = Recipe(str(Path(__file__).parents[2] / "zoo/flux/pipeline"), mesh=(("ulysses", 2),), same_bits=True)
 REQUEST = Request({"prompt": "a", "width": 48, "height": 32, "num_inference_steps": 2, "max_sequence_length": 13})
