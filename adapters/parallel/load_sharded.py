@@ -1,17 +1,13 @@
 """Load a pipeline on all ranks of a node at once; each rank keeps its shard of the weights.
 
-``fleet/build.py`` calls :func:`from_pretrained_sharded`, as users do. The sharding itself is in
-``adapters/weights/shard.py``, and the download before it in ``download.py``; this file only makes the weights
-memory-mapped before it, and casts, moves and quantizes them after it. Tests: tests/weights/test_load.py.
+``fleet/build.py`` calls :func:`from_pretrained_sharded`, as users do. The steps before are in files of their own:
+``download.py``, and ``mapped_files.py``, which makes the weights memory-mapped. The sharding itself is in
+``adapters/weights/shard.py``; this file casts, moves and quantizes weights after it. Tests: tests/weights/test_load.py.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
-from para_core.adapters.inspect.components import components_with_blocks
 from para_core.adapters.parallel.download import download_once_per_node, folder_of
+from para_core.adapters.parallel.mapped_files import (
+    check_safetensors,
+    component_folders,
+    dtypes_of,
+    files_in,
+    map_each_weight,
+    uninitialized_memory,
+)
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.feature import Method
@@ -32,12 +35,17 @@ from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.declared_options import join_words
 from para_core.distributed.agree import together
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.distributed.mesh import check_process_group
+from para_core.distributed.mesh import GuidedMesh, check_process_group
 from para_core.instance.modules import uncompiled
 from para_core.option_values import Quantize, check_quantize_fits
 
-# Maps the names of dtypes in the header of a safetensors file to dtypes of PyTorch.
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What stands in the place of arguments of from_pretrained that are refused.
+_INSTEAD = {
+    "device_map": "each rank has its own device, that of the mesh.",
+    "torch_dtype": "use dtype=.",
+    "quantization_config": "FSDP2 and tensor parallelism shard plain weights; quantize= quantizes the transformers.",
+    "low_cpu_mem_usage": "weights are memory-mapped from the files.",
+}
 
 
 def from_pretrained_sharded(
@@ -73,8 +81,8 @@ def from_pretrained_sharded(
             all weights. **Not exact.**
         dtype (`torch.dtype`, *optional*): Dtype of floating-point weights, except those that their class
             keeps in float32. Defaults to the dtypes of the files.
-        **options: Other arguments of ``from_pretrained``. ``device_map``, ``torch_dtype`` and
-            ``quantization_config`` are refused.
+        **options: Other arguments of ``from_pretrained``, also components, such as ``vae=``, which keep their
+            dtype. ``device_map``, ``torch_dtype``, ``quantization_config`` and ``low_cpu_mem_usage`` are refused.
 
     Returns:
         The parallel pipeline, with all components on the device of the mesh.
@@ -82,7 +90,8 @@ def from_pretrained_sharded(
     Raises:
         TypeError: If the pipeline is not supported.
         ImportError: If ``quantize`` needs torchao and it is not installed.
-        ValueError: If an option is invalid or does not fit the mesh, or the weights differ between ranks.
+        ValueError: If an option is invalid or does not fit the mesh, or the weights have other names,
+            shapes or dtypes on another rank.
         RuntimeError: If there is no process group; or, on every rank, if a file is missing, incomplete or
             corrupt on one rank, or a download fails.
     """
@@ -92,86 +101,106 @@ def from_pretrained_sharded(
         if weights not in (*shard_methods(), "stages"):
             expected = join_words(map(repr, (*shard_methods(), "stages")))
             raise ValueError(f"weights is {weights!r}; expected {expected}.")
-        for option in ("device_map", "torch_dtype", "quantization_config"):
+        for option, instead in _INSTEAD.items():
             if options.get(option) is not None:
-                raise ValueError(f"from_pretrained_sharded takes no {option}: {_INSTEAD[option]}")
+                raise ValueError(f"from_pretrained_sharded takes no {option}: {instead}")
     if mesh is None:
         mesh = init_context_parallel_mesh()
     guided = guided_mesh_for(mesh, None)
-    if (weights == "stages") != (guided.pipe.size > 1):
-        raise ValueError(
-            f"weights is {weights!r}, and the mesh has {guided.pipe.size} rank(s) along 'pipe': 'stages' goes with "
-            "init_context_parallel_mesh(max_pipe_dim_size=...), the others with a mesh without it."
-        )
-    # With stages, weights are not sharded: each rank holds whole blocks.
-    method = None
-    if weights != "stages":
-        method = require_method(weights)
-    if method is not None:
-        method.check_mesh(guided, True)
-    if quantize is not None:
-        check_quantize_fits(quantize, weights)
-        with together(guided, "weights cannot be quantized"):
-            require_quantizer().check_scheme(quantize)
+    method = _require_method_that_fits(weights, quantize, guided)
     download_once_per_node(pipeline, name, guided, options)
     with together(guided, f"{name} could not be loaded (download incomplete files again)"):
         pipe = _load_mapped(pipeline, folder_of(pipeline, name, options), options)
+        loaded = _modules(pipe, passed=options.keys())
+    # Stages are made here: they free the blocks of other ranks before a rank has read them.
     parallelize_pipe(pipe, mesh=mesh)
     quantizes_first = method is not None and method.quantizes_first
     if quantize is not None and quantizes_first:
         with together(guided, "weights could not be quantized"):
-            _quantize_mapped(pipe, quantize, dtype)
+            _quantize_mapped(pipe, quantize, dtype, loaded)
+    # Cast and move only parts of the weights, after sharding: a rank has no room for all of them.
     if method is not None:
         prepare_sharding(pipe, guided, weights, compare_values=False).run()
     with together(guided, "the components that are not sharded could not be placed"):
-        if method is None or method.keeps_bits:
-            _copy_from_files(pipe)
         if dtype is not None:
-            for module in _modules(pipe):
+            for module in loaded:
                 _cast_weights(module, dtype)
         if guided.sequence.device_type != "cpu":
             _move_unsharded(pipe, guided.sequence.device_type)
+        elif method is None or method.keeps_bits:
+            _copy_from_files(loaded)
+        # Scales depend on the dtype.
         if quantize is not None and not quantizes_first:
             require_quantizer().quantize(pipe, quantize)
     return pipe
 
 
+def _require_method_that_fits(weights: str, quantize: Quantize | None, mesh: GuidedMesh) -> Any:
+    """Return the method that shards weights as ``weights`` says; None for stages, which hold whole blocks.
+
+    Raise ``ValueError`` if it does not fit ``mesh`` or ``quantize``, on all ranks, and ``ImportError`` if a
+    rank lacks a package.
+    """
+    if (weights == "stages") != (mesh.pipe.size > 1):
+        raise ValueError(
+            f"weights is {weights!r}, and the mesh has {mesh.pipe.size} rank(s) along 'pipe': 'stages' goes with "
+            "init_context_parallel_mesh(max_pipe_dim_size=...), the others with a mesh without it."
+        )
+    method = None
+    if weights != "stages":
+        method = require_method(weights)
+        method.check_mesh(mesh, True)
+    if quantize is not None:
+        check_quantize_fits(quantize, weights)
+        with together(mesh, "weights cannot be quantized"):
+            require_quantizer().check_scheme(quantize)
+    return method
+
+
 def _load_mapped(pipeline: Any, folder: Path, options: Mapping[str, Any]) -> Any:
-    """Return the pipeline in ``folder``, with weights that are memory-mapped from its files, each by itself."""
-    _check_safetensors(folder, passed=set(options))
-    files = _files_in(folder, options.get("variant"))
-    with _uninitialized_memory():
-        pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
+    """Return the pipeline in ``folder``. Its weights are memory-mapped from the files, each by itself, but for
+    the components among ``options``.
+    """
+    folders = component_folders(folder, passed=options.keys())
+    check_safetensors(folders)
+    files = files_in(folders, options.get("variant"))
+    with uninitialized_memory():
+        pipe = pipeline.from_pretrained(
+            folder, **{**options, "dtype": dtypes_of(files), "low_cpu_mem_usage": True}
+        )
     for path in files:
         component = uncompiled(pipe.components.get(path.parent.name))
         if isinstance(component, nn.Module):
-            _map_each_weight(component, path)
+            map_each_weight(component, path)
     return pipe
 
 
-def _quantize_mapped(pipe: Any, scheme: Quantize, dtype: torch.dtype | None) -> None:
-    """Quantize the transformers of ``pipe``, before FSDP2 shards them, as if they had been cast to ``dtype``.
+def _quantize_mapped(
+    pipe: Any, scheme: Quantize, dtype: torch.dtype | None, loaded: Sequence[nn.Module]
+) -> None:
+    """Quantize the transformers of ``pipe``, before FSDP2 shards them, as if those among ``loaded`` had been
+    cast to ``dtype``.
 
     None keeps the dtypes of the files. The scale of a row depends on the dtype, so the cast cannot come after.
     """
     if dtype is not None:
         for transformer in transformers_of(pipe).values():
-            require_quantizer().cast_linears(transformer, dtype, _kept_in_float32(transformer, dtype))
+            if any(transformer is module for module in loaded):
+                require_quantizer().cast_linears(transformer, dtype, _kept_in_float32(transformer, dtype))
     require_quantizer().quantize(pipe, scheme, gatherable=True)
 
 
-def _copy_from_files(pipe: Any) -> None:
-    """Clone the weights that stay unsharded on this rank, so that they no longer refer to the memory-mapped
-    files.
+def _copy_from_files(modules: Sequence[nn.Module]) -> None:
+    """Clone the weights of ``modules`` that stay unsharded on this CPU, so that they no longer refer to the
+    memory-mapped files.
 
     Tensors in a file are not aligned as those that torch allocates, and kernels may sum unaligned data in
-    another order. Clones are aligned, so the result has the bits of a pipeline that was loaded in the usual
-    way.
+    another order. Clones are aligned, so the result has the bits of a pipeline whose weights were copied or cast.
     """
-    for part in components_with_blocks(pipe).values():
-        for parameter in part.parameters():
-            if not parameter.is_meta and not isinstance(parameter, DTensor):
-                parameter.data = parameter.data.clone()
+    for module in modules:
+        for x in (*module.parameters(), *module.buffers()):
+            if not x.is_meta and not isinstance(x, DTensor):
+                x.data = x.data.clone()
 
 
 def _move_unsharded(pipe: Any, device: str) -> None:
@@ -188,127 +217,10 @@ def _move_unsharded(pipe: Any, device: str) -> None:
             module.to(device)
 
 
-_INSTEAD = {
-    "device_map": "each rank has its own device, that of the mesh.",
-    "torch_dtype": "use dtype=.",
-    "quantization_config": "FSDP2 and tensor parallelism shard plain weights; quantize= quantizes the transformers.",
-}
-
-
-def _modules(pipe: Any) -> list[nn.Module]:
-    return [uncompiled(part) for part in pipe.components.values() if isinstance(uncompiled(part), nn.Module)]
-
-
-@contextmanager
-def _uninitialized_memory() -> Iterator[None]:
-    """Turn off ``torch.utils.deterministic.fill_uninitialized_memory`` inside the ``with`` block.
-
-    Loading allocates each weight with ``torch.empty`` before it moves it to the meta device. Filling that
-    memory would make its pages resident, and malloc may keep them.
-    """
-    before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
-
-
-_SAVE = "Pipeline.from_pretrained(...).save_pretrained(folder)"
-
-
-def _check_safetensors(folder: Path, passed: set[str]) -> None:
-    """Raise ``FileNotFoundError`` if a model in ``folder`` lacks safetensors files, or the index of several
-    such files.
-
-    Without this check diffusers and transformers try other formats, and their error names a file of these
-    formats. ``passed`` are the components that the caller passes to ``from_pretrained``, so they are not
-    loaded.
-    """
-    for config in sorted(folder.glob("*/config.json")):
-        part, settings = config.parent, json.loads(config.read_text())
-        # The config of a model has one of these entries; the config of a tokenizer has neither and is
-        # skipped.
-        if part.name in passed or not settings.keys() & {"_class_name", "architectures"}:
-            continue
-        names = sorted(path.name for path in part.glob("*.safetensors"))
-        if not names:
-            others = sorted(
-                path.name for path in part.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")
-            )
-            way_out = "Download it again."
-            if others:
-                way_out = f"It has {others[0]}: save it again, {_SAVE}."
-            raise FileNotFoundError(f"{part} has no safetensors file. {way_out}")
-        if any(re.search(r"-\d+-of-\d+", name) for name in names) and not list(
-            part.glob("*.safetensors.index*.json")
-        ):
-            raise FileNotFoundError(
-                f"{part} has {names[0]} and others, and no index of them (*.safetensors.index.json). Download it again."
-            )
-
-
-def _files_in(folder: Path, variant: str | None) -> list[Path]:
-    """Return the safetensors files of all components: those of ``variant`` if there are any, or those without one."""
-    by_variant: dict[Path, dict[str | None, list[Path]]] = {}
-    # Paths are not resolved: in the Hub's cache they are links to blobs, whose names tell neither part nor
-    # variant.
-    for path in sorted(folder.glob("*/*.safetensors")):
-        # The variant is the part after the first dot: "fp16" in
-        # diffusion_pytorch_model.fp16-00001-of-00002.safetensors.
-        parts = path.name.split(".")
-        which = None
-        if len(parts) > 2:
-            which = parts[1].split("-")[0]
-        by_variant.setdefault(path.parent, {}).setdefault(which, []).append(path)
-    return [path for paths in by_variant.values() for path in paths.get(variant) or paths.get(None) or []]
-
-
-def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:
-    """Return the most common floating-point dtype of each component's weights; float32 under the key
-    ``"default"``.
-
-    ``from_pretrained`` maps weights of the requested dtype from the file and copies the others.
-    """
-    from safetensors import safe_open
-
-    counted: dict[str, Counter[torch.dtype]] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  it is not a dict
-                kind = _DTYPES.get(file.get_slice(key).get_dtype())
-                if kind is not None:
-                    counted.setdefault(path.parent.name, Counter())[kind] += 1
-    return {**{name: kinds.most_common(1)[0][0] for name, kinds in counted.items()}, "default": torch.float32}
-
-
-# Number of bytes at each end of a weight that are compared with the file, to see whether the loader changed
-# the weight: one memory page of most hosts, because reading a byte makes the whole page resident.
-_END = 4096
-
-
-def _map_each_weight(component: nn.Module, path: Path) -> None:
-    """Replace each weight of ``component`` by a separate memory mapping of the file ``path``.
-
-    diffusers and transformers map each file once, so all pages read from it stay resident until the last
-    weight of the file is sharded. A separate mapping, with the pages read from it, is freed with its weight.
-    Weights that the loader renamed keep the mapping that they have, and so do those that it changed: their
-    dtype, shape, strides or their first or last ``_END`` bytes differ from the file.
-    """
-    from safetensors import safe_open
-
-    parameters = dict(component.named_parameters(remove_duplicate=False))
-    with safe_open(path, framework="pt") as file:
-        names = [key for key in file.keys() if key in parameters]  # noqa: SIM118  it is not a dict
-    for name in names:
-        with safe_open(path, framework="pt") as file:
-            weight: Tensor = file.get_tensor(name)
-        x = parameters[name].data
-        same_layout = (x.dtype, x.shape, x.stride()) == (weight.dtype, weight.shape, weight.stride())
-        if not x.is_meta and same_layout and weight.is_contiguous():
-            before, mapped = (tensor.view(-1).view(torch.uint8) for tensor in (x, weight))
-            if torch.equal(before[:_END], mapped[:_END]) and torch.equal(before[-_END:], mapped[-_END:]):
-                parameters[name].data = weight
+def _modules(pipe: Any, passed: Collection[str] = ()) -> list[nn.Module]:
+    """Return the components of ``pipe`` that are modules, without those named in ``passed``."""
+    parts = [uncompiled(part) for name, part in pipe.components.items() if name not in passed]
+    return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import FluxPipeline
+from diffusers import AutoencoderKL, FluxPipeline
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -27,7 +27,8 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_transformer,
 )
-from para_core.adapters.parallel.load_sharded import _cast_weights, _dtypes_of, _files_in, _move_unsharded
+from para_core.adapters.parallel.load_sharded import _cast_weights, _move_unsharded
+from para_core.adapters.parallel.mapped_files import dtypes_of, files_in
 from para_core.adapters.weights import fsdp_weights, staged_transformer, tensor_weights
 from tests.adapters.parallel.unchanged import same_pipe
 from tests.rank_pool import heartbeat
@@ -159,6 +160,8 @@ def folder(tmp_path_factory):
     """Save a pipeline in the format of published ones, and return its folder."""
     path = tmp_path_factory.mktemp("flux")
     flux_pipe().save_pretrained(path)
+    # A folder that the index does not name is not loaded.
+    shutil.copytree(path / "vae", path / "vae_decoder", ignore=shutil.ignore_patterns("*.safetensors"))
     return path
 
 
@@ -178,7 +181,12 @@ def load(folder, weights, dtype):
     mesh = mesh_of(METHODS[weights][0])
     # Weights in another dtype than that of the file are converted.
     cls = Mapped if dtype is None else FluxPipeline
-    pipe = from_pretrained_sharded(cls, folder, mesh=mesh, weights=weights, dtype=dtype)
+    # A component of the caller keeps its dtype and its weights, also one that differs from the file in the middle.
+    vae = AutoencoderKL.from_pretrained(folder / "vae")
+    largest = max(vae.parameters(), key=torch.numel)
+    largest.data.view(-1)[largest.numel() // 2] = 7
+    pipe = from_pretrained_sharded(cls, folder, mesh=mesh, weights=weights, dtype=dtype, vae=vae)
+    assert pipe.vae is vae and vae.dtype == torch.float32 and largest.numel() > 4096 and largest.max() == 7
     pipe.set_progress_bar_config(disable=True)
     assert isinstance(pipe.text_encoder_2, FSDPModule) == (weights == "fsdp")
     assert {x.dtype for x in pipe.transformer.parameters()} == {dtype or torch.float32}
@@ -257,7 +265,7 @@ def test_weights_are_mapped_in_the_dtype_of_their_variant(tmp_path, name, dtype)
     for model, count, kind in (("model", 1, torch.float32), ("model.fp16", 3, torch.float16)):
         for shard in range(count):
             save_file({f"weight_{shard}": torch.ones(2, dtype=kind)}, part / f"{model}-{shard}-of-{count}.safetensors")
-    assert _dtypes_of(_files_in(tmp_path, name))["transformer"] == dtype
+    assert dtypes_of(files_in([part], name))["transformer"] == dtype
 
 
 def test_stored_buffers_are_cast_like_weights():
@@ -274,6 +282,7 @@ def test_stored_buffers_are_cast_like_weights():
     [
         ({"device_map": "balanced"}, "device_map"),
         ({"torch_dtype": torch.float16}, "torch_dtype.* dtype="),
+        ({"low_cpu_mem_usage": True}, "low_cpu_mem_usage.* memory-mapped"),
         ({"weights": "zero"}, "weights .*'zero'; .*'fsdp', 'tensor' or 'stages'"),
     ],
 )
