@@ -82,7 +82,8 @@ def start_all_to_all(
 
 
 # The dtypes that gloo does not send. NCCL does not send some of them, either. swap_evenly, start_ring_shift and
-# start_all_gather do not look: they send numbers of attention, which are floats of 16 bits and more, and bytes.
+# start_all_gather do not check for them, to save time. Only attention may call these three: it sends floats of
+# 16 bits and more, and bytes.
 _SENT_AS_BYTES = frozenset(
     {
         torch.bool,
