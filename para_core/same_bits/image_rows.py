@@ -27,7 +27,7 @@ from para_core.same_bits.device_settings import check_workspaces, deterministic_
 from para_core.same_bits.placed_rows import PlacedRows, bits_key, copy_part, run_rows
 from para_core.spatial.convolution import WindowedCall, read_convolution, read_pool
 from para_core.spatial.fetch import fetch_rows, gather_rows
-from para_core.spatial.mode import RULES, SpatialShardMode
+from para_core.spatial.mode import RULES, SpatialShardMode, rules_by_name
 from para_core.spatial.products import operands_of
 from para_core.spatial.row_tag import RowTag, refusal, rows_of, set_rows
 from para_core.spatial.rules import REDUCTIONS, align, argument, bind, require_rows
@@ -303,4 +303,4 @@ _BY_RULE: dict[Callable[..., Any], str] = {
     _interpolate: "interpolate",
     _run_on_all_rows: "conv_transpose1d conv_transpose2d conv_transpose3d stft",
 }
-_RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
+_RULES = rules_by_name(_BY_RULE)
