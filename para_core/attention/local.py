@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -244,6 +245,9 @@ def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor
 
     If ``attn_func`` returns no lse, the lse is zeros: :func:`check_attn_func` has ensured that the call needs
     none.
+
+    Raises:
+        ValueError: ``attn_func`` returned neither a tensor nor two.
     """
     query, key, value, *_ = call
     if 0 in query.shape or 0 in key.shape:  # A user's kernel may not support empty tensors.
@@ -259,6 +263,7 @@ def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor
         else:
             mask = mask.masked_fill(empty_row[..., None], 0.0)
     result = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
+    _check_result(result)
     if isinstance(result, Tensor):
         result = result, result.new_zeros(result.shape[:-1], dtype=torch.float32)
     out, lse = result
@@ -267,13 +272,27 @@ def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor
     return out, lse
 
 
+def _check_result(result: Any) -> None:
+    """Raise ``ValueError`` unless ``result`` is a tensor, or two."""
+    if isinstance(result, Tensor):
+        return
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    if not is_pair or not all(isinstance(x, Tensor) for x in result):
+        returned = type(result).__name__
+        if isinstance(result, (tuple, list)):
+            returned = f"({', '.join([type(x).__name__ for x in result])})"
+        raise ValueError(
+            f"attn_func returned {returned}; expected the tensor out, or two tensors (out, lse)."
+        )
+
+
 def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, options: AttnOptions) -> None:
     """Raise if ``attn_func`` cannot compute this call over ``mesh``. If the call needs an lse, try it with
     two tokens.
 
     Raises:
         ValueError: ``attn_func`` returns no lse, but a ring or a causal call needs it, or results of other
-            shapes.
+            shapes or types.
         RuntimeError: Inside a compiled function, the call is causal or an option selects keys by position.
     """
     if torch.compiler.is_compiling() and (call.is_causal or options.by_position):
@@ -286,6 +305,7 @@ def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, opt
     heads = max(1, call.query.shape[-3])
     probe = [x.new_zeros(1, heads, 2, x.shape[-1]) for x in call[:3]]
     result = attn_func(*probe, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
+    _check_result(result)
     if isinstance(result, Tensor):
         reason = "is_causal over several ranks"
         if mesh.ring.size > 1:

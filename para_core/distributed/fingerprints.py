@@ -151,7 +151,9 @@ def _sum_words(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([_sum_words(tensors[:half]), _sum_words(tensors[half:])])
     steps = torch.arange(1, max(sizes) + 1, device=tensors[0].device) * _signed(_STEP)
     # As above: the words may be views of the caller's tensors, and the sums are mixed in place.
-    mixed = torch.cat([_words(x) + steps[:size] for x, size in zip(tensors, sizes, strict=True)])
+    mixed = steps.new_empty(sum(sizes))
+    for x, part in zip(tensors, mixed.split(sizes), strict=True):
+        torch.add(_words(x), steps[: part.numel()], out=part)
     _mix(mixed)
     return torch.stack([part.sum() for part in mixed.split(sizes)])
 

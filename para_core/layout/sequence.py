@@ -16,7 +16,7 @@ of images, are :class:`para_core.layout.pieces.Layout`. Tests: tests/layout/test
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Number
 
 # A run is a number of consecutive tokens, as (start, length).
 Run = tuple[int, int]
@@ -48,7 +48,7 @@ class Segment:
     (10, 5)
 
     Raises:
-        TypeError: ``total`` or ``together`` is a float.
+        TypeError: ``total`` or ``together`` is a number that is no integer.
         ValueError: The segment is replicated and balanced, or ``together`` does not divide ``total`` or is
             combined with ``balanced``.
     """
@@ -78,10 +78,10 @@ class Segment:
         """
         for name in ("total", "together"):
             number = getattr(self, name)
-            if isinstance(number, float):
-                raise TypeError(f"segment {self.name!r} has {name}={number}; expected an integer.")
             if isinstance(number, Integral):
                 object.__setattr__(self, name, int(number))
+            elif isinstance(number, Number):
+                raise TypeError(f"segment {self.name!r} has {name}={number!r}; expected an integer.")
 
     def sizes(self, ranks: int) -> tuple[int, ...]:
         """Return the number of this segment's tokens on each of ``ranks`` (>= 1) ranks."""

@@ -27,8 +27,8 @@ class SparseKVAttnMode(UnifiedAttnMode):
 
     The result equals the result on one device with all other keys masked out, on any mesh. A ring sends only
     the kept keys and values, unless the call requires a gradient, is causal, has a mask with a row per query,
-    a float mask together with ``attn_func``, or fewer key heads than query heads. If a rank has fewer than
-    two queries, any mask counts as one with a row per query.
+    a float mask together with ``attn_func``, or fewer key heads than query heads. If a rank of a ring of
+    several has fewer than two queries, any mask counts as one with a row per query.
 
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): See :class:`UnifiedAttnMode`.

@@ -27,7 +27,7 @@ from para_core.same_bits.device_settings import check_workspaces, deterministic_
 from para_core.same_bits.placed_rows import PlacedRows, bits_key, copy_part, run_rows
 from para_core.spatial.convolution import WindowedCall, read_convolution, read_pool
 from para_core.spatial.fetch import fetch_rows, gather_rows
-from para_core.spatial.mode import RULES, SpatialShardMode
+from para_core.spatial.mode import RULES, SpatialShardMode, rules_by_name
 from para_core.spatial.products import operands_of
 from para_core.spatial.row_tag import RowTag, refusal, rows_of, set_rows
 from para_core.spatial.rules import REDUCTIONS, align, argument, bind, require_rows
@@ -119,6 +119,17 @@ def _sum(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[s
     """Run a sum or a difference. With ``alpha`` it may round once or twice."""
     if "alpha" in kwargs:
         return _elementwise(mode, func, args, kwargs)
+    return RULES[name_of(func)](mode.ranks, func, args, kwargs)
+
+
+def _run_if_real(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a function that IEEE 754 rounds for real numbers. For complex ones it is several operations, and a CPU
+    may round them otherwise in the last few elements of a tensor.
+    """
+    values = (*args, *kwargs.values())
+    if any(isinstance(x, complex) or (isinstance(x, Tensor) and x.is_complex()) for x in values):
+        rows = next((rows for x in values if (rows := rows_of(x)) is not None), None)
+        raise refusal(func, rows, "same_bits=True does not compute with complex numbers")
     return RULES[name_of(func)](mode.ranks, func, args, kwargs)
 
 
@@ -281,10 +292,10 @@ def _interpolate(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs
     return _run_on_all_rows(mode, func, args, kwargs)
 
 
-# Functions that move, copy, compare or convert elements, and those that IEEE 754 rounds, have no rule here:
-# they are exact as they are. A function that gets a rule in spatial.rules, and whose bits depend on the
-# number of rows, must be named here too: without it, its rows would be computed with other bits, and nothing
-# would notice.
+# Functions that move, copy, compare or convert elements, and those that IEEE 754 rounds also for complex
+# numbers, have no rule here: they are exact as they are. A function that gets a rule in spatial.rules, and
+# whose bits depend on the number of rows, must be named here too: without it, its rows would be computed with
+# other bits, and nothing would notice.
 _BY_RULE: dict[Callable[..., Any], str] = {
     _run_on_rows: """
         rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh sigmoid erf erfc
@@ -293,7 +304,10 @@ _BY_RULE: dict[Callable[..., Any], str] = {
         batch_norm
     """,
     _sum: "add sub subtract",
-    _elementwise: "pow rpow float_power lerp addcmul addcdiv atan2 hypot xlogy",
+    _elementwise: "pow rpow float_power lerp addcmul addcdiv atan2 hypot xlogy polar",
+    _run_if_real: """
+        mul rmul multiply div rdiv divide true_divide truediv rtruediv reciprocal square sqrt abs absolute angle isclose
+    """,
     _reduction: "mean sum prod logsumexp norm vector_norm linalg_vector_norm var std",
     _group_norm: "group_norm",
     _convolution: "conv1d conv2d conv3d",
@@ -303,4 +317,4 @@ _BY_RULE: dict[Callable[..., Any], str] = {
     _interpolate: "interpolate",
     _run_on_all_rows: "conv_transpose1d conv_transpose2d conv_transpose3d stft",
 }
-_RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
+_RULES = rules_by_name(_BY_RULE)

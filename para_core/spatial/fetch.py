@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from para_core.distributed.collectives import start_all_gather, wait
+from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.fetch import Wanted, fetch, plan_fetch, relayout, start_exchange
 from para_core.layout.gather import gather
@@ -122,7 +122,7 @@ def stack_ranks(x: Tensor, ranks: MeshDim) -> Tensor:
         RuntimeError: A gradient is needed.
     """
     _check_no_gradient(x)
-    return wait(start_all_gather(x.reshape(-1), ranks)).view(ranks.size, *x.shape)
+    return all_gather(x[None], [1] * ranks.size, 0, ranks)
 
 
 def _check_no_gradient(x: Tensor) -> None:

@@ -10,8 +10,7 @@ tests/spatial/test_functions.py, and tests/spatial/test_vaes.py with models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +36,15 @@ from para_core.torch_internals import (
 )
 
 
-def _rules_by_name(*modules: ModuleType) -> dict[str, Any]:
-    """Return the rule of each function name in the ``BY_RULE`` of ``modules``. Raise if a name has two."""
+def rules_by_name(*tables: Mapping[Any, str]) -> dict[str, Any]:
+    """Return the rule of each function name in ``tables``, such as ``BY_RULE`` of a file of rules.
+
+    Raises:
+        ValueError: A name has two rules.
+    """
     by_name: dict[str, Any] = {}
-    for module in modules:
-        for rule, names in module.BY_RULE.items():
+    for table in tables:
+        for rule, names in table.items():
             for name in names.split():
                 if name in by_name:
                     raise ValueError(f"{name} has two rules: {by_name[name].__name__} and {rule.__name__}.")
@@ -51,7 +54,9 @@ def _rules_by_name(*modules: ModuleType) -> dict[str, Any]:
 
 # The rule for each function name. The mode raises for a function that is not in here, if one of its tensors
 # is sharded.
-RULES = _rules_by_name(rules, factories, views, convolution, norm, products, resample)
+RULES = rules_by_name(
+    *[module.BY_RULE for module in (rules, factories, views, convolution, norm, products, resample)]
+)
 
 
 class SpatialShardMode(TorchFunctionMode):

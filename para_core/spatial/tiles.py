@@ -23,6 +23,7 @@ from para_core.distributed.agree import exchange
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, MeshDim
 from para_core.torch_functions import is_in_place
+from para_core.torch_internals import storage_id
 
 
 class Tiles(TorchFunctionMode):
@@ -49,6 +50,8 @@ class Tiles(TorchFunctionMode):
         # Writes of pending tiles into other tensors, as (target, index, tile), until a tensor with the memory of one
         # of the targets is read.
         self._writes: list[tuple[Tensor, Any, Pending]] = []
+        # The memory of their targets, which is looked up for each function.
+        self._written: set[int] = set()
 
     def begin_tile(self) -> None:
         """Make the next call start a new tile, even if its argument ``feat_cache`` says that it continues one."""
@@ -92,6 +95,7 @@ class Tiles(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.__setitem__ and isinstance(args[2], Pending) and not isinstance(args[0], Pending):
             self._writes.append((args[0], args[1], args[2]))
+            self._written.add(storage_id(args[0].untyped_storage()))
             return None
         if self._writes and self._reads_target((*args, *(kwargs or {}).values())):
             self._write()
@@ -101,13 +105,12 @@ class Tiles(TorchFunctionMode):
 
     def _reads_target(self, values: Iterable[Any]) -> bool:
         """Whether a tensor in nested ``values`` is, or shares memory with, the target of a postponed write."""
-        targets = {target.untyped_storage().data_ptr() for target, _, _ in self._writes}
         tensors = [x for x in leaves_of(list(values)) if isinstance(x, Tensor)]
-        return any(x.untyped_storage().data_ptr() in targets for x in tensors)
+        return any(storage_id(x.untyped_storage()) in self._written for x in tensors)
 
     def _write(self) -> None:
         """Run the postponed writes of tiles into tensors. Collective if one of the tiles is new."""
-        writes, self._writes = self._writes, []
+        writes, self._writes, self._written = self._writes, [], set()
         for target, index, pending in writes:
             target[index] = pending.value()
 

@@ -184,6 +184,10 @@ def with_lse_of_tokens(*args, **options):
     return out, lse.transpose(1, 2)
 
 
+def with_none(*args, **options):
+    return without_lse(*args, **options), None
+
+
 def attend_without_lse(ring, ulysses, is_causal, attn_func=without_lse):
     mesh = make_mesh(ring, ulysses)
     qkv = [x.tensor_split(mesh.size(), dim=2)[mesh.get_rank()] for x in make_qkv(5, 4)]
@@ -201,6 +205,8 @@ def test_own_attention_computes_and_needs_lse_for_a_ring(rank_pool):
     for *call, message in (
         (3, 1, False, r"attn_func.* out .*ring of 3 ranks"),
         (1, 2, True, r"attn_func.*is_causal"),
+        (1, 2, False, with_none, r"attn_func returned \(Tensor, NoneType\); expected .* \(out, lse\)"),
+        (2, 1, False, with_none, r"attn_func returned \(Tensor, NoneType\); expected .* \(out, lse\)"),
         (2, 1, False, with_lse_of_tokens, r"attn_func.*\[1, 4, 2, 8\] and \[1, 2, 4\].*lse, \[B, H, S_q\]"),
     ):
         for error in rank_pool.run_expecting_errors(attend_without_lse, call[0] * call[1], *call):

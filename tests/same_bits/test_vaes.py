@@ -73,6 +73,8 @@ def functions_of_rows():
         with mode:
             out = function(part)
         equal[name] = have_equal_bytes(mode.gather(out), function(image))
+    with pytest.raises(RuntimeError, match=r"^square .*complex numbers"), SameBitsRows(ranks, PlacedRows()):
+        torch.complex(part, part).square()
     return equal
 
 

@@ -116,10 +116,7 @@ def refuse_tensor_ranks():
 def refuse_other_unets():
     other = UNET_PIPELINES["sd"].build().unet
     for change, message in (
-        (
-            lambda pipe: pipe.controlnet.to((torch.float32, torch.float64)[dist.get_rank()]),
-            r"dtype of pipe\.controlnet",
-        ),
+        (lambda pipe: pipe.controlnet.double() if dist.get_rank() else None, r"dtype of pipe\.controlnet"),
         (lambda pipe: setattr(pipe, "unet", other), r"pipe\.unet .*another .*parallelized"),
         (lambda pipe: unparallelize_unet(pipe.unet), r"pipe\.unet .*unparallelized"),
     ):
@@ -130,7 +127,7 @@ def refuse_other_unets():
 
 
 @pytest.mark.parametrize("check", [call_by_hand, refuse_tensor_ranks, refuse_other_unets])
-def test_on_ranks(rank_pool, check):
+def test_unets_run_in_own_loops_and_are_refused(rank_pool, check):
     rank_pool.run(check, 2)
 
 

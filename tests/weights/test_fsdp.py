@@ -152,7 +152,7 @@ def refuse_meshes():
         (share, 4, ("wan 2.2", (2, 1, 2))),
     ],
 )
-def test_on_ranks(rank_pool, check, ranks, arguments):
+def test_sharded_weights_are_exact_or_refused(rank_pool, check, ranks, arguments):
     rank_pool.run(check, ranks, *arguments)
 
 

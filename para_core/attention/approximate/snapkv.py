@@ -95,10 +95,10 @@ def _has_rows_of_queries(mask: Tensor, plan: RingPlan) -> bool:
     """Whether the rows of ``mask`` are treated as those of queries, and not as one row for all. All ring ranks
     get the same answer, because collectives depend on it.
 
-    One row on a rank with one query may be either. If any rank has fewer than two queries, it therefore counts
-    as the row of each query, on all ranks.
+    One row on a rank with one query may be either. If any of several ranks has fewer than two queries, it
+    therefore counts as the row of each query, on all ranks.
     """
-    return mask.shape[2] > 1 or min(plan.spec.queries.sizes()) < 2
+    return mask.shape[2] > 1 or (plan.dim.size > 1 and min(plan.spec.queries.sizes()) < 2)
 
 
 def _positions_of(runs: Sequence[Run], device: torch.device) -> Tensor:
