@@ -126,8 +126,10 @@ class BlockCache:
         """Return the roles of the blocks that the model has now, and remember which modules these are."""
         name = original_class(self.module).__name__
         first_blocks = blocks_before_deciding(name, self.blocks, self.options)
+        roles = roles_of(self.module, self.blocks, first_blocks, self.options.last_blocks)
+        # Only now: a call after an error must look for the blocks again.
         self._tree = ModuleTree(self.module)
-        return roles_of(self.module, self.blocks, first_blocks, self.options.last_blocks)
+        return roles
 
     def _follow_replaced_blocks(self) -> None:
         """Begin again with the blocks that the model has now, if some were replaced: they have no hooks yet.

@@ -203,6 +203,10 @@ def test_replaced_block_begins_without_residuals(index):
     model.blocks[index] = build_video().blocks[index]
     denoise_alone(model, [0.8, 0.7, 0.6])
     assert verdicts(model_cache_report(model)) == ["warmup", "hit", "warmup", "hit", "hit"]
+    model.blocks[index] = model.blocks[1]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="runs one block several times"):
+            denoise_alone(model, [0.5])
 
 
 class OfNumbers(Video):
