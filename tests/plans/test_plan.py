@@ -17,7 +17,7 @@ from para_core.instance.record import filled_slots
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.module_matching import matching_modules
-from para_core.plans.plan import AttentionByHeads, Entries, Gather, Split
+from para_core.plans.plan import AttentionByHeads, Entries, Gather, Replicate, Split
 from para_core.plans.published_plan import convert_published_plan
 from para_core.plans.region import mesh_of_plan
 from tests.plans.test_exactness import (
@@ -159,10 +159,6 @@ def published(plan):
     return convert_published_plan, (plan,), ValueError
 
 
-def by_heads(parts):
-    return AttentionByHeads, ("tokens", ("qkv",), "out", "heads", (), parts), ValueError
-
-
 INPUT = {"hidden_states": cut()}
 SECOND_WITHOUT = nn.Sequential(Grouped(), Grouped())
 del SECOND_WITHOUT[1].heads
@@ -170,7 +166,7 @@ MISSING = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "imag
 MISSING_LAST, AT_ONE = replace(MISSING, outputs={"nothing.-1": Gather(1, "image")}), RuleExecutor(one_rank("cpu"))
 TO_ITSELF, ONE, CAUSAL = (Attention(("tokens",)),), torch.zeros(1, 1), torch.ones(4, 4).tril().bool()
 PAIR, LIKE, FRAMES = (noise(5), None), Split(0, like="video"), Split(0, "video", together=(1,))
-OF_TWO, OF_THREE = Entries((None, LIKE)), Entries((None, LIKE, LIKE))
+OF_TWO, OF_THREE, WHOLE = Entries((None, LIKE)), Entries((None, LIKE, LIKE)), Replicate(0, "video", together=(1,))
 SPLIT_INSIDE = {f"0.{name}": {"input": Split(1, "tokens")} for name in "qkv"}
 SUMS = r"scaled_dot_product_attention .*LinearAttention\("
 REFUSED = [
@@ -182,9 +178,11 @@ REFUSED = [
     (with_three_ids, (), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
     (applied, ((PAIR, OF_TWO), (PAIR, OF_THREE)), TypeError, r"rope.* tuple of 2.* 3 "),
     (applied, ((noise(7), Split(0, "video")), (noise(3), LIKE)), ValueError, "rope has 3 tokens .* 7,"),
+    (applied, ((noise(4), Split(0, "video")), (noise(3), LIKE)), ValueError, "rope has 3 tokens .* 4,"),
     # One entry for all frames is kept.
     (applied, ((noise(5, 4), FRAMES), (noise(1), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 20,"),
     (applied, ((noise(2, 4), FRAMES), (noise(2), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 8,"),
+    (applied, ((noise(2, 4), WHOLE), (noise(2), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 8,"),
     (Plan({"x": Split(1, "text", per=2)}, {}, ()).with_replicated, ("text",), ValueError, "'text' by .*per=2"),
     (with_grouped_heads, (BY_HEADS, None, {"0.q": {0: LIKE}}), ValueError, "0.q"),
     (Split, (1, "a", "b"), ValueError, "segment='a', like='b'"),
@@ -200,7 +198,7 @@ REFUSED = [
     (with_grouped_heads, ((Attention(("tokens",), None, "pairs"),), CAUSAL), ValueError, "hides pairs"),
     (with_fused, (None,), ValueError, "qkv"),
     (with_grouped_heads, (BY_HEADS,), ValueError, r"4 heads.*\[4, 2\]"),
-    (*by_heads((3, 1)), r"\(3, 1\) .*qkv"),
+    (AttentionByHeads, ("tokens", ("qkv",), "out", "heads", (), (3, 1)), ValueError, r"\(3, 1\) .*qkv"),
     (*published({"": INPUT}), "'hidden_states' .*gather"),
     (*published({"": {**INPUT, 0: cut(output=True)}, "proj_out": GATHER}), r"outputs \[0\]"),
     (*published({"": {"hidden_states": [cut(), cut()]}, "proj_out": GATHER}), "list of tensors"),
