@@ -124,8 +124,8 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def leaf_kinds(value: Any) -> tuple[Any, ...]:
-    """Return by what calls with the arguments ``value`` are told apart: the shape and dtype of each tensor among its
-    leaves, each bool and string, and the type of all else, such as the number of a step.
+    """Return the shape and dtype of each tensor among the leaves of ``value``, each bool and string, and the type of
+    all else, such as the number of a step. Calls are told apart by these kinds of their arguments.
     """
     kinds: list[Any] = []
     for leaf in leaves_of(value):

@@ -24,7 +24,7 @@ from para_core.torch_internals import version_of
 # ``timestep_r`` is where a step of a mean-flow model ends.
 _CLOCK = re.compile(r"(.*_)?(t|times?|timesteps?|sigmas?|noise_levels?)(_r)?")
 # A tensor with the timestep that has more elements is compared on the device; a smaller one is read by the
-# host. A NumPy array with more elements tells no time.
+# host.
 MOST_READ = 1 << 16
 # Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later
 # call.
@@ -51,6 +51,8 @@ _PLAIN = (
 # The most frequent types of arguments that are not tensors; a subset of _PLAIN.
 _SCALARS = frozenset({bool, int, float, str})
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
+# The kinds of NumPy's dtypes of real numbers: bools, integers with and without sign, and floats.
+_REAL_KINDS = "biuf"
 
 
 @dataclass(slots=True)
@@ -59,11 +61,11 @@ class ReadValues:
 
     Args:
         content: What is compared.
-        numbers: The elements; empty if there are more than ``MOST_READ``.
+        largest: The largest element; None if there is none, or the elements are no real numbers.
     """
 
     content: tuple[Any, ...]
-    numbers: tuple[Any, ...] = field(compare=False)
+    largest: float | None = field(compare=False)
 
 
 class Leaf(NamedTuple):
@@ -198,10 +200,10 @@ def _add_leaves(leaves: Leaves, path: str, value: Any, outer: tuple[int, ...]) -
         return
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
         # This is a NumPy array or number.
-        numbers: tuple[Any, ...] = ()
-        if value.size <= MOST_READ:
-            numbers = tuple(value.ravel().tolist())
-        leaves[path] = Leaf((ReadValues((str(value.dtype), value.shape, value.tobytes()), numbers),))
+        largest = None
+        if value.size > 0 and value.dtype.kind in _REAL_KINDS:
+            largest = float(value.max())
+        leaves[path] = Leaf((ReadValues((str(value.dtype), value.shape, value.tobytes()), largest),))
         return
     inner = None
     if id(value) not in outer and len(outer) != _MAX_DEPTH:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from para_core.cache.argument_values import is_clock
 from para_core.cache.attachment import BlockHookHost, Roles, attach, check_no_foreign_cache, detach
-from para_core.cache.block_roles import roles_of
+from para_core.cache.block_roles import roles_of, submodules_on_path
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.branch_search import MOST_BRANCHES, Agree
 from para_core.cache.branches import Branches, conditions_of
@@ -38,7 +38,7 @@ from para_core.cache.streams import Streams, named_tensors_in
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.foreign_errors import is_data_dependent
-from para_core.instance.modules import ModuleTree, uncompiled
+from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import Filling, filled_slots
 from para_core.instance.slots import Slot
@@ -123,11 +123,19 @@ class BlockCache:
         self._forget_states()
 
     def _read_roles(self) -> Roles:
-        """Return the roles of the blocks that the model has now, and remember which modules these are."""
+        """Return the roles of the blocks that the model has now, and remember where these blocks were found."""
         name = original_class(self.module).__name__
         first_blocks = blocks_before_deciding(name, self.blocks, self.options)
-        self._tree = ModuleTree(self.module)
-        return roles_of(self.module, self.blocks, first_blocks, self.options.last_blocks)
+        roles = roles_of(self.module, self.blocks, first_blocks, self.options.last_blocks)
+        # Only now: a call after an error must look for the blocks again.
+        self._holders = [
+            submodules
+            for group in self.blocks.groups
+            for list_name in group.lists
+            for submodules in submodules_on_path(self.module, list_name)
+        ]
+        self._held = [submodules.copy() for submodules in self._holders]
+        return roles
 
     def _follow_replaced_blocks(self) -> None:
         """Begin again with the blocks that the model has now, if some were replaced: they have no hooks yet.
@@ -189,7 +197,8 @@ class BlockCache:
         """
         if getattr(self.module, "_cache_config", None) is not None:
             check_no_foreign_cache(self.module)
-        if not self._tree.is_unchanged():
+        # What is inside the blocks does not matter here.
+        if self._holders != self._held:
             self._follow_replaced_blocks()
         host = self._host
         if host.roles is not self.roles:

@@ -22,8 +22,10 @@ from para_core.cache.streams import (
     shapes_of,
     with_field,
 )
+from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
 from para_core.plans.module_matching import parameters_of
+from para_core.torch_internals import SUBMODULES
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ def roles_of(
     for group_index, group in enumerate(blocks.groups):
         for name in group.lists:
             # Not children(), which lists a block once that runs several times.
-            listed = _require_module_list(module, name)._modules.values()
+            listed = submodules_on_path(module, name)[-1].values()
             stack += [(block, group_index, group) for block in listed if block is not None]
     if len({id(block) for block, _, _ in stack}) < len(stack):
         raise ValueError(
@@ -282,10 +284,19 @@ def _require_parameters(block: nn.Module, streams: Iterable[str]) -> tuple[str, 
     return parameters
 
 
-def _require_module_list(module: nn.Module, name: str) -> nn.Module:
-    """Return the submodule ``name``. Raise ``ValueError`` if there is none."""
+def submodules_on_path(module: nn.Module, name: str) -> list[dict[str, nn.Module | None]]:
+    """Return the submodules, by name, of ``module`` and of each module on the way to the module list ``name``,
+    the last of which is the list. Each is the dict of the module itself, which changes if a submodule is replaced.
+
+    A module that ``torch.compile`` has wrapped is represented by what is inside the wrapper.
+
+    Raises:
+        ValueError: There is no submodule of this name.
+    """
+    parts = name.split(".")
+    paths = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
     try:
-        return module.get_submodule(name)
+        return [uncompiled(module.get_submodule(path)).__dict__[SUBMODULES] for path in paths]
     except AttributeError:
         raise ValueError(
             f"{type(module).__name__} has no {name!r}, which the description of its blocks names. Name its module "

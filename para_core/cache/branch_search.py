@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Branch:
         moment: The step of the last call, if the scheduler tells it.
         has_neighbour: Whether another branch with these conditions was called in the same step.
         outcome: The decision about the last call.
+        clock: The path of the timestep that tells where a generation begins; None if none is known.
         start, direction: The timestep of the first call, and the sign of the change of the timestep after it.
     """
 
@@ -60,7 +61,8 @@ class Branch:
     has_neighbour: bool = False
     before: Leaves | None = None
     outcome: DecisionOutcome | None = None
-    start: float | None = None
+    clock: str | None = None
+    start: float = 0.0
     direction: float = 0.0
 
     @property
@@ -336,17 +338,13 @@ class BranchSearch:
         """Whether the timestep returned to that of the first call of ``branch``, or passed it against its
         direction, so that a generation begins.
         """
-        # One of several clocks may be None in all calls, such as sigmas beside a timestep.
-        times = [
-            (_time_in(branch.leaves[path]), _time_in(self._leaves[path]))
-            for path in self._leaves
-            if path in self._clocks and path in branch.leaves
-        ]
-        before, now = next((pair for pair in times if None not in pair), (None, None))
-        if before is None or now is None:
+        now = None
+        if branch.clock in self._leaves:
+            now = _time_in(self._leaves[branch.clock])
+        if now is None:
+            now = self._choose_clock(branch)
+        if now is None:
             return False
-        if branch.start is None:
-            branch.start = before
         change = now - branch.start
         begins = self._agree_on_all(branch.direction != 0.0 and change * branch.direction <= 0.0)
         if begins:
@@ -355,6 +353,24 @@ class BranchSearch:
         elif branch.direction == 0.0:
             branch.direction = float(change > 0) - float(change < 0)
         return begins
+
+    def _choose_clock(self, branch: Branch) -> float | None:
+        """Choose the first timestep that is a number in this call and the last call of ``branch``, and return
+        it in this call. Return None if there is none.
+
+        One of several clocks may be None in all calls, such as sigmas beside a timestep.
+        """
+        for path in self._leaves:
+            if path not in self._clocks or path not in branch.leaves:
+                continue
+            before = _time_in(branch.leaves[path])
+            now = _time_in(self._leaves[path])
+            if before is not None and now is not None:
+                branch.clock = path
+                branch.start = before
+                branch.direction = 0.0
+                return now
+        return None
 
     def _is_same(self, x: Leaf | None, y: Leaf | None) -> bool:
         """Whether two values are equal. Waits for the device, and is collective with ``agree``, if two
@@ -382,12 +398,12 @@ def _time_in(clock: Leaf) -> float | None:
     """Return the largest timestep in ``clock``: of the values that were read of a tensor or array, or the one
     value. None if it holds something else than numbers.
     """
-    values: tuple[Any, ...] = (clock.value,)
-    if isinstance(clock.value, ReadValues):
-        values = clock.value.numbers
-    if not values or not all(isinstance(value, (int, float)) for value in values):
+    value = clock.value
+    if isinstance(value, ReadValues):
+        return value.largest
+    if not isinstance(value, (int, float)):
         return None
-    return float(max(values))
+    return float(value)
 
 
 def _names(paths: Sequence[str]) -> str:

@@ -239,4 +239,7 @@ def _read_clocks(leaves: Leaves, clocks: set[str]) -> None:
             x = leaf.value.detach()
             if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
                 numbers = tuple(x.flatten().tolist())
-                leaves[path] = Leaf((ReadValues(numbers, numbers),))
+                largest = None
+                if numbers and not x.is_complex():
+                    largest = float(max(numbers))
+                leaves[path] = Leaf((ReadValues(numbers, largest),))

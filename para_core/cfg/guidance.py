@@ -148,13 +148,15 @@ class Guidance:
                 compute the call.
         """
         leaves = leaves_of((args, kwargs))
-        if any(isinstance(x, LazyTensor) and getattr(x.source, "round", None) is self._round for x in leaves):
+        lazy = [x for x in leaves if isinstance(x, LazyTensor)]
+        if any(getattr(x.source, "round", None) is self._round for x in lazy):
             # An argument is the result of a call in this round, so end the round. Do this even on ranks that
             # have computed that result, because ending a round is a collective call.
             self.finish()
-        # Each argument by itself, so that an object without lazy tensors is passed on as it is.
-        args = tuple(map(materialize, args))
-        kwargs = {name: materialize(value) for name, value in kwargs.items()}
+        if lazy:
+            # Each argument by itself, so that an object without lazy tensors is passed on as it is.
+            args = tuple(map(materialize, args))
+            kwargs = {name: materialize(value) for name, value in kwargs.items()}
         key = _key_of(model, leaves)
         if key not in self._forms:
             self._predict_form(key, model, args, kwargs)

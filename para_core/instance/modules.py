@@ -63,8 +63,7 @@ def submodules_of(module: nn.Module) -> list[nn.Module]:
 
 class ModuleTree:
     """A snapshot of ``module`` and all modules inside it, which can detect changes at every call of the
-    model. :class:`~para_core.plans.region.Region` and :class:`~para_core.cache.block_cache.BlockCache` make a
-    new one when :meth:`is_unchanged` is False.
+    model. :class:`~para_core.plans.region.Region` makes a new one when :meth:`is_unchanged` is False.
 
     A model has over a thousand modules, so the checks are loops in C, without a Python call per module.
     """

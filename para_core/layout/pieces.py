@@ -59,8 +59,8 @@ class Layout:
         before = 0
         for segment in sequence.segments:
             for rank, pieces_of_rank in zip(ranks, pieces, strict=True):
-                # Only a balanced segment has a second run: that of the back half, of which the first rank
-                # holds the end.
+                # Only a balanced segment has a second run, in its back half. Ranks hold the back half in
+                # descending order: the first rank its end.
                 for index, (start, length) in enumerate(segment.runs(rank, sequence.ranks)):
                     pieces_of_rank.append(
                         Piece(before + start, length, segment.replicated, descending=index == 1)

@@ -42,7 +42,8 @@ class Segment:
     ((0, 2), (6, 2))
 
     Groups of ``together`` consecutive tokens, such as those of a video frame, are not split between ranks. A
-    replicated segment may have ``together``, which has no effect.
+    replicated segment may have ``together``, which does not change what a rank holds; rules of a plan recognise
+    tensors with one entry per group by it.
 
     >>> Segment("video", 15, together=5).sizes(ranks=2)
     (10, 5)

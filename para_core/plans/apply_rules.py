@@ -139,8 +139,9 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         if isinstance(rule, Gather):
             return self._gather(value, rule)
         if isinstance(rule, Replicate):
-            total = prod([value.shape[dim] for dim in (rule.dim, *rule.together)])
-            self._note(Segment(rule.segment, total, replicated=True), rule.dim, name)
+            together = prod([value.shape[dim] for dim in rule.together])
+            total = value.shape[rule.dim] * together
+            self._note(Segment(rule.segment, total, replicated=True, together=together), rule.dim, name)
             self.report_replicated(value, rule.segment)
             return value
         return self.split(value, rule, name)

@@ -11,7 +11,6 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Literal
 
 from torch import nn
@@ -110,9 +109,9 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
                 required.append(ModuleRules(f"{name}.{projection}", exchange="enter", parts=parts))
             required.append(ModuleRules(f"{name}.{attention.output}", exchange="leave"))
     matches: dict[str, tuple[nn.Module, ModuleRules]] = {}
-    for rules, is_required in (*zip(required, repeat(True)), *zip(optional, repeat(False))):
+    for index, rules in enumerate((*required, *optional)):
         submodules = matching_modules(module, rules.name)
-        if not submodules and is_required:
+        if not submodules and index < len(required):
             raise ValueError(
                 f"the plan names the module {rules.name!r}, which {type(module).__name__} does not have."
             )
@@ -140,7 +139,7 @@ def _check_projections(matches: Mapping[str, tuple[nn.Module, ModuleRules]]) -> 
             continue
         parameters = parameters_of(submodule)
         shards = [key for key in rules.of_inputs if key.partition(".")[0] in parameters]
-        if shards or rules.of_outputs or rules.gathers or rules.halo is not None:
+        if shards or rules.of_outputs or rules.gathers or rules.attention or rules.halo is not None:
             raise ValueError(
                 f"the plan has a rule for {name}, which an AttentionByHeads names as a projection or its output and "
                 "which exchanges tokens for heads; expected no other rule. Write it for the attention module, or for a "
@@ -184,18 +183,12 @@ def _outer_attention(name: str, matches: Mapping[str, tuple[nn.Module, ModuleRul
         outer = ".".join(parts[:depth])
         if outer not in matches:
             continue
-        if _names_calls(matches[outer][1].attention):
+        attention = matches[outer][1].attention
+        # For single calls a module copies the segments when it is called. The other kinds of rules read them
+        # later, and an empty tuple describes nothing.
+        if isinstance(attention, OneForEach) or (isinstance(attention, tuple) and attention):
             return outer
     return None
-
-
-def _names_calls(attention: AttentionRule) -> bool:
-    """Whether the rule describes single attention calls, for which a module copies the segments when it is
-    called. The other kinds read the segments later, or describe nothing.
-    """
-    if isinstance(attention, tuple):
-        return len(attention) > 0
-    return isinstance(attention, OneForEach)
 
 
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:

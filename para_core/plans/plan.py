@@ -215,7 +215,8 @@ class Attention:
         mask (`"keys"` or `"pairs"`, *optional*): The form of the model's mask if its tokens are sharded.
             ``"keys"``: the columns are only this rank's keys, and are gathered from all ranks. ``"pairs"``:
             an entry says whether two tokens of this rank are both valid, so the diagonal is used as the key
-            mask; the first call compares the other entries. By default the form follows from the size of the mask.
+            mask; the first eager call compares the other entries. By default the form follows from the size of the
+            mask.
     """
 
     queries: tuple[str, ...]

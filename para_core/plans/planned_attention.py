@@ -66,6 +66,8 @@ class PreparedAttention:
         trace_safe: ``segments`` in a form that Dynamo can trace.
         computed_by: What computes each plan entry, by the id of the entry, which is cheaper than hashing it;
             None for SDPA on one device. The values refer to the entries, so that the ids stay valid.
+        pairs_checked: The plan entries for which a mask of the form ``"pairs"`` has passed its check. Equal on all
+            ranks, because they make the same attention calls.
     """
 
     mesh: SequenceMesh
@@ -76,6 +78,7 @@ class PreparedAttention:
     segments: tuple[Segment, ...] | None = None
     trace_safe: TraceSafeLayout = ()
     computed_by: dict[int, tuple[Attention, MeshAttention | None]] = field(default_factory=dict)
+    pairs_checked: set[Attention] = field(default_factory=set)
 
     def begin(self, segments: tuple[Segment, ...]) -> None:
         """Set :attr:`trace_safe`, and begin a new :attr:`computed_by`, for calls with these ``segments``."""
@@ -115,8 +118,6 @@ class PlannedAttention:
         hooks_outside: The number of ``saved_tensors_hooks`` around the call of the model. A checkpoint that
             set some of them runs the whole call again, which shards and intercepts by itself. Set by
             ``Interception``.
-        is_checked: Whether this call of the model is one that :class:`AttentionCheck` checks, so that the
-            values of masks of the form ``"pairs"`` are, too. Equal on all ranks. Set by ``Region.run``.
     """
 
     def __init__(
@@ -133,7 +134,6 @@ class PlannedAttention:
         self.intercepted = [False]
         self.skipped = [False]
         self.hooks_outside = 0
-        self.is_checked = False
         self._num_calls = 0
         # In eager code, PreparedAttention.computed_by for the current segments.
         self._known_computations: dict[int, tuple[Attention, MeshAttention | None]] = {}
@@ -162,7 +162,6 @@ class PlannedAttention:
         inner.intercepted = self.intercepted
         inner.skipped = self.skipped
         inner.hooks_outside = self.hooks_outside
-        inner.is_checked = self.is_checked
         return inner
 
     def needs_other_ranks(self) -> bool:
@@ -247,9 +246,11 @@ class PlannedAttention:
             )
         # A single row is left, so that only the keys are this rank's, and the MeshAttention gathers them.
         valid = mask.diagonal(dim1=-2, dim2=-1)
-        if not torch.compiler.is_compiling() and self.is_checked:
+        # Not AttentionCheck.due, which depends on the hooks and processors of this process: the check is collective.
+        if not torch.compiler.is_compiling() and attention not in self.prepared.pairs_checked:
             with together(self.mesh, "a mask of the plan"):
                 _check_pairs(mask, valid)
+            self.prepared.pairs_checked.add(attention)
         out = over_mesh(call.with_tensors(query, key, call.value, valid[..., None, :]))
         # The mask forbids an invalid token, such as padding, to attend to anything, so its output is zero.
         return out.masked_fill(~valid[..., None], 0.0)

@@ -272,7 +272,6 @@ class Region:
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         by_hand = None
         if not torch.compiler.is_compiling() and self.check.due:
-            planned.is_checked = True
             by_hand = HandwrittenAttention(PACKAGES_OF_MODELS, ignores_graphs=self.attn_func is not None)
         interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module), by_hand=by_hand)
         self.interceptions.append(interception)

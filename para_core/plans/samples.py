@@ -94,24 +94,17 @@ def select_arguments(
         # The model itself decides about an argument that is missing.
         if arguments.get(name) is not None and not torch.compiler.is_compiling():
             warnings.warn(
-                "batch",
+                "uncounted samples",
                 f"the samples of {name} cannot be counted: it holds no tensor in which they lie along dim "
                 f"{dim}, or their shapes differ. So all of the {batch.size} ranks along 'batch' compute all samples.",
                 ParallelWarning,
             )
         return args, kwargs, None
-    declared = (*plan.batched, *plan.common, *plan.unshared)
-    unknown = [name for name, value in arguments.items() if name not in declared and holds_tensor(value)]
-    if unknown:
-        raise ValueError(
-            f"{', '.join(unknown)} of the model hold(s) tensors, and its plan does not say whether they hold all "
-            "samples. Name them in Plan.batched if they do, or in Plan.common if they apply to all samples; or use a "
-            "mesh without a 'batch' dim."
-        )
+    _check_declared(plan, arguments)
     if total % batch.size != 0:
         if not torch.compiler.is_compiling():
             warnings.warn(
-                "batch",
+                "uneven samples",
                 f"a call has {total} sample(s), which do not divide evenly over the {batch.size} ranks along 'batch', "
                 "so all of these ranks compute all samples. Use guidance, or give these ranks to the sequence.",
                 ParallelWarning,
@@ -137,6 +130,18 @@ def select_arguments(
     positional = [select_part(name, value) for name, value in zip(parameters, args, strict=False)]
     named = {name: select_part(name, value) for name, value in kwargs.items()}
     return (*positional, *args[len(positional) :]), named, total // batch.size
+
+
+def _check_declared(plan: Plan, arguments: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if one of ``arguments`` holds tensors, and ``plan`` does not say of which samples."""
+    declared = (*plan.batched, *plan.common, *plan.unshared)
+    unknown = [name for name, value in arguments.items() if name not in declared and holds_tensor(value)]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} of the model hold(s) tensors, and its plan does not say whether they hold all "
+            "samples. Name them in Plan.batched if they do, or in Plan.common if they apply to all samples; or use a "
+            "mesh without a 'batch' dim."
+        )
 
 
 def holds_tensor(value: Any) -> bool:

@@ -183,9 +183,7 @@ class SplitRules(SegmentsOfCall):
             first = (self.segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
         segment = self.new_segment(segment_name, total)
-        # If the noted segment is whole on every rank, so is a tensor with few entries, such as one for each frame.
-        is_sharded = noted is not None and not noted.replicated
-        if is_sharded or split.segment is not None or not segment.replicated:
+        if noted is not None or split.segment is not None or not segment.replicated:
             self._note(segment, split.dim, name)
         if segment.replicated:
             return value
@@ -207,8 +205,7 @@ class SplitRules(SegmentsOfCall):
             known_cut = self._known_cuts[segment_name, total] = _KnownCut(segment, runs)
         segment = known_cut.segment
         noted = self.segments.get(segment_name)
-        is_sharded = noted is not None and not noted.replicated
-        is_noted = is_sharded or split.segment is not None or not segment.replicated
+        is_noted = noted is not None or split.segment is not None or not segment.replicated
         if is_noted and (noted is None or noted.total != total):
             self._note(segment, split.dim, name)
         if segment.replicated:

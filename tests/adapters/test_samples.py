@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import warnings
 from dataclasses import replace
 
 import diffusers
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.harness import fake_group
+from para_core import ParallelWarning
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.parallel.call import parallel_call
@@ -66,14 +66,11 @@ def call_on_batch_mesh():
     assert count_samples(tokens.sum(), 0) is None
     with pytest.raises(ValueError, match="timestep has 3"):
         transformer(tokens, **{**inputs, "timestep": torch.ones(3)})
-    # The ranks cannot share a single sample.
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with pytest.warns(ParallelWarning, match=r"1 sample.* 2 ranks .*'batch'") as warned:
         outs = [transformer(tokens[:1], **{key: x[:1] for key, x in inputs.items()}).sample for _ in range(2)]
     assert max(relative_error(out, expected[:1]) for out in outs) < 1e-5
     assert num_samples == [1, 1, 1]
-    (warning,) = warned
-    assert re.search(r"1 sample.* 2 ranks .*'batch'", str(warning.message))
+    assert len(warned) == 1
     adapter = BATCHED["SD3Transformer2DModel"]
     plan = replace(adapter.plan, batched={"hidden_states": 0, "timestep": 0})
     parallelize_transformer(transformer, mesh=mesh, adapter=replace(adapter, plan=plan))
@@ -96,6 +93,10 @@ def call_with_lists():
     outs = [*transformer(**inputs).sample, *transformer(**more).sample]
     assert [len(x) for x in computed] == [2, 2, 1, 2]
     assert max(relative_error(*pair) for pair in zip(outs, alone, strict=True)) < 1e-5
+    two_sizes = [inputs["x"][0], inputs["x"][1][..., :4]]
+    for arguments in ({**inputs, "x": two_sizes}, {key: value[:1] for key, value in inputs.items()}):
+        with pytest.warns(ParallelWarning, match="compute all samples"):
+            transformer(**arguments)
 
 
 @pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hooks of these tests only observe.

@@ -17,7 +17,7 @@ from para_core.instance.record import filled_slots
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.module_matching import matching_modules
-from para_core.plans.plan import AttentionByHeads, Entries, Gather, Split
+from para_core.plans.plan import AttentionByHeads, Entries, Gather, Replicate, Split
 from para_core.plans.published_plan import convert_published_plan
 from para_core.plans.region import mesh_of_plan
 from tests.plans.test_exactness import (
@@ -99,9 +99,8 @@ def after_an_error():
     model(noise(2, 7, 20))
 
 
-def with_three_ids():
-    flux = EXAMPLES["flux, published"]
-    planned(flux.model(), flux.plan, {**flux_inputs(10, 5), "img_ids": torch.zeros(1, 10, 3)})
+def with_example(example, args):
+    planned(example.model(), example.plan, args)
 
 
 def applied(*steps):
@@ -138,7 +137,8 @@ class Grouped(nn.Module):
 
     def forward(self, x):
         q, k, v = (project(x).unflatten(2, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        out = F.scaled_dot_product_attention(q, k, v, self.mask, enable_gqa=True)
+        mask = None if self.mask is None else self.mask[: x.shape[1], : x.shape[1]]
+        out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -147,30 +147,22 @@ def with_grouped_heads(attention, mask=None, inner=None):
     model[0].mask = mask
     inputs = {} if inner else {"input": Split(1, "tokens")}
     plan = replace(HEADS, inputs=inputs, inner=inner or {}, attention={"0": attention})
-    planned(model, plan, [noise(2, 8, 20)])
-
-
-def with_fused(parts):
-    example = fused(2, parts)
-    planned(example.model(), example.plan, [noise(2, 7, 20)])
+    planned(model, plan, [noise(2, 7, 20)])
 
 
 def published(plan):
     return convert_published_plan, (plan,), ValueError
 
 
-def by_heads(parts):
-    return AttentionByHeads, ("tokens", ("qkv",), "out", "heads", (), parts), ValueError
-
-
-INPUT = {"hidden_states": cut()}
+INPUT, THREE_IDS = {"hidden_states": cut()}, {**flux_inputs(10, 5), "img_ids": torch.zeros(1, 10, 3)}
 SECOND_WITHOUT = nn.Sequential(Grouped(), Grouped())
 del SECOND_WITHOUT[1].heads
 MISSING = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
 MISSING_LAST, AT_ONE = replace(MISSING, outputs={"nothing.-1": Gather(1, "image")}), RuleExecutor(one_rank("cpu"))
 TO_ITSELF, ONE, CAUSAL = (Attention(("tokens",)),), torch.zeros(1, 1), torch.ones(4, 4).tril().bool()
+ATTENDING_Q = replace(HEADS, attention={"0": BY_HEADS, "0.q": TO_ITSELF})
 PAIR, LIKE, FRAMES = (noise(5), None), Split(0, like="video"), Split(0, "video", together=(1,))
-OF_TWO, OF_THREE = Entries((None, LIKE)), Entries((None, LIKE, LIKE))
+OF_TWO, OF_THREE, WHOLE = Entries((None, LIKE)), Entries((None, LIKE, LIKE)), Replicate(0, "video", together=(1,))
 SPLIT_INSIDE = {f"0.{name}": {"input": Split(1, "tokens")} for name in "qkv"}
 SUMS = r"scaled_dot_product_attention .*LinearAttention\("
 REFUSED = [
@@ -179,14 +171,17 @@ REFUSED = [
     (AT_ONE.apply_to_outputs, ((ONE,), {1: Split(1, "image")}, "norm"), ValueError, r"norm\[1\].* 1 "),
     (with_unfitting_plan, (SECOND_WITHOUT, replace(HEADS, attention={"*": BY_HEADS})), AttributeError, "heads"),
     (after_an_error, (), AttributeError, "no attribute 'heads'"),
-    (with_three_ids, (), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
+    (with_example, (EXAMPLES["flux, published"], THREE_IDS), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
     (applied, ((PAIR, OF_TWO), (PAIR, OF_THREE)), TypeError, r"rope.* tuple of 2.* 3 "),
     (applied, ((noise(7), Split(0, "video")), (noise(3), LIKE)), ValueError, "rope has 3 tokens .* 7,"),
+    (applied, ((noise(4), Split(0, "video")), (noise(3), LIKE)), ValueError, "rope has 3 tokens .* 4,"),
     # One entry for all frames is kept.
     (applied, ((noise(5, 4), FRAMES), (noise(1), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 20,"),
     (applied, ((noise(2, 4), FRAMES), (noise(2), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 8,"),
+    (applied, ((noise(2, 4), WHOLE), (noise(2), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 8,"),
     (Plan({"x": Split(1, "text", per=2)}, {}, ()).with_replicated, ("text",), ValueError, "'text' by .*per=2"),
     (with_grouped_heads, (BY_HEADS, None, {"0.q": {0: LIKE}}), ValueError, "0.q"),
+    (with_unfitting_plan, (nn.Sequential(Grouped()), ATTENDING_Q), ValueError, "0.q"),
     (Split, (1, "a", "b"), ValueError, "segment='a', like='b'"),
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
@@ -198,9 +193,9 @@ REFUSED = [
     (with_grouped_heads, ((Attention(("tokens",), None, "keys"),), ONE), ValueError, "1 columns.* [34] keys"),
     (with_grouped_heads, ((Attention(("tokens",), None, "pairs"),), ONE), ValueError, r"float32 .* \[1, 1\].*'pairs'"),
     (with_grouped_heads, ((Attention(("tokens",), None, "pairs"),), CAUSAL), ValueError, "hides pairs"),
-    (with_fused, (None,), ValueError, "qkv"),
+    (with_example, (fused(2, None), [noise(2, 7, 20)]), ValueError, "qkv"),
     (with_grouped_heads, (BY_HEADS,), ValueError, r"4 heads.*\[4, 2\]"),
-    (*by_heads((3, 1)), r"\(3, 1\) .*qkv"),
+    (AttentionByHeads, ("tokens", ("qkv",), "out", "heads", (), (3, 1)), ValueError, r"\(3, 1\) .*qkv"),
     (*published({"": INPUT}), "'hidden_states' .*gather"),
     (*published({"": {**INPUT, 0: cut(output=True)}, "proj_out": GATHER}), r"outputs \[0\]"),
     (*published({"": {"hidden_states": [cut(), cut()]}, "proj_out": GATHER}), "list of tensors"),

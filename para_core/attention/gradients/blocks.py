@@ -55,7 +55,7 @@ def local_backward(backend: Backend | None, scale: float | None) -> Backward:
             # With sums the gradient of the mask was asked for, and is a tensor. The second test is for mypy.
             if sums is None or of_mask is None:
                 continue
-            # A mask with one column, of which every tile has the whole, sums over the keys.
+            # Every tile has the whole of a mask with one column, whose gradient is a sum over the keys.
             if sums[piece].shape[3] == 1:
                 sums[piece].add_(of_mask.sum_to_size(sums[piece].shape))
             else:
