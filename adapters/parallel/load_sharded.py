@@ -128,6 +128,7 @@ def from_pretrained_sharded(
         if guided.sequence.device_type != "cpu":
             _move_unsharded(pipe, guided.sequence.device_type)
         elif method is None or method.keeps_bits:
+            # A method that does not keep bits adds its parts in another order anyway.
             _copy_from_files(loaded)
         # Scales depend on the dtype.
         if quantize is not None and not quantizes_first:
@@ -224,8 +225,8 @@ def _modules(pipe: Any, passed: Collection[str] = ()) -> list[nn.Module]:
 
 
 def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point weights and stored buffers of ``module``, as ``from_pretrained`` does, except
-    those that its class keeps in float32.
+    """Cast the floating-point weights and stored buffers of ``module`` as ``from_pretrained`` does: to ``dtype``, and
+    to float32 what its class keeps so.
 
     A weight or buffer that several modules share, such as the embedding of T5, stays shared.
     """
@@ -234,19 +235,20 @@ def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
     cast: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            castable = parameter.is_floating_point() and parameter.dtype != dtype
-            if castable and not kept & {*path.split("."), name}:
+            target = torch.float32 if kept & {*path.split("."), name} else dtype
+            if parameter.is_floating_point() and parameter.dtype != target:
                 if id(parameter) not in cast:
-                    cast[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                    data = parameter.detach().to(target)
+                    cast[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 owner.register_parameter(name, cast[id(parameter)])
     # Buffers that are not in the files are made by the class, in the dtype that it needs.
     stored = module.state_dict().keys()
-    buffers = list(module.named_buffers(remove_duplicate=False))
     cast_buffers: dict[int, Tensor] = {}
-    for path, buffer in buffers:
-        if path in stored and buffer.is_floating_point() and not kept & {*path.split(".")}:
+    for path, buffer in list(module.named_buffers(remove_duplicate=False)):
+        if path in stored and buffer.is_floating_point():
             if id(buffer) not in cast_buffers:
-                cast_buffers[id(buffer)] = buffer.to(dtype)
+                target = torch.float32 if kept & {*path.split(".")} else dtype
+                cast_buffers[id(buffer)] = buffer.to(target)
             owner_path, _, name = path.rpartition(".")
             module.get_submodule(owner_path).register_buffer(name, cast_buffers[id(buffer)])
 

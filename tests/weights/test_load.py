@@ -268,13 +268,16 @@ def test_weights_are_mapped_in_the_dtype_of_their_variant(tmp_path, name, dtype)
     assert dtypes_of(files_in([part], name))["transformer"] == dtype
 
 
-def test_stored_buffers_are_cast_like_weights():
+def test_stored_buffers_are_cast_like_weights_and_what_a_class_keeps_in_float32():
     layer, other = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
     layer.register_buffer("made", torch.ones(2), persistent=False)
     other.running_mean = layer.running_mean
-    _cast_weights(torch.nn.ModuleList([layer, other]), torch.bfloat16)
-    assert (layer.running_mean.dtype, layer.made.dtype) == (torch.bfloat16, torch.float32)
+    model = torch.nn.ModuleDict({"layer": layer, "other": other, "wo": torch.nn.Linear(2, 2).bfloat16()})
+    model._keep_in_fp32_modules = ["wo"]
+    _cast_weights(model, torch.float16)
+    assert (layer.running_mean.dtype, layer.made.dtype) == (torch.float16, torch.float32)
     assert other.running_mean is layer.running_mean
+    assert model["wo"].weight.dtype == torch.float32 and model["wo"].weight.requires_grad
 
 
 @pytest.mark.parametrize(
