@@ -72,6 +72,7 @@ CORPUS = {
     "loopback of IPv6": (200, "", request(host="[::1]:80")),
     "page of another site": (403, "evil.example .*--cors", request(extra=b"Origin: http://evil.example\r\n")),
     "form of another site": (403, "--cors", form_request(form(PROMPT), extra=b"Origin: https://evil.example\r\n")),
+    "malformed page": (403, "--cors", request(extra=b"Origin: http://[\r\n")),
     "own page": (200, "", request(extra=b"Origin: http://127.0.0.1\r\n")),
     "forwarded page": (403, "", request(extra=b"Origin: http://e.org\r\nX-Forwarded-Host: e.org\r\n")),
     # -- Identifiers and paths.
