@@ -283,10 +283,8 @@ module.NODE_CLASS_MAPPINGS["ParaCoreLoadOnRanks"]().load({wan!r}, "default", 2, 
 
 def test_a_model_whose_changes_failed_half_way_is_loaded_again(wan, monkeypatch):
     from comfyui_para_core import rank_model
-    from comfyui_para_core.settings import Settings
 
-    rank = rank_model.RankModel(wan, {}, Settings(ranks=1, cache=0.3))
-    rank.patch({})
+    rank = rank_model.RankModel(wan, {}, rank_model.Settings(ranks=1, cache=0.3))
     inputs = {"x": torch.zeros(1, 4, 3, 6, 10), "timestep": torch.zeros(1), "context": torch.zeros(1, 5, 6)}
     failed = rank.model
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):

@@ -66,7 +66,6 @@ CORPUS = {
     "no host": (400, "", request(host=None)),
     "host with a path": (400, "Host", request(host="127.0.0.1/evil")),
     "two hosts": (400, "", request(extra=b"Host: evil.example\r\n")),
-    "foreign host": (403, "no API key", request(host="evil.example")),
     "host that begins like loopback": (403, "no API key", request(host="127.0.0.1.evil.example")),
     "loopback in capitals": (200, "", request(host="LocalHost:80")),
     "loopback of IPv6": (200, "", request(host="[::1]:80")),
@@ -130,7 +129,6 @@ FIELDS = [
     ({"steps": None, "num_inference_steps": 3}, ""),
     ({"height": 10**400}, "'height' "),
     # -- Other fields.
-    ({"promt": "b"}, "'promt'"),
     ({"generator": 1}, "'generator'"),
     ({"output_format": "mp4"}, "'output_format' .*'mp4'"),
     ({"output_compression": 101}, "'output_compression' .*101"),
