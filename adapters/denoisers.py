@@ -68,9 +68,9 @@ class DenoiserKind:
         make_run: Returns the handler of its calls.
         why_no_stages: Why its blocks cannot be distributed over stages.
         pipelines: Names of the pipelines with such a denoiser, for messages, by the name of its class.
-        has_class: Whether the components of a pipeline that is not loaded yet, classes by name, contain a
-            denoiser of this kind. Raises ``TypeError``, which names the pipeline, if its class is not
-            supported.
+        check_components: Returns whether the components of a pipeline that is not loaded yet, classes by name,
+            contain a denoiser of this kind. Raises ``TypeError``, which names the pipeline, if its class is
+            not supported.
         check_parallelize, check_parallel_call, check_cache: The checks of the kind in these phases. The
             arguments are the pipeline or module and the module, and the mesh if it is known; the module, its
             name in messages and the object that is called; the pipeline or module and the module.
@@ -82,7 +82,7 @@ class DenoiserKind:
     make_run: MakeRun
     why_no_stages: str
     pipelines: Mapping[str, str]
-    has_class: Callable[[str, Mapping[str, Any]], bool]
+    check_components: Callable[[str, Mapping[str, Any]], bool]
     check_parallelize: Callable[[Any, Any, GuidedMesh | None], None]
     check_parallel_call: Callable[[nn.Module, str, Any], None]
     check_cache: Callable[[Any, nn.Module], None]

@@ -75,7 +75,7 @@ def check_component_classes(pipeline: str, components: Mapping[str, Any]) -> Non
             )
     if transformers or DIFFUSION_DECODER in components or not components:
         return
-    if not any(kind.has_class(pipeline, components) for kind in denoiser_kinds()):
+    if not any(kind.check_components(pipeline, components) for kind in denoiser_kinds()):
         raise TypeError(
             f"{pipeline} is not supported: it has no transformer. The closest names of those that are supported: "
             f"{closest_supported(pipeline)}."

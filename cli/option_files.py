@@ -1,8 +1,9 @@
 """Files of options for ``--config``: YAML, JSON or TOML whose keys are the names of a command's options.
 
 A key that is the name of a command holds a section for this command alone. Values are read as texts, so that
-click converts and refuses them as on the command line: ``compile: no`` is the text "no". `options.py`
-declares ``--config`` with these callbacks. Tests: tests/cli/test_option_files.py.
+click converts and refuses them as on the command line: ``compile: no`` is the text "no". A null, such as
+YAML's ``~``, is refused: to leave a key out is the way to have the default. `options.py` declares
+``--config`` with these callbacks. Tests: tests/cli/test_option_files.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _OPPOSITE_VALUES = {
     "no": "true",
     "off": "true",
 }
+# Plain scalars that are null in YAML 1.1. In quotes they are texts.
+_YAML_NULLS = ("", "~", "null", "Null", "NULL")
 # Options that a file cannot set.
 _COMMAND_LINE_ONLY = ("help",)
 
@@ -54,8 +57,8 @@ def read_option_files(context: typer.Context, values: Sequence[str] | None) -> l
     line over files. At most one value is returned: the configs of a single-file model.
 
     Raises:
-        typer.BadParameter: A file cannot be read, or has an unknown key or a value that the option cannot
-        have.
+        typer.BadParameter: A file cannot be read, or has an unknown key, two keys of one option, or a value that
+        the option cannot have.
     """
     if context.resilient_parsing:
         return []
@@ -63,20 +66,30 @@ def read_option_files(context: typer.Context, values: Sequence[str] | None) -> l
     for value in values or ():
         if is_option_file(value):
             defaults |= _read_defaults(Path(value), context)
-    others = [value for value in values or () if not is_option_file(value)]
-    in_files = defaults.pop("config", [])
+    # What this callback returns is the value of --config, so those in files cannot be its default.
+    configs_in_files = defaults.pop("config", [])
+    context.default_map = {**(context.default_map or {}), **defaults}
+    configs_on_line = [value for value in values or () if not is_option_file(value)]
+    return _choose_configs(configs_on_line, configs_in_files)
+
+
+def _choose_configs(on_line: list[str], in_files: list[str]) -> list[str]:
+    """Return the configs of a model: those on the command line, or else those in files. At most one.
+
+    Both are lists because the option may be repeated. Raise typer.BadParameter if there are several, or if a
+    file of options names another one.
+    """
     for value in in_files:
         if is_option_file(value):
             raise typer.BadParameter(
                 f"config is {value!r} in a file of options; expected the configs of a model."
             )
-    context.default_map = {**(context.default_map or {}), **defaults}
-    configs = others or in_files
+    configs = on_line or in_files
     if len(configs) > 1:
         raise typer.BadParameter(
             f"{' and '.join(configs)}: expected the configs of one model, or files of options ({', '.join(SUFFIXES)})."
         )
-    return list(configs)
+    return configs
 
 
 def read_option_files_only(context: typer.Context, values: Sequence[str] | None) -> list[str]:
@@ -92,7 +105,11 @@ def read_option_files_only(context: typer.Context, values: Sequence[str] | None)
 
 
 def options_in_files(arguments: Sequence[str]) -> list[str]:
-    """Return ``--name`` for each key of the files of options in a command line, as far as they can be read."""
+    """Return ``--name`` for each key of the files of options in a command line.
+
+    By these `app.py` finds that an error message is about an option that a file has set. A file that cannot be
+    read adds none: its own error is that of :func:`read_option_files`.
+    """
     following = [*arguments[1:], ""]
     values = [value for argument, value in zip(arguments, following, strict=True) if argument == "--config"]
     values += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
@@ -116,33 +133,29 @@ def _read_defaults(path: Path, context: typer.Context) -> dict[str, Any]:
     commands: Mapping[str, Any] = {}
     if context.parent is not None:
         commands = getattr(context.parent.command, "commands", {})
+    # The name of a command has no dash, so a key that names one is equal to it.
+    sections = {key: value for key, value in content.items() if key in commands}
+    for key, section in sections.items():
+        if not isinstance(section, dict):
+            raise typer.BadParameter(
+                f"{path} has {section!r:.40} for {key}, a command; expected its options."
+            )
+        _targets_of_keys(path, section, commands[key], key, {})
+    outside = {key: value for key, value in content.items() if key not in commands}
+    name = context.info_name or ""
     defaults: dict[str, Any] = {}
-    section: dict[str, Any] = {}
-    for key, value in content.items():
-        if key not in commands:
-            defaults |= _read_default(path, key, value, context, commands)
-            continue
-        if not isinstance(value, dict):
-            raise typer.BadParameter(f"{path} has {value!r:.40} for {key}, a command; expected its options.")
-        if key == context.info_name:
-            section = value
-        for name in value:
-            _require_known(path, name, commands[key], key, {})
-    for key, value in section.items():
-        defaults |= _read_default(path, key, value, context, commands)
+    for entries in (outside, sections.get(name, {})):
+        for key, target in _targets_of_keys(path, entries, context.command, name, commands).items():
+            defaults[target.parameter.name] = _read_value(path, key, entries[key], target)
     return defaults
 
 
-def _read_default(
-    path: Path, key: str, value: Any, context: typer.Context, commands: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return ``{parameter: text, or texts for an option that may be repeated}`` for a key of the command.
+def _read_value(path: Path, key: str, value: Any, target: _Target) -> str | list[str]:
+    """Return the text of a value, or the texts if the option may be repeated.
 
-    Raise typer.BadParameter if the key or its value cannot be one of an option.
+    Raise typer.BadParameter if the value cannot be one of the option.
     """
-    target = _require_known(path, key, context.command, context.info_name or "", commands)
-    parameter = target.parameter
-    several = bool(getattr(parameter, "multiple", False))
+    several = bool(getattr(target.parameter, "multiple", False))
     if isinstance(value, dict) or (isinstance(value, list) and not several):
         raise typer.BadParameter(f"{path} has {value!r:.60} for {key}; expected one value.")
     values = value
@@ -150,22 +163,48 @@ def _read_default(
         values = [values]
     texts = [_make_text(path, key, item) for item in values]
     if several:
-        return {parameter.name: texts}
+        return texts
     if target.negated:
         if texts[0].lower() not in _OPPOSITE_VALUES:
             raise typer.BadParameter(
                 f"{path} has {texts[0]!r:.60} for {key}, a flag; expected true or false."
             )
-        return {parameter.name: _OPPOSITE_VALUES[texts[0].lower()]}
-    return {parameter.name: texts[0]}
+        return _OPPOSITE_VALUES[texts[0].lower()]
+    return texts[0]
 
 
 def _make_text(path: Path, key: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if value is None or isinstance(value, (dict, list)):
-        raise typer.BadParameter(f"{path} has {json.dumps(value):.60} for {key}; expected texts or numbers.")
+    if value is None:
+        raise typer.BadParameter(
+            f"{path} has null for {key}; expected a text or a number. Leave the key out to have the default, or put "
+            "a text that means null into quotes."
+        )
+    if isinstance(value, (dict, list)):
+        raise typer.BadParameter(f"{path} has {value!r:.60} for {key}; expected texts or numbers.")
     return str(value)
+
+
+def _targets_of_keys(
+    path: Path, keys: Iterable[str], command: Any, name: str, commands: Mapping[str, Any]
+) -> dict[str, _Target]:
+    """Return the target of each key.
+
+    Raise typer.BadParameter if two keys set the same option, such as ``vae`` and ``no-vae``, or as
+    :func:`_require_known`, which has the same other arguments.
+    """
+    targets: dict[str, _Target] = {}
+    key_of: dict[str, str] = {}
+    for key in keys:
+        target = _require_known(path, key, command, name, commands)
+        other = key_of.setdefault(target.parameter.name, key)
+        if other != key:
+            raise typer.BadParameter(
+                f"{path} has {other} and {key}, which set the same option; expected one."
+            )
+        targets[key] = target
+    return targets
 
 
 def _require_known(path: Path, key: str, command: Any, name: str, commands: Mapping[str, Any]) -> _Target:
@@ -214,7 +253,6 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         content = _PARSERS[kind](text)
-        _require_unique(content)
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
@@ -222,14 +260,6 @@ def _parse(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise typer.BadParameter(f"{path} has {content!r:.40}; expected lines such as 'port: 8000'.")
     return content
-
-
-def _require_unique(content: Any) -> None:
-    """Raise ValueError if two keys are the same option, such as ``max-size`` and ``max_size``."""
-    if isinstance(content, dict):
-        _make_dict((_option_name(key), value) for key, value in content.items())
-        for value in content.values():
-            _require_unique(value)
 
 
 def _make_dict(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -259,6 +289,9 @@ def _yaml_value(node: Any) -> Any:
         return _make_dict(_yaml_pairs(node))
     if node.id == "sequence":
         return [_yaml_value(item) for item in node.value]
+    # Only a plain scalar has no style.
+    if node.style is None and node.value in _YAML_NULLS:
+        return None
     return node.value
 
 

@@ -2,7 +2,7 @@
 
 Nothing is dropped in silence: an entry of ``transformer_options`` or of a patcher that is not listed here is
 an error. `remote_patcher` asks before each call. Arguments of the model with which a plan was not compared
-are refused on the ranks (`rank_model.require_checked`). Tests: tests/comfyui/test_pack.py.
+are refused on the ranks (`checks.require_checked`). Tests: tests/comfyui/test_pack.py.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """The diffusion model on one rank, loaded by ComfyUI's own loader and run over all ranks.
 
-`ranks` makes a :class:`RankModel` in each process and calls its methods. ComfyUI's process calls only
-:func:`require_runnable`, in `remote_patcher`. Tests: tests/comfyui/test_pack.py.
+`ranks` makes a :class:`RankModel` in each process and calls its methods; ComfyUI's process uses nothing of this
+file. Here are also what a cached block needs around it (:func:`keep_inputs_of_blocks`), and what calls must
+share to run with one proposed plan (:func:`forms_of`). Tests: tests/comfyui/test_pack.py.
 """
 
 from __future__ import annotations
 
+import enum
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import comfy.ldm.modules.attention
 import comfy.model_management
 import comfy.utils
 import torch
@@ -19,16 +20,25 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import ForeignCodeWarning, apply_cache, cache_context, init_context_parallel_mesh, reset_cache
-from para_core.adapters import parallelize_transformer
+from para_core.adapters import Adapter, parallelize_transformer
 from para_core.adapters.weights.features import require_method
 from para_core.cache.blocks import CachedBlocks
 
+from .checks import require_checked
 from .cut import use_cut
 from .plans import find_plan
-from .plans.recorded import RecordedPlan
 from .propose import propose_on_small_model
 from .ranks import load_diffusion_model
 from .settings import Settings
+from .tensors import move_tensors
+
+
+class State(enum.Enum):
+    """State of the model of a rank between its file and its parallel form: see :class:`RankModel`."""
+
+    LOADED = enum.auto()
+    CHANGING = enum.auto()
+    PARALLEL = enum.auto()
 
 
 class RankModel:
@@ -36,6 +46,17 @@ class RankModel:
 
     The model is parallelized in the first call of :meth:`forward`, because a plan may have to be proposed
     from the arguments of a call. :class:`~.ranks.ModelRanks` looks the methods up by their names.
+
+    =========  ==========================================  =============================================
+    state      the model                                   :meth:`forward` first
+    =========  ==========================================  =============================================
+    LOADED     has whole weights, and no plan              parallelizes it
+    CHANGING   has a part of the changes: one has failed   loads the file again, and parallelizes it
+    PARALLEL   has its plan, cache and shards of weights   does the same if the plan was proposed from a
+                                                           call with other arguments
+    =========  ==========================================  =============================================
+
+    In the last two states :meth:`patch` loads the file again if the weights are sharded.
 
     Args:
         path, options, settings: As those of :class:`~.ranks.ModelRanks`.
@@ -55,15 +76,15 @@ class RankModel:
         # Look the plan up before use_cut changes the class.
         self.recorded = find_plan(type(self.model))
         use_cut(self.model)
-        self.ready = False  # whether the model is parallelized
+        self.state = State.LOADED
         # Of the call from which the plan was proposed, see forms_of. Empty with a recorded plan.
         self.forms: dict[str, str] = {}
 
     def patch(self, patches: dict[str, Any]) -> None:
         """Load the weights of the file, with ``patches`` applied by ComfyUI's own code."""
-        # Parts of weights cannot be patched. Whole ones, before the first call of the model or after an error in
-        # it, still have the patches of an earlier call of this method, to which these would be added.
-        if self.shards_weights and (self.ready or self.patcher.patches):
+        # Parts of weights cannot be patched. Whole ones still have the patches of an earlier call of this method,
+        # to which these would be added.
+        if self.shards_weights and (self.state is not State.LOADED or self.patcher.patches):
             self._read_file()
         self._apply_patches(patches)
 
@@ -95,21 +116,25 @@ class RankModel:
             return torch.cuda.memory_reserved(self.patcher.load_device)
         return sum(_local_bytes(parameter) for parameter in self.model.parameters())
 
-    def forward(self, arguments: Mapping[str, Any], begins: bool) -> tuple[Any, int]:
-        """Return the output of the model, and :meth:`memory`. ``begins`` says that a generation begins. A
-        collective call.
+    def forward(self, arguments: Mapping[str, Any], begins_generation: bool) -> tuple[Any, int]:
+        """Return the output of the model, and :meth:`memory`. A collective call.
+
+        ``begins_generation`` says whether this is the first call of a generation.
         """
-        inputs = _move_tensors(arguments, self.patcher.load_device)
-        # Tensors of inference mode cannot be changed in place later, and the cache and FSDP2 keep some
-        # between calls.
+        inputs = move_tensors(arguments, self.patcher.load_device)
+        # Tensors made in inference mode cannot be changed in place outside of it, and the cache and FSDP2 keep
+        # some between calls. Without inference mode, no_grad must disable gradients.
         with torch.inference_mode(False), torch.no_grad():
-            if not self.ready or self._is_other_form(inputs):
+            if self.state is not State.PARALLEL or self._is_other_form(inputs):
                 self._parallelize(inputs)
             if self.settings.ranks > 1 and self.recorded is not None:
                 require_checked(self.recorded, self.model, inputs)
                 if self.recorded.prepare is not None:
                     inputs = self.recorded.prepare(self.model, inputs)
-            output = self._call_cached(inputs, begins) if self.settings.cache else self.model(**inputs)
+            if self.settings.cache:
+                output = self._call_cached(inputs, begins_generation)
+            else:
+                output = self.model(**inputs)
         return output, self.memory()
 
     def call_method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -117,9 +142,9 @@ class RankModel:
         call with FSDP, which gathers weights for it.
         """
         # With FSDP, the weights wait in host memory until the first call of the model shards them.
-        waits = self.shards_weights and not self.ready
+        waits = self.shards_weights and self.state is not State.PARALLEL
         device = self.patcher.offload_device if waits else self.patcher.load_device
-        args, kwargs = _move_tensors((args, kwargs), device)
+        args, kwargs = move_tensors((args, kwargs), device)
         with torch.inference_mode(False), torch.no_grad(), self._gathering_weights_outside_of_blocks():
             return getattr(self.model, name)(*args, **kwargs)
 
@@ -128,7 +153,7 @@ class RankModel:
         """Inside this context, this rank has the weights outside of the blocks, as FSDP gathers them while
         the model itself is called. A collective call.
         """
-        if not (self.shards_weights and self.ready):
+        if not (self.shards_weights and self.state is State.PARALLEL):
             yield
             return
         model: Any = self.model
@@ -138,9 +163,9 @@ class RankModel:
         finally:
             model.reshard()
 
-    def _call_cached(self, inputs: Mapping[str, Any], begins: bool) -> Any:
+    def _call_cached(self, inputs: Mapping[str, Any], begins_generation: bool) -> Any:
         """Return the output of the model with First Block Cache, whose state is kept for each condition."""
-        if begins:
+        if begins_generation:
             reset_cache(self.model)
         options = inputs.get("transformer_options") or {}
         # ComfyUI names the conditions of a call, which stay the same from step to step.
@@ -156,11 +181,14 @@ class RankModel:
         """Shard the model by its plan, proposed from ``inputs`` if none is recorded, and attach the cache. A
         collective call.
         """
-        settings, adapter = self.settings, None if self.recorded is None else self.recorded.adapter
+        if self.state is not State.LOADED:
+            # Not all changes can be undone or made twice, such as sharding weights or the hooks of the blocks.
+            self._read_file_and_patch()
+        settings = self.settings
+        adapter: Adapter | None = None
+        if self.recorded is not None:
+            adapter = self.recorded.adapter
         if adapter is None and (settings.ranks > 1 or settings.cache):
-            if self.ready:
-                # Another plan cannot replace the one that the model runs with.
-                self._read_file_and_patch()
             adapter = propose_on_small_model(self.patcher.model, self.model, inputs)
             self.forms = forms_of(inputs)
         device = self.patcher.load_device.type
@@ -169,22 +197,24 @@ class RankModel:
                 f"cache is {settings.cache}, and no block stack is recorded for {type(self.model).__name__}; "
                 "expected 0 for this model."
             )
+        self.state = State.CHANGING
         if settings.ranks > 1:
             sizes = {"max_ring_dim_size": settings.ring, "max_ulysses_dim_size": settings.ulysses}
             mesh = init_context_parallel_mesh(device, **sizes)
             parallelize_transformer(self.model, mesh=mesh, adapter=adapter)
         if settings.cache and adapter is not None and adapter.blocks is not None:
-            # The cache warns of hooks that it does not know. This one changes nothing that it sees.
+            # The cache warns of hooks that it does not know. This one changes nothing that it sees. The filter stays
+            # for the whole process, which runs this model alone, because the cache warns in later calls.
             warnings.filterwarnings(
                 "ignore", message=f".*{_copy_inputs.__name__}", category=ForeignCodeWarning
             )
             keep_inputs_of_blocks(self.model, adapter.blocks)
             apply_cache(self.model, adapter.blocks, residual_diff_threshold=settings.cache)
         if self.shards_weights:
-            # Last, because nothing undoes it: after an error before, the weights are still whole.
+            # Last, as in parallelize_pipe: nothing undoes it.
             mesh = init_device_mesh(device, (settings.ranks,))
             require_method("fsdp").shard(self.model, mesh, None, adapter)
-        self.ready = True
+        self.state = State.PARALLEL
 
 
 def keep_inputs_of_blocks(model: nn.Module, blocks: CachedBlocks) -> None:
@@ -203,54 +233,6 @@ def _copy_inputs(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _copy_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def require_runnable(cls: type, settings: Settings) -> None:
-    """Raise ValueError if models of the class ``cls`` cannot run with ``settings``, or ComfyUI's attention cannot."""
-    recorded = find_plan(cls)
-    if recorded is not None and recorded.refused and (settings.ranks > 1 or settings.cache):
-        raise ValueError(
-            f"{cls.__name__} ({recorded.models}) cannot run on several ranks, or with a cache: {recorded.refused} Set "
-            "ranks to 1 and cache to 0, or use ComfyUI's own loader."
-        )
-    if (
-        recorded is not None
-        and recorded.adapter is not None
-        and settings.cache
-        and recorded.adapter.blocks is None
-    ):
-        raise ValueError(
-            f"cache is {settings.cache}, and {cls.__name__} ({recorded.models}) does something between its blocks that "
-            "cannot be skipped; expected 0 for this model."
-        )
-    module = comfy.ldm.modules.attention
-    if settings.ranks > 1 and module.optimized_attention is not module.attention_pytorch:
-        raise ValueError(
-            f"ComfyUI computes attention by {module.optimized_attention.__name__}; expected PyTorch's, which alone "
-            "can run over several ranks. Start ComfyUI with --use-pytorch-cross-attention."
-        )
-
-
-def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Raise ValueError if ``inputs`` has an argument with which the plan of the class was not compared with ComfyUI."""
-    # A None or an empty list is what a model gets if the workflow has no such condition.
-    given = {
-        name for name, value in inputs.items() if value is not None and not (_is_list(value) and not value)
-    }
-    unknown = sorted(given - {*recorded.arguments, "transformer_options", *IGNORED})
-    if unknown:
-        raise ValueError(
-            f"this workflow gives {recorded.models} the condition {', '.join(unknown)}, with which its plan on several "
-            f"ranks was not compared with ComfyUI; expected {', '.join(recorded.arguments)}. Set ranks to 1, or "
-            f"remove it."
-        )
-    for refusal in recorded.refusals:
-        problem = refusal(model, inputs)
-        if problem:
-            raise ValueError(
-                f"this workflow gives {recorded.models} {problem}, which its plan on several ranks does not "
-                "describe. Set ranks to 1, or remove it."
-            )
 
 
 def forms_of(inputs: Mapping[str, Any]) -> dict[str, str]:
@@ -276,25 +258,6 @@ def _describe_form(value: Any) -> str:
     )
 
 
-# Conditions that ComfyUI gives to every model, and that only its ControlNets read.
-IGNORED = ("crossattn_controlnet",)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple, dict))
-
-
 def _local_bytes(parameter: Any) -> int:
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return int(local.numel() * local.element_size())
-
-
-def _move_tensors(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with the tensors in its nested lists and dicts on ``device``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _move_tensors(entry, device) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_move_tensors(entry, device) for entry in value)
-    return value

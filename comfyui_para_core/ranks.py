@@ -61,11 +61,12 @@ class ModelRanks:
             self._patches_uuid = patches_uuid
             self._device_bytes = int(self._call("memory"))
 
-    def forward(self, arguments: Mapping[str, Any], begins: bool) -> Any:
-        """Return the output of the model for ``arguments``. ``begins`` says that a generation begins. Only
-        after :meth:`start`, as :meth:`call_method`.
+    def forward(self, arguments: Mapping[str, Any], begins_generation: bool) -> Any:
+        """Return the output of the model for ``arguments``. Only after :meth:`start`, as :meth:`call_method`.
+
+        ``begins_generation`` says whether this is the first call of a generation.
         """
-        output, self._device_bytes = self._call("forward", arguments, begins)
+        output, self._device_bytes = self._call("forward", arguments, begins_generation)
         return output
 
     def call_method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

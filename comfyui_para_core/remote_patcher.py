@@ -9,20 +9,22 @@ tests/comfyui/test_server.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import comfy.model_management
 import comfy.model_patcher
 import torch
 
+from .checks import require_runnable
 from .cut import bind_arguments, cut_method_of
 from .options import NotOnRanks, require_plain, require_supported, sent_options
-from .rank_model import require_runnable
 from .ranks import ModelRanks, load_diffusion_model
 from .settings import Settings
+from .tensors import device_of, move_tensors
 
-# Methods of diffusion models that ComfyUI calls outside of a model call, and that read weights.
+# Methods of diffusion models that ComfyUI calls outside of a model call, and that read weights. They take no
+# transformer_options.
 _METHODS = ("preprocess_text_embeds",)
 
 
@@ -49,7 +51,11 @@ def load_remote(path: str, options: dict[str, Any], settings: Settings) -> Remot
 
 
 def _cut_model(model: Any, ranks: ModelRanks) -> None:
-    """Let ``model``, a BaseModel of ComfyUI, compute its diffusion model on ``ranks``."""
+    """Let ``model``, a BaseModel of ComfyUI, compute its diffusion model on ``ranks``.
+
+    Each call of the model refuses changes that do not reach the ranks, because nodes may change a patcher until
+    a sampler uses it.
+    """
     diffusion_model = model.diffusion_model
     name = cut_method_of(type(diffusion_model))
     original = getattr(diffusion_model, name)
@@ -62,10 +68,10 @@ def _cut_model(model: Any, ranks: ModelRanks) -> None:
         require_supported(patcher)
         for argument, value in arguments.items():
             require_plain(argument, value)
-        begins, patcher.begins = patcher.begins, False
+        begins_generation, patcher.begins_generation = patcher.begins_generation, False
         # A sampler may use the model with other patches than load did, so compare them before each call.
         ranks.start(patcher.patches, patcher.patches_uuid)
-        return _move_output(ranks.forward(arguments, begins), _device_of(arguments))
+        return move_tensors(ranks.forward(arguments, begins_generation), device_of(arguments))
 
     setattr(diffusion_model, name, forward)
     for method in _METHODS:
@@ -88,35 +94,18 @@ def _patcher_of(model: Any) -> Any:
 
 
 def _make_remote_method(model: Any, ranks: ModelRanks, method: str) -> Callable[..., Any]:
-    """Return a function that calls ``method`` of the diffusion model on the ranks."""
+    """Return a function that calls ``method`` of the diffusion model on the ranks.
+
+    It checks nothing: these methods read weights alone, whose patches reach the ranks, and a call of the model
+    follows, which refuses everything else.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         patcher = _patcher_of(model)
         ranks.start(patcher.patches, patcher.patches_uuid)
-        return _move_output(ranks.call_method(method, args, kwargs), _device_of({"args": args, **kwargs}))
+        return move_tensors(ranks.call_method(method, args, kwargs), device_of((args, kwargs)))
 
     return call
-
-
-def _device_of(value: Any) -> torch.device | None:
-    """Return the device of the first tensor in nested lists and dicts; None if there is none."""
-    if isinstance(value, torch.Tensor):
-        return value.device
-    entries: Iterable[Any] = ()
-    if isinstance(value, dict):
-        entries = value.values()
-    elif isinstance(value, (list, tuple)):
-        entries = value
-    return next((device for device in map(_device_of, entries) if device is not None), None)
-
-
-def _move_output(value: Any, device: torch.device | None) -> Any:
-    """Return ``value``, an output of the model, with all its tensors on ``device``; None leaves them where they are."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_move_output(entry, device) for entry in value)
-    return value
 
 
 class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
@@ -124,12 +113,16 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
 
     It overrides what ComfyUI 0.33.0 calls of a ModelPatcher to load, patch, unload and measure weights.
     Clones share the ranks and the model, and differ in their patches.
+
+    ComfyUI's memory manager calls :meth:`partially_load` to load a model, which calls :meth:`load` through
+    ComfyUI's ``patch_model``. To unload one it calls :meth:`partially_unload`, which frees nothing, and then
+    :meth:`detach`, which calls :meth:`unpatch_model`. A sampler calls :meth:`pre_run` once per generation.
     """
 
     ranks: ModelRanks  # set by load_remote, after ComfyUI's constructor, which already asks for the size
-    # Whether the next call of the model begins a generation. pre_run sets it, and the forward of _cut_model
-    # clears it.
-    begins = True
+    # Whether the next call of the model is the first of a generation. pre_run sets it, and the forward of
+    # _cut_model clears it.
+    begins_generation = True
 
     def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
         """Return a patcher of the same ranks with its own patches."""
@@ -166,14 +159,18 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         return getattr(self.load_device, "index", None) in (None, 0)
 
     def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Start the ranks, and send them the weight patches if these have changed."""
+        """Start the ranks, and send them the weight patches if these have changed.
+
+        The other arguments of ComfyUI's own ``load`` are ignored: the ranks always load all weights.
+        """
         self.ranks.start(self.patches, self.patches_uuid)
         # The attributes that ComfyUI's own load sets, and its memory manager and samplers read.
         self.model.device, self.model.model_lowvram = device_to, False
         self.model.model_loaded_weight_memory = self.loaded_size()
         self.model.current_weight_patches_uuid = self.patches_uuid
         for callback in self.get_all_callbacks(comfy.model_patcher.CallbacksMP.ON_LOAD):
-            callback(self, device_to, 0, False, True)
+            lowvram_bytes, forces_patches, loads_all = 0, False, True
+            callback(self, device_to, lowvram_bytes, forces_patches, loads_all)
 
     def partially_load(self, device_to: Any, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
         """Start the ranks, and return by how many bytes the model grew on the GPU of ComfyUI."""
@@ -203,7 +200,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
 
     def pre_run(self, *args: Any, **kwargs: Any) -> Any:
         """Begin a generation."""
-        self.begins = True
+        self.begins_generation = True
         return super().pre_run(*args, **kwargs)
 
     def inject_model(self) -> None:

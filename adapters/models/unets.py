@@ -17,6 +17,9 @@ class UnetAdapter:
     each sample along dim 0, or a number of entries there that never equals a number of samples above 1. Over
     ranks that share samples, a tensor is split if dim 0 has their number, and passed whole otherwise.
 
+    Each entry of ``down_blocks`` with a ``downsamplers`` halves the rows once (a convolution with stride 2), and
+    nothing else does.
+
     Args:
         unet (`str`): Name of the class.
         pipelines (`str`, *optional*): Names of the pipelines that use it, for error messages.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
-from para_core.adapters.denoisers import other_denoisers_of
+from para_core.adapters.denoisers import denoiser_run_of, other_denoisers_of
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
 from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.resolve import resolve
@@ -20,8 +20,6 @@ from para_core.adapters.parallel.transformer import remove_from_transformer
 from para_core.adapters.registry import check_pipeline_or_model, transformers_of
 from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.declared_options import takes_options
-from para_core.instance.record import empty_slot
-from para_core.instance.slots import Slot
 
 Pipeline = TypeVar("Pipeline")
 
@@ -71,6 +69,7 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
         if options.mesh is None:
             # The default mesh is chosen for the model, so check first that the model is supported.
             check_parallelize(models_to_parallelize(pipe, options.adapter))
+    # Outside of the block above, because resolve and replace_session exchange their errors themselves.
     call = parallel_call(pipe)
     previous = None
     if call is not None:
@@ -83,7 +82,9 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     """Undo :func:`parallelize_pipe` and return ``pipe`` as it was before. Also restores time-outs of process
     groups.
 
-    If a step of it fails, call it again. Until then ``pipe`` stays parallel, or its calls raise an error.
+    Every rank calls it before its next call of ``pipe``; nothing is exchanged. If a step of it fails, call it
+    again. Until then ``pipe`` stays parallel, or its calls raise an error. Transformers and UNets of ``pipe``
+    that were parallelized alone are undone, too; an autoencoder that :func:`parallelize_vae` runs stays so.
 
     Args:
         pipe (`DiffusionPipeline`): The pipeline. Nothing happens if it is not parallel.
@@ -102,14 +103,15 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
         try:
             call.session.stop()
         except BaseException:
-            # Fill the slot of the pipeline again: a second call of this function finds the session through
-            # it.
+            # Fill the slot of the pipeline again: a second call of this function finds the session through it.
             call.wrap(pipe)
             raise
-    # Models that were parallelized without a session, on one rank or as single components, are undone here.
+    # Without a session, models were parallelized on one rank or alone.
     remove_parallel_call(pipe)
     for name in transformers_of(pipe):
         remove_from_transformer(getattr(pipe, name))
     for module in other_denoisers_of(pipe).values():
-        empty_slot(module, Slot.PARALLEL_DENOISER)
+        run = denoiser_run_of(module)
+        if run is not None:
+            run.remove()
     return pipe

@@ -29,6 +29,7 @@ def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
     groups: list[_ObservedGroup] = []
     for name, calls in _lists_with_attention(region):
         streams = _parameter_names(streams_of(calls))
+        # An output that updates no parameter has the name "".
         if not streams or not all(streams):
             return None
         group = _group_of(region, name, calls, streams)
@@ -86,11 +87,14 @@ class _ObservedGroup:
     samples: int
 
     def is_continued_by(self, group: _ObservedGroup) -> bool:
-        """Whether the blocks of ``group`` receive what the blocks of this group return."""
+        """Whether the first block of ``group`` receives what the last block of this group returns."""
         return self.streams == group.streams and _passes_on(self.calls[-1], group.calls[0], group.streams)
 
     def join(self, group: _ObservedGroup) -> _ObservedGroup:
-        """Return this group with the blocks of ``group`` after its own."""
+        """Return this group with the blocks of ``group`` after its own.
+
+        Both are part of one chain, so ``measured`` and ``samples`` are those of this group.
+        """
         is_link_chained = is_chained([self.calls[-1], group.calls[0]], self.streams)
         return replace(
             self,
@@ -116,7 +120,10 @@ def is_chained(calls: Sequence[ModuleCall], streams: tuple[str, ...]) -> bool:
 
 
 def _passes_on(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]) -> bool:
-    """Whether the streams of the ``following`` call are the output of ``call``."""
+    """Whether the streams of the ``following`` call are the output of ``call``, in the order of ``streams``.
+
+    A stream whose fields are several arguments counts with these in the order of the call.
+    """
     received = []
     for stream in streams:
         values = [value for name, value in following.arguments.items() if _parameter_name(name) == stream]
@@ -129,16 +136,19 @@ def _other_arguments(call: ModuleCall, streams: tuple[str, ...]) -> list[Any]:
     names.
     """
     values = [value for name, value in sorted(call.arguments.items()) if _parameter_name(name) not in streams]
+    # As texts, because other values may be compared by identity or return no bool, such as arrays.
     return [x.identity if isinstance(x, TensorRecord) else repr(x) for x in tree_leaves(values)]
 
 
 def _parameter_names(streams: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the parameters of ``streams``, with one entry for all fields of a dataclass, which the cache
-    names.
+    """Return the parameters of ``streams``, with one entry for all fields of a dataclass.
+
+    The cache names a dataclass as a whole.
     """
     parameters: list[str] = []
     for stream in streams:
         parameter = _parameter_name(stream)
+        # Only the fields of a dataclass are merged: each other output keeps a name of its own.
         if "." not in stream or parameter not in parameters:
             parameters.append(parameter)
     return tuple(parameters)

@@ -26,7 +26,7 @@ from para_core.adapters.vae.unet_checks import (
     check_unet_before_cache,
     check_unet_before_call,
     check_unet_before_parallelize,
-    has_unet_class,
+    check_unet_of_components,
     is_described,
     require_described_class,
     unets_of,
@@ -99,14 +99,18 @@ class UnetRun:
         # then. Set from outside, by assume_agreed().
         self.inputs_agreed = False
         self.warnings = WarningLog()
-        # The code inside the UNet when it was last looked at; None before apply().
+        # The code inside the UNet when _warn_of_changed_code last looked at it; None before apply().
         self._code: ModelCode | None = None
 
-    def _warn_of_foreign_code(self) -> None:
-        """Warn of code inside the UNet that is the user's own. Later calls look again if code has changed."""
-        self._code = ModelCode(self.unet)
-        if self.mesh.sequence.ranks == 1:
+    def _warn_of_changed_code(self) -> None:
+        """Warn of the user's own code inside the UNet, if code has changed since the last call of this method."""
+        if self._code is not None and self._code.is_unchanged():
             return
+        self._code = ModelCode(self.unet)
+        if self.mesh.sequence.ranks > 1:
+            self._warn_of_foreign_code()
+
+    def _warn_of_foreign_code(self) -> None:
         for code in find_foreign_code(self.unet, self.described):
             self.warnings.warn(
                 code,
@@ -122,7 +126,7 @@ class UnetRun:
         """
         self.remove()
         if self.mesh.ranks > 1:
-            self._warn_of_foreign_code()
+            self._warn_of_changed_code()
             fill_slot(self.unet, Slot.PARALLEL_DENOISER, {"__call__": self.run}, owner=self)
 
     def remove(self) -> None:
@@ -136,8 +140,8 @@ class UnetRun:
         if not self.inputs_agreed:
             # Ranks compare this name too: one that raised alone would leave the others in a collective.
             self.agree_on_inputs({**inputs, "requires_grad": with_gradient})
-        if self._code is None or not self._code.is_unchanged():
-            self._warn_of_foreign_code()
+        # The lines below may raise, and then do on all ranks, whose inputs are equal.
+        self._warn_of_changed_code()
         images = [inputs.get(name) for name in self.images]
         are_images = all(isinstance(image, Tensor) and image.ndim >= 4 for image in images)
         if len(args) + len(kwargs) > len(inputs) or not are_images:
@@ -185,6 +189,9 @@ class UnetRun:
     def _run_rows(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """Return the output of ``call(**inputs)``, computed with rows sharded over the ranks, with all rows.
         Collective.
+
+        Only images are sharded here. Residuals of a ControlNet are passed with all rows, and the mode takes this
+        rank's rows of them where the UNet adds them.
         """
         sample = inputs[self.images[0]]
         dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
@@ -200,7 +207,7 @@ class UnetRun:
     def _rows_per_unit(self) -> int:
         """Return the number of rows of the sample that are one row at the innermost level.
 
-        Each downsampler of the supported classes halves the rows (a convolution with stride 2).
+        Each downsampler halves the rows: see UnetAdapter.
         """
         unet: Any = self.unet
         downsamplers = sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
@@ -233,7 +240,7 @@ KIND = DenoiserKind(
     make_run=UnetRun,
     why_no_stages="it is a UNet, whose blocks pass residuals to each other",
     pipelines=PIPELINES,
-    has_class=has_unet_class,
+    check_components=check_unet_of_components,
     check_parallelize=check_unet_before_parallelize,
     check_parallel_call=check_unet_before_call,
     check_cache=check_unet_before_cache,

@@ -51,7 +51,8 @@ def described_class(cls: type) -> type | None:
 
 # -- The page docs/refusals.md lists the following checks. benchmarks/refusals.py finds them as the global names
 # that the functions of KIND use, and takes their rows from docstrings that begin with "Refuse" and from their
-# raise statements. tests/test_pages.py fails if a row is then missing or new.
+# raise statements. tests/test_pages.py fails if a row is then missing or new. The first check has no row, because the
+# supported classes are listed in docs/vae.md, so its docstring begins otherwise.
 
 
 def require_described_class(owner: str, cls: type) -> type:
@@ -82,7 +83,10 @@ def check_no_tensor_ranks_of_unet(module: nn.Module, mesh: GuidedMesh) -> None:
 
 
 def check_unet_not_compiled(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse a compiled UNet."""
+    """Refuse a compiled UNet.
+
+    ``called`` is the object that the pipeline calls: the compiled wrapper of ``module``, or ``module`` itself.
+    """
     if called is not module or has_compiled_parts(module):
         raise RuntimeError(
             f"{name} was compiled, and a compiled graph does not know the layout of the rows. Use it uncompiled, or "
@@ -129,8 +133,11 @@ def check_unet_before_cache(owner: Any, module: nn.Module) -> None:
     check_cache_not_on_unet(owner, module)
 
 
-def has_unet_class(pipeline: str, components: Mapping[str, Any]) -> bool:
-    """Whether ``components``, classes by name, has a UNet. Raise ``TypeError`` if its class is not supported."""
+def check_unet_of_components(pipeline: str, components: Mapping[str, Any]) -> bool:
+    """Return whether ``components``, classes by name, has a UNet.
+
+    Raise ``TypeError`` if its class is not supported. The message names ``pipeline``.
+    """
     unet = components.get("unet")
     if unet is not None:
         require_described_class(pipeline, unet)

@@ -30,8 +30,13 @@ class EncodedPrompts:
     call that only some ranks compute may wait for the others: drop by nothing that differs between them, such
     as free memory.
 
-    Calls with gradients enabled are always computed, unless :attr:`complete` is set. If the text encoders'
-    weights change, for example by a LoRA, call :meth:`clear`.
+    The key of a call has the encoder's name and all arguments; of a tensor the dtype, the shape and the bytes,
+    but not the device. Nothing else counts, such as autocast or weights: if the text encoders' weights change,
+    for example by a LoRA, call :meth:`clear`.
+
+    Calls with gradients enabled are always computed and not kept, unless :attr:`complete` is set. An output that
+    is larger than ``max_bytes`` is not kept. Arguments and outputs are pickled without their tensors, and a call
+    raises the error of ``pickle`` if that cannot be done.
 
     Args:
         pipe (`DiffusionPipeline`): The pipeline.
@@ -39,7 +44,7 @@ class EncodedPrompts:
             memory.
 
     Attributes:
-        hits, misses: Numbers of calls without gradients that were answered from memory and that were
+        hits, misses: Numbers of calls that were answered from memory, and of calls without gradients that were
             computed.
         complete: Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the
             text encoders were freed. False by default.
@@ -74,7 +79,10 @@ class EncodedPrompts:
     def _call(
         self, name: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return the kept output of an equal call of the encoder ``name``, or run the call and keep its output."""
+        """Return the kept output of an equal call of the encoder ``name``, or run the call and keep its output.
+
+        Raise ``RuntimeError`` instead of running the call if :attr:`complete` is set.
+        """
         if torch.is_grad_enabled() and not self.complete:
             return call(module, *args, **kwargs)
         pickled, tensors = split_tensors((name, args, kwargs))

@@ -53,7 +53,7 @@ def check_can_be_undone(owner: Any) -> None:
             raise RuntimeError(
                 f"{name} holds a part of its weights on each rank (weights in shards or in stages), and "
                 f"nothing gathers them again, so this cannot be undone. {load_again(owner)} To replace other "
-                "options, call parallelize_pipe again with the same mesh and the same weights= and "
+                "options, parallelize it again on the same mesh, a pipeline with the same weights= and "
                 "text_encoders=."
             )
 
@@ -82,7 +82,9 @@ def check_usable(owner: Any) -> None:
 
 @contextmanager
 def one_way(owner: Any, modules: Iterable[nn.Module], ranks: Ranks, what: str) -> Iterator[None]:
-    """Run a change of the weights of ``modules``, parts of ``owner``, in the ``with`` block. Collective.
+    """Run a change of the weights of ``modules`` in the ``with`` block. Collective.
+
+    ``owner`` is the pipeline whose components they are, or their model itself.
 
     If it fails on one rank, every rank raises ``RuntimeError``, and so do later calls of ``owner`` and
     ``modules``: they have :attr:`Slot.UNUSABLE`, whose owner is the message, which :func:`check_usable`
@@ -100,8 +102,8 @@ def one_way(owner: Any, modules: Iterable[nn.Module], ranks: Ranks, what: str) -
         for instance in (owner, *modules):
             fill_slot(instance, Slot.UNUSABLE, {"__call__": partial(_raise_unusable, message)}, owner=message)
         if isinstance(error, Exception):
-            # It has no mark that it was raised on all ranks, so an outer together() exchanges it once more. All ranks
-            # raise it, so that only costs an all-gather. No caller changes weights inside such a block today.
+            # Unlike the error of together(), it is not marked as raised on all ranks, so an outer together() exchanges
+            # it once more. All ranks raise it, so that only costs an all-gather. No caller has such an outer one.
             raise RuntimeError(message) from error
         raise
 

@@ -83,9 +83,9 @@ def error_of(model: nn.Module, recorded: Any, inputs_of: Any, sizes: Any) -> tup
 
 def row_of(case: Any, condition: str, inputs_of: Any) -> dict[str, Any]:
     """Return the row of one model, given ``condition``."""
+    from comfyui_para_core.checks import require_checked
     from comfyui_para_core.cut import use_cut
     from comfyui_para_core.plans import find_plan
-    from comfyui_para_core.rank_model import require_checked
 
     model = case.build()
     recorded = find_plan(type(model))

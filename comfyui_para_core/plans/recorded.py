@@ -11,7 +11,7 @@ from torch import nn
 from para_core.adapters import Adapter
 
 # Returns, for a model and the arguments of a call, what the plan does not describe, in a few words that fit
-# into the message of rank_model.require_checked; "" if there is nothing.
+# into the message of checks.require_checked; "" if there is nothing.
 Refusal = Callable[[nn.Module, Mapping[str, Any]], str]
 
 

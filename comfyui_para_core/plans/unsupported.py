@@ -1,6 +1,6 @@
 """Classes of ``comfy/ldm`` that run on one rank only, each with the reason.
 
-`rank_model.require_runnable` raises with it. Tests: tests/comfyui/test_pack.py, for the UNet.
+`checks.require_runnable` raises with it. Tests: tests/comfyui/test_pack.py, for the UNet.
 """
 
 from __future__ import annotations

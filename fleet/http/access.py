@@ -62,11 +62,12 @@ class Access:
             )
         if self._keys:
             # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1,
-            # so encoding as Latin-1 restores the bytes that the client sent.
-            scheme, _, key = http.headers.get("authorization", "").strip().partition(" ")
+            # so encoding as Latin-1 restores the bytes that the client sent. Strip only the whitespace of HTTP:
+            # the bytes of a UTF-8 key may decode to other whitespace, as the second one of "à" does.
+            scheme, _, credentials = http.headers.get("authorization", "").strip(" \t").partition(" ")
             sent = b""
             if scheme.lower() == "bearer":
-                sent = key.strip().encode("latin-1")
+                sent = credentials.strip(" \t").encode("latin-1")
             if not any(hmac.compare_digest(sent, key) for key in self._keys):
                 raise RequestError(
                     401,
@@ -86,12 +87,22 @@ class Access:
         origin = http.headers.get("origin")
         if origin is None or origin in self._origins or "*" in self._origins:
             return
-        if urlsplit(origin).netloc.lower() != hosts[0].lower():
+        # A page of this server has the origin that the browser asks. The scheme may differ, because a proxy on
+        # this machine may end TLS.
+        if _authority_of(origin) != hosts[0].lower():
             raise RequestError(
                 403,
                 "foreign_page",
                 f"pages of {origin[:80]} may not use this server, which has no API key; see --cors.",
             )
+
+
+def _authority_of(origin: str) -> str:
+    """Return the host and port of an Origin header in lower case; an empty text if it is malformed."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def public_address(http: HttpRequest) -> str:
@@ -100,6 +111,9 @@ def public_address(http: HttpRequest) -> str:
     A reverse proxy tells it by the headers ``X-Forwarded-Proto``, ``X-Forwarded-Host`` and
     ``X-Forwarded-Prefix``. If there are several proxies, the first value counts. A header that is missing or
     malformed is ignored: then this server's own scheme, Host header or path counts.
+
+    Any client may send these headers. The address is only shown to the client that sent them, and decides no
+    access. :meth:`Access.require` checks the Host header itself, before it lets a request through.
     """
     scheme, host, prefix = (
         http.headers.get(f"x-forwarded-{name}", "").split(",")[0].strip()

@@ -64,7 +64,6 @@ def test_later_file_section_of_the_command_and_second_names(read, write):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("ranks: four", "'--ranks'"),
         ("ranks: 4.5", "'--ranks'"),
         ("no-vae: maybe", "'maybe' for no-vae"),
         ("fps: 0", "--fps"),
@@ -74,15 +73,16 @@ def test_later_file_section_of_the_command_and_second_names(read, write):
         ("bench: {rins: 1}", "Did you mean runs?"),
         ("help: true", "'help'"),
         ("ranks: 1\nranks: 2", "'ranks' is there twice"),
-        ("resident-blocks: 1\nresident_blocks: 2", "'resident-blocks' is there twice"),
+        ("vae: true\nno-vae: true", "vae and no-vae"),
+        ("negative-prompt: ~", "null for negative-prompt"),
         ("a: &a [*a]", "no YAML"),
-        ("backend: math\nattention-backend: math", "'backend' is there twice"),
+        ("backend: math\nattention-backend: math", "backend and attention-backend"),
         ("attention-backend: foo", "--backend is 'foo'"),
         ("config: other.yaml", "'other.yaml'"),
-        ("compile: foo", "--compile is 'foo'"),
         ('{"ranks": 1, "ranks": 2}', "twice"),
         ("{", "no JSON"),
         ("ranks = ", "no TOML"),
+        ("ranks = 1\nlora = [[2020-01-01]]", "for lora"),
     ],
 )
 def test_bad_file_is_refused(write, capsys, text, named):

@@ -130,14 +130,14 @@ def test_changes_of_the_patcher_give_the_samples_of_one_process(comfy, remote, w
 
 
 def test_methods_and_sizes_of_the_model_are_those_of_the_ranks(comfy, remote, wan):
-    from comfyui_para_core.rank_model import RankModel
+    from comfyui_para_core.rank_model import RankModel, State
 
     text = torch.randn(1, 5, 6)
     sampled(comfy, remote)
     expected = comfy.sd.load_diffusion_model(wan).model.diffusion_model.preprocess_text_embeds(text)
     torch.testing.assert_close(remote.model.diffusion_model.preprocess_text_embeds(text), expected)
     rank, patcher = object.__new__(RankModel), type("Patcher", (), {"load_device": "meta", "offload_device": "cpu"})
-    vars(rank).update(patcher=patcher, model=torch.nn.Identity(), shards_weights=True, ready=False)
+    vars(rank).update(patcher=patcher, model=torch.nn.Identity(), shards_weights=True, state=State.LOADED)
     assert torch.equal(rank.call_method("forward", (text,), {}), text)  # Whole weights wait in host memory.
     size = sum(x.numel() * x.element_size() for x in remote.model.diffusion_model.parameters())
     assert remote.model_size() == remote.loaded_size() == size
@@ -219,7 +219,7 @@ def test_ranks_that_were_unloaded_killed_or_failed_start_again(comfy, nodes, rem
 def test_classes_and_attention_that_cannot_run_so_are_errors_of_the_loader(comfy, nodes, wan, monkeypatch):
     from comfy.ldm.modules import attention
 
-    from comfyui_para_core.rank_model import require_runnable
+    from comfyui_para_core.checks import require_runnable
     from comfyui_para_core.settings import Settings
 
     for module, name, settings, words in (
@@ -277,6 +277,19 @@ nodes["ParaCoreLoadOnRanks"]().load({wan!r}, "default", 2, "auto", 0.0, "replica
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "ParaCoreTextToImage" in ended.stdout
     assert ended.stderr.splitlines()[-1].startswith("RuntimeError: para_core and cloudpickle cannot be imported")
+
+
+def test_a_model_whose_changes_failed_half_way_is_loaded_again(wan, monkeypatch):
+    from comfyui_para_core import rank_model
+
+    rank = rank_model.RankModel(wan, {}, rank_model.Settings(ranks=1, cache=0.3))
+    inputs = {"x": torch.zeros(1, 4, 3, 6, 10), "timestep": torch.zeros(1), "context": torch.zeros(1, 5, 6)}
+    failed = rank.model
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(rank_model, "apply_cache", lambda *args, **kwargs: 1 / 0)
+        rank.forward(inputs, True)
+    rank.forward(inputs, True)
+    assert rank.model is not failed
 
 
 @pytest.mark.long

@@ -286,7 +286,7 @@ def test_request_is_retried_if_its_replica_dies_and_cancelled_if_it_takes_too_lo
         assert backend.cancelled == {"long"}
 
 
-@pytest.mark.parametrize("key", ["secret", "schlüssel", "鍵"])
+@pytest.mark.parametrize("key", ["secret", "schlüssel", "clé-à", "鍵"])
 def test_only_who_has_the_key_is_answered(key):
     with serving(api_key=key) as (port, _):
         for scheme in ("Bearer", "bearer", "Bearer "):

@@ -15,7 +15,6 @@ from para_core.adapters.parallel.session import ParallelSession
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.timeouts import override_timeouts
 from tests.adapters.parallel.unchanged import changes_since, image_of, state_of, timeouts
-from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from tests.weights.pipes import make, mesh_of
 
@@ -171,8 +170,6 @@ SETTINGS = {
     "blocks": ({"ulysses": 2}, {"offload": "blocks", "backend": "math"}),
     "schedule": ({"ring": 2}, {"backend": AttentionSchedule("math", 1, 1), "vae": True}),
 }
-# Settings that split or free weights, which nothing undoes.
-ONE_WAY = {"fsdp", "tensor"}
 
 
 def parallelize(pipe, kind):
@@ -180,18 +177,8 @@ def parallelize(pipe, kind):
     return parallelize_pipe(pipe, mesh=mesh_of(dims), **options)
 
 
-def replace_settings(pairs):
-    """Apply the first settings of each pair, then the second with a failure, then the second, then undo these."""
-    for first, second in pairs:
-        heartbeat()
-        try:
-            replace_by(first, second)
-        except BaseException as error:
-            error.add_note(f"{first} -> {second}")
-            raise
-
-
 def replace_by(first, second):
+    """Apply the first settings, then the second with a failure, then the second, then undo these."""
     pipe = make("flux")
     expected, before = image_of(pipe), state_of(pipe)
     parallelize(pipe, first)
@@ -203,11 +190,12 @@ def replace_by(first, second):
     assert relative_error(image_of(pipe), expected) < 1e-5
     parallelize(pipe, second)
     assert relative_error(image_of(pipe), expected) < 1e-5
-    if second not in ONE_WAY:
+    if second == "schedule":  # The others split weights, which nothing undoes.
         unparallelize_pipe(pipe)
         assert torch.equal(image_of(pipe), expected)
         assert not changes_since(before, pipe), changes_since(before, pipe)
 
 
-def test_settings_replace_others(rank_pool):
-    rank_pool.run(replace_settings, 2, [("offload", "fsdp"), ("blocks", "tensor"), ("blocks", "schedule")])
+@pytest.mark.parametrize(("first", "second"), [("offload", "fsdp"), ("blocks", "tensor"), ("blocks", "schedule")])
+def test_settings_replace_others(rank_pool, first, second):
+    rank_pool.run(replace_by, 2, first, second)
