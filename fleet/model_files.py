@@ -10,6 +10,7 @@ tests/fleet/test_model_files.py.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ ENCODER_WEIGHTS = {
 }
 # Prefixes of weights that only a checkpoint of a whole pipeline has: those of VAEs and of text encoders.
 _PREFIXES_OF_PIPELINES = ("first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.")
+# Part of the names of weights that only a LoRA has: those of diffusers and peft (also older ones: to_q_lora.down), of
+# kohya-ss, XLabs (proj_lora1.down) and LyCORIS.
+_LORA = re.compile(r"(^|[._])(lora|lycoris|lokr|hada)(_|\d*\.)")
 # Bytes of the header of a safetensors file. A file of another kind has a random length there, which must not
 # be read.
 _LARGEST_HEADER = 100 * 2**20
@@ -149,7 +153,7 @@ def _find(name: str, file: str, subject: str) -> tuple[str, Mapping[str, Any]] |
 
 def _download(name: str, file: str, subject: str) -> Path | None:
     """Return the path of a file of a Hub repository, downloaded if necessary; None if the repository has no
-    such file.
+    such file. If the Hub cannot be reached, the cache is taken for the repository.
 
     Raise FileNotFoundError if ``name`` cannot be a repository, or the repository cannot be reached.
     """
@@ -180,12 +184,15 @@ def _download_once(name: str, file: str) -> Path | None:
     The result is kept for the process, because the client asks the Hub each time whether the file has
     changed.
     """
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(name, file))
     except LocalEntryNotFoundError:  # a kind of EntryNotFoundError for a Hub that cannot be reached
+        if file == CLASSICAL and isinstance(try_to_load_from_cache(name, MODULAR), str):
+            # Only the cache can say which index the repository has: a modular one.
+            return None
         raise
     except EntryNotFoundError:
         return None
@@ -202,16 +209,17 @@ def _describe_unreachable(name: str, file: str, subject: str, error: Exception) 
     )
 
 
-SingleFile = Literal["pipeline", "transformer"]
+SingleFile = Literal["pipeline", "denoiser"]
 
 
 def kind_of_file(path: str) -> SingleFile:
-    """Return whether a single file has the weights of a whole pipeline or of its transformer alone.
+    """Return whether a single file has the weights of a whole pipeline or of its denoiser (a transformer or UNet)
+    alone.
 
-    Only the header of the file is read.
+    Only the header of a .safetensors file is read. Every .gguf file is taken for a denoiser.
 
     Raises:
-        ValueError: The file is damaged, or has the weights of a LoRA.
+        ValueError: The header of the file is damaged, or the file has the weights of a LoRA.
     """
     if Path(path).suffix == GGUF:
         with Path(path).open("rb") as file:
@@ -219,24 +227,25 @@ def kind_of_file(path: str) -> SingleFile:
                 raise ValueError(
                     f"model {path!r} is no GGUF file: it does not begin with 'GGUF'. Download it again."
                 )
-        return "transformer"
+        return "denoiser"
     names = weight_names(path)
     if not names:
         raise ValueError(f"model {path!r} is a safetensors file with no weights. Download it again.")
-    if any(".lora_" in name or name.startswith("lora_") for name in names):
+    if any(_LORA.search(name) for name in names):
         raise ValueError(
             f"model {path!r} has the weights of a LoRA. Give it as --lora, and its base as --model."
         )
     if any(name.startswith(_PREFIXES_OF_PIPELINES) for name in names):
         return "pipeline"
-    return "transformer"
+    return "denoiser"
 
 
 def weight_names(path: str) -> list[str]:
-    """Return the names of the weights in a safetensors file: an 8-byte length, then that many bytes of JSON.
+    """Return the names of the weights in the header of a safetensors file: an 8-byte length, then that many bytes of
+    JSON.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: The header is damaged.
     """
     try:
         with Path(path).open("rb") as file:

@@ -62,7 +62,7 @@ BAD = {
     "groups": (of_keys(lambda x: x.repeat(1, 3, 1, 1), enable_gqa=True), ("heads", "2 and 6")),
     "batch": (of_keys(lambda x: x.repeat(2, 1, 1, 1)[:3]), ("batch", "query [2, 2, 3, 8], key [3, 2, 3, 8]")),
     "1-D": (of_all(lambda x: x[0, 0, 0]), ("[B, H, S, D]", "query [8]")),
-    "mask dtype": (masked(3, 12, dtype=torch.int64), ("attn_mask", "torch.int64", "bool", "float")),
+    "mask dtype": (masked(3, 12, dtype=torch.float8_e5m2), ("attn_mask", "torch.float8_e5m2", "bool", "16 bits")),
     "mask heads": (masked(5, 1, 12, dtype=None), ("attn_mask [5, 1, 12]", "query [2, 2, 3, 8]")),
     "mask dims": (masked(1, 1, 1, 1, 12, dtype=None), ("attn_mask [1, 1, 1, 1, 12]", "query [2, 2, 3, 8]")),
     "dropout": (with_options(dropout_p=-0.25), ("dropout_p=-0.25",)),

@@ -10,7 +10,7 @@ Nothing is compared here: ``adapters/parallel/call.py``, ``callbacks.py`` and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -43,12 +43,14 @@ def describe_loras(pipe: Any) -> dict[str, Any]:
 def describe_loras_of_model(name: str, model: nn.Module) -> dict[str, Any]:
     """Return settings and weights of the LoRAs of ``model``, by names for messages; nothing if it has none.
 
-    The settings are a text: active adapters and scales. The weights are a digest on their device, so this
-    does not wait for it. Left out are weights that are sharded, offloaded by accelerate, or fused into the
-    model, because not every rank could compare these. With stages only the ranks of one stage have the LoRA
-    weights of its blocks in common.
+    The settings are a text: active, fused and scaled adapters. The weights are a digest on their device, so
+    this does not wait for it. LoRA weights that are sharded or on "meta" (offloaded by accelerate, or of other
+    stages) are left out, because not every rank could compare these. With stages the LoRA weights of blocks are
+    therefore compared only among the ranks of one stage. The weights of the model itself, into which a LoRA may
+    be fused, are not compared here. The copies of whole modules that a LoRA has (``modules_to_save``) count as
+    its weights.
     """
-    layers = lora_layers(model)
+    layers = [*lora_layers(model), *_copied_modules(model)]
     if not layers:
         return {}
     what, stages = f"LoRA of pipe.{name}", stages_of(model)
@@ -75,8 +77,21 @@ def lora_layers(model: nn.Module) -> list[Any]:
     ]
 
 
+def _copied_modules(model: nn.Module) -> list[Any]:
+    """Return peft's wrappers of the modules of which each LoRA has a copy of its own (``modules_to_save``)."""
+    if not getattr(model, "peft_config", None):
+        return []
+    wrappers = []
+    for module in model.modules():
+        if "modules_to_save" in getattr(module, "adapter_layer_names", ()):
+            wrappers.append(module)
+    return wrappers
+
+
 def lora_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of all LoRAs of ``model``, without the weights of the layers that they adapt."""
+    """Return the parameters of all LoRAs of ``model``, without the weights of the layers that they adapt and without
+    their copies of whole modules (``modules_to_save``).
+    """
     return _weights_of(lora_layers(model))
 
 
@@ -96,7 +111,11 @@ def _describe_settings(layers: list[Any]) -> str:
 
 
 def _scaling_of(layer: Any) -> dict[str, Any]:
-    return dict(getattr(layer, "scaling", {}))
+    scaling = getattr(layer, "scaling", None)
+    # A wrapper of modules_to_save passes on the attributes of its module, such as a float of this name.
+    if not isinstance(scaling, Mapping):
+        return {}
+    return dict(scaling)
 
 
 def _scales_of(layers: list[Any]) -> list[Tensor]:

@@ -173,8 +173,8 @@ def _remove_loras(module: Any, kept: set[str]) -> None:
 
 
 def check_initialization(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if a LoRA would be initialized from the weights of its layer (DoRA, PiSSA and
-    others).
+    """Raise ``ValueError`` if a LoRA would be initialized from the weights of the model (DoRA, PiSSA,
+    ``modules_to_save`` and others).
 
     Zeros replace the weights that this rank lacks while a LoRA is added, so these methods would compute wrong
     values in silence. ``args`` and ``kwargs`` are the arguments of the call that adds the LoRA. Every text
@@ -182,6 +182,13 @@ def check_initialization(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     too.
     """
     for config in (*args, *kwargs.values()):
+        saved = getattr(config, "modules_to_save", None)
+        if saved:
+            raise ValueError(
+                f"a LoRA with modules_to_save={saved} begins with copies of modules of this "
+                f"{original_class(module).__name__}, whose weights are sharded or in stages. Add it before "
+                "parallelize_pipe(pipe, mesh=mesh)."
+            )
         start = getattr(config, "init_lora_weights", None)
         if getattr(config, "use_dora", False) or (isinstance(start, str) and start != "gaussian"):
             raise ValueError(

@@ -61,11 +61,12 @@ def _change_lora(
     Weights of other stages' blocks are on the meta device. Merging a LoRA computes with them there without
     effect, but peft must not read their values.
     """
+    # Wrappers of modules_to_save have adapters, too, but merge nothing.
     layers = [
         layer
         for block in stages.other_blocks
         for layer in block.modules()
-        if hasattr(layer, "adapter_layer_names")
+        if hasattr(layer, "adapter_layer_names") and hasattr(layer, "merge")
     ]
     with on_all_ranks(mesh):
         try:

@@ -29,6 +29,7 @@ from para_core.attention.mask_rows import (
     describe_rows,
 )
 from para_core.attention.masks import MaskExtents, infer_mask_extents
+from para_core.attention.sdpa_call import MASK_DTYPES
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.agree import agree, exchange
 from para_core.distributed.mesh import SequenceMesh
@@ -67,16 +68,18 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
 
 
 def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Record]) -> str:
-    """Return an error message on how the calls of the ranks differ.
-    Collective: ranks exchange their mask shapes.
+    """Return an error message on how the calls of the ranks differ. Collective: ranks exchange their mask
+    shapes, which the message names if only some of them have a mask.
     """
     shape = None
     if mask is not None:
         shape = [*mask.shape]
     masks = [record["mask"] for record in exchange({"mask": shape}, mesh)]
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
-    if None in masks and any(shape is not None for shape in masks):
-        return f"{_describe_different_masks(masks)} They also disagree about {field}."
+    some_are_absent = None in masks and any(shape is not None for shape in masks)
+    if field == "is_causal" and some_are_absent:
+        # Models of transformers pass is_causal=True where they leave the mask out.
+        return f"{_describe_different_masks(masks)} They also disagree about is_causal."
     if field == "is_causal":
         lengths = records[0]["query lengths per rank"]
         return (
@@ -84,7 +87,12 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
             "transformers) pass is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a "
             "4-D mask over all tokens, sharded by rows (cp.shard(mask, dim=-2)), or use propose_plan."
         )
-    return difference_of_lengths(records)
+    difference = difference_of_lengths(records)
+    if some_are_absent:
+        # A rank may need none, so this need not be the fault. But the dtype may differ because of a mask with a
+        # gradient (MeshAttention._needs_float32).
+        return f"{difference} Masks: {_list_masks(masks)}."
+    return difference
 
 
 def difference_of_lengths(records: list[Record]) -> str:
@@ -99,20 +107,22 @@ def difference_of_lengths(records: list[Record]) -> str:
 
 
 def _describe_different_masks(masks: Sequence[Sequence[int] | str | None]) -> str:
-    masks = ["none" if shape is None else shape for shape in masks]
-    shapes = ", ".join([f"rank {rank} {shape}" for rank, shape in enumerate(masks)])
     return (
-        f"the ranks disagree about attn_mask: {shapes}. A model that builds its own mask may leave it out where this "
-        "rank's tokens need none (no padding among them, or consecutive position_ids). Pass the model a 4-D mask over "
-        "all tokens, sharded by rows (cp.shard(mask, dim=-2)); for position_ids that are not "
+        f"the ranks disagree about attn_mask: {_list_masks(masks)}. A model that builds its own mask may leave "
+        "it out where this rank's tokens need none (no padding among them, or consecutive position_ids). Pass the "
+        "model a 4-D mask over all tokens, sharded by rows (cp.shard(mask, dim=-2)); for position_ids that are not "
         "consecutive, an attention_mask of ones for this rank's tokens."
     )
 
 
-# Bits of MaskRecord.flags, from the lowest: 7 for the dtype of the mask (its position in _DTYPES, from 1 on),
+def _list_masks(masks: Sequence[Sequence[int] | str | None]) -> str:
+    shapes = ["none" if shape is None else shape for shape in masks]
+    return ", ".join([f"rank {rank} {shape}" for rank, shape in enumerate(shapes)])
+
+
+# Bits of MaskRecord.flags, from the lowest: 7 for the dtype of the mask (its position in MASK_DTYPES, from 1 on),
 # 1 for its requires_grad, then one for each leading dim, set if its size is not 1; from bit 48 what
 # describe_rows says about its rows. So a query may have 40 leading dims; the sign bit stays 0.
-_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_BITS, _ROWS_SHIFT = 8, 48
 
 
@@ -145,22 +155,27 @@ def _mask_code(mask: Tensor, num_leading: int) -> int:
     Each of the ``num_leading`` leading dims of the query has a bit, which is 0 if the size of the mask there
     is 1.
     """
-    if mask.dtype in _DTYPES:
-        dtype = _DTYPES.index(mask.dtype) + 1
-    else:
-        dtype = len(_DTYPES) + 1
+    dtype = MASK_DTYPES.index(mask.dtype) + 1
     leading = [1] * (num_leading + 2 - mask.ndim) + [*mask.shape[:-2]]
     wide = sum([1 << dim for dim, size in enumerate(leading) if size != 1])
     learned = torch.is_grad_enabled() and mask.requires_grad
     return dtype | learned << _DTYPE_BITS - 1 | wide << _DTYPE_BITS
 
 
-def _dtype_of(mask_code: int) -> torch.dtype | None:
-    """Return the dtype that :func:`_mask_code` encoded in ``mask_code``; None if it is not one of ``_DTYPES``."""
+def _dtype_of(mask_code: int) -> torch.dtype:
+    """Return the dtype that :func:`_mask_code` encoded in ``mask_code``."""
     number = mask_code & (1 << _DTYPE_BITS - 1) - 1
-    if number <= len(_DTYPES):
-        return _DTYPES[number - 1]
-    return None
+    return MASK_DTYPES[number - 1]
+
+
+def _is_learned(mask_code: int) -> bool:
+    """Whether :func:`_mask_code` encoded ``requires_grad`` in ``mask_code``."""
+    return bool(mask_code >> _DTYPE_BITS - 1 & 1)
+
+
+def _leading_sizes(mask_code: int, query: Tensor) -> list[int]:
+    """Return the sizes of the leading dims that :func:`_mask_code` encoded in ``mask_code``: 1 or that of ``query``."""
+    return [size if mask_code >> _DTYPE_BITS + dim & 1 else 1 for dim, size in enumerate(query.shape[:-2])]
 
 
 def settle_masks(
@@ -195,7 +210,7 @@ def settle_masks(
     if len(codes) > 1:
         raise ValueError(
             "the ranks disagree about attn_mask: its dtype, requires_grad, or the dims before the last two. They hold "
-            f"{_describe_masks(mask_records)}. Make these equal on every rank."
+            f"{_describe_masks(mask_records, query)}. Make these equal on every rank."
         )
     if _are_key_masks(mask_records, spec):
         sizes = [(min(rows, 1), columns) for rows, columns in sizes]
@@ -241,7 +256,10 @@ def _holds_single_tokens(layout: SequenceLayout) -> bool:
 
 
 def warn_of_single_tokens(spec: AttentionSpec) -> None:
-    """Log a warning if no rank holds more than one token, and the call would be causal in some models."""
+    """Log a warning if no rank holds more than one token, and the call would be causal in some models.
+
+    A call is checked when it is prepared, so equal calls, such as those of later steps, do not warn again.
+    """
     if spec.is_causal or spec.query_layout != spec.key_layout or not _holds_single_tokens(spec.query_layout):
         return
     logger.warning(
@@ -268,14 +286,17 @@ def describe_mask(spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: 
     return MaskRecord(rows, columns, _mask_code(mask, query.ndim - 2) | bits << _ROWS_SHIFT)
 
 
-def _describe_masks(mask_records: Sequence[MaskRecord]) -> str:
+def _describe_masks(mask_records: Sequence[MaskRecord], query: Tensor) -> str:
     texts = []
     for record in mask_records:
         if record.rows < 0:
             texts.append("none")
             continue
-        dtype = _dtype_of(record.mask_code) or "another dtype"
-        texts.append(f"[..., {record.rows}, {record.columns}] of {dtype}")
+        shape = [*_leading_sizes(record.mask_code, query), record.rows, record.columns]
+        learned = ""
+        if _is_learned(record.mask_code):
+            learned = " with requires_grad"
+        texts.append(f"{shape} of {_dtype_of(record.mask_code)}{learned}")
     return "; ".join([f"rank {rank}: {text}" for rank, text in enumerate(texts)])
 
 
@@ -324,17 +345,11 @@ def _make_open_mask(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
     columns; its dtype and leading dims are those that :func:`_mask_code` encoded in ``code`` on the other
     ranks.
     """
-    # The code names no other floats, such as float8, which SDPA does not take as a mask.
-    dtype = _dtype_of(code) or _DTYPES[-1]
-    leading = list(query.shape[:-2])
-    for dim in range(len(leading)):
-        is_wide = code >> _DTYPE_BITS + dim & 1
-        if not is_wide:
-            leading[dim] = 1
-    shape = (*leading, *last)
+    dtype = _dtype_of(code)
+    shape = (*_leading_sizes(code, query), *last)
     if dtype == torch.bool:
         return query.new_ones(shape, dtype=dtype)
-    return query.new_zeros(shape, dtype=dtype).requires_grad_(bool(code >> _DTYPE_BITS - 1 & 1))
+    return query.new_zeros(shape, dtype=dtype).requires_grad_(_is_learned(code))
 
 
 def _with_broadcast_rows(

@@ -19,6 +19,10 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from para_core.torch_internals import FORWARD_AD_LEVEL, TransformType, forward_ad_globals, innermost_transform
 
+# The dtypes of masks. SDPA takes no other float, such as float8, and then a rank without a mask could not make one
+# like those of the others.
+MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @dataclass(frozen=True)
 class LengthCheck:
@@ -193,9 +197,10 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
     The last two dims depend on the layouts: :func:`~para_core.attention.masks.infer_mask_extents` checks
     them.
     """
-    if mask.dtype != torch.bool and not mask.is_floating_point():
+    if mask.dtype not in MASK_DTYPES:
         raise ValueError(
-            f"attn_mask has dtype {mask.dtype}; expected bool (True: may attend), or a float that is added."
+            f"attn_mask has dtype {mask.dtype}; expected bool (True: may attend), or a float of 16 bits or more that "
+            "is added."
         )
     if mask.layout != torch.strided:
         raise ValueError(f"attn_mask has the layout {mask.layout}; pass a dense one: mask.to_dense().")

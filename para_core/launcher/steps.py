@@ -11,16 +11,23 @@ tests/launcher/test_cancel.py, tests/launcher/test_calls.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from typing import Any
 
 from tqdm import tqdm
 
 from para_core.launcher.connection import CallerConnection
 
+# Attributes of the combined pipelines of diffusers, such as that of Kandinsky, which call these pipelines.
+_INNER_PIPELINES = ("prior_pipe", "decoder_pipe")
+
 
 def hook_progress_bars(pipe: Any, connection: CallerConnection) -> None:
-    """Replace ``progress_bar`` of the rank's pipeline, and of the blocks of a modular pipeline."""
-    for owner in [pipe, *_nested_blocks(getattr(pipe, "_blocks", None))]:
+    """Replace ``progress_bar`` of the rank's pipeline, of the pipelines that it combines, and of the blocks of a
+    modular pipeline.
+    """
+    inner = [getattr(pipe, name, None) for name in _INNER_PIPELINES]
+    for owner in [pipe, *inner, *_nested_blocks(getattr(pipe, "_blocks", None))]:
         if callable(getattr(owner, "progress_bar", None)):
             owner.progress_bar = _BarMaker(connection, owner)
 
@@ -38,6 +45,10 @@ class _BarMaker:
 
     def __init__(self, connection: CallerConnection, owner: Any) -> None:
         self._connection, self._owner = connection, owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BarMaker:
+        """Return the replacement for a copy of the owner. The connection, whose locks cannot be copied, is the same."""
+        return _BarMaker(self._connection, deepcopy(self._owner, memo))
 
     def __call__(
         self, iterable: Iterable[Any] | None = None, total: int | None = None, **options: Any
@@ -57,7 +68,7 @@ class Bar(tqdm):  # type: ignore[misc]
         self, connection: CallerConnection, iterable: Any, total: int | None, options: dict[str, Any]
     ) -> None:
         # A disabled bar of tqdm draws nothing and counts nothing, but has all of tqdm's methods.
-        super().__init__(iterable, total=total, disable=True)
+        super().__init__(iterable, total=total, initial=options.get("initial", 0), disable=True)
         # Other values, such as a file, belong to the rank, and the caller may be unable to load them.
         shown = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
         self._connection, self._number = connection, connection.open_bar(self.total, shown)

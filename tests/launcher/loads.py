@@ -48,7 +48,8 @@ class Steps:
 
     guidance_scale = property(lambda self: self._guidance_scale)
 
-    def __init__(self):
+    def __init__(self, decoder_pipe=None):
+        self.decoder_pipe = decoder_pipe
         self._guidance_scale = 2.0
         self.notes = []
 
@@ -82,8 +83,8 @@ class Steps:
 
 
 def load_steps():
-    """Return a :class:`Steps`."""
-    return Steps()
+    """Return a :class:`Steps` that has another inside."""
+    return Steps(Steps())
 
 
 def all_reduce_or_raise(pipe, failing, error):

@@ -162,24 +162,24 @@ def test_masks_of_multihead_attention(rank_pool, ring, ulysses):
 
 def call_what_no_mode_sees():
     attention, x = make_module("attention", True), tokens(4, seed=dist.get_rank(), width=12)
-    native = [attention.in_proj_weight, attention.in_proj_bias, attention.out_proj.weight, attention.out_proj.bias]
+    fused = partial(torch._native_multi_head_attention, x, x, x, 12, 3, *attention.parameters())
     with torch.no_grad(), UnifiedAttnMode(cpu_mesh(1, 2)) as mode:
         mode.intercepted = True  # This test is about errors, not about the warning that nothing was intercepted.
         q, rank, square = torch.zeros(1, 2, 4, 8), dist.get_rank(), torch.zeros(4, 4).bool()
         mask = torch.ones(4, 8, dtype=torch.bool) if rank == 0 else None
+        attend = partial(F.scaled_dot_product_attention, q, q, q)
         for message, call in {
-            r"_native_multi_head_attention.*UnifiedAttnMode\.disable\(\)": lambda: torch._native_multi_head_attention(
-                x, x, x, 12, 3, *native
-            ),
+            r"_native_multi_head_attention.*UnifiedAttnMode\.disable\(\)": fused,
             "need_weights=True": lambda: attention(x, x, x),
             r"attn_mask is \[\.\.\., 4, 4\]": lambda: attention(x, x, x, need_weights=False, attn_mask=square),
-            "They also disagree about": lambda: F.scaled_dot_product_attention(q, q, q, mask, is_causal=rank == 1),
+            "They also disagree about": lambda: attend(mask, is_causal=rank == 1),
+            "^the ranks .* about scale.*1 none": lambda: attend(mask, scale=rank + 1.0),
+            r"0: \[1, 1, 4, 8\] .*1: \[1, 2, 4, 8\] ": lambda: attend(torch.ones(1, rank + 1, 4, 8).bool()),
         }.items():
             with pytest.raises((RuntimeError, ValueError), match=message):
                 call()
         with UnifiedAttnMode.disable():
-            disabled = torch._native_multi_head_attention(x, x, x, 12, 3, *native)[0]
-            assert relative_error(disabled, attention(x, x, x)[0]) < 1e-6
+            assert relative_error(fused()[0], attention(x, x, x)[0]) < 1e-6
 
 
 def test_unseen_attention_raises(rank_pool):
@@ -287,8 +287,7 @@ def shard_and_gather():
         cp.intercepted = True  # This test is about splitting only.
         wholes = [x.to(dtype) for dtype in DTYPES]
         gathered = [cp.gather(cp.shard(whole, dim=1), dim=1) for whole in wholes]
-        short = cp.sequence(2)
-        for whole, dim, sequence in ((x, 1, None), (x, -2, None), (x, 1, layout), (x[:, :2], 1, short)):
+        for whole, dim, sequence in ((x, 1, None), (x, -2, None), (x, 1, layout), (x[:, :2], 1, cp.sequence(2))):
             part = cp.shard(whole, dim=dim, sequence=sequence)
             results.append((part, torch.equal(cp.gather(part, dim=dim, sequence=sequence), whole)))
     return results, [torch.equal(out.double(), whole.double()) for out, whole in zip(gathered, wholes, strict=True)]
@@ -297,9 +296,8 @@ def shard_and_gather():
 def test_shard_and_gather_are_inverse(rank_pool):
     x = torch.arange(3 * 7 * 2).view(3, 7, 2)
     for rank, (results, dtypes) in enumerate(rank_pool.run(shard_and_gather, 4)):
-        own = x.tensor_split(4, dim=1)[rank]
-        with_text = torch.cat([x[:, :2], x[:, 2:].tensor_split(4, dim=1)[rank]], dim=1)
-        expected = [own, own, with_text, x[:, :2].tensor_split(4, dim=1)[rank]]
+        own, text, image = (whole.tensor_split(4, dim=1)[rank] for whole in (x, x[:, :2], x[:, 2:]))
+        expected = [own, own, torch.cat([x[:, :2], image], dim=1), text]
         for (part, is_whole), right in zip(results, expected, strict=True):
             assert torch.equal(part, right) and part.is_contiguous() and is_whole
         assert all(dtypes), dtypes

@@ -99,8 +99,8 @@ def draw(name, method, when):
     if when == "after" and method is not None:
         share(pipe, method)
         # These begin from the weights.
-        for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
-            with pytest.raises(ValueError, match=r"use_dora=True|pissa"):
+        for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["x_embedder"]}):
+            with pytest.raises(ValueError, match=r"use_dora=True|pissa|modules_to_save"):
                 pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], **options))
     outs["plain"] = generate(pipe, name)
     pipe.load_lora_weights(lora_weights(name), adapter_name="style")
@@ -172,8 +172,10 @@ def test_different_loras_raise_on_all_ranks(rank_pool, check, ranks):
 
 
 def stages_with_other_features(folder):
-    pipe, here = share(make("flux"), "stages"), torch.device("cpu")
-    transformer = pipe.transformer
+    pipe, here = make("flux"), torch.device("cpu")
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["proj_mlp"]))
+    transformer = share(pipe, "stages").transformer
+    transformer.fuse_lora()  # This adds zeros.
     for refused in (
         lambda: pipe.save_pretrained(folder),
         lambda: transformer.save_pretrained(folder),
