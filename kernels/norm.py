@@ -1,10 +1,14 @@
 """Group norm over sharded rows, in three launches; the reference is :mod:`para_core.kernels.norm_reference`.
 
 The statistics take two launches: one for chunks of each group, and one that merges the chunks. Each thread
-keeps a running mean and the sum of squared deviations from this mean (Welford), and the sums of two threads
-are merged pairwise (Chan), so numbers far from zero do not lose precision. There are no atomics, so the order
-of additions depends on the shape only. The third launch normalizes; each of its programs merges the
-statistics of all ranks. Each element is read twice and written once.
+keeps a running mean and the sum of squared deviations from this mean (Welford). Threads, then chunks, and in
+the third launch ranks, are merged in two passes: first the mean of all their means, weighted by their numbers
+of elements, then the squared deviations around it. So numbers far from zero do not lose precision. There are
+no atomics, so the order of additions depends on the shape only. The third launch normalizes; each of its
+programs merges the statistics of all ranks. Each element is read twice and written once.
+
+Called by :mod:`para_core.spatial.norm` only, as ``load_kernel("norm")``. Tests:
+tests/kernels/test_small_kernels.py and test_compiled.py.
 """
 
 from __future__ import annotations
@@ -17,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-# Elements of a tile.
+# Elements of a tile, and number of chunks that the second launch merges in a round.
 BLOCK = 1024
-# Number of tiles that a program of the statistics reads one after the other. tests/simulated_gpu/install.py replaces
-# both numbers.
+# Number of tiles that a program of the first launch reads one after the other. tests/simulated_gpu/install.py
+# replaces both numbers.
 BLOCKS_PER_CHUNK = 16
-# Channels per tile of the normalizing launch, if channels are the last dim in memory.
-CHANNELS = 32
+# Maximum number of channels per tile of the normalizing launch, if channels are the last dim in memory.
+MOST_CHANNELS = 32
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -51,8 +55,10 @@ def moments_kernel(
         )
         count += tl.where(inside, 1.0, 0.0)
         apart = number - mean
+        # The elements of a thread are inside up to some round and outside after it, so i + 1 is their number.
         mean += tl.where(inside, apart / (i + 1), 0.0)
         squares += tl.where(inside, apart * (number - mean), 0.0)
+    # Not 0, because each chunk has at least one element.
     total = tl.sum(tl.sum(count, 1), 0)
     common = tl.sum(tl.sum(count * mean, 1), 0) / total
     apart = mean - common
@@ -69,6 +75,7 @@ def merge_chunks_kernel(
 ):
     """Merge the chunks of one group, ``BLOCK`` in a round, and store its variance and mean: ``[2, B * groups]``."""
     group = tl.program_id(0).to(tl.int64)
+    # The same element as in moments_kernel, because the means of the chunks are distances from it.
     origin = tl.load(x + (group // groups) * batch_step + (group % groups) * group_step).to(tl.float32)
     parts += group * num_chunks * 3
     count = tl.zeros((BLOCK,), tl.float32)
@@ -109,6 +116,7 @@ def normalize_kernel(
     of_all = (tl.num_programs(0) // (num_blocks * tiles)) * groups
     first = tl.load(of_ranks + of_all + group, mask=exists, other=0.0)
     mean = tl.zeros((CHANNELS,), tl.float32)
+    # The statistics of a rank without rows must be finite, although its share is 0: 0 times infinity is NaN.
     for rank in range(RANKS):
         share = tl.load(shares + rank)
         mean += share * (tl.load(of_ranks + (2 * rank + 1) * of_all + group, mask=exists, other=0.0) - first)
@@ -194,7 +202,7 @@ def normalize(
     channels_per_tile = 1
     if step != 1:
         # Channels are neighbours in memory.
-        channels_per_tile = min(x.shape[1], CHANNELS)
+        channels_per_tile = min(x.shape[1], MOST_CHANNELS)
     block = tile_of(channels_per_tile)
     tiles = triton.cdiv(x.shape[1], block["CHANNELS"])
     # Every pointer argument must be a tensor, so pass x in place of a missing one.

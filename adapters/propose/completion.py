@@ -15,7 +15,9 @@ from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.region import ObservedRegion
 from para_core.adapters.propose.samples import DependentSamplesError, with_samples
 from para_core.adapters.propose.stack import StackGuess, guess_stacks
+from para_core.cache.blocks import CachedBlocks
 from para_core.comparison.cached_call import CachedCallError, error_of_cached_call
+from para_core.plans.plan import Plan
 
 
 def complete_proposal(
@@ -25,39 +27,57 @@ def complete_proposal(
     have the number of samples; and with questions about what is missing.
 
     Args:
-        proposal: Its plan is exact.
+        proposal: A proposal with an exact plan.
         check: Has the model, and calls of it.
         answers: The user's, as :func:`~para_core.adapters.propose.propose.propose_plan` describes them;
             :func:`~para_core.adapters.propose.overrides.require_answers` has checked their types. None as a
             value says that there is no such thing; a missing answer, that it must be found.
         region: The observed region from which the plan was guessed; None if answers gave the plan.
+
+    Raises:
+        ValueError: The proposal has no plan.
     """
-    proposal = _add_blocks(proposal, check, answers, region)
-    return _add_samples(proposal, check, answers, region)
+    plan = proposal.plan
+    if plan is None:
+        raise ValueError(f"the proposal for {proposal.transformer} has no plan; expected an exact one.")
+    declined = {name for name, answer in answers.items() if answer is None}
+    if "CachedBlocks" not in declined:
+        proposal = _add_blocks(proposal, check, answers.get("CachedBlocks"), region)
+    if "samples" in declined:
+        return proposal
+    if "samples" in answers:
+        return _add_samples(proposal, plan, check, answers["samples"])
+    return _ask_about_samples(proposal, plan, check, region)
 
 
-def _add_samples(
-    proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
+def _add_samples(proposal: Proposal, plan: Plan, check: PlanCheck, samples: int) -> Proposal:
+    """Return ``proposal`` with the dims of ``samples`` in its ``plan``, or with a question that says why the
+    number is wrong.
+    """
+    try:
+        plan = with_samples(check.module, plan, check.examples[0], samples, check.tolerance)
+    except DependentSamplesError as error:
+        return _with_question(proposal, f"samples: {error}")
+    return replace(proposal, plan=plan)
+
+
+def _ask_about_samples(
+    proposal: Proposal, plan: Plan, check: PlanCheck, region: ObservedRegion | None
 ) -> Proposal:
-    """Return ``proposal`` with sample dims if ``answers`` have the number of samples and these do not depend
-    on each other.
+    """Return ``proposal`` with the question whether the observed samples are CFG branches, if there are
+    several and they do not depend on each other.
 
-    Otherwise it gets a question: why the answer is wrong; or, without an answer, whether the observed samples
-    are CFG branches, if there are several and they do not depend on each other.
+    To find this out, the model is called with all samples, and once with each.
     """
-    is_answered, samples = "samples" in answers, answers.get("samples")
-    if not is_answered and region is not None:
+    samples = None
+    if region is not None:
         samples = region.samples()
-    if proposal.plan is None or samples is None or (samples < 2 and not is_answered):
+    if samples is None or samples < 2:
         return proposal
     try:
-        plan = with_samples(check.module, proposal.plan, check.examples[0], samples, check.tolerance)
-    except DependentSamplesError as error:
-        if is_answered:
-            return _with_question(proposal, f"samples: {error}")
+        with_samples(check.module, plan, check.examples[0], samples, check.tolerance)
+    except DependentSamplesError:
         return proposal
-    if is_answered:
-        return replace(proposal, plan=plan)
     return _with_question(
         proposal,
         f"samples: does a call compute all CFG branches? Its {samples} samples do not depend on each other: "
@@ -67,19 +87,18 @@ def _add_samples(
 
 
 def _add_blocks(
-    proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
+    proposal: Proposal, check: PlanCheck, answer: CachedBlocks | None, region: ObservedRegion | None
 ) -> Proposal:
     """Return ``proposal`` with the first block stack with which a call that skips blocks is exact, or a
-    question, with what is wrong with the answer or with the likeliest guess.
+    question, with what is wrong with the answer or with the likeliest guess. Without an answer the stacks of
+    ``region`` are guessed.
     """
     question = "CachedBlocks: which parameters of its blocks do they return updated, in which order?"
     inputs = check.examples[0]
     guesses: Iterable[StackGuess] = ()
-    if "CachedBlocks" in answers:
-        if answers["CachedBlocks"] is None:
-            return proposal
+    if answer is not None:
         question = "CachedBlocks: the answer is not exact, correct it."
-        guesses = [StackGuess(answers["CachedBlocks"], inputs)]
+        guesses = [StackGuess(answer, inputs)]
     elif region is not None:
         guesses = guess_stacks(check.module, region, inputs, check.tolerance)
     problem = ""

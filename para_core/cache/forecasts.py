@@ -59,23 +59,30 @@ def foca_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor:
     Heun's method averages two slopes. The slope at the predicted step is, by eq. 6, the slope between the
     last two residuals. As the slope at the last computed step, this function uses that of the parabola
     through the last three residuals, because with the slope of eq. 6 at both steps the result would be the
-    Taylor forecast of order 1. Arguments and result are those of :func:`forecast_weights`, with n = 3.
+    Taylor forecast of order 1. Arguments and result are those of :func:`forecast_weights`, with n = 3. If
+    two of the three times are equal, the forecast is the straight line through the newest two residuals, or
+    the newest residual if these two have one time.
     """
+    times = times.double()
+    now = now.double()
     gap = times[0] - times[1]
-    older = times[1] - times[2]
-    safe = torch.where(gap == 0, 1.0, gap)
-    safe_older = torch.where(older == 0, 1.0, older)
+    older_gap = times[1] - times[2]
+    span = times[0] - times[2]
     zero = torch.zeros_like(gap)
     unit = torch.ones_like(gap)
-    straight = torch.stack([unit, -unit, zero]) / safe
-    curve = (straight - torch.stack([zero, unit, -unit]) / safe_older) / (safe + safe_older)
+    # Quotients by a distance of 0 are not finite, and then not chosen below.
+    slope = torch.stack([unit, -unit, zero]) / gap
+    older_slope = torch.stack([zero, unit, -unit]) / older_gap
+    curve = (slope - older_slope) / span
     newest = torch.stack([unit, zero, zero])
-    first = newest + (now - times[0]) * straight
+    linear = newest + (now - times[0]) * slope
     # Extrapolate with the mean of two slopes: of the parabola at its newest point, and between the last two
     # residuals.
-    second = first + (now - times[0]) / 2 * safe * curve
-    weights = torch.where((num_computed >= 2) & (gap != 0), first, newest)
-    return torch.where((num_computed >= 3) & (gap != 0) & (older != 0), second, weights)
+    corrected = linear + (now - times[0]) / 2 * gap * curve
+    weights = torch.where((num_computed >= 2) & (gap != 0), linear, newest)
+    # A loop that adds noise again returns to an earlier time, so the oldest time may equal the newest.
+    has_three_times = (num_computed >= 3) & (gap != 0) & (older_gap != 0) & (span != 0)
+    return torch.where(has_three_times, corrected, weights)
 
 
 FOCA = Forecast("foca", 3, foca_weights, "FoCa, arXiv:2508.16211")

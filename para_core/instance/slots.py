@@ -19,8 +19,7 @@ class Slot(IntEnum):
     gives the reason of each line: what the slot must be outside or inside of. "Alone" says that no other slot
     has these methods on these instances, so that its line does not matter.
 
-    A slot whose feature moves or gathers weights must be named in ``verify/verification.py``
-    (``_SLOTS_OF_WEIGHTS``), too, because a verification calls the unmodified model with these slots only.
+    A slot whose feature moves or gathers weights must be named in :attr:`supplies_weights`, too.
     """
 
     # An instance whose weights are incomplete raises before anything else runs.
@@ -97,3 +96,20 @@ class Slot(IntEnum):
     def label(self) -> str:
         """The name of the slot in messages."""
         return self.name.lower().replace("_", " ")
+
+    @property
+    def supplies_weights(self) -> bool:
+        """Whether the feature moves, gathers or shards weights, so that the model cannot be called without it.
+
+        A verification calls the unmodified model with these slots only. Without a slot that is missing here it
+        would compute with no weights, or with those of one rank.
+        """
+        return self in (
+            Slot.WEIGHTS,
+            Slot.VAE_OFFLOAD,
+            Slot.TENSOR_WEIGHTS,
+            Slot.LORA,
+            Slot.STAGED_WEIGHTS,
+            Slot.STAGED_MERGE,
+            Slot.OFFLOADED_BLOCK,
+        )

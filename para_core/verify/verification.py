@@ -39,18 +39,8 @@ from para_core.user_warnings import ParallelWarning, warn_user
 
 logger = logging.getLogger(__name__)
 
-# The slots that stay filled for the unmodified model, because their features move or gather weights that it
-# needs. A new slot of that kind must be added, or the unmodified model finds no weights.
-_SLOTS_OF_WEIGHTS = frozenset(
-    {
-        Slot.OFFLOADED_BLOCK,
-        Slot.TENSOR_WEIGHTS,
-        Slot.LORA,
-        Slot.STAGED_WEIGHTS,
-        Slot.STAGED_MERGE,
-        Slot.WEIGHTS,
-    }
-)
+# The slots that stay filled for the unmodified model. So its call is collective if weights are sharded.
+_SLOTS_OF_WEIGHTS = frozenset(slot for slot in Slot if slot.supplies_weights)
 # The error of outputs that cannot be compared, because their number or shapes differ. JSON has no infinity.
 _NOT_COMPARABLE = 1e30
 
@@ -76,14 +66,20 @@ class Verification:
     """Compares calls of one parallel model with the unmodified model: once for each size of inputs, and again
     if code inside the model has changed.
 
+    If the unmodified call or the comparison runs out of memory on a rank, all ranks warn and go on, and this
+    size is not tried again. This does not hold for weights that need all ranks during a call (FSDP2,
+    ``weights="tensor"``): if one rank runs out of memory in the middle of the unmodified call, the others wait
+    in the next collective until its timeout.
+
     A compared call costs one more call of the model, on every rank, and three if it finds a difference. Other
     calls cost a lookup. All ranks decide from equal arguments whether to compare, because they exchange what
     they find.
     """
 
     def __init__(self) -> None:
-        # Sizes of inputs that were compared, with the version of the model's code.
-        self._verified: set[tuple[Any, ...]] = set()
+        # Sizes of inputs that need no comparison any more, with the version of the model's code: they were
+        # compared, or memory did not suffice.
+        self._handled: set[tuple[Any, ...]] = set()
 
     def run(self, call: Callable[..., Any], called: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of a parallel model, or of the module that ``torch.compile`` made of it, and compare its
@@ -106,7 +102,7 @@ class Verification:
         # The call itself would notice new code too late.
         region.attach(module)
         key = (region.check.note_changes(), *leaf_kinds((args, sorted(kwargs.items()))))
-        if key in self._verified:
+        if key in self._handled:
             return call(called, *args, **kwargs)
         # The call may change its inputs in place, such as a cache of keys.
         inputs = ModelInputs(args, kwargs).copy()
@@ -116,7 +112,7 @@ class Verification:
             return output
         comparison = _compare_with_unmodified(module, inputs, output)
         self._conclude(module, region, inputs, comparison)
-        self._verified.add(key)
+        self._handled.add(key)
         return output
 
     def _conclude(
@@ -137,14 +133,17 @@ class Verification:
             )
             return
         error = max(of_rank.error for of_rank in comparisons)
-        if error > comparison.tolerance:
-            difference = _first_difference_on_mesh(module, mesh, inputs, comparison.tolerance)
+        # All ranks must take the same branch, because the search for the difference is collective. Their own
+        # tolerances may differ: autocast may be on in one process only.
+        tolerance = max(of_rank.tolerance for of_rank in comparisons)
+        if error > tolerance:
+            difference = _first_difference_on_mesh(module, mesh, inputs, tolerance)
             size = f"differs by {error:.1e}"
             if error >= _NOT_COMPARABLE:
                 size = "has other tensors, or none to compare,"
             raise RuntimeError(
                 f"verify=True: the output of {name} on {mesh.ranks} ranks {size} from that of the unmodified model; "
-                f"rounding explains {comparison.tolerance:.0e}. The first difference is in {difference}"
+                f"rounding explains {tolerance:.0e}. The first difference is in {difference}"
             )
         if mesh.rank == 0:
             bits = "other bits"
@@ -161,20 +160,21 @@ class Verification:
 
 def _compare_with_unmodified(module: nn.Module, inputs: ModelInputs, output: Any) -> Comparison:
     """Return how far ``output`` is from that of the unmodified model, which is called here on copies of
-    ``inputs``.
+    ``inputs``, or that memory did not suffice. Collective if the weights are sharded.
     """
     outputs = tensors_in(output)
     tolerance = _tolerance_for(module, outputs)
     try:
         expected = tensors_in(_call_unmodified(module, inputs))
+        if [x.shape for x in outputs] != [x.shape for x in expected]:
+            return Comparison(_NOT_COMPARABLE, tolerance=tolerance)
+        # This allocates, too, such as float32 copies of the outputs.
+        error = min(largest_error(outputs, expected), _NOT_COMPARABLE)
+        same_bits = all(torch.equal(x, y) for x, y in zip(outputs, expected, strict=True))
     except (RuntimeError, MemoryError) as failure:
         if not is_out_of_memory(failure):
             raise
         return Comparison(lacked_memory=True)
-    if [x.shape for x in outputs] != [x.shape for x in expected]:
-        return Comparison(_NOT_COMPARABLE, tolerance=tolerance)
-    error = min(largest_error(outputs, expected), _NOT_COMPARABLE)
-    same_bits = all(torch.equal(x, y) for x, y in zip(outputs, expected, strict=True))
     return Comparison(error, same_bits, tolerance)
 
 

@@ -21,7 +21,7 @@ from para_core.cache.apply import cache_options
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.decision import DecisionOutcome, Verdict
 from para_core.cache.forecast_rule import Forecast
-from para_core.cache.forecasts import forecast_weights
+from para_core.cache.forecasts import FOCA, forecast_weights
 from para_core.cache.options import CacheOptions
 from para_core.cache.rules import Rule
 from para_core.plans.plan import Plan
@@ -287,8 +287,11 @@ def test_forecast_with_few_or_equal_times_uses_the_newest():
         ([3.0, 1.0, 0.0], 5.0, 1, [1.0, 0.0, 0.0]),
         ([3.0, 1.0, 0.0], 5.0, 2, [2.0, -1.0, 0.0]),
         ([3.0, 2.0, 2.0], 5.0, 3, [3.0, -2.0, 0.0]),
+        ([5.0, 3.0, 5.0], 1.0, 3, [-1.0, 2.0, 0.0]),
     ]:
-        assert forecast_weights(torch.tensor(times), torch.tensor(now), torch.tensor(known)).tolist() == expected
+        for forecast in (forecast_weights, FOCA.weights):
+            weights = forecast(torch.tensor(times), torch.tensor(now), torch.tensor(known))
+            assert (weights.dtype, weights.tolist()) == (torch.float64, expected)
 
 
 def test_own_rule_compares_every_nth_channel():

@@ -96,10 +96,8 @@ def unchecked(check, planned, run, module, args, kwargs):
 
 
 def hook(transformer):
-    def centre(module, args, output):
-        return [x - x.mean(1, keepdim=True) for x in output]
-
-    transformer.transformer_blocks[0].register_forward_hook(centre)
+    first = transformer.transformer_blocks[0]
+    first.register_forward_hook(lambda module, args, output: [x - x.mean(1, keepdim=True) for x in output])
 
 
 def processor(transformer):
@@ -164,17 +162,13 @@ def test_cached_pipeline_is_verified_once(rank_pool):
 
 
 def short_of_memory():
-    outs = []
-    for rank in (0, 1):
-        transformer = flux_transformer()
-
-        def allocate(module, args, rank=rank):
-            if args[0].shape[1] == 13 and dist.get_rank() == rank:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-
-        transformer.x_embedder.register_forward_pre_hook(allocate)
-        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), verify=True)
-        with torch.no_grad(), pytest.warns(ParallelWarning, match="1 of 2 ranks"):
+    """Return the outputs of two calls each, for which rank 0 lacks memory in the model, then rank 1 to compare."""
+    outs, failure = [], torch.OutOfMemoryError("CUDA out of memory.")
+    for function in ("empty_during", "largest_error"):
+        transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2), verify=True)
+        error = failure if dist.get_rank() == (function == "largest_error") else None
+        allocate = mock.patch.object(verification, function, wraps=getattr(verification, function), side_effect=error)
+        with allocate, torch.no_grad(), pytest.warns(ParallelWarning, match="1 of 2 ranks"):
             outs.append(transformer(**flux_inputs(13, 5)).sample)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -187,6 +181,12 @@ def test_missing_memory_is_said_once_on_every_rank(rank_pool):
         expected = flux_transformer()(**flux_inputs(13, 5)).sample
     for results in rank_pool.run(short_of_memory, 2):
         assert all(relative_error(out, expected) < 1e-5 for out in results)
+
+
+def test_ranks_decide_by_the_largest_tolerance():
+    of_ranks = [{"error": 1e-3, "tolerance": tolerance} for tolerance in (1e-4, 5e-2)]
+    with mock.patch.object(verification, "exchange", return_value=of_ranks):
+        verification.Verification()._conclude(nn.Identity(), mock.Mock(), mock.Mock(), mock.Mock(tolerance=1e-4))
 
 
 # Each call replaces the settings of a transformer that verifies its calls, or undoes them.

@@ -50,5 +50,5 @@ def test_answer_of_too_few_samples_gives_a_question(samples):
 def test_question_about_blocks_shows_the_likeliest_guess(monkeypatch):
     guesses = [StackGuess(CachedBlocks((BlockGroup((name,)),)), INPUTS) for name in ("likeliest", "other")]
     monkeypatch.setattr(completion, "guess_stacks", lambda *_: guesses)
-    proposal = completion._add_blocks(Proposal("a", PLAN, error=0.0), CHECK, {}, object())
+    proposal = completion._add_blocks(Proposal("a", PLAN, error=0.0), CHECK, None, object())
     assert "likeliest" in proposal.questions[0] and "other" not in proposal.questions[0]
