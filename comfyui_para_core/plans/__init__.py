@@ -1,7 +1,7 @@
 """Recorded plans of the classes of ``comfy/ldm``, as data: one file for each family.
 
-Tests of :func:`find_plan`: tests/comfyui/test_pack.py. The head of each file says what compares its plans
-with ComfyUI.
+Tests of :func:`find_plan`, and of names that a plan has twice: tests/comfyui/test_pack.py. Whether ComfyUI's
+classes have these modules and parameters, only the command in the head of each file tells.
 """
 
 from __future__ import annotations
