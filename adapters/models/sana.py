@@ -24,7 +24,7 @@ BLOCKS = chained("transformer_blocks", between=("controlnet_block_samples",))
 TOKENS_OF_ROWS, TOKENS_OF_FRAMES = Split(1, like="rows", per=None), Split(1, like="frames", per=None)
 
 
-def _in_patches(plan: Plan, module: nn.Module) -> Plan:
+def _with_patch_size(plan: Plan, module: nn.Module) -> Plan:
     """Return ``plan`` with ``per``, the number of latent rows (or frames) per token, set to the model's patch size.
 
     So an entry of the segment is a row (frame) of tokens.
@@ -49,8 +49,8 @@ SANA = Adapter(
             "hidden_states": Split(dim=2, segment="rows"),
             "controlnet_block_samples": TOKENS_OF_ROWS,
         },
-        # In some models patch_embed adds the positions of the full image, so gather its input and split its
-        # output.
+        # With an interpolation_scale, patch_embed adds the positions of the full image, so gather its input and
+        # split its output. Models without one gather too: latents have few channels, and one plan is for all.
         inner={"patch_embed": {"latent": Gather(2, "rows", per=None), 0: TOKENS_OF_ROWS}},
         # Half of its kernel of 3 rows.
         halos={"transformer_blocks.*.ff.conv_depth": Halo(dim=2, segment="rows", size=1)},
@@ -64,7 +64,7 @@ SANA = Adapter(
         },
         batched=BATCHED,
     ),
-    complete=_in_patches,
+    complete=_with_patch_size,
     blocks=BLOCKS,
 )
 
@@ -98,6 +98,6 @@ SANA_VIDEO = Adapter(
         },
         batched=BATCHED,
     ),
-    complete=_in_patches,
+    complete=_with_patch_size,
     blocks=BLOCKS,
 )

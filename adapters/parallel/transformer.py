@@ -1,7 +1,8 @@
 """Run one transformer on several ranks.
 
 The public functions serve denoising loops of a user's own. ``resolve.py`` calls :func:`resolve_transformer`
-for each transformer of a pipeline. The plan itself is applied by ``para_core/plans/apply.py``. Tests:
+for each transformer of a pipeline, and :func:`make_call_agreement` for features that compare the inputs of a
+call themselves. The plan itself is applied by ``para_core/plans/apply.py``. Tests:
 tests/adapters/test_transformers.py, tests/adapters/agree/test_arguments.py.
 """
 
@@ -112,6 +113,9 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
 def remove_from_transformer(transformer: nn.Module) -> None:
     """Remove the plan of ``transformer``, compiled or not, its verification, and what options have put into its
     calls. Its weights stay as they are.
+
+    Besides the contents of slots this changes only what a call of the plan makes again (numbers of heads, and
+    the state of its checks): :meth:`TransformerPart.suspend` relies on it.
     """
     empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED, *transformer_slots())
     remove_plan(uncompiled(transformer))
@@ -133,11 +137,13 @@ def resolve_transformer(
     generations itself.
     """
     module = uncompiled(transformer)
-    check_comparable(vars(options), options.approximations, mesh.pipe.size)
+    check_comparable(vars(options), options.approximations, stages=mesh.pipe.size)
     plan = require_plan(module, module, options.adapter, options.text)
     if not batched:
         plan = replace(plan, batched={})
     if mesh.ranks > 1:
+        # Called for its error: the plan names a module that the transformer lacks. One rank mostly runs without
+        # the plan, so there this must not raise.
         match_modules(module, plan)
     return TransformerPart(transformer, plan, mesh, options, attention, verifies)
 
@@ -171,6 +177,7 @@ class TransformerPart(Part):
             options=self.attention,
             attn_func=self.options.attn_func,
             cross_backend=self.options.cross_backend,
+            # A schedule sets the options of the plan's region at each step, so one rank needs the region too.
             on_one_rank=self.options.schedule is not None,
             call_context=partial(translated_attention, module),
             written_for=planned_class(module, self.options.adapter),
@@ -185,7 +192,7 @@ class TransformerPart(Part):
         return do_nothing
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # Only slots are emptied, and replace_session() restores these if the next session fails.
+        # replace_session() restores the slots if the next session fails, and a call makes the rest again.
         return self.clear()
 
 

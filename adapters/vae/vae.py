@@ -67,7 +67,7 @@ def parallelize_vae(
             VAE tiles (``enable_tiling``) are tiled. With ``"tiled"`` the tiles of diffusers' tiling are
             distributed. The result is bitwise that of diffusers' tiling on one device, including its seams.
         gather (`"all"` or `"first"`, defaults to `"all"`): Whether all ranks get the result, or only the
-            first rank of the mesh; the others then get zeros of its shape. In tiles, which all ranks
+            lowest rank of the mesh; the others then get zeros of its shape. In tiles, which all ranks
             exchange, all get it in any case.
         same_bits (`bool`, defaults to `False`): Whether the result has the bytes of one process with
             ``method="exact"`` (the tiles of ``"tiled"`` have them in any case), on this machine, with this

@@ -14,7 +14,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.adapters.weights.staged_loras import agree_on_loras, wrappers_of_lora_methods
 from para_core.cache.options import CacheOptions
 from para_core.distributed.agree import together
-from para_core.distributed.agreed_inputs import AgreeOnInputs, assume_agreed
+from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import PIPE_DIM, GuidedMesh
 from para_core.instance.modules import is_compiled
 from para_core.instance.private_class import original_class
@@ -148,10 +148,10 @@ class StageChange(FeatureChange):
 
         The pipeline has compared its arguments, so the inputs of its model are equal. Collective.
         """
-        with ExitStack() as stack:
-            if self._stages is not None:
-                self._stages.links.begin()
-                stack.enter_context(assume_agreed([self._stages]))
+        if self._stages is None:
+            yield kwargs
+            return
+        with self._stages.generation():
             yield kwargs
 
 

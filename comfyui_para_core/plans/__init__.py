@@ -2,10 +2,11 @@
 
 The head of each file says with which version of ComfyUI its plans were compared. With ComfyUI installed,
 ``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them again, for the models whose
-name in benchmarks/comfyui/cases.py contains NAME.
+name in benchmarks/comfyui/cases.py contains NAME: only there is it seen whether ComfyUI's classes have the modules
+and parameters that a plan names.
 
-Of all plans, ``make test`` runs :data:`.wan.WAN` alone, on a stand-in for ComfyUI, and checks that
-:data:`.unsupported.UNET` is refused. Tests: tests/comfyui/test_pack.py.
+Of all plans, ``make test`` runs :data:`.wan.WAN` alone, on a stand-in for ComfyUI. It checks that
+:data:`.unsupported.UNET` is refused, and that names that a plan has twice agree. Tests: tests/comfyui/test_pack.py.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ ACE_STEP = RecordedPlan(
             },
             outputs={"transformer_blocks.-1": Gather(dim=1, segment="audio")},
             joint_order=("audio",),
+            # Half of its kernel of 3 tokens.
             halos={"transformer_blocks.*.ff.depth_conv": Halo(dim=2, segment="audio", size=1)},
             attention={
                 # Products of keys and values, summed over all tokens.
@@ -45,6 +46,7 @@ ACE_STEP = RecordedPlan(
                 "transformer_blocks.*.cross_attn": TO_TEXT,
             },
         ),
+        # A generation may differ between its branches in the text alone, or in the lyrics alone.
         blocks=CachedBlocks(
             (BlockGroup(("transformer_blocks",)),), conditions=("context", "lyric_token_idx")
         ),
@@ -67,6 +69,8 @@ STABLE_AUDIO = RecordedPlan(
         plan=Plan(
             inputs={},
             inner={
+                # Unless it has adaLN, the model puts a token of the time step and global_embed in front of the
+                # audio, and drops it after the last layer. Between these it counts as audio.
                 "transformer.layers.0": {"x": AUDIO},
                 # A table with an entry for each token, and its scale.
                 "transformer.layers.*": {"rotary_pos_emb": Entries((Split(dim=0, like="audio"), None))},
@@ -75,6 +79,9 @@ STABLE_AUDIO = RecordedPlan(
             joint_order=("audio",),
             attention={"transformer.layers.*.cross_attn": TO_TEXT},
         ),
-        blocks=CachedBlocks((BlockGroup(("transformer.layers",), ("x",), "x"),), conditions=("context",)),
+        # The context has the text and the seconds, which global_embed repeats.
+        blocks=CachedBlocks(
+            (BlockGroup(("transformer.layers",), streams=("x",), measured="x"),), conditions=("context",)
+        ),
     ),
 )

@@ -1,7 +1,8 @@
 """Attention of one rank's queries to a block of keys that it holds: the innermost function, by a backend or
-by a user's function, and the one around it that expands key heads.
+by a user's function, and :func:`expand_key_heads` around it.
 
-:func:`~para_core.attention.usp.compose` nests them; their gradients are in :mod:`.gradients.blocks`. Tests:
+:func:`~para_core.attention.usp.compose` nests them; their gradients are in :mod:`.gradients.blocks`, which
+also calls :func:`expand_heads`. Tests:
 tests/attention/test_exactness.py, and tests/attention/test_inputs.py for a user's function.
 """
 
@@ -28,12 +29,14 @@ def attend_by_backend(backend: Backend | None, scale: float | None) -> Attend:
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
         if into.mask is None and not into.tiling.masks:
-            # All queries see all keys of the block, so one call computes it.
+            # All queries see all keys of the block: they are one piece, the block is one tile, and one call
+            # computes it.
             call = LocalAttentionCall(into.query, key, value, scale=scale)
             continue_attention(into.merged[0], call, backend, is_last=is_last)
             return
-        hides_rows = into.mask is None or into.mask.hides_rows
-        # A later tile of the block may belong to the same queries, so no tile counts as the last.
+        hides_rows = into.mask is not None and into.mask.hides_rows
+        # A piece may see a block as several tiles (in a causal call: the earlier keys, and those at its own
+        # positions), and rounding must wait for the last of them. So no tile counts as the last.
         is_last = is_last and not into.tiling.masks
         for piece, tile in into.tiling.tiles(block):
             call = LocalAttentionCall(
@@ -50,7 +53,10 @@ def attend_by_backend(backend: Backend | None, scale: float | None) -> Attend:
 
 
 def attend_by_function(attn_func: LocalAttention, scale: float | None) -> Attend:
-    """Return attention to one block by a user's function, tile by tile. Autograd records it."""
+    """Return attention to one block by a user's function, tile by tile. Autograd records it.
+
+    It does not read ``is_last``, which only counts for a kernel that continues from an earlier result.
+    """
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
         for piece, tile in into.tiling.tiles(block):

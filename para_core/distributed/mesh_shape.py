@@ -1,7 +1,7 @@
 """The sizes of the dims of a mesh. Imports no torch, so that the planner starts at once.
 
 :mod:`.create_mesh` calls it for a mesh that is made, the planner and the commands for one that is planned.
-Tests: tests/distributed/test_mesh.py.
+Tests: tests/distributed/test_mesh.py; tests/cli/test_help.py fails if the planner imports torch.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def mesh_sizes(
 
     Raises:
         TypeError: A limit is not an integer.
-        ValueError: A limit is below 1 or has another name, or ranks are left over: ring and ulysses both have
-            a limit, and the sizes that divide the number of ranks do not multiply to it.
+        ValueError: ``ranks`` or a limit is below 1, or a limit has another name. Or ranks are left over: ring
+            and ulysses both have a limit, and the sizes that divide the number of ranks do not multiply to it.
     """
     for name, limit in limits.items():
         if name not in MESH_NAMES:

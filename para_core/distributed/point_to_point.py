@@ -2,9 +2,9 @@
 
 Pipeline stages and PipeFusion use them. All other features use :mod:`para_core.distributed.collectives`.
 
-``para_core/weights/stages.py`` holds the :class:`Links`. It calls :meth:`Links.begin` before each call of a
-model, or, in a pipeline, ``adapters/weights/staged_transformer.py`` does before each generation. Who fails
-calls :meth:`Links.mark_broken`. Tests: tests/weights/test_stages.py.
+``para_core/weights/stages.py`` holds the :class:`Links`. It calls :meth:`Links.begin` before each generation of
+a pipeline, and before each call of a model outside of one. Who fails calls :meth:`Links.mark_broken`. Tests:
+tests/weights/test_stages.py.
 """
 
 from __future__ import annotations

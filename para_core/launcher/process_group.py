@@ -1,7 +1,7 @@
 """The process group of a rank, which is made before the pipeline is loaded, even if ``load`` asks for it again.
 
 Only ``rank.py`` calls this. Groups of meshes are made later, in :mod:`para_core.distributed.groups`. Tests:
-tests/launcher/test_calls.py, tests/launcher/test_failures.py.
+tests/launcher/test_calls.py and tests/launcher/test_failures.py, without a GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,17 @@ def join_process_group(
     """Select this rank's GPU, make the default process group, and return a gloo group for the launcher's
     exchanges. Collective.
 
-    Return None if there is one rank, which has nothing to exchange. ``exchange_port`` gets the port of the
-    first rank's store on ``host``, or None on other ranks, and returns the port. Raise ValueError if there
-    are fewer GPUs than ranks.
+    Return None if there is one rank, which has nothing to exchange. Raise ValueError if this host has fewer
+    GPUs than ranks.
+
+    Args:
+        rank, ranks: The number of this rank, and of all ranks on all hosts. On a host with GPUs the
+            environment also has ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, the same for this host alone, which
+            ``processes.rank_environment`` sets.
+        host: The address of the first rank's host, for its store.
+        exchange_port: Called once by every rank: by the first with the port of its store, which goes to all
+            ranks, by the others with None. Blocks until the port is known, and returns it.
+        timeout: The timeout of the store and of both groups.
     """
     if torch.cuda.is_available():
         local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -55,6 +63,9 @@ def accept_repeated_init(timeout: timedelta) -> Iterator[None]:
 
     Scripts that torchrun starts begin with this call. The function of torch is replaced for the whole
     process, so only a process that this package started enters this context.
+
+    Only the attribute of ``torch.distributed`` is replaced: a module that was imported before, and holds the
+    function by ``from torch.distributed import init_process_group``, gets torch's error at a second group.
     """
     original = dist.init_process_group
 
@@ -75,12 +86,14 @@ def accept_repeated_init(timeout: timedelta) -> Iterator[None]:
 
 
 def _check_same(arguments: dict[str, Any], timeout: timedelta) -> None:
-    """Raise ValueError if arguments of ``init_process_group`` ask for another group than the default one."""
-    device = arguments.get("device_id")
-    if isinstance(device, int):
-        device = torch.device("cuda", device)
+    """Raise ValueError if arguments of ``init_process_group`` ask for another group than the default one, whose
+    timeout is ``timeout``, or for another GPU than :func:`join_process_group` has selected.
+    """
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.current_device()
     same = {
-        "backend": _is_backend_of_group(arguments.get("backend")),
+        "backend": _has_backends(dist.get_backend_config(), arguments.get("backend"), gpu),
         "init_method": arguments.get("init_method") in (None, "env://"),
         "timeout": arguments.get("timeout") in (None, timeout),
         "world_size": arguments.get("world_size", -1) in (None, -1, dist.get_world_size()),
@@ -88,8 +101,7 @@ def _check_same(arguments: dict[str, Any], timeout: timedelta) -> None:
         "store": arguments.get("store") is None,
         "group_name": not arguments.get("group_name"),
         "pg_options": arguments.get("pg_options") is None,
-        "device_id": device is None
-        or (device.type == "cuda" and device.index == torch.cuda.current_device()),
+        "device_id": _is_selected(arguments.get("device_id"), gpu),
     }
     different = [f"{name}={arguments[name]!r}" for name, equal in same.items() if not equal]
     if different:
@@ -100,14 +112,33 @@ def _check_same(arguments: dict[str, Any], timeout: timedelta) -> None:
         )
 
 
-def _is_backend_of_group(backend: str | None) -> bool:
-    """Whether ``backend``, such as "nccl" or "cpu:gloo,cuda:nccl", names backends that the default group has.
+def _has_backends(config: str, backend: str | None, gpu: int | None) -> bool:
+    """Whether a group with the backends ``config`` has those that ``backend`` names, such as "nccl".
 
-    A name without a device means the backend of the GPU, if there is one.
+    A name without a device means the backend of the GPU, unless ``gpu``, the index of this rank's, is None.
+
+    >>> [_has_backends("cpu:gloo,cuda:nccl", name, 0) for name in ("nccl", "cuda:nccl,cpu:gloo", "gloo")]
+    [True, True, False]
+    >>> [_has_backends("cpu:gloo", name, None) for name in ("gloo", "nccl")]
+    [True, False]
     """
     if backend is None:
         return True
-    backends_of_group = set(dist.get_backend_config().split(","))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cpu"
+    if gpu is not None:
+        device = "cuda"
     parts = [part if ":" in part else f"{device}:{part}" for part in backend.lower().split(",")]
-    return backends_of_group.issuperset(parts)
+    return set(config.split(",")).issuperset(parts)
+
+
+def _is_selected(device: torch.device | int | None, gpu: int | None) -> bool:
+    """Whether ``device``, the argument ``device_id``, is None or the GPU with the index ``gpu``.
+
+    >>> [_is_selected(device, 1) for device in (None, 1, torch.device("cuda:1"), 0, torch.device("cpu"))]
+    [True, True, True, False, False]
+    >>> [_is_selected(device, None) for device in (None, 0, torch.device("cuda"))]
+    [True, False, False]
+    """
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    return device is None or (gpu is not None and device == torch.device("cuda", gpu))

@@ -70,7 +70,6 @@ def apply_plan(
     with ExitStack() as earlier_stays:
         if earlier is not None:
             earlier_stays.enter_context(restore_on_failure(submodules_of(module)))
-            earlier_stays.enter_context(earlier.check.keep_on_failure())
             _detach(module, earlier)
         if not isinstance(plan, Plan):
             plan = convert_published_plan(plan)
@@ -116,4 +115,5 @@ def _detach(module: nn.Module, region: Region) -> None:
     for submodule, (attribute, heads) in region.heads.items():
         setattr(submodule, attribute, heads)
     region.check.release()
-    empty_slots([*submodules_of(module), *region.submodules.values()], Slot.PLAN)
+    # After a rollback slots of the check may be filled that it has forgotten.
+    empty_slots([*submodules_of(module), *region.submodules.values()], Slot.PLAN, Slot.ATTENTION_CHECK)

@@ -10,8 +10,7 @@ processor, is found by :mod:`para_core.modes.handwritten`. Tests: tests/plans/te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import chain, repeat
 from typing import Any
 
@@ -217,18 +216,6 @@ class AttentionCheck:
         self.end()
         self.reset()
         self._planned = {}
-
-    @contextmanager
-    def keep_on_failure(self) -> Iterator[None]:
-        """Remember the modules again if the ``with`` block raises after :meth:`release`. The caller restores
-        their slots, which a later :meth:`release` then empties.
-        """
-        planned, wrapped = self._planned, self._wrapped
-        try:
-            yield
-        except BaseException:
-            self._planned, self._wrapped = planned, wrapped
-            raise
 
     def _run(self, call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run an attention module that the plan does not name, and check it: the function in its slot."""

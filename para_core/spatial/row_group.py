@@ -1,6 +1,8 @@
 """Make one process group of the ranks over which rows are sharded: those of all dims of a mesh, or the first of them.
 
-The mode (:mod:`.mode`), the autoencoders and the UNets call it. Tests: tests/spatial/test_vaes.py.
+The mode (:mod:`.mode`), the autoencoders and the UNets call it. In each group the ranks are sorted, so that the
+first ranks have the same order in a group of their own as among all ranks. Tests: tests/spatial/test_vaes.py,
+in which ``check_groups`` fails if a group of the mesh is not reused.
 """
 
 from __future__ import annotations
@@ -18,19 +20,21 @@ from para_core.torch_internals import group_timeout
 
 
 def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
-    """Return one mesh dim with the ranks of all dims of ``mesh``, in the order of the global ranks if there
-    are several dims. Collective: every rank of the mesh must call this function.
+    """Return one mesh dim with the ranks of all dims of ``mesh``, sorted by their global ranks. Collective:
+    every rank of the mesh must call this function.
+
+    The group of a dim is reused if it has all these ranks in this order; otherwise a group is created.
     """
-    if isinstance(mesh, ProcessGroup):
-        return dim_of_group("rows", mesh)
-    guided = mesh
-    if not isinstance(guided, GuidedMesh):
-        guided = guided_mesh(guided)
-    groups = dim_groups(guided)
-    if len(groups) < 2:
-        return dim_of_group("rows", next(iter(groups), None))
-    members: list[int] = [record["rank"] for record in exchange({"rank": dist.get_rank()}, guided)]
-    return first_ranks(members, len(members), like=groups[0])
+    if not isinstance(mesh, (ProcessGroup, GuidedMesh)):
+        mesh = guided_mesh(mesh)
+    groups = dim_groups(mesh)
+    if not groups:
+        return dim_of_group("rows", None)
+    if isinstance(mesh, GuidedMesh) and len(groups) > 1:
+        members: list[int] = [record["rank"] for record in exchange({"rank": dist.get_rank()}, mesh)]
+    else:
+        members = dist.get_process_group_ranks(groups[0])
+    return first_ranks(members, len(members), like=groups[0], groups=groups)
 
 
 def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGroup]:
@@ -45,12 +49,12 @@ def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGrou
 def first_ranks(
     members: list[int], count: int, *, like: ProcessGroup, groups: Sequence[ProcessGroup] = ()
 ) -> MeshDim:
-    """Return a mesh dim of the first ``count`` of the global ranks ``members``, in the order of their numbers,
-    as in every process group. Collective over these ``count`` ranks; only they may call this function.
+    """Return a mesh dim of the first ``count`` of the global ranks ``members``, sorted. Collective over these
+    ``count`` ranks; only they may call this function.
 
-    One of ``groups`` is reused if it has the same ranks and backend, because an NCCL communicator takes GPU
-    memory. Otherwise a group with the backend and timeout of ``like`` is created at the first call, and
-    reused by later calls.
+    One of ``groups`` is reused if it has the same ranks, in this order, and the same backend, because an NCCL
+    communicator takes GPU memory. Otherwise a group with the backend and timeout of ``like`` is created at
+    the first call. Later calls reuse it with the timeout that it has.
     """
     chosen, backend = sorted(members[:count]), dist.get_backend(like)
     for group in groups:

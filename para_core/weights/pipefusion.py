@@ -285,14 +285,15 @@ class Fusion:
         whole = torch.empty(expected.like.shape, dtype=expected.like.dtype, device=expected.device)
         arrival = Arrival(whole, runs, self._live, dim)
         self._pending = [earlier for earlier in self._pending if not earlier.is_complete] + [arrival]
+        own_output: AbstractContextManager[None] = nullcontext()
         if stages is not None:
-            stages.sends_output = False
+            own_output = stages.own_output()
             # Release the tensors that this rank had sent before the last two patched calls. They have
             # arrived, because their receivers have since sent this rank data of the last call.
             self._sent_before.append(stages.links.sent)
             if len(self._sent_before) > 2:
                 stages.links.drain(self._sent_before.pop(0))
-        try:
+        with own_output:
             for patch, run in enumerate(runs):
                 if source is not None and (stages is None or stages.dim.index == 0):
                     arguments = {**arguments, "hidden_states": source.up_to(patch)}
@@ -302,9 +303,6 @@ class Fusion:
                     arguments = {**arguments, "hidden_states": zeros}
                 output = self._run_patch(compute, keys, arguments, patch, self.options.num_patches)
                 self._exchange_output(output, whole.narrow(dim, *run), arrival, run)
-        finally:
-            if stages is not None:
-                stages.sends_output = True
         if source is not None:
             # All patches of the tokens have arrived: this stage or an earlier one has computed with them.
             # Reading the value releases the recorded scheduler operations of the step.

@@ -5,6 +5,7 @@ stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,8 +40,6 @@ class PipelineStages(Protocol):
         block_range: The indices of the blocks that this rank computes.
         dim: The mesh dim ``pipe``.
         links: The connections to the other stages.
-        sends_output: Whether the output of a call is sent to every rank. PipeFusion sets this to False for
-            patches.
     """
 
     blocks: Sequence[StackedBlock]
@@ -48,7 +47,12 @@ class PipelineStages(Protocol):
     block_range: range
     dim: MeshDim
     links: Links
-    sends_output: bool
+
+    def own_output(self) -> AbstractContextManager[None]:
+        """Inside this context, let a call of the model return this rank's own output, which is not sent.
+        PipeFusion calls the model on patches in it.
+        """
+        ...
 
 
 def stages_of(module: nn.Module) -> PipelineStages | None:

@@ -11,7 +11,8 @@ the blocks, and the last stage sends its output to all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -46,12 +47,15 @@ class Stages:
     good.
 
     Args:
+        module: The model, not compiled.
         blocks: The blocks of the model, in the order in which they run. Blocks of other stages may be freed
             already.
         dim: The mesh dim ``pipe``.
-        agree_on_inputs: Called with the arguments of each call by name, unless ``module`` has a plan, which
-            compares them itself; raises if they differ between ranks. None skips the comparison.
-        ranges: The indices of the blocks of each stage. Defaults to a split into stages of equal cost.
+        agree_on_inputs: Called with the arguments of each call outside of a :meth:`generation`, by name; raises
+            if they differ between ranks. Not called if ``module`` has a plan, which compares them itself. None
+            skips the comparison.
+        ranges: The indices of the blocks of each stage: :attr:`ranges` of earlier stages of ``module``, which
+            keep their order and leave no block out. Defaults to a split into stages of equal cost.
 
     Raises:
         ValueError: If there are fewer blocks than stages.
@@ -70,13 +74,8 @@ class Stages:
             ranges = split_by_cost([entry.cost for entry in blocks], dim.size)
         self.ranges = ranges
         self.block_range = self.ranges[dim.index]
-        # True while the caller has already verified that all ranks pass equal arguments, and has called
-        # links.begin() once for all calls, as the generations of adapters/weights/staged_transformer.py do.
-        # Set by agreed_inputs.assume_agreed.
-        self.inputs_agreed = False
-        # Whether the output of a call is sent to every rank. PipeFusion sets this to False for calls on
-        # patches.
-        self.sends_output = True
+        # Whether a generation() or own_output() is under way.
+        self._in_generation, self._keeps_output = False, False
         self._parameters = parameters_of(module)
         last = dim.size - 1
         to_next_stage = [(index, index + 1) for index in range(last)]
@@ -114,11 +113,35 @@ class Stages:
         empty_slots([entry.block for entry in self.blocks], Slot.STAGED_BLOCK)
         empty_slot(self.module, Slot.STAGES)
 
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Begin to send once for all calls of the model inside this context, and do not compare their inputs.
+
+        The caller has verified that all ranks pass equal arguments. Collective over the stages.
+        """
+        self.links.begin()
+        outer, self._in_generation = self._in_generation, True
+        try:
+            yield
+        finally:
+            self._in_generation = outer
+
+    @contextmanager
+    def own_output(self) -> Iterator[None]:
+        """Inside this context, let a call of the model return this rank's own output, which is not sent.
+
+        The caller marks the links as broken after an error, as :meth:`.pipefusion.Fusion.end` does.
+        """
+        outer, self._keeps_output = self._keeps_output, True
+        try:
+            yield
+        finally:
+            self._keeps_output = outer
+
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, and return the last stage's output on every rank. Collective over the stages.
 
-        If :attr:`sends_output` is False, return this rank's own output instead; whoever set it marks the links as
-        broken after an error, as :meth:`.pipefusion.Fusion.end` does. Raise ``RuntimeError`` if the model was
+        Inside :meth:`own_output`, return this rank's own output instead. Raise ``RuntimeError`` if the model was
         compiled as a whole, or a gradient of an argument is needed.
         """
         if torch.compiler.is_compiling() or is_compiled(module):
@@ -134,11 +157,11 @@ class Stages:
                 f"an argument of a {original_class(module).__name__} in stages requires a gradient, and none goes "
                 "back to an earlier stage. Call it under torch.no_grad(), or use a mesh without 'pipe'."
             )
-        if not self.inputs_agreed:
+        if not self._in_generation:
             if self.agree_on_inputs is not None and region_of(module) is None:
                 self.agree_on_inputs({**dict(zip(self._parameters, args, strict=False)), **kwargs})
             self.links.begin()
-        if not self.sends_output:
+        if self._keeps_output:
             return call(module, *args, **kwargs)
         try:
             output = self.send_from_stage(self.dim.size - 1, call(module, *args, **kwargs))
@@ -216,6 +239,7 @@ class _BlockWrapper:
 
         def compute(values: list[Any]) -> Any:
             positional, named = list(args), dict(kwargs)
+            # A stream that the call leaves out has no place here: its input is None, so its value is None too.
             for index, name, value in zip(indices, self._streams, values, strict=True):
                 if index < len(positional):
                     positional[index] = value

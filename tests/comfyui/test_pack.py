@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -62,8 +63,7 @@ def wan(comfy, tmp_path_factory):
 
 def load(nodes, path, **settings):
     inputs = {"weight_dtype": "default", "ranks": 2, "mesh": "auto", "cache": 0.0, "weights": "replicated"}
-    (model,) = nodes["ParaCoreLoadOnRanks"]().load(path, **{**inputs, **settings})
-    return model
+    return nodes["ParaCoreLoadOnRanks"]().load(path, **{**inputs, **settings})[0]
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +93,13 @@ def refused(call):
 
 def test_loras_are_sent_once_for_each_change(comfy, remote):
     sampled(comfy, remote)  # This starts the ranks.
-    calls, handle = [], type(remote.ranks._handle)
-    original = handle._run
-
-    def counted(self, ticket, function, *args, **kwargs):
-        calls.append(function)
-        return original(self, ticket, function, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle, "_run", counted)
+    handle = type(remote.ranks._handle)
+    with mock.patch.object(handle, "_run", autospec=True, side_effect=handle._run) as run:
         patcher = remote.clone()
         patcher.add_patches(LORA)
         for seed in range(2):
             sampled(comfy, patcher, seed)
+    calls = [call.args[2] for call in run.call_args_list]
     assert (calls.count("patch"), calls.count("forward")) == (1, 8)
 
 
@@ -339,5 +333,19 @@ def test_a_subclass_has_no_plan_of_its_base_class():
 
     base = type("WanModel", (), {"__module__": "comfy.ldm.wan.model", "__qualname__": "WanModel"})
     derived = type("Other", (base,), {"__module__": "comfy.ldm.wan.model", "__qualname__": "Other"})
-    assert find_plan(base).models.startswith("Wan")
-    assert find_plan(derived) is None
+    assert find_plan(base).models.startswith("Wan") and find_plan(derived) is None
+
+
+def test_names_of_blocks_streams_and_conditions_agree_in_each_plan():
+    from comfyui_para_core.plans import PLANS
+
+    with_blocks = {cls: plan for cls, plan in PLANS.items() if not plan.refused and plan.adapter.blocks is not None}
+    assert len(with_blocks) > 25
+    for cls, recorded in with_blocks.items():
+        plan, blocks = recorded.adapter.plan, recorded.adapter.blocks
+        names = [*plan.inner, *plan.outputs, *plan.attention, *plan.halos]
+        indexed = {re.split(r"\.(?:\*|0|-1)", name)[0] for name in names if re.search(r"\.(\*|0|-1)", name)}
+        assert indexed <= {name for group in blocks.groups for name in group.lists}, cls
+        first = blocks.groups[0]
+        assert set(plan.inner[f"{first.lists[0]}.0"]) <= set(first.streams), cls
+        assert set(blocks.conditions) <= set(recorded.arguments), cls

@@ -41,15 +41,11 @@ def shape(num_ranks, batch=None, ring=None, ulysses=None):
     return tuple(mesh_sizes(num_ranks, {"batch": batch, "ring": ring, "ulysses": ulysses}).values())
 
 
-def divisors(n, at_most):
-    return [size for size in range(1, n + 1) if n % size == 0 and size <= at_most]
-
-
 @given(num_ranks=st.integers(1, 64), batch=MAXIMUM, ring=MAXIMUM, ulysses=MAXIMUM)
 def test_each_dim_is_largest_divisor_left_or_the_error_names_sizes_that_fit(num_ranks, batch, ring, ulysses):
     left, expected = num_ranks, []
     for maximum in (batch or 1, ring, ulysses):
-        size = 1 if maximum is None else divisors(left, maximum)[-1]
+        size = 1 if maximum is None else max(n for n in range(1, maximum + 1) if left % n == 0)
         expected.append(size)
         left //= size
     if ulysses is None:
@@ -64,8 +60,7 @@ def test_each_dim_is_largest_divisor_left_or_the_error_names_sizes_that_fit(num_
     named = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", str(error.value))}
     assert set(named) == {"batch", "ring", "ulysses"}
     for name, size in named.items():
-        sizes = {"batch": batch, "ring": ring, "ulysses": ulysses, name: size}
-        assert prod(shape(num_ranks, **sizes)) == num_ranks
+        assert prod(shape(num_ranks, **{"batch": batch, "ring": ring, "ulysses": ulysses, name: size})) == num_ranks
 
 
 @pytest.mark.parametrize(
@@ -76,11 +71,7 @@ def test_each_dim_is_largest_divisor_left_or_the_error_names_sizes_that_fit(num_
         (lambda: mesh_sizes(4, {"rings": 2}), ValueError, r"'rings'.* ring"),
         (lambda: mesh_sizes(0, {}), ValueError, r"0 ranks.* at least 1"),
         (lambda: mesh_sizes(9, {"ring": 8, "ulysses": 2}), ValueError, r"not fit 9 ranks.* ring 3 .* 3 of them"),
-        (
-            lambda: init_context_parallel_mesh("cpu"),
-            RuntimeError,
-            r"init_process_group.*torchrun|torchrun.*init_process",
-        ),
+        (lambda: init_context_parallel_mesh("cpu"), RuntimeError, r"torchrun.*init_process"),
         (lambda: UnifiedAttnMode("cuda"), TypeError, r"mesh.* str.* DeviceMesh .*ProcessGroup"),
     ],
 )
@@ -170,8 +161,7 @@ def groups_made(shapes):
     c10d, counts, names = dist.distributed_c10d, {}, ("batch", "ring", "ulysses")
     for shape in shapes:
         before = set(c10d._world.pg_map)
-        create = c10d._new_process_group_helper
-        with mock.patch.object(c10d, "_new_process_group_helper", wraps=create) as requests:
+        with mock.patch.object(c10d, "_new_process_group_helper", wraps=c10d._new_process_group_helper) as requests:
             maxima = {f"max_{name}_dim_size": size for name, size in zip(names, shape, strict=True)}
             mesh = init_context_parallel_mesh("cpu", **maxima)
             attend_chunk(UnifiedAttnMode(mesh))
@@ -297,7 +287,6 @@ def test_launchers_tell_ranks_per_host(environment, ranks):
 @pytest.mark.parametrize(
     ("ranks", "on_host", "maxima", "expected"),
     [
-        (16, 8, {}, (1, 2, 8)),
         (6, 2, {}, (1, 3, 2)),
         (4, 2, {"batch": 2}, (2, 1, 2)),
         (12, 6, {"batch": 4}, (4, 1, 3)),

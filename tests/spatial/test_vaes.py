@@ -81,11 +81,10 @@ def check_groups(*names):
 @torch.no_grad()
 def check_few_rows():
     """Decode and encode images with more and more rows, so that formerly idle ranks join."""
-    tiny = TINY_VAES["KL"]
-    for gather in ("all", "first"):
-        alone, vae = tiny.make(), parallelize_vae(tiny.make(), gather=gather)
-        # They give rows to one rank, to two, to three and to four.
-        for height in (2, 5, 7, 9):
+    tiny, unsorted = TINY_VAES["KL"], dist.new_group([2, 0, 3, 1], sort_ranks=False)
+    for gather, mesh in (("all", None), ("first", None), ("all", unsorted), ("first", unsorted)):
+        alone, vae = tiny.make(), parallelize_vae(tiny.make(), mesh=mesh, gather=gather)
+        for height in (2, 5, 7, 9):  # One rank has rows, then two, three and four.
             x = random_image((1, 4, height, 3))
             image, expected = tiny.decode(vae, x), tiny.decode(alone, x)
             if gather == "all" or dist.get_rank() == 0:
@@ -343,8 +342,7 @@ def test_refused_autoencoders_and_words_are_errors_that_name_them():
             parallelize_vae(vae)
     # Without a process group nothing is changed.
     vae = TINY_VAES["KL"].make()
-    cls = type(vae)
-    assert parallelize_vae(vae) is vae and type(vae) is cls
+    assert parallelize_vae(vae) is vae and type(vae) is autoencoders.AutoencoderKL
 
 
 def test_every_autoencoder_of_diffusers_runs_or_has_a_reason():
@@ -393,7 +391,6 @@ def test_pipeline_with_parallel_vae_equals_one_device(rank_pool, name):
 
 
 # -- diffusers' own tiling with distributed tiles gives the bits of one device.
-
 
 TILED = [
     name

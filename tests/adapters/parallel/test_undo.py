@@ -14,6 +14,7 @@ from para_core.adapters.parallel.parts import TimeoutPart
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.timeouts import override_timeouts
+from para_core.instance.record import filled_slots
 from tests.adapters.parallel.unchanged import changes_since, image_of, state_of, timeouts
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from tests.weights.pipes import make, mesh_of
@@ -132,6 +133,11 @@ def fail_in_pipe(rank):
     # These calls may make groups, whose time-out the next call changes to that of the earlier settings.
     resolve = [f"{PARALLEL}.resolve.{name}" for name in ("check_parallelize", "make_changes", "ParallelCall")]
     require_same_after(pipe, rank, partial(parallelize_pipe, pipe, **options, text_encoders="fsdp"), resolve)
+    # Settings that came back before their first call can be undone.
+    unused = parallelize_pipe(flux_pipe(), mesh=options["mesh"])
+    with pytest.raises(RuntimeError, match="17"), failing(STEPS_OF_PIPE[0], rank):
+        parallelize_pipe(unused, mesh=options["mesh"])
+    assert not any(map(filled_slots, unparallelize_pipe(unused).transformer.modules()))
 
 
 def fail_in_cache(rank, parallel=True):
