@@ -273,7 +273,6 @@ def test_sequence_ranks_have_the_order_of_the_group_and_shards_that_of_ranks(ran
 @pytest.mark.parametrize(
     ("environment", "ranks"),
     [
-        ({"WORLD_SIZE": "16", "GROUP_WORLD_SIZE": "2"}, 8),
         ({"SLURM_NTASKS": "16", "SLURM_NNODES": "4"}, 4),
         # There is one task per node, which is torchrun.
         ({"WORLD_SIZE": "16", "GROUP_WORLD_SIZE": "2", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}, 8),
@@ -300,7 +299,6 @@ def test_launchers_tell_ranks_per_host(environment, ranks):
         (16, 8, {"ring": 1}, (1, 1, 16)),  # This is the requested shape.
         (16, 8, {"tensor": 2}, (1, 2, 4, 2)),
         (24, 8, {"tensor": 3}, (1, 8, 1, 3)),  # Ranks 6 to 8 are on two hosts already.
-        (8, 8, {}, (1, 1, 8)),
     ],
 )
 def test_ulysses_groups_stay_on_a_host(ranks, on_host, maxima, expected):
