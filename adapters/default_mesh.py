@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from dataclasses import dataclass
-from itertools import groupby
-from math import gcd
 from typing import Any, Protocol
 
 import torch
@@ -123,7 +120,7 @@ def _choose_default_mesh(device_type: str, owner: Any, weights: str | None) -> M
     ranks = dist.get_world_size()
     if choose is None:
         return MeshChoice(1, 1, ranks, "nothing predicts another mesh: all ranks are on ulysses")
-    on_host = _ranks_per_host()
+    on_host = ranks_per_host()
     # Ranks may have different GPUs, and would predict differently. On other devices the choice follows from the
     # arguments alone, so each rank makes it by itself, and ``choose`` must be deterministic.
     rank_0_chooses = device_type == "cuda" and dist.get_backend() != "fake"
@@ -150,24 +147,6 @@ def _choose_default_mesh(device_type: str, owner: Any, weights: str | None) -> M
 def _cpu_group() -> ProcessGroup:
     """Return a gloo group of all ranks, for CPU tensors. Every rank must call this function."""
     return find_or_make_group("choice of a mesh", list(range(dist.get_world_size())), backend="gloo")
-
-
-def _ranks_per_host() -> int | None:
-    """Return a group size n: ranks i * n … i * n + n - 1 are on one host, for every i. None if it is unknown.
-
-    A collective call: a launcher may tell it to some ranks only. Then and without a launcher that tells it
-    (Ray, or processes started by hand) the host names count.
-    """
-    told = ranks_per_host()
-    ranks = dist.get_world_size()
-    if ranks == 1 or dist.get_backend() == "fake":
-        return told
-    records: list[Any] = [None] * ranks
-    dist.all_gather_object(records, (told, socket.gethostname()), group=_cpu_group())
-    if told is not None and all(of_rank == told for of_rank, _ in records):
-        return told
-    # Groups whose size divides the number of ranks of every host never span two hosts.
-    return gcd(*[len(list(run)) for _, run in groupby(name for _, name in records)])
 
 
 def _create_mesh_of(device_type: str, choice: MeshChoice) -> DeviceMesh:

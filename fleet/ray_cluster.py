@@ -8,15 +8,14 @@ for Ray, and test_replicas.py with a cluster.
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 
 from para_core.fleet.rank import ReplicaOptions
-from para_core.foreign_errors import is_slow_start_of_ray
+from para_core.foreign_errors import is_ray_running_already, is_slow_start_of_ray
+from para_core.launcher.interrupts import keep_sigterm_handler
 
 # Number of attempts to start Ray. Ray gives a node half a minute to start, which is too short on a busy
 # machine.
@@ -25,7 +24,7 @@ _START_ATTEMPTS = 4
 
 def connect(cpus: int, *, debug: bool) -> bool:
     """Connect to the Ray cluster of ``ray start`` or ``RAY_ADDRESS``; if there is none, start one on this
-    machine.
+    machine. ``launch(hosts=...)`` starts none: it calls ``connect_to_ray`` in ``launcher/hosts.py``.
 
     A cluster that another program started for itself is not used, because it ends with that program. (Ray's
     ``address="auto"`` would use it.) Return whether this call connected; the process may have been connected
@@ -33,7 +32,7 @@ def connect(cpus: int, *, debug: bool) -> bool:
     log messages.
 
     Raises:
-        RuntimeError: Ray does not start, or no cluster answers at ``RAY_ADDRESS``.
+        RuntimeError: Ray does not start, or ``RAY_ADDRESS`` is invalid, or no cluster answers there.
     """
     if ray.is_initialized():
         return False
@@ -45,35 +44,37 @@ def connect(cpus: int, *, debug: bool) -> bool:
     if not debug:
         options = {"logging_level": "ERROR", "log_to_driver": False}
     here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
-    # Ray replaces Python's handler of SIGTERM. Restore the previous one, by which a command ends in its own
-    # way.
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        _start(**here)
-    except ValueError:
-        # There is a running cluster. Connect to it without the options of a new one.
+    with keep_sigterm_handler():
         try:
-            ray.init(**options)
-        except ConnectionError as error:
-            if address := os.environ.get("RAY_ADDRESS"):
+            _start(**here)
+        except ValueError as error:
+            if not is_ray_running_already(error):
                 raise RuntimeError(
-                    f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there."
+                    f"RAY_ADDRESS is {os.environ.get('RAY_ADDRESS')!r}, and Ray refuses it: {error}. Expected "
+                    "HOST:PORT, or auto for the cluster of ray start on this host."
                 ) from error
-            # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
-            _start(address="local", **here)
-    finally:
-        # Python lets only the main thread set signal handlers. In another thread Ray has replaced none of
-        # Python's; for the handler that it installs below Python see _restore_sigterm in http/pool.py.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+            _join(here, options)
     return True
+
+
+def _join(here: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Connect to the running cluster with ``options``, which are not those of a new one. If it has ended, start
+    one with the options ``here``. Raises what :func:`connect` raises.
+    """
+    try:
+        ray.init(**options)
+    except ConnectionError as error:
+        if address := os.environ.get("RAY_ADDRESS"):
+            raise RuntimeError(f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there.") from error
+        # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
+        _start(address="local", **here)
 
 
 def _start(**options: Any) -> None:
     """Call ``ray.init``, and again if a node starts too slowly.
 
-    Raise ValueError if there is a cluster already, for which Ray refuses ``num_cpus``, and RuntimeError if
-    Ray does not start.
+    Raise ValueError if there is a cluster already, for which Ray refuses ``num_cpus``, or if ``RAY_ADDRESS``
+    is invalid, and RuntimeError if Ray does not start.
     """
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:
@@ -92,7 +93,8 @@ def require_cluster(options: ReplicaOptions, replicas: int) -> None:
     """Check that the connected cluster is large enough for ``replicas`` replicas.
 
     Raises:
-        ValueError: The cluster has too few GPUs or CPUs, or its nodes are too small for a replica each.
+        ValueError: The cluster has too few GPUs or CPUs, or its nodes are too small for a replica each, or
+            for as many ranks if replicas may ``spread`` over nodes.
     """
     bundle = resources_of_rank()
     has = ray.cluster_resources()
@@ -104,9 +106,18 @@ def require_cluster(options: ReplicaOptions, replicas: int) -> None:
                 f"{has.get(kind, 0):g}: use fewer (--replicas, --ranks), or add nodes with ray start."
             )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fit = sum(_count_fitting(node, bundle, options.ranks) for node in nodes)
-    if not options.spread and fit < replicas:
-        has_of_kind = [f"{', '.join(f'{node.get(kind, 0):g}' for node in nodes)} {kind}s" for kind in bundle]
+    has_of_kind = [f"{', '.join(f'{node.get(kind, 0):g}' for node in nodes)} {kind}s" for kind in bundle]
+    if options.spread:
+        # A rank takes its bundle from one node, so the sums above may suffice although the nodes do not: the
+        # CPUs may be on one node, and the GPUs on another.
+        room = sum(_count_fitting(node, bundle, 1) for node in nodes)
+        if room < replicas * options.ranks:
+            raise ValueError(
+                f"{replicas} replicas of {options.ranks} ranks need {' and '.join(f'1 {kind}' for kind in bundle)} "
+                f"of one node for each rank. The nodes of the Ray cluster have {' and '.join(has_of_kind)}, enough for "
+                f"{room} ranks: use fewer (--replicas, --ranks), or start nodes with more (ray start --num-cpus)."
+            )
+    elif sum(_count_fitting(node, bundle, options.ranks) for node in nodes) < replicas:
         raise ValueError(
             f"{replicas} replicas of {options.ranks} ranks need one node each, and the nodes of the Ray cluster have "
             f"{' and '.join(has_of_kind)}: use fewer ranks (--ranks), or serve --spread, which places a replica on "

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from para_core.devices import LINKS, Device
-from para_core.distributed.create_mesh import init_context_parallel_mesh
+from para_core.distributed.create_mesh import SHARED_GPU, init_context_parallel_mesh
 from para_core.distributed.mesh import MeshDim, guided_mesh
 from para_core.doctor_report import DoctorReport, ExaminedRanks, FailedElsewhereError, Finding
 from para_core.foreign_errors import is_lost_connection
@@ -403,7 +403,7 @@ def _first_line(text: str) -> str:
 
 def _advise_on_error(name: str, error: str) -> str:
     """Return advice for the message of an exception in the check ``name``; else the message itself."""
-    if "all have the current device" in error:
+    if SHARED_GPU in error:
         return "give every rank a GPU of its own: torchrun --nproc_per_node with as many processes as there are GPUs."
     if "imed out" in error or "timeout" in error.lower():
         return "a rank is missing or its link is down: see other ranks' output, NCCL_DEBUG=INFO, docs/several_nodes.md."

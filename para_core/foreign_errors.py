@@ -84,6 +84,13 @@ def is_slow_start_of_ray(error: BaseException) -> bool:
     return type(error) is Exception and _says(error, ("timed out",))
 
 
+def is_ray_running_already(error: BaseException) -> bool:
+    """Whether ``ray.init`` refused the options of a new cluster because it has found a running one.
+    Ray also raises ValueError for an invalid ``RAY_ADDRESS``.
+    """
+    return isinstance(error, ValueError) and _says(error, ("existing cluster",))
+
+
 def _says(error: BaseException, signs: tuple[str, ...]) -> bool:
     text = str(error).lower()
     return any(sign in text for sign in signs)

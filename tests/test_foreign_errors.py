@@ -11,6 +11,7 @@ from para_core.foreign_errors import (
     is_closed_connection,
     is_lost_connection,
     is_out_of_patience,
+    is_ray_running_already,
     is_slow_start_of_ray,
     mask_length_mismatch,
     sizes_that_differ,
@@ -81,7 +82,10 @@ def test_sentences_about_a_mask():
     assert mask_length_mismatch(None) is None
 
 
-def test_a_slow_node_of_ray_is_a_bare_exception():
+def test_errors_of_ray():
+    refused = "When connecting to an existing cluster, num_cpus and num_gpus must not be provided."
+    assert is_ray_running_already(ValueError(refused))
+    assert not is_ray_running_already(ValueError("Invalid address format: head"))
     sentence = "The current node timed out during startup. This could happen because some of the raylet failed."
     assert is_slow_start_of_ray(Exception(sentence))
     assert not is_slow_start_of_ray(RuntimeError(sentence))

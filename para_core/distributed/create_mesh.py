@@ -11,6 +11,8 @@ import os
 import socket
 from collections.abc import Mapping
 from functools import partial
+from itertools import groupby
+from math import gcd
 
 import torch
 import torch.distributed as dist
@@ -31,18 +33,36 @@ from para_core.distributed.mesh import (
 )
 from para_core.distributed.mesh_shape import check_maximum, mesh_sizes
 from para_core.distributed.records import Record, describe_differences
+from para_core.torch_internals import group_devices
+
+# Words of the error of check_no_shared_gpu, by which doctor.py recognises it.
+SHARED_GPU = "all have the current device"
 
 
 def ranks_per_host() -> int | None:
-    """Return the number of consecutive ranks on each host, from the environment variables of torchrun or
-    Slurm.
+    """Return a group size n: ranks i * n … i * n + n - 1 are on one host, for every i. Collective.
 
-    Return None if the variables are not set or do not describe this job. The result is equal on all ranks.
-    Ranks are assumed to be numbered host by host, as by torchrun, and by Slurm without
-    ``--distribution=cyclic``.
+    It divides the length of each run of consecutive ranks with the same host name, and what torchrun or Slurm
+    tells, because several hosts may have one name. Neither is enough: a launcher may tell nothing (Ray, or
+    processes started by hand), tell some ranks only, or have hosts with different numbers of ranks. Return
+    None on PyTorch's fake backend, whose ranks cannot compare host names, if the launcher tells nothing.
+    """
+    of_launcher = ranks_per_host_of_launcher()
+    if dist.get_backend() == "fake":
+        return of_launcher
+    records = exchange((of_launcher, socket.gethostname()), all_ranks())
+    runs = [len(list(run)) for _, run in groupby(name for _, name in records)]
+    return gcd(*runs, *[size for size, _ in records if size is not None])
+
+
+def ranks_per_host_of_launcher() -> int | None:
+    """Return the number of ranks on each host by the environment variables of torchrun or Slurm.
+
+    Return None if the variables are not set, do not describe this job, or tell hosts that do not divide the
+    ranks. A job of 6 and 2 ranks reads as one of 4 and 4.
     """
     ranks = dist.get_world_size()
-    # Do not use LOCAL_WORLD_SIZE: hosts with different numbers of ranks would then choose different meshes.
+    # LOCAL_WORLD_SIZE tells the ranks of this host only. torchrun's agents and Slurm's nodes are hosts.
     for ranks_named, hosts_named in (("WORLD_SIZE", "GROUP_WORLD_SIZE"), ("SLURM_NTASKS", "SLURM_NNODES")):
         hosts = os.environ.get(hosts_named, "")
         # If the number of ranks differs, the variables describe an outer job, whose processes have started
@@ -68,15 +88,15 @@ def init_context_parallel_mesh(
     Every rank calls this function with the same arguments. In the order tensor, pipe, batch, ring, ulysses,
     each dim with a maximum gets the largest size up to this maximum that divides the number of remaining
     ranks. All other ranks go to ``ulysses``, or to ``ring`` if only ``ulysses`` has a maximum. On several
-    hosts (torchrun or Slurm) and without a maximum for ring and ulysses, each Ulysses group stays on one host
-    and the ring connects the hosts (docs/several_nodes.md).
+    hosts and without a maximum for ring and ulysses, each Ulysses group stays on one host and the ring connects
+    the hosts (docs/several_nodes.md).
 
     Ranks along the last dim are neighbours. To use only some of the ranks, create a mesh of all ranks and
     pass a slice of it, such as ``mesh["ring", "ulysses"]``. A dim of size 1 needs no NCCL communicator.
 
     Args:
         device_type (`str`, *optional*): ``"cuda"``, ``"cpu"``, and so on. Defaults to the accelerator of this
-            machine, or the CPU.
+            machine if the process group has a backend for it, else to the CPU.
         max_batch_dim_size (`int`, *optional*): Maximum number of ranks for CFG branches or samples. Defaults
             to 1.
         max_ring_dim_size (`int`, *optional*): Maximum number of ranks of a ring, which pass keys and values
@@ -95,7 +115,7 @@ def init_context_parallel_mesh(
     Raises:
         RuntimeError: No process group is initialised, or two ranks have the same GPU, which NCCL refuses.
         TypeError, ValueError: A maximum is not a positive integer, ranks are left over, or, on every rank,
-            the arguments or the numbers of ranks per host differ between ranks.
+            the arguments differ between ranks.
 
     Example::
 
@@ -103,10 +123,7 @@ def init_context_parallel_mesh(
     """
     check_process_group("init_context_parallel_mesh")
     if device_type is None:
-        # Without check_available=True, a CUDA build of torch returns "cuda" on a machine without a GPU.
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device_type = accelerator.type if accelerator is not None else "cpu"
-    on_host = ranks_per_host()
+        device_type = _default_device_type()
     maxima = {
         "batch": max_batch_dim_size,
         "ring": max_ring_dim_size,
@@ -115,9 +132,12 @@ def init_context_parallel_mesh(
         "pipe": max_pipe_dim_size,
     }
     arguments = {f"max_{name}_dim_size": maximum for name, maximum in maxima.items()}
-    _agree_on_arguments(device_type=device_type, **arguments, ranks_per_host=on_host)
+    _agree_on_arguments(device_type=device_type, **arguments)
     for name, maximum in arguments.items():
         check_maximum(name, maximum)
+    on_host = None
+    if max_ring_dim_size is None and max_ulysses_dim_size is None:
+        on_host = ranks_per_host()
     sizes = mesh_sizes(dist.get_world_size(), maxima, ranks_per_host=on_host)
     names: tuple[str, ...] = MESH_DIMS
     if max_tensor_dim_size is not None:
@@ -126,9 +146,21 @@ def init_context_parallel_mesh(
         names = (PIPE_DIM, *names)
     mesh = _mesh_of_shape(device_type, tuple(sizes.get(name, 1) for name in names), names)
     # Check this last, because init_device_mesh sets the current GPU of a rank that has not used a GPU before.
-    # doctor.py recognises the error by its words.
     check_distinct_gpus(mesh, guided_mesh(mesh))
     return mesh
+
+
+def _default_device_type() -> str:
+    """Return the type of this machine's accelerator if the process group can send its tensors, else "cpu"."""
+    # Without check_available=True, a CUDA build of torch returns "cuda" on a machine without a GPU.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    types: set[str] = set()
+    if dist.group.WORLD is not None:
+        types = {device.type for device in group_devices(dist.group.WORLD)}
+    if accelerator is not None and accelerator.type in types:
+        return accelerator.type
+    # Also on a Mac: no backend of torch sends tensors of its device, mps.
+    return "cpu"
 
 
 def _agree_on_arguments(**arguments: object) -> None:
@@ -213,7 +245,7 @@ def check_no_shared_gpu(gpus: Mapping[int, tuple[str, str]]) -> None:
         if all_on_one:
             reason = "torch.cuda.set_device was not called, or too late, or the host has no other GPU"
         raise RuntimeError(
-            f"ranks {ranks} on host {host} all have the current device {gpu}, and NCCL takes one rank per GPU: "
+            f"ranks {ranks} on host {host} {SHARED_GPU} {gpu}, and NCCL takes one rank per GPU: "
             f"{reason}. Call "
             "torch.cuda.set_device(torch.distributed.get_node_local_rank()) right after init_process_group(), before "
             "anything is put on a GPU. Several ranks on one GPU run on gloo: init_process_group('gloo')."

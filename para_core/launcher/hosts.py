@@ -10,6 +10,7 @@ Only ``launch(hosts=...)`` comes here; without it ranks start in ``processes.py`
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import socket
 import time
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from para_core.launcher.interrupts import keep_sigterm_handler
 from para_core.launcher.processes import (
     LocalProcess,
     RankGroup,
@@ -98,6 +100,7 @@ class RemoteProcess:
 
     def _ask(self, method: str, *args: Any, otherwise: Any) -> Any:
         """Return the answer of the agent; ``otherwise`` if its host is lost, or it does not answer within 30 s.
+        An exception of the agent's method is raised here.
 
         So ``wait`` must not be asked to wait as long: RankGroup.end waits for 5 s.
         """
@@ -105,6 +108,8 @@ class RemoteProcess:
 
         try:
             return ray.get(getattr(self._agent, method).remote(*args), timeout=30)
+        except ray.exceptions.RayTaskError:
+            raise
         except ray.exceptions.RayError:
             return otherwise
 
@@ -134,24 +139,31 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
     ``ranks``.
 
     Raises:
-        RuntimeError: There is no cluster, it has no free resources within ``timeout`` seconds, or a rank ends,
-            or does not connect within them.
+        RuntimeError: There is no cluster, it has too few hosts, or no free resources within ``timeout``
+            seconds, an agent does not start, or a rank ends, or does not connect within them.
     """
     ray = connect_to_ray()
+    end = time.monotonic() + timeout
     per_host = ranks // hosts
     bundle: dict[str, float] = {"CPU": per_host}
     if ray.cluster_resources().get("GPU", 0):
         bundle["GPU"] = per_host
+    needed = " and ".join(f"{count} {kind}s" for kind, count in bundle.items())
+    fitting = _count_nodes_with(ray, bundle)
+    if fitting < hosts:
+        raise RuntimeError(
+            f"the Ray cluster has no {hosts} hosts with {needed} each, only {fitting}. Start more nodes with ray "
+            "start, or use fewer ranks or hosts."
+        )
     placement = ray.util.placement_group(
         [bundle] * hosts, strategy="STRICT_SPREAD" if hosts > 1 else "STRICT_PACK"
     )
     agents = list[Any]()
     try:
         if not placement.wait(timeout):
-            devices = "GPUs" if "GPU" in bundle else "CPUs"
             raise RuntimeError(
-                f"the Ray cluster has no {hosts} hosts with {per_host} free {devices} each: "
-                f"waited {timeout:g} s. Start more nodes with ray start, or use fewer ranks or hosts."
+                f"other programs use the hosts of the Ray cluster: waited {timeout:g} s for {hosts} hosts with "
+                f"{needed} free each. Start more nodes with ray start, or use fewer ranks or hosts."
             )
         agents += [_start_agent(ray, placement, host, bundle) for host in range(hosts)]
         secret = secrets.token_bytes(_SECRET)
@@ -161,10 +173,16 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
                 agent.start.remote(host * per_host, per_host, ranks, caller, secret, dict(env))
                 for host, agent in enumerate(agents)
             ]
-            ray.get(starts, timeout=timeout)
+            try:
+                ray.get(starts, timeout=max(0.0, end - time.monotonic()))
+                host = ray.get(agents[0].address.remote(), timeout=max(0.0, end - time.monotonic()))
+            except ray.exceptions.RayError as error:
+                raise RuntimeError(
+                    f"the ranks did not start on all hosts within {timeout:g} s: para_core must be installed on every "
+                    f"host. The cause is Ray's {type(error).__name__}."
+                ) from error
             members = [RemoteProcess(agents[rank // per_host], rank) for rank in range(ranks)]
-            channels = _accept_ranks(server, members, secret, timeout)
-        host = ray.get(agents[0].address.remote(), timeout=timeout)
+            channels = _accept_ranks(server, members, secret, end - time.monotonic())
         return _HostsGroup(agents, placement, members, channels, host)
     except BaseException:
         for agent in agents:
@@ -174,20 +192,37 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
 
 
 def connect_to_ray() -> Any:
-    """Connect to the running Ray cluster, and return Ray. Raise RuntimeError if there is none."""
+    """Connect to the running Ray cluster, and return Ray.
+
+    Unlike ``connect`` in ``fleet/ray_cluster.py`` it starts no cluster if there is none.
+
+    Raises:
+        RuntimeError: Ray is not installed, there is no running cluster, or ``RAY_ADDRESS`` is invalid.
+    """
     try:
         import ray
     except ModuleNotFoundError:
         raise RuntimeError("hosts= starts ranks by Ray, which is not installed: pip install ray.") from None
     if not ray.is_initialized():
         try:
-            ray.init(address="auto", logging_level="ERROR")
+            with keep_sigterm_handler():
+                ray.init(address="auto", logging_level="ERROR")
         except ConnectionError:
             raise RuntimeError(
                 "hosts= needs a running Ray cluster: run ray start --head on one host, and ray start "
                 "--address=HOST:6379 on each other host."
             ) from None
+        except ValueError as error:
+            raise RuntimeError(
+                f"RAY_ADDRESS is {os.environ.get('RAY_ADDRESS')!r}, and Ray refuses it: {error}. Expected HOST:PORT."
+            ) from error
     return ray
+
+
+def _count_nodes_with(ray: Any, bundle: Mapping[str, float]) -> int:
+    """Return how many living nodes of the Ray cluster have the resources of ``bundle``, free or not."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(all(node.get(kind, 0) >= count for kind, count in bundle.items()) for node in nodes)
 
 
 def _start_agent(ray: Any, placement: Any, host: int, bundle: Mapping[str, float]) -> Any:
@@ -205,42 +240,56 @@ def _accept_ranks(
 ) -> list[Channel]:
     """Return the channels of all ranks, in rank order. Connections without the secret are closed.
 
-    Raise RuntimeError if a rank ends before it connects, or does not connect within ``timeout`` seconds.
+    Raise RuntimeError if a rank ends before it connects, or does not connect within ``timeout`` seconds. The
+    connections are closed then.
     """
     channels: dict[int, Channel] = {}
     end = time.monotonic() + timeout
-    while len(channels) < len(members):
-        missing = [rank for rank in range(len(members)) if rank not in channels]
-        remaining = end - time.monotonic()
-        if remaining <= 0:
-            raise RuntimeError(
-                f"ranks {missing} did not connect within {timeout:g} s: para_core must be installed on every host, and "
-                "the hosts must reach this one."
-            )
-        server.settimeout(min(_CHECK_SECONDS, remaining))
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            # A rank that cannot import para_core ends at once.
-            for rank in missing:
-                if members[rank].wait(0.0):
-                    raise RuntimeError(f"rank {rank} {members[rank].describe_end()}") from None
-            continue
-        # A stranger that sends nothing, or byte after byte, must not hold up the ranks for long.
-        deadline = time.monotonic() + 10.0
-        connection.settimeout(10.0)
-        greeting = b""
-        with suppress(OSError):
-            # A socket with a timeout ignores MSG_WAITALL, so the parts are received one after the other.
-            while part := connection.recv(_SECRET + _NUMBER - len(greeting)):
-                greeting += part
-                connection.settimeout(max(0.0, deadline - time.monotonic()))
-        if len(greeting) == _SECRET + _NUMBER and hmac.compare_digest(greeting[:_SECRET], secret):
-            connection.settimeout(None)
-            channels[int.from_bytes(greeting[_SECRET:])] = Channel(connection)
-        else:
-            connection.close()
+    try:
+        while len(channels) < len(members):
+            missing = [rank for rank in range(len(members)) if rank not in channels]
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                raise RuntimeError(
+                    f"ranks {missing} did not connect in time: para_core must be installed on every host, and the "
+                    "hosts must reach this one."
+                )
+            server.settimeout(min(_CHECK_SECONDS, remaining))
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                # A rank that cannot import para_core ends at once.
+                for rank in missing:
+                    if members[rank].wait(0.0):
+                        raise RuntimeError(f"rank {rank} {members[rank].describe_end()}") from None
+                continue
+            number = _receive_greeting(connection, secret)
+            if number is None:
+                connection.close()
+            else:
+                channels[number] = Channel(connection)
+    except BaseException:
+        for channel in channels.values():
+            channel.close()
+        raise
     return [channels[rank] for rank in range(len(members))]
+
+
+def _receive_greeting(connection: socket.socket, secret: bytes) -> int | None:
+    """Return the number of the rank that has opened ``connection``; None if it does not send the secret."""
+    # A stranger that sends nothing, or byte after byte, must not hold up the ranks for long.
+    deadline = time.monotonic() + 10.0
+    connection.settimeout(10.0)
+    greeting = b""
+    with suppress(OSError):
+        # A socket with a timeout ignores MSG_WAITALL, so the parts are received one after the other.
+        while part := connection.recv(_SECRET + _NUMBER - len(greeting)):
+            greeting += part
+            connection.settimeout(max(0.0, deadline - time.monotonic()))
+    if len(greeting) != _SECRET + _NUMBER or not hmac.compare_digest(greeting[:_SECRET], secret):
+        return None
+    connection.settimeout(None)
+    return int.from_bytes(greeting[_SECRET:])
 
 
 def main_of_remote(arguments: Sequence[str]) -> None:

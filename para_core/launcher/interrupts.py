@@ -1,4 +1,4 @@
-"""Ctrl-C during a call: the first one calls a function, which asks the ranks to stop; the second one raises."""
+"""Signals: the first Ctrl-C of a call asks the ranks to stop, and Ray leaves the program's handler of SIGTERM."""
 
 from __future__ import annotations
 
@@ -35,3 +35,22 @@ def first_interrupt_calls(function: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def keep_sigterm_handler() -> Iterator[None]:
+    """Restore the handler of SIGTERM at the end of this context, inside which ``ray.init`` replaces it.
+
+    A handler that a library has installed below Python cannot be installed again: if Ray has replaced it, the
+    default takes its place. Does nothing outside the main thread, which alone may set handlers. Ray replaces
+    none of Python's there; for the one that it then installs below Python see ``fleet/http/pool.py``.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
+            elif signal.getsignal(signal.SIGTERM) is not None:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)

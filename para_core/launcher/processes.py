@@ -216,8 +216,8 @@ def rank_environment(
     rank: int, ranks: int, local_rank: int, local_ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment of a rank: this process's without the variables of other launchers, with
-    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and with ``env``,
-    whose variables replace those of the same names.
+    ``RANK``, ``WORLD_SIZE`` and those of this host as torchrun sets them, and with ``env``, whose variables
+    replace those of the same names. Each host has ``local_ranks`` ranks.
     """
     inherited = {name: value for name, value in os.environ.items() if not is_set_by_launcher(name)}
     launcher = {
@@ -225,6 +225,8 @@ def rank_environment(
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_ranks),
+        "GROUP_RANK": str(rank // local_ranks),
+        "GROUP_WORLD_SIZE": str(ranks // local_ranks),
         IN_RANK: "1",
         # The caller draws the progress bar.
         "TQDM_DISABLE": "1",

@@ -25,7 +25,7 @@ from para_core import (
     unified_attention,
 )
 from para_core.distributed.agree import exchange
-from para_core.distributed.create_mesh import check_no_shared_gpu, ranks_per_host
+from para_core.distributed.create_mesh import check_no_shared_gpu, ranks_per_host_of_launcher
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.mesh import sequence_mesh
 from para_core.distributed.mesh_shape import mesh_sizes
@@ -71,7 +71,7 @@ def test_each_dim_is_largest_divisor_left_or_the_error_names_sizes_that_fit(num_
         (lambda: mesh_sizes(4, {"rings": 2}), ValueError, r"'rings'.* ring"),
         (lambda: mesh_sizes(0, {}), ValueError, r"0 ranks.* at least 1"),
         (lambda: mesh_sizes(9, {"ring": 8, "ulysses": 2}), ValueError, r"not fit 9 ranks.* ring 3 .* 3 of them"),
-        (lambda: init_context_parallel_mesh("cpu"), RuntimeError, r"torchrun.*init_process"),
+        (lambda: init_context_parallel_mesh("cpu"), RuntimeError, "init_process_group"),
         (lambda: UnifiedAttnMode("cuda"), TypeError, r"mesh.* str.* DeviceMesh .*ProcessGroup"),
     ],
 )
@@ -267,7 +267,6 @@ def test_sequence_ranks_have_the_order_of_the_group_and_shards_that_of_ranks(ran
 @pytest.mark.parametrize(
     ("environment", "ranks"),
     [
-        ({"WORLD_SIZE": "16", "GROUP_WORLD_SIZE": "2"}, 8),
         ({"SLURM_NTASKS": "16", "SLURM_NNODES": "4"}, 4),
         # There is one task per node, which is torchrun.
         ({"WORLD_SIZE": "16", "GROUP_WORLD_SIZE": "2", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}, 8),
@@ -281,7 +280,7 @@ def test_launchers_tell_ranks_per_host(environment, ranks):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "GROUP_WORLD"))}
     of_torchrun = mock.patch.dict(os.environ, {**clean, **environment}, clear=True)
     with of_torchrun, mock.patch.object(dist, "get_world_size", return_value=16):
-        assert ranks_per_host() == ranks
+        assert ranks_per_host_of_launcher() == ranks
 
 
 @pytest.mark.parametrize(
@@ -294,7 +293,6 @@ def test_launchers_tell_ranks_per_host(environment, ranks):
         (16, 8, {"ring": 1}, (1, 1, 16)),  # This is the requested shape.
         (16, 8, {"tensor": 2}, (1, 2, 4, 2)),
         (24, 8, {"tensor": 3}, (1, 8, 1, 3)),  # Ranks 6 to 8 are on two hosts already.
-        (8, 8, {}, (1, 1, 8)),
     ],
 )
 def test_ulysses_groups_stay_on_a_host(ranks, on_host, maxima, expected):
@@ -302,15 +300,17 @@ def test_ulysses_groups_stay_on_a_host(ranks, on_host, maxima, expected):
 
 
 def device_types():
-    """Return the device types of meshes of a build for CUDA without a GPU: the default, and of a mixed group."""
+    """Return the device types of meshes on a Mac, of a build for CUDA without a GPU, and of a mixed group."""
+    types = []
+    for device, at_hand in (("mps", True), ("cuda", False)):
 
-    def of_the_build(check_available=False):
-        return None if check_available else torch.device("cuda")
+        def accelerator(check_available=False, device=device, at_hand=at_hand):
+            return torch.device(device) if at_hand or not check_available else None
 
-    with mock.patch.object(torch.accelerator, "current_accelerator", of_the_build):
-        default = init_context_parallel_mesh().device_type
-    return default, sequence_mesh(dist.new_group(backend="cuda:gloo,cpu:gloo")).device_type
+        with mock.patch.object(torch.accelerator, "current_accelerator", accelerator):
+            types.append(init_context_parallel_mesh().device_type)
+    return [*types, sequence_mesh(dist.new_group(backend="cuda:gloo,cpu:gloo")).device_type]
 
 
-def test_build_for_cuda_without_gpu_uses_cpu(rank_pool):
-    assert rank_pool.run(device_types, 2) == [("cpu", "cpu")] * 2
+def test_mesh_without_an_accelerator_of_its_group_is_of_cpu(rank_pool):
+    assert rank_pool.run(device_types, 2) == [["cpu"] * 3] * 2

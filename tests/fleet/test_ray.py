@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import logging
+import signal
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -20,6 +22,7 @@ from para_core.fleet.rank_actor import Answer
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.launcher.errors import Cancelled, RankDied
+from para_core.launcher.hosts import connect_to_ray
 
 JOIN, NEW, LOCAL = "joined", "None with True CPUs", "local with True CPUs"
 
@@ -70,10 +73,28 @@ def test_named_address_without_cluster_and_failing_start_raise(start, monkeypatc
     start(first_error="no space left")
     with pytest.raises(RuntimeError, match=r"Ray .*: no space left"):
         ray_cluster.connect(7, debug=False)
-    start(noted=True)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(RuntimeError, match=r"RAY_ADDRESS .*'127\.0\.0\.1:1'"):
+    start(noted=True)
+    with pytest.raises(RuntimeError, match=r"RAY_ADDRESS .*'127\.0\.0\.1:1', but"):
         ray_cluster.connect(7, debug=False)
+
+
+@pytest.mark.parametrize("join", [lambda: ray_cluster.connect(7, debug=False), connect_to_ray])
+def test_invalid_address_is_named_and_the_handler_of_sigterm_stays(start, monkeypatch, join):
+    start()
+    monkeypatch.setenv("RAY_ADDRESS", "head")
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    init = mock.Mock(side_effect=lambda **_: signal.signal(signal.SIGTERM, print))
+    monkeypatch.setattr(ray, "init", init)
+    join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    # Python cannot install a handler again that a library has installed below it.
+    with mock.patch.object(signal, "getsignal", side_effect=[None, print]):
+        join()
+    assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
+    init.side_effect = ValueError("Invalid address format: head")
+    with pytest.raises(RuntimeError, match="RAY_ADDRESS is 'head', and"):
+        join()
 
 
 def test_replica_without_room_names_spread(monkeypatch):
@@ -90,6 +111,12 @@ def test_replica_without_room_names_spread(monkeypatch):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 16.0})
     with pytest.raises(ValueError, match=r"4, 4 CPUs and 8, 8 GPUs"):
         ray_cluster.require_cluster(ReplicaOptions(8), 1)
+    # All CPUs but one are on a node without a GPU.
+    cpus, gpus = {"CPU": 7.0}, {"CPU": 1.0, "GPU": 16.0}
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": node} for node in (cpus, gpus)])
+    ray_cluster.require_cluster(ReplicaOptions(1, spread=True), 1)
+    with pytest.raises(ValueError, match=r"7, 1 CPUs and 0, 16 GPUs, enough for 1 ranks"):
+        ray_cluster.require_cluster(ReplicaOptions(2, spread=True), 1)
 
 
 GRACE = 0.2

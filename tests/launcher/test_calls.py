@@ -76,7 +76,6 @@ REFUSED = {
     "a property": (lambda pipe: pipe.guidance_scale, *ATTRIBUTE),
     "no attribute": (lambda pipe: pipe.unknown, *ATTRIBUTE),
     "a new value": (lambda pipe: setattr(pipe, "scheduler", 1), *ATTRIBUTE),
-    "a method replaced": (lambda pipe: setattr(pipe, "note", 1), *ATTRIBUTE),
     "a value deleted": (lambda pipe: delattr(pipe, "notes"), *ATTRIBUTE),
     "a handle as argument": (lambda pipe: pipe.run(lambda pipe, handle: None, pipe), TypeError, "cannot be sent"),
     "a result": (lambda pipe: pipe.run(lambda pipe: (x for x in range(3))), TypeError, "cannot be sent"),

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -15,10 +16,9 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from para_core import Cancelled, RankDied, launch
+from para_core import RankDied, launch
 from para_core.launcher import hosts
 from tests.launcher.loads import alive, load_steps, pids
-from tests.launcher.test_cancel import when_called
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -37,21 +37,12 @@ def cluster():
 def test_handle_on_two_hosts_is_the_same_and_missing_room_is_named(cluster):
     with launch(load_steps, ranks=2, hosts=2, progress=False, env={"OWN": "1"}) as pipe:
         processes = pids(pipe)
-        names = ("OWN", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        names = ("OWN", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
         environment = pipe.run(lambda pipe: [os.environ[name] for name in names], all_ranks=True)
-        assert environment == [["1", "0", "1"]] * 2
+        assert environment == [["1", "0", "1", "2"]] * 2
         large = torch.arange(100_000.0)
-        seen = []
-
-        def callback(pipe, step, timestep, tensors):
-            seen.append(step)
-            return {"x": tensors["x"] + 1}
-
-        assert torch.equal(pipe(3, callback_on_step_end=callback, x=large)["x"], large + 3)
-        assert seen == [0, 1, 2]
-        when_called(pipe.cancel)
-        with pytest.raises(Cancelled):
-            pipe(1000, seconds=0.02)
+        result = pipe(3, callback_on_step_end=lambda pipe, step, *args: {"x": args[-1]["x"] + 1}, x=large)
+        assert torch.equal(result["x"], large + 3)
         os.kill(processes[1], signal.SIGKILL)
         time.sleep(0.5)
         with pytest.raises(RankDied, match="rank 1 was ended by SIGKILL"):
@@ -59,33 +50,51 @@ def test_handle_on_two_hosts_is_the_same_and_missing_room_is_named(cluster):
         assert pipe(1) == {}
         processes = pids(pipe)
     assert alive(processes) == []
-    with pytest.raises(RuntimeError, match="no 3 hosts with 1 free CPUs each"):
-        launch(load_steps, ranks=3, hosts=3, progress=False, timeout=3)
+    with pytest.raises(RuntimeError, match="no 3 hosts with 1 CPUs each, only 2"):
+        launch(load_steps, ranks=3, hosts=3, progress=False)
 
 
-def test_connections_without_the_secret_are_refused(monkeypatch):
-    secret = bytes(32)
+@pytest.mark.parametrize("error", [None, ray.exceptions.GetTimeoutError(), ray.exceptions.ActorDiedError()])
+def test_missing_hosts_and_agents_are_named_at_once(monkeypatch, error):
+    message = f"installed on every host.*{type(error).__name__}"
+    second = {"CPU": 2.0, "GPU": 8.0}
+    if error is None:
+        message, second["CPU"] = "no 2 hosts with 2 CPUs and 2 GPUs each, only 1", 1.0
+    cluster = mock.Mock(exceptions=ray.exceptions, get=mock.Mock(side_effect=error))
+    cluster.cluster_resources.return_value = {"CPU": 4.0, "GPU": 10.0}
+    cluster.nodes.return_value = [{"Alive": True, "Resources": node} for node in ({"CPU": 2.0, "GPU": 2.0}, second)]
+    monkeypatch.setattr(hosts, "connect_to_ray", lambda: cluster)
+    with pytest.raises(RuntimeError, match=message):
+        hosts.start_ranks_on_hosts(4, 2, 1800.0, {})
+
+
+def test_lost_host_is_no_error_of_its_agent(monkeypatch):
+    process, error_of_agent = hosts.RemoteProcess(mock.Mock(), 0), ray.exceptions.RayTaskError("wait", "", KeyError(0))
+    monkeypatch.setattr(ray, "get", mock.Mock(side_effect=[ray.exceptions.ActorDiedError(), error_of_agent]))
+    assert "lost" in process.describe_end()
+    with pytest.raises(ray.exceptions.RayTaskError):
+        process.wait(1.0)
+
+
+def test_connections_without_the_secret_are_refused_and_those_of_ranks_closed_after_a_failure(monkeypatch):
+    secret, number = bytes(32), bytes(4)
+    living, dead = (mock.Mock(wait=lambda _, ended=ended: ended) for ended in (False, True))
+    dead.describe_end.return_value = "ended with exit code 1."
     with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def connect(greeting):
-            with socket.create_connection(server.getsockname()) as connection:
-                for part in (greeting[:9], greeting[9:]):
-                    connection.sendall(part)
-                    time.sleep(0.1)
-                connection.recv(1)
-
-        stranger = threading.Thread(target=connect, args=(b"\x01" * 36,))
-        stranger.start()
-        stranger.join(0.5)
-        rank = threading.Thread(target=connect, args=(secret + (0).to_bytes(4),), daemon=True)
-        rank.start()
-        living, dead = (mock.Mock(wait=lambda _, ended=ended: ended) for ended in (False, True))
-        (channel,) = hosts._accept_ranks(server, [living], secret, 10.0)
-        channel.close()
-        begun = time.monotonic()
-        dead.describe_end.return_value = "ended with exit code 1."
-        for member, check, seconds, message in ((dead, 0.1, 60.0, "rank 0 ended"), (living, 60.0, 0.1, "not connect")):
+        connect = partial(socket.create_connection, server.getsockname(), 10.0)
+        with connect() as stranger, connect() as rank:
+            stranger.sendall(b"\x01" * 36)
+            rank.sendall(secret[:9])
+            threading.Timer(0.3, rank.sendall, [secret[9:] + number]).start()
+            hosts._accept_ranks(server, [living], secret, 10.0)[0].close()
+            assert stranger.recv(1) == b""
+        for second, check, seconds, message in (
+            (dead, 0.1, 60.0, "rank 1 ended"),
+            (living, 60.0, 0.5, r"\[1\] did not"),
+        ):
             monkeypatch.setattr(hosts, "_CHECK_SECONDS", check)
-            with pytest.raises(RuntimeError, match=message):
-                hosts._accept_ranks(server, [member], secret, seconds)
-        assert time.monotonic() - begun < 30.0
+            with connect() as rank:
+                rank.sendall(secret + number)
+                with pytest.raises(RuntimeError, match=message):
+                    hosts._accept_ranks(server, [living, second], secret, seconds)
+                assert rank.recv(1) == b""

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from para_core import init_context_parallel_mesh
 from para_core.adapters import default_mesh, features, parallelize_pipe
 from para_core.adapters.default_mesh import MeshChoice
 from para_core.adapters.inspect.guidance import default_guidance
@@ -160,21 +161,21 @@ def test_planned_two_dim_ring_runs_and_is_logged(rank_pool):
 
 
 def shapes_on_hosts(cases):
-    """Return ring and Ulysses sizes without a launcher for each assignment of ranks to hosts, and the tensor size."""
+    """Return ring and Ulysses sizes for host names of the ranks, the first of which torchrun tells two hosts."""
     shapes = {"tensor": default_mesh.guided_mesh_for(None, flux_pipe(), "tensor").tensor.size}
-    for names in cases:
-        with mock.patch("socket.gethostname", lambda names=names: names[dist.get_rank()]):
+    for names, told in cases:
+        variables = {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"} if dist.get_rank() < told else {}
+        named = mock.patch("socket.gethostname", lambda names=names: names[dist.get_rank()])
+        with named, mock.patch.dict(os.environ, variables):
             sequence = default_mesh.guided_mesh_for(None, flux_pipe()).sequence
-        shapes[names] = sequence.ring.size, sequence.ulysses.size
-    # A launcher that tells some ranks only is an error on all of them.
-    told = {"WORLD_SIZE": str(dist.get_world_size()), "GROUP_WORLD_SIZE": "1"} if dist.get_rank() == 0 else {}
-    with mock.patch.dict(os.environ, told), pytest.raises(ValueError, match="ranks_per_host"):
-        default_mesh.guided_mesh_for(None, flux_pipe())
+            assert init_context_parallel_mesh("cpu").mesh.shape == (1, sequence.ring.size, sequence.ulysses.size)
+        shapes[names, told] = sequence.ring.size, sequence.ulysses.size
     return shapes
 
 
 # FLUX has 4 heads: Ulysses takes all ranks of a host, and the ring goes between the hosts.
-@pytest.mark.parametrize("shapes", [{"aa": (1, 2), "ab": (2, 1)}, {"aabb": (2, 2), "abab": (4, 1), "aaab": (4, 1)}])
-def test_without_launcher_ranks_compare_host_names(rank_pool, shapes):
-    for of_rank in rank_pool.run(shapes_on_hosts, len(next(iter(shapes))), list(shapes)):
-        assert of_rank == {**shapes, "tensor": 2}
+HOSTS = {("aabb", 0): (2, 2), ("abab", 0): (4, 1), ("aaab", 4): (4, 1), ("aaaa", 1): (2, 2), ("aaaa", 0): (1, 4)}
+
+
+def test_ranks_compare_host_names_and_what_a_launcher_tells(rank_pool):
+    assert rank_pool.run(shapes_on_hosts, 4, list(HOSTS)) == [{**HOSTS, "tensor": 2}] * 4
