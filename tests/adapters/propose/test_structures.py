@@ -13,9 +13,10 @@ from para_core.adapters import Adapter, parallelize_transformer, propose_plan
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.propose import stack
 from para_core.adapters.propose.conditions import guess_conditions
+from para_core.adapters.propose.larger_call import imagine_larger_calls
 from para_core.adapters.propose.overrides import with_answers
 from para_core.adapters.propose.proposal import Proposal, source_of
-from para_core.adapters.propose.records import ObservedCall, TensorRecord
+from para_core.adapters.propose.records import ModuleCall, ObservedAttention, ObservedCall, TensorRecord
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.comparison.cached_call import CachedCallError
 from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
@@ -276,6 +277,20 @@ def test_a_decoder_fills_its_cache_on_every_rank():
     static.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"use_cache=False"):
         CachesOfCall([static]).gather([static], None, [Segment("tokens", 11)], one_rank("cpu"))
+
+
+def test_imagined_calls_have_one_more_token():
+    sizes = {"x": (1, 64, 64), "text": (1, 7, 16), "temb": (1, 128), "table": (64, 64), "joint": (71, 8)}
+    arguments = {name: record(*shape) for name, shape in sizes.items()}
+    arguments["cu_seqlens"] = replace(record(2, dtype=torch.int32), values=(0, 64))
+    call = ModuleCall("blocks.0", "blocks", 0, 9, arguments, arguments["x"])
+    observed = ObservedCall(calls=[call], attention=[ObservedAttention("blocks.0", 1, 71, 71, None)])
+    first, second, *_ = imagine_larger_calls(observed)  # The others have one more token of text.
+    for larger, table in ((first, (65, 65)), (second, (65, 64))):
+        records = larger.calls[0].arguments
+        expected = {**sizes, "x": (1, 65, 64), "table": table, "joint": (72, 8)}
+        assert {name: records[name].shape for name in sizes} == expected
+        assert records["cu_seqlens"].values == (0, 65)
 
 
 # -- No plan.
