@@ -369,8 +369,15 @@ def test_answers_replace_guesses():
     inner = {"layers.0": {"caption": whole}, "layers.*": {"caption": like, "positions": like}}
     found = match_modules(model, with_answers(replace(guess, inner=inner), {"layers.*(positions)": whole}, model))
     assert found["layers.0"][1].of_inputs == {"caption": whole, "positions": whole}
-    with pytest.raises(ValueError, match=r"layers\.\*"):
-        with_answers(guess, {"layers.0(positions)": None}, model)
+    # None removes the rules of a wider name only under that name.
+    attending = replace(guess, attention={"layers.*": (rules.Attention(("image",)),)})
+    for name in ("layers.0(positions)", "layers.0"):
+        with pytest.raises(ValueError, match=r"layers\.\*"):
+            with_answers(attending, {name: None}, model)
+    assert with_answers(attending, {"layers.**": None}, model).attention == {}
+    whole_plan = replace(guess, outputs={"out": Gather(1, "image")})
+    outputs = with_answers(guess, {"plan": whole_plan, "embed": Gather(1, "image")}, model).outputs
+    assert [*outputs] == ["embed", "out"]
 
 
 def test_blocks_and_plans_are_answers():
@@ -395,10 +402,14 @@ def test_blocks_and_plans_are_answers():
         ("layers.*", (Replicate(0, "text"),)),
         ("CachedBlocks", {"layers": ("latents",)}),
         ("common", (0,)),
+        ("batched", {"latents": "0"}),
+        ("(0)", IMAGE),
+        ("(0)", None),
         ("layers.*(position)", None),
         ("outs", None),
     ],
 )
 def test_answer_of_unknown_kind_or_none_for_an_unknown_name_raises(name, answer):
-    with pytest.raises(ValueError if answer is None else TypeError, match=r"answers\[.*(parameter\)'|of this name)"):
+    is_unknown = answer is None and name != "(0)"
+    with pytest.raises(ValueError if is_unknown else TypeError, match=r"answers\[.*(parameter\)'|of this name)"):
         propose_plan(fill(painter(), seed=1), PAINTER, answers={name: answer})
