@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, get_args
@@ -40,9 +40,9 @@ _EXPECTED = (
     "'module(parameter)', or 'module(0)' for the module's output of that index: a Split or another rule, or None for "
     "no rule ('(parameter)' is a parameter of the model itself, and '(parameter.field)' a field of a dataclass); "
     "'module': a Gather of its output or a tuple or list of them, its Attention calls (a tuple, OneForEach, "
-    "LinearAttention, AttentionByHeads), a Halo, or None; 'joint_order': a tuple of names of segments; 'batched', "
-    "'common', 'unshared', 'refused': as in a Plan; 'plan': a Plan; 'CachedBlocks': CachedBlocks(...) or None; "
-    "'samples': the number of samples in the examples, or None"
+    "LinearAttention, AttentionByHeads), a Halo, or None ('' is the model itself, whose outputs are only gathered); "
+    "'joint_order': a tuple of names of segments; 'batched', 'common', 'unshared', 'refused': as in a Plan; 'plan': a "
+    "Plan; 'CachedBlocks': CachedBlocks(...) or None; 'samples': the number of samples in the examples, or None"
 )
 # Matches "module(parameter)", "module(parameter[index])" and "module(index of an output)", each also with the
 # path of a field: "module(parameter.field)".
@@ -69,20 +69,37 @@ def _classify(name: str, answer: Any) -> _Kind | None:
         if isinstance(answer, Plan):
             kind = _Kind.PLAN
     elif name in _PLAN_FIELDS:
-        if isinstance(answer, _PLAN_FIELDS[name]) and all(isinstance(entry, str) for entry in answer):
+        if _fits_field(name, answer):
             kind = _Kind.FIELD
     elif name == "CachedBlocks":
         if answer is None or isinstance(answer, CachedBlocks):
             kind = _Kind.NOT_IN_PLAN
     elif name == "samples":
+        # A number below 2 becomes a question, in completion.py.
         if answer is None or type(answer) is int:
             kind = _Kind.NOT_IN_PLAN
-    elif split_name(name) is not None:
-        if answer is None or isinstance(answer, get_args(ShardRule)):
+    elif (module_and_key := split_name(name)) is not None:
+        is_rule = answer is None or isinstance(answer, get_args(ShardRule))
+        if is_rule and not _is_output_of_model(*module_and_key):
             kind = _Kind.SHARD_RULE
     else:
         kind = _classify_rule_of_module(answer)
     return kind
+
+
+def _fits_field(name: str, answer: Any) -> bool:
+    """Whether ``answer`` has the type of the field ``name`` of a plan."""
+    if not isinstance(answer, _PLAN_FIELDS[name]) or not all(isinstance(entry, str) for entry in answer):
+        return False
+    if name == "batched":
+        # The dims of samples; None for a list with an entry for each sample.
+        return all(dim is None or type(dim) is int for dim in answer.values())
+    return True
+
+
+def _is_output_of_model(module: str, key: str | int) -> bool:
+    """Whether a name by :func:`split_name` is that of an output of the model itself, which no rule shards."""
+    return not module and (isinstance(key, int) or key[0].isdecimal())
 
 
 def _classify_rule_of_module(answer: Any) -> _Kind | None:
@@ -162,36 +179,44 @@ def with_answers(plan: Plan, answers: Answers, module: nn.Module) -> Plan:
 
     If several names match a submodule, the first one in a field of the plan counts. So answers stand before the
     guesses that they would lose to, in their own order: an answer may be an exception to a guess, or to a later
-    answer.
+    answer. Tokens are gathered once, so an answer that gathers replaces all guesses of where they are; the
+    outputs of a whole plan in ``answers`` remain.
 
     Raises:
-        ValueError: An answer is None for a parameter or output to which a wider name gives a rule.
+        ValueError: An answer is None for a module, parameter or output to which a wider name gives a rule.
     """
-    if "plan" in answers:
-        plan = answers["plan"]
-    else:
-        plan = _without_other_splits(plan, answers)
-    plan = _with_shard_rules(plan, _shard_rules(answers), module)
+    guesses = _without_other_splits(plan, answers)
     gathers = _of_kind(answers, _Kind.GATHER)
-    attention = _of_kind(answers, _Kind.ATTENTION)
-    halos = _of_kind(answers, _Kind.HALO)
-    without_rules = _of_kind(answers, _Kind.NO_RULES)
-
-    def replace_rules(guesses: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, Any]:
-        answered = {*rules, *without_rules}
-        return {**rules, **{name: guess for name, guess in guesses.items() if name not in answered}}
-
-    outputs = replace_rules(plan.outputs, {})
     if gathers:
-        # Tokens are gathered once, so an answer that says where replaces all guesses of it.
-        outputs = gathers
+        guesses = replace(guesses, outputs={})
+    plan = _with_shard_rules(answers.get("plan", guesses), _shard_rules(answers), module)
+    removed = _of_kind(answers, _Kind.NO_RULES)
+
+    def replace_rules(rules: Mapping[str, Any], answered: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {name: rule for name, rule in rules.items() if name not in answered}
+        for name in removed:
+            kept = {other: kept[other] for other in kept if not _is_within(other, name, module)}
+        merged = {**answered, **kept}
+        for name in removed:
+            _require_no_rule(merged, name, module)
+        return merged
+
     return replace(
         plan,
-        outputs=outputs,
-        attention=replace_rules(plan.attention, attention),
-        halos=replace_rules(plan.halos, halos),
+        outputs=replace_rules(plan.outputs, gathers),
+        attention=replace_rules(plan.attention, _of_kind(answers, _Kind.ATTENTION)),
+        halos=replace_rules(plan.halos, _of_kind(answers, _Kind.HALO)),
         **_of_kind(answers, _Kind.FIELD),
     )
+
+
+def _is_within(name: str, wider: str, module: nn.Module) -> bool:
+    """Whether all submodules that ``name`` matches are among those of ``wider``.
+
+    False for a name that matches nothing, so that it remains in the plan: the check of the plan reports it.
+    """
+    matched = matching_modules(module, name).keys()
+    return bool(matched) and matched <= matching_modules(module, wider).keys()
 
 
 def _without_other_splits(plan: Plan, answers: Answers) -> Plan:
@@ -257,13 +282,8 @@ def _with_shard_rules(
             if answer is not None:
                 inputs[str(key)] = answer
             continue
-        submodules = matching_modules(module, name).keys()
         for other, rules in inner.items():
-            if key not in rules:
-                continue
-            matched = matching_modules(module, other).keys()
-            # A name that matches nothing remains, because the check of the plan reports it.
-            if matched and matched <= submodules:
+            if key in rules and _is_within(other, name, module):
                 del rules[key]
         if answer is not None:
             answered.setdefault(name, {})[key] = answer
@@ -273,7 +293,7 @@ def _with_shard_rules(
     inner = {name: rules for name, rules in inner.items() if rules}
     for (name, key), answer in answers.items():
         if answer is None and name:
-            _require_no_rule(inner, name, key, module)
+            _require_no_rule([other for other in inner if key in inner[other]], name, module, f"({key})")
     return replace(plan, inputs=inputs, inner=inner)
 
 
@@ -298,20 +318,18 @@ def _with_answered_rules(
     return {name: rules, **{other: inner[other] for other in inner if other != name}}
 
 
-def _require_no_rule(
-    inner: Mapping[str, Mapping[str | int, ShardRule]], name: str, key: str | int, module: nn.Module
-) -> None:
-    """Raise ``ValueError`` if a name in ``inner`` that also matches other submodules gives ``key`` of ``name``
-    a rule. A name that matches fewer is an answer, which is an exception to the None.
+def _require_no_rule(names: Iterable[str], name: str, module: nn.Module, key: str = "") -> None:
+    """Raise ``ValueError`` if one of ``names``, which have a rule, matches submodules of ``name`` and others, too.
+    A name that matches fewer is an answer, which is an exception to the None.
+
+    ``key`` is that of the parameter or output in the names of answers, such as ``"(x)"``; empty for a module.
     """
     submodules = matching_modules(module, name).keys()
-    for other, rules in inner.items():
-        if key not in rules:
-            continue
+    for other in names:
         matched = matching_modules(module, other).keys()
         if matched & submodules and not matched <= submodules:
             raise ValueError(
-                f"answers['{name}({key})'] is None, but the plan has a rule for it under the wider name {other!r}, "
-                f"which this answer does not remove. Answer None for '{other}({key})', and give the rule to the "
+                f"answers['{name}{key}'] is None, but the plan has a rule for it under the wider name {other!r}, "
+                f"which this answer does not remove. Answer None for '{other}{key}', and give the rule to the "
                 "modules that need it."
             )

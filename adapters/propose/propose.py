@@ -61,7 +61,8 @@ def propose_plan(
             - ``"blocks.*(rotary)"``, ``"(hidden_states)"`` (a parameter of the model), ``"embed(0)"`` (a
               module's output) or ``"blocks.0(video.x)"`` (a field of a dataclass): a :class:`Split` or
               another rule. A split of a segment replaces the guess of where that segment is sharded.
-            - ``"proj_out"``: a :class:`Gather` of its output, or a tuple or list of them.
+            - ``"proj_out"``: a :class:`Gather` of its output, or a tuple or list of them. It replaces all
+              guesses of where tokens are gathered.
             - ``"blocks.*.attn"``: a tuple of :class:`Attention`, :class:`OneForEach`,
               :class:`LinearAttention` or :class:`AttentionByHeads`; or a :class:`Halo`.
             - ``"joint_order"``, ``"batched"``, ``"common"``, ``"unshared"``, ``"refused"``: fields of a
@@ -79,8 +80,8 @@ def propose_plan(
             does not hold mappings, or if an answer has the wrong type for its name.
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call
             fails, or the model does not call scaled_dot_product_attention. If an answer is None for a module
-            or parameter that does not exist; or, if no plan was exact, for a parameter to which a wider name in
-            a guess gives a rule.
+            or parameter that does not exist; or, if no plan was exact, for one to which a wider name in a guess
+            gives a rule.
     """
     check_pipeline_or_model(
         "model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...)."

@@ -21,6 +21,10 @@ from para_core.instance.private_class import original_class
 
 Method = Literal["exact", "tiled"]
 
+# Names of the first parameter of the methods that encode and decode. They cannot be read from the signatures,
+# because diffusers decorates some of the methods with functions of ``*args, **kwargs``.
+INPUT_NAMES = ("x", "z", "sample", "latents")
+
 
 class FamilyRows(Protocol):
     """Wrappers of the parts of an autoencoder whose rows the sharding mode cannot compute."""
@@ -188,6 +192,16 @@ def tiling_settings(vae: nn.Module) -> dict[str, Any]:
     graph is compiled for each.
     """
     return {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
+
+
+def dim_of_rows(x: Tensor) -> int:
+    """Return the dim along which ``x``, the input of an autoencoder, is sharded: the longer one of height and width.
+
+    A waveform ``[B, C, length]`` or ``[C, length]`` has no height, so its samples are sharded.
+    """
+    if x.ndim <= 3 or x.shape[-1] > x.shape[-2]:
+        return -1
+    return -2
 
 
 def rows_per_latent(vae: Any) -> int:

@@ -27,8 +27,10 @@ from para_core.adapters.vae.call import (
 )
 from para_core.adapters.vae.call_check import check_equal_calls
 from para_core.adapters.vae.families import (
+    INPUT_NAMES,
     FamilyRows,
     Method,
+    dim_of_rows,
     parts_of,
     require_parallel_vae,
     rows_per_latent,
@@ -101,7 +103,14 @@ class VaeRun:
         self.mode: SpatialShardMode | None = None
         # Distributes the tiles of the current call, None outside of a tiled call.
         self.distributed_tiles: Tiles | None = None
-        # Whether the ranks have compared the current call, and whether it runs on all of them now.
+        # Whether an error of this rank must not be exchanged, because the others do not wait for it in the
+        # comparison of a call, and whether a call runs on all ranks now:
+        #
+        # event                                    is_compared  is_running
+        # a public method begins                   False        False
+        # run() has compared the call              True         True
+        # run() ends, of a slice of images, too    False        False
+        # run() fails                              True         False
         self.is_compared = self.is_running = False
 
     def attach(self, vae: Any) -> None:
@@ -120,32 +129,30 @@ class VaeRun:
             self.family_rows.attach(vae)
 
     def run_public_method(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``call``, a public method. If it fails on this rank before it reaches :meth:`run`, where the
-        other ranks wait for this one, raise the error on all ranks.
+        """Run ``call``, a public method. If it fails on this rank before :meth:`run` or between two slices of the
+        images, the other ranks wait for this one in :meth:`run`: raise the error on all ranks. If it fails after
+        the last slice, they take part by their next call.
         """
         if torch.compiler.is_compiling() or self.is_running:
             return call(vae, *args, **kwargs)
         self.is_compared = False
         try:
-            output = call(vae, *args, **kwargs)
+            return call(vae, *args, **kwargs)
         except Exception as error:
             if self.is_compared:
                 raise
             name = self.adapter.vae
             raise_on_all_ranks(error, self.mesh, f"this call of the {name} failed", call=f"the {name}")
-        # A call of the whole autoencoder encodes, and then decodes.
-        self.is_compared = False
-        return output
 
     def run(self, way: Way, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of ``encode`` or ``decode`` (``way``) on all ranks.
+        """Run a call of ``encode`` or ``decode`` (``way``) on all ranks, without gradients.
         Raise as :func:`check_equal_calls` does.
         """
         # The caller is another wrapped method, which already shards.
         if self.mode is not None or self.distributed_tiles is not None:
             return call(vae, *args, **kwargs)
         if not args:
-            first = next((name for name in ("x", "z", "sample", "latents") if name in kwargs), "")
+            first = next((name for name in INPUT_NAMES if name in kwargs), "")
             args, kwargs = (
                 (kwargs.get(first),),
                 {name: value for name, value in kwargs.items() if name != first},
@@ -159,7 +166,9 @@ class VaeRun:
         self.is_compared = self.is_running = True
         try:
             with torch.no_grad(), share_random_state(self.mesh) as token, share_reasons(token, self.places):
-                return self.run_distributed(vae, call, way, *args, **kwargs)
+                output = self.run_distributed(vae, call, way, *args, **kwargs)
+            self.is_compared = False
+            return output
         finally:
             self.is_running = False
 
@@ -185,8 +194,7 @@ class VaeRun:
                     vae.use_tiling = before
 
             return run_on_workers(in_tiles, self.ranks.size, self.ranks, self.mesh, self.gather)
-        # A waveform [B, C, length] or [C, length] has no height, so its samples are sharded.
-        dim = -1 if x.ndim <= 3 or x.shape[-1] > x.shape[-2] else -2
+        dim = dim_of_rows(x)
         unit = 1
         if way == "encode":
             unit = rows_per_latent(vae)
@@ -214,7 +222,9 @@ class VaeRun:
     def run_traced(
         self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return the output of a call inside a compiled function, where ranks compare no inputs."""
+        """Return the output of a call inside a compiled function, where ranks compare no inputs, without
+        gradients.
+        """
         try:
             with torch.no_grad():
                 output = self.run_distributed(vae, call, way, x, *args, **kwargs)

@@ -19,10 +19,16 @@ from para_core.layout.sequence import Segment, SequenceLayout
 
 # Maximum number of segments in a joint sequence. More would give too many orders to try.
 _MOST_SEGMENTS = 3
+# Numbers from this size on are fillers, such as the -1e9 in logits of forbidden tokens. A smaller filler, such as
+# -1e4, cannot be told from an activation.
+_FILLER = 1e8
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples, dicts and dataclasses, in order."""
+    """Return the tensors in nested lists, tuples, dicts and dataclasses, in the order of their entries and fields.
+
+    Callers pair the tensors of two values by this order, so two dicts must have their keys in the same order.
+    """
     if isinstance(value, Tensor):
         return [value]
     if is_dataclass(value) and not isinstance(value, (type, Mapping)):
@@ -35,8 +41,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def relative_error(parts: Sequence[Tensor], full: Tensor, segments: Sequence[Segment]) -> float | None:
-    """Return ``‖parts − full‖ / ‖full‖`` over all ranks; infinity instead of NaN, None if the shapes do not
-    fit.
+    """Return ``‖parts − full‖ / ‖full‖`` over all ranks.
+
+    None if no part of ``full`` has the shapes of ``parts``, so that nothing can be compared; infinity if the
+    numbers were compared, and the result is NaN or a norm overflows.
 
     Args:
         parts: The tensor of each rank: a copy of ``full``, or the rank's part of it along one dim.
@@ -61,8 +69,8 @@ def relative_error(parts: Sequence[Tensor], full: Tensor, segments: Sequence[Seg
 
 
 def largest_error(out: Any, expected: Any) -> float:
-    """Return the largest ``‖out − expected‖ / ‖expected‖`` of the tensors in both; infinity for NaN, other
-    shapes or another number of tensors.
+    """Return the largest ``‖out − expected‖ / ‖expected‖`` of the tensors in both, paired by :func:`tensors_in`;
+    infinity for NaN, other shapes or another number of tensors.
 
     >>> largest_error(torch.ones(1), (torch.ones(1), torch.ones(1)))
     inf
@@ -90,24 +98,24 @@ def differing_dims(parts: Sequence[Sequence[int]], full: Sequence[int]) -> list[
 
 
 def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return ``‖x − y‖ / ‖y‖`` over all pairs ``(x, y)``; infinity instead of NaN."""
+    """Return ``‖x − y‖ / ‖y‖`` over all pairs ``(x, y)``; infinity instead of NaN, or if a norm overflows."""
     difference: float = 0.0
     size: float = 0.0
     for part, full in pairs:
         x, y = _to_compare(part), _to_compare(full)
-        # Leave out equal infinities, and equal numbers like finfo.min: logits of forbidden tokens have them on
-        # a single device, too, and beside them no other number would count.
+        # Leave out equal infinities and equal fillers: logits of forbidden tokens have them on a single device,
+        # too, and next to them no other number would count. In float16 a filler is less than _FILLER.
         limit = math.inf
         if full.is_floating_point():
-            limit = torch.finfo(full.dtype).max / 2
+            limit = min(_FILLER, torch.finfo(full.dtype).max / 2)
         same = (y.abs() >= limit) & (x == y)
         x, y = x.masked_fill(same, 0.0), y.masked_fill(same, 0.0)
-        difference += float((x - y).norm()) ** 2
-        size += float(y.norm()) ** 2
-    error = math.sqrt(difference) / max(math.sqrt(size), 1e-30)
-    if math.isnan(error):
+        difference = math.hypot(difference, float((x - y).norm()))
+        size = math.hypot(size, float(y.norm()))
+    # By an infinite size every difference would be an error of 0.
+    if not math.isfinite(size) or math.isnan(difference):
         return math.inf
-    return error
+    return difference / max(size, 1e-30)
 
 
 def _to_compare(x: Tensor) -> Tensor:
@@ -151,10 +159,15 @@ def _orders(total: int, segments: Sequence[Segment]) -> Iterator[tuple[Segment, 
     repeats.
     """
     yield (Segment("all", total),)
-    kinds = {(x.total, x.replicated, x.balanced, x.together): x for x in segments}
-    for length in range(1, min(len(kinds), _MOST_SEGMENTS) + 1):
-        yield from permutations(kinds.values(), length)
-    for segment in kinds.values():
+    # Segments of one kind are sharded alike, so an order is tried once for all of them. An order may hold several.
+    kinds = [(x.total, x.replicated, x.balanced, x.together) for x in segments]
+    for length in range(1, min(len(segments), _MOST_SEGMENTS) + 1):
+        orders = {
+            tuple([kinds[index] for index in order]): tuple([segments[index] for index in order])
+            for order in permutations(range(len(segments)), length)
+        }
+        yield from orders.values()
+    for segment in dict(zip(kinds, segments, strict=True)).values():
         if not segment.replicated and segment.total < total:
             rest = Segment("rest", total - segment.total, replicated=True)
             yield (segment, rest)

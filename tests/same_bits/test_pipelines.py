@@ -5,13 +5,16 @@ from unittest import mock
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from benchmarks.pipelines.latents import generate
 from para_core import PipeFusion
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, unparallelize_pipe
+from para_core.same_bits.call import SameBitsCalls
 from para_core.same_bits.row_check import RowCheck
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer
+from tests.weights.test_lora import lora_weights
 from zoo.tiny.pipelines import PIPELINES
 
 THRESHOLD = 0.8
@@ -106,6 +109,7 @@ def refuse():
 def compiled():
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), same_bits=True)
     transformer = pipe.transformer
+    pipe(**flux_call())
     pipe.transformer = torch.compile(transformer, backend="eager")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="same_bits=True runs eager models"):
@@ -121,6 +125,24 @@ def guide_with_one_row():
         generate(pipe, "cogvideox 1.5, image")
 
 
-@pytest.mark.parametrize("check", [refuse, compiled, guide_with_one_row])
-def test_what_has_other_bits_is_refused(rank_pool, check):
+def change_functions():
+    """Call a pipeline again after each change of the functions that its transformer runs."""
+    pipe = parallelize_pipe(flux_pipe(shared_parts=False), mesh=cpu_mesh(1, 2), same_bits=True)
+    changes = {
+        "first": lambda: None,
+        "processor": lambda: pipe.transformer.transformer_blocks[0].attn.set_processor(FluxAttnProcessor()),
+        "lora": lambda: pipe.load_lora_weights(lora_weights("flux")),
+        "no lora": pipe.disable_lora,
+        "8 bits": lambda: quantize_(pipe.transformer.context_embedder, Int8WeightOnlyConfig()),
+    }
+    with mock.patch.object(SameBitsCalls, "_conclude") as conclude:
+        for count, (name, change) in enumerate(changes.items(), start=1):
+            change()
+            for _ in range(2):
+                pipe(**flux_call(num_inference_steps=2))
+                assert conclude.call_count == count, name
+
+
+@pytest.mark.parametrize("check", [refuse, compiled, guide_with_one_row, change_functions])
+def test_other_bits_are_refused_and_other_functions_checked(rank_pool, check):
     rank_pool.run(check, 2)

@@ -28,13 +28,8 @@ def rank_part(x, one):
     """Return the rank's part of ``x`` ``[B, S, C]``, whose tokens are those of all segments."""
     size = len(x) // one.batch_size
     x = x[one.batch_index * size :][:size]
-    starts = [sum(segment.total for segment in one.segments[:index]) for index in range(len(one.segments))]
-    parts = [
-        x[:, start + first : start + first + length]
-        for start, segment in zip(starts, one.segments, strict=True)
-        for first, length in segment.runs(one.rank, one.ranks)
-    ]
-    return torch.cat(parts, dim=1)
+    runs = SequenceLayout(one.segments, one.ranks).runs(one.rank)
+    return torch.cat([x.narrow(1, start, length) for start, length in runs], dim=1)
 
 
 @given(

@@ -270,6 +270,13 @@ def agree_elsewhere(vae, x):
     agree({}, slot_owner(vae, Slot.PARALLEL_VAE, object).mesh)
 
 
+def fail_between_slices(vae, x):
+    vae.enable_slicing()
+    x.set_(x.repeat(2, 1, 1, 1))
+    if dist.get_rank() == 1:
+        x.split = lambda size: (x[:1] if index == 0 else {}["a slice"] for index in range(2))
+
+
 # Each row has a change, the rows of latents, of which five leave one of three ranks idle, and what every rank says.
 ERRORS = {
     "other latents": (on_second_rank(lambda vae, x: x.mul_(2)), 9, "AutoencoderKL .*sample"),
@@ -281,6 +288,7 @@ ERRORS = {
     "an unknown argument": (on_second_rank(lambda vae, x: vae.decode(x, tiles=2)), 9, "AutoencoderKL .*'tiles'"),
     "no dims": (lambda vae, x: x.set_(x.new_ones(())), 9, r"AutoencoderKL .*shape \[\]"),
     "two dims": (on_second_rank(lambda vae, x: vae.decode(x[0, 0])), 9, "AutoencoderKL .*sample"),
+    "between slices": (fail_between_slices, 9, "AutoencoderKL failed: .*KeyError: 'a slice'"),
     "another call": (on_second_rank(agree_elsewhere), 9, "rank 1 does not call this AutoencoderKL|disagree"),
     "gradient": (lambda vae, x: x.requires_grad_(), 9, "gradient"),
     "compiled": (lambda vae, x: vae.decoder.compile(backend="eager"), 9, r"torch\.compile\(vae\.decode\)"),

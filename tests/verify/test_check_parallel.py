@@ -9,12 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from para_core import Attention, Gather, Plan, Split, check_parallel
+from para_core import Attention, Gather, Plan, Segment, Split, check_parallel
 from para_core.adapters.models.shared.flux import FLUX_PLAN
 from para_core.comparison.call_record import CallRecord, RecordEntry
 from para_core.comparison.difference import compare_records
 from para_core.comparison.digests import digest
 from para_core.comparison.model_inputs import ModelInputs, dims_of_tokens
+from para_core.comparison.tensor_parts import relative_error
 from para_core.comparison.virtual_ranks import RanksDiffer, outcomes_on_virtual_ranks
 from para_core.distributed.collectives import all_gather
 from para_core.instance.record import fill_slot
@@ -107,15 +108,6 @@ class Fails(nn.Module):
         return x
 
 
-class MultiHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attn(x, x, x, need_weights=False)[0]
-
-
 def pixels(model, **options):
     return model, {"x": torch.randn(1, 12, 4), **options}
 
@@ -135,7 +127,7 @@ def of_inputs(dim):
 BLOCKS = create_block_mask(lambda b, h, q, k: q >= k, None, None, 12, 12, device="cpu", BLOCK_SIZE=4)
 ROWS = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
 FORBID = {"result": lambda y: y.masked_fill(torch.arange(4) == 1, float("-inf"))}
-LOWEST = {"result": lambda y: y.masked_fill(torch.arange(4) == 1, torch.finfo(y.dtype).min)}
+FILL = {"result": lambda y: y.masked_fill(torch.arange(4) == 1, -1e9)}
 # After the first block every rank has all tokens, so attention on one rank is complete.
 EARLY = Plan({"x": Split(1, "image")}, {"blocks.0": Gather(1, "image")}, ("image",))
 # Each row has a model with its inputs, and the numbers of tokens that are tried.
@@ -148,7 +140,7 @@ EXACT = {
     "an early gather": (lambda: pixels(make(), plan=EARLY), {12, 11}),
     "a mask": (lambda: pixels(Masked(), mask=ROWS, dim={"x": 1, "mask": 2}), {12, 11}),
     "a block mask": (lambda: pixels(Masked(), mask=BLOCKS, forward=shard_input), {12, 11}),
-    "multi-head attention": (lambda: layers(MultiHead()), {12, 11}),
+    "torch's encoder": (lambda: layers(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)), {12, 11}),
 }
 
 
@@ -189,7 +181,7 @@ DIFFERENCES = {
     "code between modules": (lambda: pixels(make(change=lambda x: x * x.shape[1] ** 0.5)), "", "blocks.0"),
     "own lines with a wrong block": (lambda: pixels(make(centred=[1]), forward=shard_pixels), "blocks.1", "blocks.1"),
     "own lines that are wrong": (lambda: pixels(make(), forward=gather_twice), "", "forward="),
-    "wrong lines, lowest numbers": (lambda: pixels(make(**LOWEST), forward=gather_twice), "", "forward="),
+    "wrong lines, fillers": (lambda: pixels(make(**FILL), forward=gather_twice), "", "forward="),
     "own lines that miss infinities": (lambda: pixels(make(**FORBID), forward=shard_pixels), "", "inf"),
     "a plan": (lambda: flux(WRONG_PLAN), "transformer_blocks.1.attn", "transformer_blocks.1.attn"),
     "random numbers": (lambda: pixels(make(change=lambda x: x + torch.randn_like(x))), "", "random numbers"),
@@ -276,6 +268,21 @@ def test_virtual_ranks_that_meet_in_different_collectives_end_at_once():
     assert [isinstance(outcome.error, RanksDiffer) for outcome in outcomes] == [True, True, False]
     with torch.device("meta"):  # New tensors of a rank are where those of the caller are.
         assert outcomes_on_virtual_ranks(lambda mesh: torch.empty(1).is_meta, device=torch.device("cpu"))[0].output
+
+
+@pytest.mark.parametrize(
+    ("segments", "of_ranks"),
+    [
+        ([Segment("text", 6), Segment("image", 4), Segment("reference", 4)], "abcghkl, defijmn"),
+        ([Segment("image", 4)], "abef, cdgh"),  # It repeats.
+        ([Segment("image", 4)], "abcde, abcfg"),  # Other entries come first.
+        ([Segment("video", 8, balanced=True)], "abgh, cdef"),
+    ],
+)
+def test_parts_of_a_tensor_are_found(segments, of_ranks):
+    full = torch.tensor([*map(ord, sorted({*of_ranks} - {*", "}))]).float()
+    parts = [torch.tensor([*map(ord, letters)]).float() for letters in of_ranks.split(", ")]
+    assert relative_error(parts, full, segments) == 0
 
 
 def test_records_of_other_lengths_do_not_agree():

@@ -13,9 +13,10 @@ from para_core.adapters import Adapter, parallelize_transformer, propose_plan
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.propose import stack
 from para_core.adapters.propose.conditions import guess_conditions
+from para_core.adapters.propose.larger_call import imagine_larger_calls
 from para_core.adapters.propose.overrides import with_answers
 from para_core.adapters.propose.proposal import Proposal, source_of
-from para_core.adapters.propose.records import ObservedCall, TensorRecord
+from para_core.adapters.propose.records import ModuleCall, ObservedAttention, ObservedCall, TensorRecord
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.comparison.cached_call import CachedCallError
 from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
@@ -278,6 +279,20 @@ def test_a_decoder_fills_its_cache_on_every_rank():
         CachesOfCall([static]).gather([static], None, [Segment("tokens", 11)], one_rank("cpu"))
 
 
+def test_imagined_calls_have_one_more_token():
+    sizes = {"x": (1, 64, 64), "text": (1, 7, 16), "temb": (1, 128), "table": (64, 64), "joint": (71, 8)}
+    arguments = {name: record(*shape) for name, shape in sizes.items()}
+    arguments["cu_seqlens"] = replace(record(2, dtype=torch.int32), values=(0, 64))
+    call = ModuleCall("blocks.0", "blocks", 0, 9, arguments, arguments["x"])
+    observed = ObservedCall(calls=[call], attention=[ObservedAttention("blocks.0", 1, 71, 71, None)])
+    first, second, *_ = imagine_larger_calls(observed)  # The others have one more token of text.
+    for larger, table in ((first, (65, 65)), (second, (65, 64))):
+        records = larger.calls[0].arguments
+        expected = {**sizes, "x": (1, 65, 64), "table": table, "joint": (72, 8)}
+        assert {name: records[name].shape for name in sizes} == expected
+        assert records["cu_seqlens"].values == (0, 65)
+
+
 # -- No plan.
 
 
@@ -354,8 +369,15 @@ def test_answers_replace_guesses():
     inner = {"layers.0": {"caption": whole}, "layers.*": {"caption": like, "positions": like}}
     found = match_modules(model, with_answers(replace(guess, inner=inner), {"layers.*(positions)": whole}, model))
     assert found["layers.0"][1].of_inputs == {"caption": whole, "positions": whole}
-    with pytest.raises(ValueError, match=r"layers\.\*"):
-        with_answers(guess, {"layers.0(positions)": None}, model)
+    # None removes the rules of a wider name only under that name.
+    attending = replace(guess, attention={"layers.*": (rules.Attention(("image",)),)})
+    for name in ("layers.0(positions)", "layers.0"):
+        with pytest.raises(ValueError, match=r"layers\.\*"):
+            with_answers(attending, {name: None}, model)
+    assert with_answers(attending, {"layers.**": None}, model).attention == {}
+    whole_plan = replace(guess, outputs={"out": Gather(1, "image")})
+    outputs = with_answers(guess, {"plan": whole_plan, "embed": Gather(1, "image")}, model).outputs
+    assert [*outputs] == ["embed", "out"]
 
 
 def test_blocks_and_plans_are_answers():
@@ -380,10 +402,14 @@ def test_blocks_and_plans_are_answers():
         ("layers.*", (Replicate(0, "text"),)),
         ("CachedBlocks", {"layers": ("latents",)}),
         ("common", (0,)),
+        ("batched", {"latents": "0"}),
+        ("(0)", IMAGE),
+        ("(0)", None),
         ("layers.*(position)", None),
         ("outs", None),
     ],
 )
 def test_answer_of_unknown_kind_or_none_for_an_unknown_name_raises(name, answer):
-    with pytest.raises(ValueError if answer is None else TypeError, match=r"answers\[.*(parameter\)'|of this name)"):
+    is_unknown = answer is None and name != "(0)"
+    with pytest.raises(ValueError if is_unknown else TypeError, match=r"answers\[.*(parameter\)'|of this name)"):
         propose_plan(fill(painter(), seed=1), PAINTER, answers={name: answer})
