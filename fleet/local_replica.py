@@ -93,7 +93,8 @@ class LocalReplica(Replica):
         try:
             await thread.run(self._load)
         except asyncio.CancelledError:
-            # The thread still loads. stop ends the ranks, which ends that too.
+            # The thread still loads. stop ends ranks that are processes, which ends that too; a rank of this
+            # process loads to the end, and a later start finds it loaded.
             await self.stop()
             raise
         except Exception as error:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from para_core.adapters.agree.arguments import PendingRecord, agree_on_texts
+from para_core.adapters.agree.arguments import PendingRecord, agree_on_texts, describe_value
 from para_core.adapters.agree.loras import describe_loras
 from para_core.adapters.registry import transformers_of
 from para_core.distributed.agree import agree
@@ -91,10 +91,11 @@ class CheckedCallbacks:
         outputs = {**inputs, **materialize(_tensors_by_name((result,)))}
         scale = getattr(self._pipe, "_guidance_scale", None)
         if not (scale is None or isinstance(scale, (bool, int, float, str))):
-            scale = repr(scale)
+            scale = describe_value(scale)  # repr of a tensor names its device
         state: Record = {
-            # Callbacks set _interrupt to end a generation, and _guidance_scale to end its guidance.
-            "interrupt": getattr(self._pipe, "_interrupt", None),
+            # Callbacks set _interrupt to end a generation, and _guidance_scale to end its guidance. Pipelines
+            # read only whether _interrupt is true, which may be a tensor: the result of a comparison.
+            "interrupt": bool(getattr(self._pipe, "_interrupt", False)),
             "guidance_scale": scale,
             **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
             **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in outputs.items()},

@@ -14,7 +14,16 @@ from para_core.adapters.propose.choices import Choice
 from para_core.adapters.propose.records import MaskRecord, TensorRecord
 from para_core.adapters.propose.region import TEXT, ObservedRegion
 from para_core.adapters.propose.start import Lengths, grown_dims
-from para_core.plans.plan import CumulativeLengths, Entries, Replicate, ShardRule, Split, SplitMask
+from para_core.plans.plan import (
+    CumulativeLengths,
+    Entries,
+    FirstTokens,
+    LastTokens,
+    Replicate,
+    ShardRule,
+    Split,
+    SplitMask,
+)
 
 
 @dataclass(frozen=True)
@@ -32,19 +41,17 @@ Companions = dict[tuple[str, str], RuleGuess]
 def guess_companions(region: ObservedRegion, choice: Choice) -> Companions:
     """Return the rules for block parameters that grow with the tokens.
 
-    Such a parameter is not computed from the tokens: a position embedding, for example, an int that counts
-    tokens, or a list of these. If a rule depends on the length of text, the text parameter gets a
-    :class:`Replicate` rule. Blocks of one list that need the same rule share the name ``list.*``.
+    Such a parameter is not computed from the tokens: a position embedding, for example, a list of these, or an
+    int that counts tokens. Any int that grows is taken for such a number. If a rule depends on the length of
+    text, the text parameter gets a :class:`Replicate` rule. Blocks of one list that need the same rule share
+    the name ``list.*``.
     """
     companions: Companions = {}
     text, start = region.text_parameter(), region.start.block
     parameters = _rules_by_parameter(region, choice)
     for parameter in parameters:
         for name, rule in parameter.named_rules(start):
-            content = "has an entry for each token"
-            if isinstance(rule, CumulativeLengths):
-                content = "holds the length of the sequence"
-            reason = f"{name}({parameter.name}): {content}, and is not computed from the tokens."
+            reason = f"{name}({parameter.name}): {_content(rule)}, and is not computed from the tokens."
             companions[name, parameter.name] = RuleGuess(rule, reason)
         if text is not None and any(_follows_text(rule) for rule in parameter.rules.values()):
             reason = f"{start}({text.name}): does not grow; its tokens come first in tensors that hold both."
@@ -98,6 +105,17 @@ def _rules_by_parameter(region: ObservedRegion, choice: Choice) -> list[_Growing
     return [*parameters.values()]
 
 
+def _content(rule: ShardRule) -> str:
+    """Return what a parameter with this rule is taken for, as the predicate of a sentence."""
+    if isinstance(rule, CumulativeLengths):
+        return "holds the length of the sequence"
+    if isinstance(rule, (FirstTokens, LastTokens)):
+        return "grows with the tokens, so it is taken for a number of tokens"
+    if isinstance(rule, Split) and rule.only is not None:
+        return "has an entry for each token but a fixed number of them"
+    return "has an entry for each token"
+
+
 def _follows_text(rule: ShardRule) -> bool:
     """Whether the rule splits a tensor in which text precedes the tokens."""
     entries: Sequence[ShardRule | None] = rule.cuts if isinstance(rule, Entries) else [rule]
@@ -112,10 +130,10 @@ class _ValueRules:
     choice: Choice
 
     def rule(self, parameter: str, value: Any, larger: Any) -> ShardRule | None:
-        """Return the rule for a tensor, mask, number of tokens, or a list or mapping of them; None if it
-        needs none.
+        """Return the rule for a tensor, mask, number of tokens, or a list or mapping of tensors or masks; None
+        if it needs none, or is a list or mapping of numbers, for which no rule exists.
 
-        Entries with different rules are possible in the outermost list only.
+        Entries with different rules are possible in the outermost list only, if they are tensors.
         """
         if isinstance(value, TensorRecord) and isinstance(larger, TensorRecord):
             return self._tensor_rule(parameter, value, larger)

@@ -3,8 +3,10 @@
 See :mod:`para_core.attention.backends.pytorch` for the sources that comments refer to.
 
 Only :func:`~para_core.attention.local.local_attention_backward` calls these functions. It passes the lse over
-all keys, with inf in place of -inf for rows without a key. Tests: tests/attention/test_local.py, and
-tests/attention/test_cuda_paths.py for the requirements of GPU kernels.
+all keys, with inf in place of -inf for rows without a key. The lse of a row that hides every key with a
+number such as finfo.min does not give the weights of its keys: its caller must have changed it and grad_out
+by :meth:`~para_core.attention.finite_masks.FiniteMaskedRows.for_gradient`. Tests:
+tests/attention/test_local.py, and tests/attention/test_cuda_paths.py for the requirements of GPU kernels.
 """
 
 from __future__ import annotations

@@ -42,11 +42,6 @@ def change_one_bit_in_data(pipe):
     [*loras(pipe).values()][-1].data.view(torch.int32)[-1, -1] ^= 1
 
 
-def hotswap(pipe):
-    weights = {f"transformer.{name.replace('.style', '')}": torch.randn(x.shape) for name, x in loras(pipe).items()}
-    pipe.load_lora_weights(weights, adapter_name="style", hotswap=True)
-
-
 def scale_one_layer(pipe):
     layer, *_ = (module for module in pipe.transformer.modules() if hasattr(module, "scaling"))
     layer.scaling["style"] = torch.tensor(0.5)
@@ -58,7 +53,6 @@ CHANGES = [
     (lambda pipe: pipe.disable_lora(), "LoRA of pipe.transformer"),
     (scale_one_layer, "LoRA of pipe.transformer"),
     (change_one_bit_in_data, "LoRA of pipe.transformer, weights"),
-    (hotswap, "LoRA of pipe.transformer, weights"),
     # peft's wrapper passes on the bias of the copy that the LoRA uses.
     (lambda pipe: pipe.transformer.context_embedder.bias.data.add_(1), "LoRA of pipe.transformer, weights"),
     (lambda pipe: pipe.transformer.to(torch.bfloat16), "dtype of pipe.transformer"),
@@ -103,7 +97,7 @@ CALLBACKS = [
     (lambda pipe, step, x: {"latents": x["latents"][:, :-1]}, r"shape of latents: rank 0 .*1, 63, .*, rank 1 .*1, 62,"),
     (lambda pipe, step, x: {"latents": x["latents"].double()}, "dtype of latents: rank 0 .*float32, rank 1 .*float64"),
     (lambda pipe, step, tensors: change_one_bit_in_data(pipe), "LoRA of pipe.transformer, weights: rank 0 "),
-    (lambda pipe, step, tensors: setattr(pipe, "_interrupt", True), "interrupt: rank 0 .*False, rank 1 .*True"),
+    (lambda pipe, *_: setattr(pipe, "_interrupt", torch.tensor(True)), "interrupt: rank 0 .*False, rank 1 .*True"),
     (raise_here, r"rank 1: .*callback .*KeyError: 'only here'"),
 ]
 
