@@ -19,18 +19,24 @@ from typing import Any, Literal
 import para_core
 
 Kind = Literal["image", "video"]
-_IMAGE_PARAMETERS = ("images", "input_images", "reference_images", "memory_images", "gligen_images")
+_IMAGE_PARAMETERS = (
+    *("images", "input_images", "reference_images", "memory_images", "gligen_images"),
+    "image_reference",
+)
 # Parameters of a pipeline's call that a request may not set, because the command or server sets them itself.
 _SET_BY_CALLER = ("self", "generator", "output_type", "return_dict", "args", "kwargs")
+# Names of tensors: "prompt_embeds_2" and "prompt_attention_mask_2", but not "prompt_embeds_scale", a number, or
+# "padding_mask_crop", pixels.
+_TENSORS = re.compile(r"latents|_embeds(?!_scale)|_embeddings?$|_mask(_\d)?$|_cu_seqlens$")
 
 # This folder exists in a checkout of the repository, but not in an installed package.
 TINY_FLUX = Path("zoo/flux/pipeline")
 # The T5 of the tiny FLUX learned from captions of at most 64 tokens (zoo/flux/tune.py).
 TINY_FLUX_FIELDS = {"height": 128, "width": 128, "num_inference_steps": 20, "max_sequence_length": 64}
 
-# A pipeline generates videos if its call has one of _FRAME_PARAMETERS, else audio if it has one of
+# A pipeline generates videos if its call has one of FRAME_PARAMETERS, else audio if it has one of
 # _AUDIO_PARAMETERS, else images.
-_FRAME_PARAMETERS = ("num_frames", "video_length")
+FRAME_PARAMETERS = ("num_frames", "video_length", "frames")
 _AUDIO_PARAMETERS = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "audio_duration_s")
 
 
@@ -83,8 +89,8 @@ def can_be_given(name: str) -> bool:
     False for tensors (embeddings, masks and latents), for callbacks, and for what the command or server sets
     itself.
     """
-    tensor = name.endswith(("_embeds", "_mask")) or "latents" in name
-    return name not in _SET_BY_CALLER and not tensor and not name.startswith("callback")
+    is_tensor = _TENSORS.search(name) is not None
+    return name not in _SET_BY_CALLER and not is_tensor and "callback" not in name
 
 
 def describe_unknown_field(model: Model, name: str) -> str:
@@ -148,7 +154,7 @@ def describe_call(
     """
     fields = {key: default for key, default in parameters.items() if can_be_given(key)}
     kind: Kind = "image"
-    if any(key in fields for key in _FRAME_PARAMETERS):
+    if any(key in fields for key in FRAME_PARAMETERS):
         kind = "video"
     elif any(key in fields for key in _AUDIO_PARAMETERS):
         raise ValueError(f"model {name!r} ({pipeline}) generates audio; expected images or videos.")

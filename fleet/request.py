@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from para_core.fleet.image_files import ImageMode, open_image, read_images
-from para_core.fleet.pipeline_info import Kind, Model
+from para_core.fleet.pipeline_info import FRAME_PARAMETERS, Kind, Model
 from para_core.fleet.request_schema import (
     LARGEST_SEED,
     describe_error,
@@ -143,7 +143,7 @@ def estimate_pixels(request: Request, model: Model) -> int:
     sides = [size for name in ("height", "width") if (size := _find_size(name, request, model)) is not None]
     if sides:
         width, height = sides[0], sides[-1]
-    for name in ("num_frames", "video_length"):
+    for name in FRAME_PARAMETERS:
         frames = _find_size(name, request, model) or frames
     return int(width * height * frames * request.results)
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from para_core.fleet.image_classes import explain_refused_image, is_image_field
-from para_core.fleet.pipeline_info import Model, describe_unknown_field
+from para_core.fleet.pipeline_info import FRAME_PARAMETERS, Model, describe_unknown_field
 
 # Short names that a request may use, and the parameters of diffusers that each stands for: the first that the
 # pipeline has.
@@ -27,7 +27,7 @@ _ALIASES = {
     "n": ("num_images_per_prompt", "num_videos_per_prompt"),
 }
 _POSITIVE_FIELDS = (
-    *("height", "width", "num_inference_steps", "num_frames", "video_length", "max_sequence_length"),
+    *("height", "width", "num_inference_steps", *FRAME_PARAMETERS, "max_sequence_length"),
     *("num_images_per_prompt", "num_videos_per_prompt"),
 )
 _SIZE_PATTERN = re.compile(r"^([1-9][0-9]{0,8})\s*[x×]\s*([1-9][0-9]{0,8})$")

@@ -25,6 +25,7 @@ from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.http.errors import RequestError
 from para_core.fleet.http.jobs import Job, Jobs
 from para_core.fleet.http.middleware import escape_unprintable
+from para_core.fleet.pipeline_info import FRAME_PARAMETERS
 from para_core.fleet.request import Request
 from para_core.fleet.result_files import write_atomically
 
@@ -81,7 +82,7 @@ class Videos:
         request = await self._read(http)
         id_ = f"video_{uuid.uuid4().hex}"
         job = self._jobs.start(request, id_)
-        frames = request.fields.get("num_frames") or request.fields.get("video_length") or 0
+        frames = next((request.fields[name] for name in FRAME_PARAMETERS if request.fields.get(name)), 0)
         prompt = request.fields.get("prompt")
         if not isinstance(prompt, str):
             prompt = json.dumps(prompt)

@@ -17,6 +17,7 @@ from para_core.launcher.connection import CallerConnection
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.messages import CallbackArguments, CallbackReply, PipeArgument, SentTensor
 from para_core.launcher.randomness import CallerSeeds, random_state_of_rank, set_random_state
+from para_core.launcher.steps import pipelines_of
 from para_core.launcher.wire import Body
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -25,13 +26,13 @@ _PLAIN = (bool, int, float, str, type(None))
 def runs_in_caller(name: str, value: Any) -> bool:
     """Whether the argument ``name`` of a pipeline's call is a callback that runs in the caller.
 
-    diffusers' own callback objects, such as ``SDCFGCutoffCallback``, run on the ranks: they call methods of
-    the pipeline.
+    Names contain ``callback``: combined pipelines have ``prior_callback_on_step_end``, too. diffusers' own
+    callback objects, such as ``SDCFGCutoffCallback``, run on the ranks: they call methods of the pipeline.
 
     Raises:
         TypeError: The argument has several functions.
     """
-    if not name.startswith("callback"):
+    if "callback" not in name:
         return False
     if isinstance(value, (list, tuple)) and any(map(callable, value)):
         raise TypeError(f"{name} has several functions; expected one function, which calls them.")
@@ -93,8 +94,13 @@ class Relay:
         self._connection, self._pipe, self._name, self._generators = connection, pipe, name, generators
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pipe = self._pipe
+        for inner in pipelines_of(self._pipe):
+            # A combined pipeline passes its callbacks on to inner ones, which call them with themselves.
+            if any(value is inner for value in args):
+                pipe = inner
         # The order of these tensors numbers them: the caller counts them in the same order (run_callback).
-        pipe, tensors = self._pipe, list[Any]()
+        tensors = list[Any]()
 
         def send(value: Any) -> Any:
             if value is pipe:

@@ -22,12 +22,17 @@ from para_core.launcher.connection import CallerConnection
 _INNER_PIPELINES = ("prior_pipe", "decoder_pipe")
 
 
+def pipelines_of(pipe: Any) -> list[Any]:
+    """Return ``pipe``, and the pipelines that it combines."""
+    inner = [getattr(pipe, name, None) for name in _INNER_PIPELINES]
+    return [pipe, *(x for x in inner if x is not None)]
+
+
 def hook_progress_bars(pipe: Any, connection: CallerConnection) -> None:
     """Replace ``progress_bar`` of the rank's pipeline, of the pipelines that it combines, and of the blocks of a
     modular pipeline.
     """
-    inner = [getattr(pipe, name, None) for name in _INNER_PIPELINES]
-    for owner in [pipe, *inner, *_nested_blocks(getattr(pipe, "_blocks", None))]:
+    for owner in [*pipelines_of(pipe), *_nested_blocks(getattr(pipe, "_blocks", None))]:
         if callable(getattr(owner, "progress_bar", None)):
             owner.progress_bar = _BarMaker(connection, owner)
 

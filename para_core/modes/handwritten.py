@@ -156,7 +156,8 @@ class HandwrittenAttention:
         dims = None
         if len(args) > 1:
             dims = args[1]
-        dims = kwargs.get("dim", dims)
+        # Functions of torch also accept NumPy's name of the argument.
+        dims = kwargs.get("dim", kwargs.get("axis", dims))
         if not isinstance(dims, (tuple, list)):
             dims = (dims,)
         return any(isinstance(dim, int) and dim % scores.ndim in dims_of_tokens for dim in dims)

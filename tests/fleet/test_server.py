@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import uvicorn
-from diffusers import FluxInpaintPipeline, FluxKontextPipeline, FluxPipeline, WanPipeline
+from diffusers import FluxInpaintPipeline, FluxKontextPipeline, FluxPipeline, SanaVideoPipeline, WanPipeline
 from fastapi import FastAPI
 from PIL import Image
 
@@ -160,11 +160,12 @@ def test_an_image_comes_as_base64_or_by_its_url(served):
         assert get(port, f"/v1/files/by_url/{index}")[0] == 404
 
 
-def test_video_pipeline_answers_at_videos_route(served):
-    port, backend = served(WanPipeline, delivery=Delivery("mp4"), pixels=64 * 32 * 17, seed=0)
+@pytest.mark.parametrize(("pipeline", "name"), [(WanPipeline, "num_frames"), (SanaVideoPipeline, "frames")])
+def test_video_pipeline_answers_at_videos_route(served, pipeline, name):
+    port, backend = served(pipeline, delivery=Delivery("mp4"), pixels=64 * 32 * 17, seed=0)
     fields = {"prompt": "a", "size": "64x32", "frames": 17, "response_format": "url"}
     assert ask(port, fields, path="/v1/videos/sync", X_Request_Id="mine")[0] == 200
-    assert backend.ran[-1][1].fields["num_frames"] == 17
+    assert backend.ran[-1][1].fields[name] == 17
     status, headers, data = get(port, "/v1/files/mine/0")
     assert (status, headers["content-type"], data) == (200, "video/mp4", b"a 0")
     status, _, body = ask(port, {**fields, "frames": 33}, path="/v1/videos/sync")

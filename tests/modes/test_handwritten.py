@@ -22,15 +22,12 @@ def by_sum(scores):
 
 SPELLINGS = {
     "torch.softmax": lambda x: torch.softmax(x, -1),
-    "method": lambda x: x.softmax(dim=-1),
+    "method": lambda x: x.softmax(axis=-1),
     "another dtype": lambda x: F.softmax(x, dim=-1, dtype=torch.float64).float(),
-    "log_softmax": lambda x: F.log_softmax(x, dim=-1).exp(),
-    "logsumexp": lambda x: (x - torch.logsumexp(x, -1, keepdim=True)).exp(),
     "exp and sum": by_sum,
     "operator": lambda x: aten._softmax.default(x, -1, False),
     "private": lambda x: torch._softmax(x, -1, False),
     "sigmoid": torch.sigmoid,
-    "over rows of the transposed scores": lambda x: x.mT.softmax(-2).mT,
     "heads last": lambda x: x.permute(0, 2, 3, 1).softmax(2).permute(0, 3, 1, 2),
     "a column of a sink": lambda x: torch.cat([x, x.new_zeros(*x.shape[:-1], 1)], -1).softmax(-1)[..., :-1],
 }
